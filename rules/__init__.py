@@ -1,0 +1,11 @@
+"""The rules: axioms, lemmas and packs, one file per mathematical property.
+
+This top-level folder is the package `symjax_rewrite.rules` and goes by no other name: imported as
+`rules`, every module in it would exist twice and no rule would equal its twin.
+"""
+
+if __name__ != "symjax_rewrite.rules":
+    raise ImportError(
+        f"this folder is the package 'symjax_rewrite.rules', imported here as {__name__!r}. "
+        "Install it (pip install -e .) and write: from symjax_rewrite import rules"
+    )

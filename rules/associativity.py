@@ -1,0 +1,63 @@
+"""Associativity: products may be computed in any order.
+
+`Σ_j (Σ_k a_ik b_kj) c_jl = Σ_k a_ik (Σ_j b_kj c_jl)`. With `Σ_k a·b = a·Σ_k b (k ∉ a)`, which is the
+same statement about a factor that does not carry the summed index, this one law gives
+matrix-chain order, low-rank products kept thin, scale hoisting, deferred normalisation and the
+mixture-of-experts sandwich.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from symjax_rewrite.ir import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.order import order_product
+from symjax_rewrite.product import Product, expand_node, is_half
+from symjax_rewrite.rule import ASSOCIATIVITY, Context, axiom
+
+
+@axiom(
+    "Σj (Σk a·b)·c = Σk a·(Σj b·c)",
+    property=ASSOCIATIVITY,
+    on=(CONTRACT, ADD),
+    source="Godbole 1973 (optimal matrix chains)",
+)
+def contraction_order(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """The cheapest order of the flattened product; shared factors may stay whole."""
+    if node.op == ADD and len(node.args) != 1:
+        return
+    c = ctx.g.classes[cls]
+    seen: set[Product] = set()
+    for may_open in openers(ctx, cls):
+        p = expand_node(ctx.g, cls, node, may_open)
+        if p in seen or not _worth(p, node):
+            continue
+        seen.add(p)
+        ref = order_product(ctx, p, c.sizes, c.dtype, contraction_order.reason(cls))
+        if ref is not None:
+            yield ref
+
+
+def openers(ctx: Context, cls: int) -> list:
+    """Which factors are looked into: none, those used once, or all."""
+    if is_half(ctx.g.classes[cls].dtype):
+        return [
+            lambda d: ctx.uses(d) <= 1 and _is_pure_dot(ctx, d),
+            lambda d: _is_pure_dot(ctx, d),
+        ]
+    return [lambda d: False, lambda d: ctx.uses(d) <= 1, lambda d: True]
+
+
+def _is_pure_dot(ctx: Context, cls: int) -> bool:
+    """Below float32 a scale must not leave a sum: only true contractions are looked into."""
+    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
+
+
+def _worth(p: Product, node: Node) -> bool:
+    if not p.bound:
+        return False
+    if len(p.factors) > 2 or p.factors != node.args:
+        return True
+    first, *rest = p.factors
+    shared = set(first.axes).intersection(*(f.axes for f in rest)) if rest else set()
+    return any(i >= p.out and i not in shared for f in p.factors for i in f.axes)

@@ -1,0 +1,353 @@
+"""Distributivity: `a·(b + c) = a·b + a·c`, both ways, and sums of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
+from symjax_rewrite.order import order_product
+from symjax_rewrite.product import Product, expand, is_half, is_ring
+from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
+
+MAX_SHARED = 4  # common factors of which every subset is tried
+
+
+@axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,))
+def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A sum inside a contraction, where every term but one is itself a rounded product.
+
+    Then the error of the distributed form is that of the written one: if terms cancel, what is
+    left of the computed ones is already as uncertain (see `_is_safe`). LoRA is this case.
+    """
+    g, c = ctx.g, ctx.g.classes[cls]
+    p = expand(g, cls, lambda d: True)
+    if not p.bound:
+        return
+    for k, f in enumerate(p.factors):
+        total = sum_node(ctx, f.cls)
+        if total is None or g.classes[f.cls].dtype != c.dtype:
+            continue
+        if sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype):
+            ctx.refuse("distribute", "squares of sums cancel", cls)
+            continue
+        if not _is_safe(ctx, f.cls, total):
+            ctx.refuse("distribute", "terms of unknown sign may cancel", cls)
+            continue
+        if not _is_useful(ctx, f.cls, total):
+            continue
+        ref = _distributed(ctx, cls, p, k, total)
+        if ref is not None:
+            yield ref
+
+
+def sum_node(ctx: Context, cls: int) -> Node | None:
+    """The sum of at least two terms that a class is, as written."""
+    for node in ctx.g.classes[cls].nodes:
+        if node.op == ADD and len(node.args) > 1:
+            return node
+    return None
+
+
+def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
+    """All terms but one are contractions over the full index space, or arithmetic is exact."""
+    c = ctx.g.classes[cls]
+    if ctx.permits("cancels", c.dtype):
+        return True
+    plain = 0
+    for arg in total.args:
+        if len(set(arg.axes)) < len(c.sizes):
+            return False
+        p = expand(ctx.g, arg.cls, lambda d: True)
+        plain += not p.bound
+    return plain <= 1
+
+
+def _is_useful(ctx: Context, cls: int, total: Node) -> bool:
+    """Some term has structure that the sum hides: a product, or fewer indices."""
+    n = len(ctx.g.classes[cls].sizes)
+    for arg in total.args:
+        if len(set(arg.axes)) < n:
+            return True
+        if len(expand(ctx.g, arg.cls, lambda d: True).factors) > 1:
+            return True
+    return False
+
+
+def _distributed(ctx: Context, cls: int, p: Product, k: int, total: Node) -> Ref | None:
+    c = ctx.g.classes[cls]
+    why = distribute.reason(cls)
+    terms, coefficients = [], []
+    for coefficient, arg in zip(total.attr, total.args, strict=True):  # type: ignore[call-overload]
+        over = tuple(p.factors[k].axes[i] for i in arg.axes)
+        inner = expand(ctx.g, arg.cls, lambda d: True)
+        term = splice(p, k, Ref(arg.cls, over), inner)
+        ref = order_product(ctx, term._replace(coefficient=1), c.sizes, c.dtype, why)
+        if ref is None:
+            return None
+        terms.append(ref)
+        coefficients.append(coefficient * term.coefficient)
+    return ctx.g.add(ADD, tuple(coefficients), tuple(terms), c.sizes, (), c.dtype, why)
+
+
+def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
+    """The product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
+    to = [*at.axes, *(p.out + len(p.bound) + j for j in range(len(inner.bound)))]
+    opened = tuple(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+    return Product(
+        p.coefficient * inner.coefficient,
+        p.factors[:k] + opened + p.factors[k + 1 :],
+        p.out,
+        p.bound + inner.bound,
+        p.precision,
+    )
+
+
+@axiom("(a + b) + c = a + b + c; m·a + n·a = (m+n)·a", property=DISTRIBUTIVITY, on=(ADD,))
+def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """Sums of sums used once are one sum; like terms of one sign are counted."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    terms: dict[Ref, Any] = {}
+    for coefficient, arg in zip(node.attr, node.args, strict=True):  # type: ignore[call-overload]
+        arg = g.find(arg)
+        inner = _inner_sum(ctx, arg, c.dtype)
+        if inner is None:
+            inner = Node(ADD, (1,), (Ref(arg.cls, tuple(range(len(arg.axes)))),), 0, ())
+        for k, a in zip(inner.attr, inner.args, strict=True):  # type: ignore[call-overload]
+            ref = Ref(a.cls, tuple(arg.axes[i] for i in a.axes))
+            if ref in terms and not _same_sign(terms[ref], k * coefficient, c.dtype):
+                return
+            terms[ref] = terms.get(ref, 0) + k * coefficient
+    if len(terms) == len(node.args) and set(terms) == set(node.args):
+        return
+    if any(v == 0 for v in terms.values()) or (is_half(c.dtype) and len(terms) < len(node.args)):
+        return
+    yield g.add(
+        ADD, tuple(terms.values()), tuple(terms), c.sizes, (), c.dtype, flatten_sum.reason(cls)
+    )
+
+
+def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
+    if ctx.uses(arg.cls) > 1 or ctx.g.classes[arg.cls].dtype != dtype:
+        return None
+    for node in ctx.g.classes[arg.cls].nodes:
+        if node.op == ADD:
+            return node
+    return None
+
+
+def _same_sign(a: Any, b: Any, dtype: str) -> bool:
+    return is_ring(dtype) or (isinstance(a, complex) and a == b) or (a > 0) == (b > 0)
+
+
+@axiom("Σ a·b + Σ a·c = Σ a·(b + c)", property=DISTRIBUTIVITY, on=(ADD,))
+def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """Factors that several products of a sum share are taken out of it.
+
+    Never densifies: a low-rank remainder (a product larger than its factors) stays where it is,
+    unless it depends on frozen weights alone.
+    """
+    if len(node.args) < 2:
+        return
+    terms = []
+    for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):  # type: ignore[call-overload]
+        if ctx.g.classes[arg.cls].dtype != ctx.g.classes[cls].dtype:
+            continue
+        inner = expand(ctx.g, arg.cls, lambda d: True)
+        if inner.bound:
+            terms.append(Term(k, coefficient * inner.coefficient, arg, inner))
+    if len(terms) < 2:
+        return
+    seen: set = set()
+    for group, shared in _shared_factors(ctx, terms):
+        key = (tuple(t.number for t in group), tuple(sorted(map(tuple, shared))))
+        if key not in seen:
+            seen.add(key)
+            ref = _factored(ctx, cls, node, group, shared)
+            if ref is not None:
+                yield ref
+
+
+class Term:
+    """One product of a sum, its factors over the sum's indices and the product's own."""
+
+    def __init__(self, number: int, coefficient: Any, arg: Ref, inner: Product) -> None:
+        self.number, self.coefficient, self.inner = number, coefficient, inner
+        axes: list[Any] = [*arg.axes, *(("b", k) for k in range(len(inner.bound)))]
+        self.factors = [(f.cls, tuple(axes[i] for i in f.axes)) for f in inner.factors]
+        self.sizes = {("b", k): size for k, size in enumerate(inner.bound)}
+
+
+Match = tuple[tuple[int, ...], ...]  # for every shared factor: its number in each term
+
+
+def _shared_factors(ctx: Context, terms: list[Term]) -> Iterator[tuple[list[Term], Match]]:
+    """Groups of terms with sets of factors they have in common."""
+    for anchor, (cls, axes) in enumerate(terms[0].factors):
+        yield from _anchored(terms, 0, anchor, cls, axes)
+    for first in range(1, len(terms) - 1):
+        for anchor, (cls, axes) in enumerate(terms[first].factors):
+            if not any(cls == f[0] for t in terms[:first] for f in t.factors):
+                yield from _anchored(terms, first, anchor, cls, axes)
+
+
+def _anchored(
+    terms: list[Term], first: int, anchor: int, cls: int, axes: tuple
+) -> Iterator[tuple[list[Term], Match]]:
+    group, maps, rows = [terms[first]], [_identity(axes)], [[anchor]]
+    for t in terms[first + 1 :]:
+        for k, (other, theirs) in enumerate(t.factors):
+            mapping = _match_axes(axes, theirs, {}) if other == cls else None
+            if mapping is not None:
+                group.append(t)
+                maps.append(mapping)
+                rows.append([k])
+                break
+    if len(group) < 2:
+        return
+    shared = [tuple(r[0] for r in rows)]
+    for k, (other, theirs) in enumerate(group[0].factors):
+        if k == anchor:
+            continue
+        found = _extend(group, maps, shared, k, other, theirs)
+        if found:
+            shared.append(found)
+    if len(shared) > MAX_SHARED:
+        yield group, (shared[0],)
+        yield group, tuple(shared)
+        return
+    for size in range(1, len(shared) + 1):
+        for subset in combinations(shared, size):
+            yield group, subset
+
+
+def _identity(axes: tuple) -> dict:
+    return {i: i for i in axes}
+
+
+def _match_axes(mine: tuple, theirs: tuple, known: dict) -> dict | None:
+    """The renaming of my indices to theirs; outputs must be the same ones."""
+    out = dict(known)
+    for i, j in zip(mine, theirs, strict=True):
+        if isinstance(i, int) or isinstance(j, int):
+            if i != j:
+                return None
+        elif out.setdefault(i, j) != j:
+            return None
+    bound = [v for k, v in out.items() if not isinstance(k, int)]
+    return out if len(set(bound)) == len(bound) else None
+
+
+def _extend(
+    group: list[Term], maps: list[dict], shared: list, k: int, cls: int, axes: tuple
+) -> tuple[int, ...] | None:
+    row = [k]
+    new_maps = [{**maps[0], **_identity(axes)}]
+    for n, t in enumerate(group[1:], start=1):
+        taken = {s[n] for s in shared}
+        for j, (other, theirs) in enumerate(t.factors):
+            if other == cls and j not in taken:
+                mapping = _match_axes(axes, theirs, maps[n])
+                if mapping is not None:
+                    row.append(j)
+                    new_maps.append(mapping)
+                    break
+        else:
+            return None
+    maps[:] = new_maps
+    return tuple(row)
+
+
+def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Match) -> Ref | None:
+    """Σ shared·(Σ of remainders) + the other terms."""
+    c = ctx.g.classes[cls]
+    why = factor.reason(cls)
+    lead = group[0]
+    common = [lead.factors[row[0]] for row in shared]
+    common_bound = list(dict.fromkeys(i for _, a in common for i in a if not isinstance(i, int)))
+    maps = []
+    for n, t in enumerate(group):
+        mapping: dict = {}
+        for row in shared:
+            found = _match_axes(lead.factors[row[0]][1], t.factors[row[n]][1], mapping)
+            if found is None:
+                return None
+            mapping = found
+        maps.append({v: k for k, v in mapping.items()})
+    rest = _remainder(ctx, cls, group, shared, maps, common_bound)
+    if rest is None:
+        return None
+    index = {i: i for i in range(len(c.sizes))}
+    index.update({b: len(c.sizes) + n for n, b in enumerate(common_bound)})
+    factors = [Ref(f, tuple(index[i] for i in a)) for f, a in common]
+    factors.append(Ref(rest.cls, tuple(rest.axes)))
+    bound = tuple(lead.sizes[b] for b in common_bound)
+    p = Product(1, tuple(factors), len(c.sizes), bound, lead.inner.precision)
+    product = order_product(ctx, p, c.sizes, c.dtype, why)
+    if product is None:
+        return None
+    inside = {t.number for t in group}
+    others = [k for k in range(len(node.args)) if k not in inside]
+    if not others:
+        return product
+    coefficients = (1, *(node.attr[k] for k in others))  # type: ignore[index]
+    return ctx.g.add(
+        ADD, coefficients, (product, *(node.args[k] for k in others)), c.sizes, (), c.dtype, why
+    )
+
+
+def _remainder(
+    ctx: Context, cls: int, group: list[Term], shared: Match, maps: list[dict], common_bound: list
+) -> Ref | None:
+    """The sum of what the terms keep, over the sum's outputs and the common bound indices."""
+    c = ctx.g.classes[cls]
+    why = factor.reason(cls)
+    out_sizes: tuple[Dim, ...] = (*c.sizes, *(group[0].sizes[b] for b in common_bound))
+    place = {b: len(c.sizes) + n for n, b in enumerate(common_bound)}
+    args, coefficients, storages = [], [], set()
+    for n, t in enumerate(group):
+        taken = {row[n] for row in shared}
+        left = [f for k, f in enumerate(t.factors) if k not in taken]
+        own = [b for b in t.sizes if maps[n].get(b) not in place]
+        index = {i: i for i in range(len(c.sizes))}
+        index.update({b: len(out_sizes) + k for k, b in enumerate(own)})
+        index.update({b: place[maps[n][b]] for b in t.sizes if maps[n].get(b) in place})
+        factors = tuple(Ref(f, tuple(index[i] for i in a)) for f, a in left)
+        p = Product(1, factors, len(out_sizes), tuple(t.sizes[b] for b in own), t.inner.precision)
+        if not factors:
+            one = 1 if is_ring(c.dtype) else 1.0
+            ref = ctx.g.add(CONST, (one, c.dtype, repr(one)), (), (), (), c.dtype, why)
+        else:
+            if _densifies(ctx, p, out_sizes):
+                ctx.refuse("factor", "a low-rank product would become dense", cls)
+                return None
+            found = order_product(ctx, p, out_sizes, c.dtype, why)
+            if found is None:
+                return None
+            ref = found
+            storages.update(ctx.storage(f.cls) for f in factors)
+        args.append(ref)
+        coefficients.append(t.coefficient)
+    if len(storages) > 1:
+        ctx.refuse("factor", f"weights stored differently ({', '.join(sorted(storages))})", cls)
+        return None
+    if len({*args}) < len(args):
+        merged: dict[Ref, Any] = {}
+        for ref, k in zip(args, coefficients, strict=True):
+            if ref in merged and not _same_sign(merged[ref], k, c.dtype):
+                return None
+            merged[ref] = merged.get(ref, 0) + k
+        args, coefficients = list(merged), list(merged.values())
+    return ctx.g.add(ADD, tuple(coefficients), tuple(args), out_sizes, (), c.dtype, why)
+
+
+def _densifies(ctx: Context, p: Product, sizes: tuple[Dim, ...]) -> bool:
+    """Whether the product is larger than what it is made of."""
+    if len(p.factors) < 2 or all(ctx.frozen(f.cls) for f in p.factors):
+        return False
+    read = sorted({i for f in p.factors for i in f.axes if i < p.out})
+    dense = ctx.count(sizes[i] for i in read)
+    return dense > sum(ctx.elements(f.cls) for f in p.factors)
+

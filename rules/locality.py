@@ -1,0 +1,253 @@
+"""Locality: what is asked of a part needs only the parts that make it.
+
+Reading a slice or one element of a term reads slices of its operands; a contraction over a
+concatenated index is the sum of contractions over its pieces (block matrices).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import Reason
+from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.order import order_product
+from symjax_rewrite.product import Product, expand_node
+from symjax_rewrite.rule import LOCALITY, Context, axiom
+
+Entry = tuple[object, int]  # what a slot is sliced by (None: not at all), the index it then reads
+
+
+@axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,))
+def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A slice of a term is the term of slices."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    source = g.find(node.args[0])
+    by_slot = {
+        slot: (attr, index)
+        for slot, (attr, index) in enumerate(zip(node.attr, source.axes, strict=True))  # type: ignore[call-overload]
+    }
+    for inner, reason in list(g.classes[source.cls].nodes.items()):
+        if reason.rule == "contraction_order":
+            continue
+        if inner.op in (CONTRACT, ADD, MAP, REDUCE):
+            yield from _through(ctx, cls, inner, by_slot, len(c.sizes))
+        elif inner.op == SLICE:
+            yield from _compose(ctx, cls, node, inner)
+        elif inner.op == CONCAT:
+            yield from _one_piece(ctx, cls, inner, by_slot)
+
+
+def _through(
+    ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry], out: int
+) -> Iterator[Ref]:
+    c = ctx.g.classes[cls]
+    entries: dict[int, Entry] = dict(by_slot)
+    entries.update({inner.out + k: (None, out + k) for k in range(len(inner.bound))})
+    sizes = (*c.sizes, *inner.bound)
+    why = partial_access.reason(cls)
+    args = tuple(sliced(ctx, a, entries, sizes, why) for a in inner.args)
+    if inner.op == CONTRACT and inner.bound:
+        p = Product(1, args, out, inner.bound, inner.attr)
+        ref = order_product(ctx, p, c.sizes, c.dtype, why)
+        if ref is not None:
+            yield ref
+        return
+    yield ctx.g.add(inner.op, inner.attr, args, c.sizes, inner.bound, c.dtype, why)
+
+
+def sliced(
+    ctx: Context, ref: Ref, entries: dict[int, Entry], sizes: tuple[Dim, ...], why: Reason
+) -> Ref:
+    """`ref` with every index it reads sliced and renamed as `entries` says."""
+    ref = ctx.g.find(ref)
+    attrs = tuple(entries[i][0] for i in ref.axes)
+    if all(a is None for a in attrs):
+        return Ref(ref.cls, tuple(entries[i][1] for i in ref.axes))
+    used = sorted({entries[i][1] for i in ref.axes if entries[i][1] >= 0})
+    local = {i: n for n, i in enumerate(used)}
+    local[-1] = -1
+    arg = Ref(ref.cls, tuple(local[entries[i][1]] for i in ref.axes))
+    dtype = ctx.g.classes[ref.cls].dtype
+    made = ctx.g.add(SLICE, attrs, (arg,), tuple(sizes[i] for i in used), (), dtype, why)
+    return Ref(made.cls, tuple(used[a] for a in made.axes))
+
+
+def _compose(ctx: Context, cls: int, outer: Node, inner: Node) -> Iterator[Ref]:
+    """a[s][t] = a[s∘t]."""
+    c = ctx.g.classes[cls]
+    source = ctx.g.find(outer.args[0])
+    by_slot = dict(enumerate(zip(outer.attr, source.axes, strict=True)))  # type: ignore[call-overload]
+    attrs, axes = [], []
+    for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):  # type: ignore[call-overload]
+        if index < 0:
+            attrs.append(attr)
+            axes.append(-1)
+            continue
+        over, new = by_slot[index]
+        attrs.append(_compose_entry(attr, over))
+        axes.append(new)
+    arg = Ref(inner.args[0].cls, tuple(axes))
+    why = partial_access.reason(cls)
+    yield ctx.g.add(SLICE, tuple(attrs), (arg,), c.sizes, (), c.dtype, why)
+
+
+def _compose_entry(first: object, then: object) -> object:
+    if first is None:
+        return then
+    if then is None:
+        return first
+    start, stride = first  # type: ignore[misc]
+    if isinstance(then, tuple):
+        return (start + stride * then[0], stride * then[1])
+    return start + stride * then  # type: ignore[operator]
+
+
+def _one_piece(
+    ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]
+) -> Iterator[Ref]:
+    """A slice that lies within one piece of a concatenation reads that piece."""
+    target, piece_sizes = inner.attr  # type: ignore[misc]
+    c = ctx.g.classes[cls]
+    attr, index = by_slot[target]
+    if attr is None or not all(isinstance(s, int) for s in piece_sizes):
+        return
+    start, stride = attr if isinstance(attr, tuple) else (attr, 1)
+    count = c.sizes[index] if index >= 0 else 1
+    if not isinstance(count, int) or count == 0:
+        return
+    begin = 0
+    for k, size in enumerate(piece_sizes):
+        last = start + stride * (count - 1)
+        if begin <= start and last < begin + size:
+            shifted = (start - begin, stride) if isinstance(attr, tuple) else start - begin
+            whole = isinstance(attr, tuple) and (start - begin, stride, count) == (0, 1, size)
+            entries = dict(by_slot)
+            entries[target] = (None if whole else shifted, index)
+            yield sliced(ctx, inner.args[k], entries, c.sizes, partial_access.reason(cls))
+        begin += size
+
+
+@axiom("Σ over [K₁;K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂", property=LOCALITY, on=(CONTRACT,))
+def block_products(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""
+    if not node.bound:
+        return
+    for k, arg in enumerate(node.args):
+        for inner in list(ctx.g.classes[ctx.g.find(arg).cls].nodes):
+            if inner.op != CONCAT or not _all_ints(inner.attr[1]):  # type: ignore[index]
+                continue
+            p = expand_node(ctx.g, cls, node, lambda d: False)
+            index = ctx.g.find(node.args[k]).axes[inner.attr[0]]  # type: ignore[index]
+            if sum(i == index for f in p.factors for i in f.axes if f == p.factors[k]) != 1:
+                continue
+            pieces = _pieces(ctx, cls, p, k, inner, index)
+            if pieces is not None:
+                yield pieces
+
+
+def _all_ints(sizes: tuple[Dim, ...]) -> bool:
+    return all(isinstance(s, int) and s > 0 for s in sizes)
+
+
+def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int) -> Ref | None:
+    c = ctx.g.classes[cls]
+    why = block_products.reason(cls)
+    source = ctx.g.find(p.factors[k])
+    summed = index >= p.out
+    refs, begin = [], 0
+    for piece, size in zip(inner.args, inner.attr[1], strict=True):  # type: ignore[index]
+        sizes = list((*c.sizes, *p.bound))
+        sizes[index] = size
+        same: dict[int, Entry] = {i: (None, i) for i in range(len(sizes))}
+        part = {**same, index: ((begin, 1) if size > 1 else begin, index if size > 1 else -1)}
+        factors = []
+        for j, f in enumerate(p.factors):
+            if j == k:
+                axes = tuple(source.axes[i] for i in piece.axes)
+                factors.append(ctx.g.find(Ref(piece.cls, axes)))
+            else:
+                factors.append(_part(ctx, f, part, index, size, tuple(sizes), why))
+        begin += size
+        if any(_is_zero(ctx, f.cls) for f in factors):
+            refs.append(_zero(ctx, c.dtype, why))
+            continue
+        ref = _piece_product(ctx, p, factors, sizes, index, c.dtype, why)
+        if ref is None:
+            return None
+        refs.append(ref)
+    if not summed:
+        attr = (index, inner.attr[1])  # type: ignore[index]
+        return ctx.g.add(CONCAT, attr, tuple(refs), c.sizes, (), c.dtype, why)
+    terms = [r for r in refs if not _is_zero(ctx, r.cls)]
+    if not terms:
+        return _zero(ctx, c.dtype, why)
+    if len(terms) == 1:
+        return terms[0]
+    return ctx.g.add(ADD, (1,) * len(terms), tuple(terms), c.sizes, (), c.dtype, why)
+
+
+def _part(
+    ctx: Context, f: Ref, part: dict[int, Entry], index: int, size: int, sizes: tuple, why: Reason
+) -> Ref:
+    """A factor restricted to one piece; where it is concatenated alike, its own piece."""
+    if index not in f.axes:
+        return f
+    made = sliced(ctx, f, part, sizes, why)
+    for inner in list(ctx.g.classes[ctx.g.find(f).cls].nodes):
+        if inner.op == CONCAT and f.axes.count(index) == 1:
+            if f.axes[inner.attr[0]] == index and _all_ints(inner.attr[1]):  # type: ignore[index]
+                by_slot = {s: part[i] for s, i in enumerate(f.axes)}
+                for ref in _restrict(ctx, inner, by_slot, size, sizes, why):
+                    return ref
+    return made
+
+
+def _restrict(
+    ctx: Context, inner: Node, by_slot: dict[int, Entry], size: int, sizes: tuple, why: Reason
+) -> Iterator[Ref]:
+    target, piece_sizes = inner.attr  # type: ignore[misc]
+    attr = by_slot[target][0]
+    start = attr[0] if isinstance(attr, tuple) else attr
+    begin = 0
+    for k, piece in enumerate(piece_sizes):
+        if begin == start and piece == size:
+            entries = {s: (None if s == target else e[0], e[1]) for s, e in by_slot.items()}
+            yield sliced(ctx, inner.args[k], entries, sizes, why)
+        begin += piece
+
+
+def _piece_product(
+    ctx: Context, p: Product, factors: list[Ref], sizes: list, index: int, dtype: str, why: Reason
+) -> Ref | None:
+    bound = tuple(sizes[p.out :])
+    if sizes[index] == 1:
+        gone = {index}
+        factors = [
+            f if index not in f.axes else _drop(ctx, f, index, dtype, why) for f in factors
+        ]
+        if index >= p.out:
+            bound = tuple(s for n, s in enumerate(bound) if n + p.out not in gone)
+            factors = [Ref(f.cls, tuple(i - (i > index) for i in f.axes)) for f in factors]
+    piece = p._replace(factors=tuple(factors), bound=bound)
+    return order_product(ctx, piece, tuple(sizes[: p.out]), dtype, why)
+
+
+def _drop(ctx: Context, f: Ref, index: int, dtype: str, why: Reason) -> Ref:
+    """A factor at element 0 of an index of size 1."""
+    entries: dict[int, Entry] = {i: (None, i) for i in f.axes}
+    entries[index] = (0, -1)
+    sizes = dict(zip(f.axes, ctx.g.classes[f.cls].sizes, strict=True))
+    full = tuple(sizes.get(i, 1) for i in range(max(f.axes) + 1))
+    return sliced(ctx, f, entries, full, why)
+
+
+def _is_zero(ctx: Context, cls: int) -> bool:
+    nodes = ctx.g.classes[cls].nodes
+    return any(n.op == CONST and n.attr[0] == 0 for n in nodes)  # type: ignore[index]
+
+
+def _zero(ctx: Context, dtype: str, why: Reason) -> Ref:
+    zero = {"i": 0, "u": 0, "c": 0j}.get(dtype_kind(dtype), 0.0)
+    return ctx.g.add(CONST, (zero, dtype, repr(zero)), (), (), (), dtype, why)

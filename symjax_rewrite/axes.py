@@ -1,0 +1,255 @@
+"""Axis atoms: solve every reshape of a program before anything else (a pass).
+
+Over the whole program, a union-find *with splitting* solves every axis into atoms, so reshapes
+that split or merge axes (heads, groups, windows, repeats) vanish: a merged axis is an ordered
+group of atoms and an axis of size 1 is the empty group. Where two factorisations conflict
+(2·3 against 3·2) the equation stays native.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from symjax_rewrite.dims import Dim, divide, from_jax, value
+from symjax_rewrite.trace import Equation, Program
+
+Atoms = tuple[int, ...]
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
+    ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
+    neg nextafter not or population_count pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor""".split()
+)
+
+
+class AxisSolver:
+    """Union-find over axes, whose roots may be split into ordered parts."""
+
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+        self.size: list[Dim] = []
+        self.parts: list[list[int] | None] = []
+
+    def new(self, size: Dim) -> int:
+        """A fresh axis; size 1 is an empty group."""
+        self.parent.append(len(self.parent))
+        self.size.append(size)
+        self.parts.append([] if size == 1 else None)
+        return len(self.parent) - 1
+
+    def find(self, a: int) -> int:
+        """The root of an axis."""
+        parent = self.parent
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        return a
+
+    def atoms(self, a: int) -> Atoms:
+        """The ordered atoms of an axis."""
+        a = self.find(a)
+        parts = self.parts[a]
+        if parts is None:
+            return (a,)
+        out: list[int] = []
+        for p in parts:
+            out.extend(self.atoms(p))
+        return tuple(out)
+
+    def unify(self, a: int, b: int) -> bool:
+        """Make two axes one; False where their factorisations conflict."""
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return True
+        if self.size[a] != self.size[b]:
+            return False
+        if self.parts[a] is None:
+            self.parent[a] = b
+            return True
+        if self.parts[b] is None:
+            self.parent[b] = a
+            return True
+        return self.align(self.atoms(a), self.atoms(b))
+
+    def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
+        """Make two atom lists of equal product equal, splitting atoms where one divides."""
+        xs, ys = list(left)[::-1], list(right)[::-1]
+        while xs and ys:
+            x, y = self.find(xs.pop()), self.find(ys.pop())
+            if self.parts[x] is not None or self.parts[y] is not None:
+                xs.extend(self.atoms(x)[::-1])
+                ys.extend(self.atoms(y)[::-1])
+            elif self.size[x] == self.size[y]:
+                self.unify(x, y)
+            elif (rest := divide(self.size[y], self.size[x])) is not None:
+                ys.append(self._split(y, x, rest))
+            elif (rest := divide(self.size[x], self.size[y])) is not None:
+                xs.append(self._split(x, y, rest))
+            else:
+                return False
+        return not xs and not ys
+
+    def _split(self, whole: int, lead: int, rest: Dim) -> int:
+        tail = self.new(rest)
+        self.parts[whole] = [lead, tail]
+        return tail
+
+
+class AxisMap:
+    """The solved axes of a program: for every value, for every axis, its atoms."""
+
+    def __init__(self, program: Program) -> None:
+        self.solver = AxisSolver()
+        self.axes: list[tuple[int, ...]] = []
+        cache: dict[Any, Dim] = {}
+        for aval in program.avals:
+            shape = getattr(aval, "shape", ())
+            self.axes.append(tuple([self.solver.new(self._dim(d, cache)) for d in shape]))
+        for equation in program.equations:
+            self._constrain(equation)
+
+    @staticmethod
+    def _dim(size: Any, cache: dict[Any, Dim]) -> Dim:
+        if isinstance(size, int):
+            return size
+        if size not in cache:
+            cache[size] = from_jax(size)
+        return cache[size]
+
+    def groups(self, val: int) -> tuple[Atoms, ...]:
+        """For every axis of a value, its atoms."""
+        return tuple([self.solver.atoms(a) for a in self.axes[val]])
+
+    def atom_size(self, atom: int) -> Dim:
+        """The size of an atom."""
+        return self.solver.size[self.solver.find(atom)]
+
+    def _constrain(self, e: Equation) -> None:
+        name = e.name
+        if name in ELEMENTWISE:
+            for v in e.invals:
+                if isinstance(v, int) and self.axes[v]:
+                    self._zip(self.axes[v], self.axes[e.outvals[0]])
+            return
+        rule = _CONSTRAINTS.get(name)
+        if rule is None or not all(isinstance(v, int) for v in e.invals[:1]):
+            return
+        ins = [self.axes[v] if isinstance(v, int) else () for v in e.invals]
+        outs = [self.axes[v] for v in e.outvals]
+        rule(self, e.eqn.params, ins, outs)
+
+    def _zip(self, xs: Sequence[int], ys: Sequence[int]) -> None:
+        for x, y in zip(xs, ys, strict=False):
+            self.solver.unify(x, y)
+
+    def _same_sizes(self, xs: Sequence[int], ys: Sequence[int]) -> None:
+        for x, y in zip(xs, ys, strict=True):
+            if self.solver.size[x] == self.solver.size[y]:
+                self.solver.unify(x, y)
+
+
+def _dot_general(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    left, right, out = ins[0], ins[1], outs[0]
+    if not left or not right:
+        return
+    m._zip([left[i] for i in lc], [right[i] for i in rc])
+    m._zip([left[i] for i in lb], [right[i] for i in rb])
+    free = [left[i] for i in range(len(left)) if i not in set(lc) | set(lb)]
+    free += [right[i] for i in range(len(right)) if i not in set(rc) | set(rb)]
+    m._zip([left[i] for i in lb] + free, out)
+
+
+def _transpose(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    m._zip([ins[0][i] for i in p["permutation"]], outs[0])
+
+
+def _broadcast(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    m._same_sizes(ins[0], [outs[0][int(i)] for i in p["broadcast_dimensions"]])
+
+
+def _squeeze(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    gone = {int(d) % len(ins[0]) for d in p["dimensions"]}
+    m._zip([a for i, a in enumerate(ins[0]) if i not in gone], outs[0])
+
+
+def _reduce(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    m._zip([a for i, a in enumerate(ins[0]) if i not in set(p["axes"])], outs[0])
+
+
+def _same(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    m._same_sizes(ins[0], outs[0])
+
+
+def _concatenate(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    for operand in ins:
+        for i, (x, y) in enumerate(zip(operand, outs[0], strict=False)):
+            if i != p["dimension"]:
+                m.solver.unify(x, y)
+
+
+def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    for out in outs:
+        for i, (x, y) in enumerate(zip(ins[0], out, strict=True)):
+            if i != p["axis"]:
+                m.solver.unify(x, y)
+
+
+def _cumulative(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    m._zip(ins[0], outs[0])
+
+
+def _reshape(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    """Align the smallest segments of equal product."""
+    if p.get("dimensions") is not None or not ins[0]:
+        return
+    size = m.solver.size
+    xs = [a for a in ins[0] if size[a] != 1][::-1]
+    ys = [a for a in outs[0] if size[a] != 1][::-1]
+    if any(size[a] == 0 for a in xs + ys):
+        return
+    while xs and ys:
+        left, right = [xs.pop()], [ys.pop()]
+        wl, wr = size[left[0]], size[right[0]]
+        while wl != wr:
+            if value(wl, {}) < value(wr, {}) and xs:
+                left.append(xs.pop())
+                wl = wl * size[left[-1]]
+            elif ys:
+                right.append(ys.pop())
+                wr = wr * size[right[-1]]
+            else:
+                return
+        if len(left) == len(right) == 1:
+            m.solver.unify(left[0], right[0])
+        else:
+            m.solver.align(
+                [b for a in left for b in m.solver.atoms(a)],
+                [b for a in right for b in m.solver.atoms(a)],
+            )
+
+
+_CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
+    "dot_general": _dot_general,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "concatenate": _concatenate,
+    "split": _split,
+    "slice": _same,
+    "dynamic_slice": _same,
+    "dynamic_update_slice": _same,
+    "pad": _same,
+    "rev": _same,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        _reduce,
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+}

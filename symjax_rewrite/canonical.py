@@ -1,0 +1,192 @@
+"""From flat equations to one hash-consed graph of index terms (a pass).
+
+Every value becomes a `View`: a reference into the graph over the value's own atom positions.
+Equations with no row in `ops`, or whose axes do not line up, become native nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import compat, ops
+from symjax_rewrite.axes import AxisMap
+from symjax_rewrite.compat import Literal
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import LEAF, NATIVE, Ref
+from symjax_rewrite.trace import Equation, Program, Value
+
+SCAN_LIMIT = 1 << 22  # constants of more elements are not read to see whether they are uniform
+
+
+@dataclass(slots=True)
+class TermGraph:
+    """The program as index terms.
+
+    views: for every value, its reference over its atom positions.
+    positions: for every value, for every axis, the positions of its atoms.
+    sizes: for every value, the size of each atom position.
+    made_by: for every class that an equation computes, (equation number, output number).
+    """
+
+    program: Program
+    graph: EGraph = field(default_factory=EGraph)
+    views: list[Ref | None] = field(default_factory=list)
+    positions: list[ops.Groups] = field(default_factory=list)
+    sizes: list[tuple[Dim, ...]] = field(default_factory=list)
+    ids: list[tuple[int, ...]] = field(default_factory=list)
+    made_by: dict[int, tuple[int, int]] = field(default_factory=dict)
+    leaf_value: dict[int, int] = field(default_factory=dict)  # leaf class to value
+    primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
+    dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
+
+
+def build(program: Program) -> TermGraph:
+    """Lift every equation of a flat program."""
+    axes = AxisMap(program)
+    t = TermGraph(program)
+    size_of: dict[int, Dim] = {}
+    for v in range(len(program.avals)):
+        groups = axes.groups(v)
+        ids = tuple([a for g in groups for a in g])
+        t.ids.append(ids)
+        t.positions.append(_positions(groups))
+        for a in ids:
+            if a not in size_of:
+                size_of[a] = axes.atom_size(a)
+        t.sizes.append(tuple([size_of[a] for a in ids]))
+    t.views = [None] * len(program.avals)
+    for aval in program.avals:
+        for d in getattr(aval, "shape", ()):
+            if compat.is_symbolic(d):
+                t.dim_env.update(compat.dim_variables(d))
+    for v in program.inputs:
+        _leaf(t, v)
+    for v, const in program.consts.items():
+        t.views[v] = _constant_view(t, const) if _is_uniform(const) else None
+        if t.views[v] is None:
+            _leaf(t, v)
+    for number, e in enumerate(program.equations):
+        t.primitives.setdefault(e.name, e.eqn.primitive)
+        _lift(t, number, e)
+    return t
+
+
+def _positions(groups: tuple[tuple[int, ...], ...]) -> ops.Groups:
+    out, n = [], 0
+    for g in groups:
+        out.append(tuple(range(n, n + len(g))))
+        n += len(g)
+    return tuple(out)
+
+
+def dtype_of(aval: Any) -> str:
+    """The dtype's name; extended dtypes (random keys) have names of their own."""
+    return str(getattr(aval, "dtype", "token"))
+
+
+def _leaf(t: TermGraph, v: int) -> None:
+    ref = t.graph.add(LEAF, v, (), t.sizes[v], (), dtype_of(t.program.avals[v]))
+    t.views[v] = ref
+    t.leaf_value[ref.cls] = v
+
+
+def _is_uniform(const: Any) -> bool:
+    if ops.is_number(const):
+        return True
+    size = getattr(const, "size", 0)
+    if not 0 < size <= SCAN_LIMIT or ops.dtype_kind(str(const.dtype)) not in "fciub":
+        return False
+    if not isinstance(const, np.ndarray) and not getattr(const, "is_fully_addressable", False):
+        return False
+    array = np.asarray(const)
+    first = array.flat[0]
+    return bool(array.flat[-1] == first and (array == first).all())
+
+
+def _constant_view(t: TermGraph, const: Any) -> Ref:
+    array = np.asarray(const)
+    return ops.constant(t.graph, array.flat[0].item(), str(array.dtype))
+
+
+def _literal(t: TermGraph, literal: Literal) -> Ref:
+    value = np.asarray(literal.val)
+    dtype = dtype_of(literal.aval)
+    return ops.constant(t.graph, value.astype(dtype).item(), dtype)
+
+
+def _lift(t: TermGraph, number: int, e: Equation) -> None:
+    site = _site(t, e)
+    refs = ops.lift(e.name, site) if site and not e.eqn.effects else None
+    if refs is None:
+        _native(t, number, e)
+        return
+    for k, (v, ref) in enumerate(zip(e.outvals, refs, strict=True)):
+        t.views[v] = ref
+        if e.name not in ops.VIEWS:
+            t.made_by.setdefault(ref.cls, (number, k))
+
+
+def _site(t: TermGraph, e: Equation) -> ops.Site | None:
+    s = ops.Site()
+    s.g, s.params = t.graph, e.eqn.params
+    s.refs, s.ids, s.sizes, s.groups, s.shapes = [], [], [], [], []
+    for v in e.invals:
+        if isinstance(v, int):
+            view = t.views[v]
+            if view is None:
+                return None
+            s.refs.append(view)
+            s.ids.append(t.ids[v])
+            s.sizes.append(t.sizes[v])
+            s.groups.append(t.positions[v])
+            s.shapes.append(getattr(t.program.avals[v], "shape", ()))
+        elif ops.is_number(v.val):
+            s.refs.append(_literal(t, v))
+            s.ids.append(())
+            s.sizes.append(())
+            s.groups.append(())
+            s.shapes.append(())
+        else:
+            return None
+    s.out_ids = [t.ids[v] for v in e.outvals]
+    s.out_sizes = [t.sizes[v] for v in e.outvals]
+    s.out_groups = [t.positions[v] for v in e.outvals]
+    s.dtype = [dtype_of(t.program.avals[v]) for v in e.outvals]
+    return s
+
+
+def _native(t: TermGraph, number: int, e: Equation) -> None:
+    """A native node reads its operands by position; equal pure equations meet."""
+    key = _native_key(t, number, e)
+    for k, v in enumerate(e.outvals):
+        n = len(t.sizes[v])
+        args, bound = [], []
+        for u in e.invals:
+            if isinstance(u, int):
+                start = n + len(bound)
+                view = t.views[u]
+                assert view is not None
+                args.append(Ref(view.cls, tuple([start + i for i in view.axes])))
+                bound.extend(t.sizes[u])
+        dtype = dtype_of(t.program.avals[v])
+        ref = t.graph.add(NATIVE, (key, k), tuple(args), t.sizes[v], tuple(bound), dtype)
+        t.views[v] = ref
+        t.made_by.setdefault(ref.cls, (number, k))
+
+
+def _native_key(t: TermGraph, number: int, e: Equation) -> object:
+    params = None if e.eqn.effects else ops.params_key(e.eqn.params)
+    if params is None or any(not isinstance(v, int) and not ops.is_number(v.val) for v in e.invals):
+        return number
+    operands = tuple(_operand_key(t, v) for v in e.invals)
+    return (e.name, params, operands, tuple(t.positions[v] for v in e.outvals))
+
+
+def _operand_key(t: TermGraph, v: Value) -> object:
+    if isinstance(v, int):
+        return t.positions[v]
+    return (repr(v.val), dtype_of(v.aval))

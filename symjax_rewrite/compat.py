@@ -1,0 +1,210 @@
+"""The only module that touches JAX internals (imports the ground layer only).
+
+Everything else in the library speaks to JAX through its public API or through this file, so a
+new JAX release is met here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import source_info_util as _source
+from jax._src.lax import lax as _lax
+from jax._src.pjit import UNSPECIFIED as _UNSPECIFIED
+from jax.extend import core as jex_core
+
+Var = jex_core.Var
+Literal = jex_core.Literal
+DropVar = jex_core.DropVar
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+JaxprEqn = jex_core.JaxprEqn
+Atom = Any  # Var | Literal
+Tracer = jax.core.Tracer
+
+
+def is_literal(atom: Atom) -> bool:
+    """Whether an atom of a jaxpr is a literal."""
+    return isinstance(atom, Literal)
+
+
+def eval_equation(eqn: JaxprEqn, invals: Sequence[Any], params: dict | None = None) -> list[Any]:
+    """Bind one equation with its name scope, source line and context kept."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    with equation_scope(eqn):
+        out = eqn.primitive.bind(*invals, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def equation_scope(eqn: JaxprEqn):
+    """What is bound inside carries the name scope, source line and context of `eqn`."""
+    stack = _source.current_name_stack() + eqn.source_info.name_stack
+    with (
+        _source.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+    ):
+        yield
+
+
+def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluate (or stage out again) a closed jaxpr, equation for equation."""
+    return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """`file.py:12 (function)` of the user's frame that made the equation."""
+    frame = _source.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return "<unknown>"
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def make_jaxpr(fun: Callable, *args: Any) -> tuple[ClosedJaxpr, Any]:
+    """The closed jaxpr of `fun` at `args` (arrays, tracers or ShapeDtypeStructs), its output tree."""
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return closed, jax.tree.structure(shape)
+
+
+def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
+    """Stage `fun(*flat)` out at exact avals (weak types kept)."""
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+    return jax.make_jaxpr(fun)(*specs)
+
+
+def replace_jaxpr(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
+    """The equation with some params replaced."""
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def jit_settings(fun: Any) -> dict[str, Any] | None:
+    """The settings of a `jax.jit` object as keyword arguments of `jax.jit`; None if it is none."""
+    info = getattr(fun, "_jit_info", None)
+    if info is None or not hasattr(fun, "_fun"):
+        return None
+    out: dict[str, Any] = {
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+        "donate_argnums": info.donate_argnums,
+        "keep_unused": info.keep_unused,
+        "inline": info.inline,
+    }
+    for side in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{side}_leaves")
+        if any(leaf is not _UNSPECIFIED for leaf in leaves):
+            out[side] = jax.tree.unflatten(getattr(info, f"{side}_treedef"), leaves)
+    if info.compiler_options_kvs:
+        out["compiler_options"] = dict(info.compiler_options_kvs)
+    if info.backend is not None:
+        out["backend"] = info.backend
+    return out
+
+
+def unwrap_jit(fun: Any) -> Callable:
+    """The Python function inside a `jax.jit` object."""
+    return fun._fun
+
+
+def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:
+    """A symbolic dimension of `jax.export` as [(((name, power), ...), coefficient), ...].
+
+    Factors that are no plain variables (floordiv, mod, max) count as variables of that name.
+    """
+    out = []
+    for term, coefficient in dim._sorted_terms:
+        monomial = tuple(sorted((str(f.var or f), e) for f, e in term._factors))
+        out.append((monomial, int(coefficient)))
+    return out
+
+
+def dim_variables(dim: Any) -> dict[str, Any]:
+    """Name to JAX dimension for every factor of a symbolic dimension."""
+    out = {}
+    for term, _ in dim._sorted_terms:
+        for factor, _ in term._factors:
+            name = str(factor.var or factor)
+            one = type(term).from_factor(factor, 1) if hasattr(type(term), "from_factor") else None
+            if one is not None:
+                out[name] = type(dim)._from_term(one, 1, dim.scope)
+    return out
+
+
+def is_symbolic(dim: Any) -> bool:
+    """Whether a shape entry is a symbolic dimension."""
+    return not isinstance(dim, int) and hasattr(dim, "_sorted_terms")
+
+
+def aval_is_sharded(aval: Any) -> bool:
+    """Whether an aval carries an explicit (non-auto) sharding over some mesh axis."""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return spec is not None and any(part is not None for part in spec)
+
+
+def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
+    """The effects of a jaxpr (prints, callbacks, state)."""
+    return set(closed.jaxpr.effects)
+
+
+def custom_rules_allow(effects: set[Any]) -> bool:
+    """Whether a custom_jvp function may have these effects."""
+    from jax._src import effects as _effects
+
+    return all(_effects.custom_derivatives_allowed_effects.contains(e) for e in effects)
+
+
+def nested_under(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """An equation of an inlined body, with the name scopes of the call it stood in."""
+    outer_stack = outer.source_info.name_stack
+    if not outer_stack.stack:
+        return eqn
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=outer_stack + info.name_stack))
+
+
+def jit_equation_is_plain(eqn: JaxprEqn) -> bool:
+    """Whether a nested jit has no sharding, donation or layout of its own."""
+    p = eqn.params
+    return (
+        all(s is _UNSPECIFIED for s in (*p["in_shardings"], *p["out_shardings"]))
+        and not any(p["donated_invars"])
+        and all(x is None for x in (*p.get("in_layouts", ()), *p.get("out_layouts", ())))
+        and not p.get("compiler_options_kvs")
+    )
+
+
+@contextlib.contextmanager
+def maybe_scope(eqn: JaxprEqn | None):
+    """The scope of an equation, or none."""
+    if eqn is None:
+        yield
+    else:
+        with equation_scope(eqn):
+            yield
+
+
+def with_aval(value: Any, aval: Any) -> Any:
+    """The value with the weak type of an aval."""
+    if getattr(jax.typeof(value), "weak_type", None) == getattr(aval, "weak_type", None):
+        return value
+    return _lax._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+
+
+_MONOIDS = {
+    "sum": (jax.lax.add, lambda d: np.zeros((), d)),
+    "prod": (jax.lax.mul, lambda d: np.ones((), d)),
+    "max": (jax.lax.max, lambda d: _lax._get_max_identity(d)),
+    "min": (jax.lax.min, lambda d: _lax._get_min_identity(d)),
+    "and": (jax.lax.bitwise_and, lambda d: np.asarray(-1 if d != np.bool_ else True, d)),
+    "or": (jax.lax.bitwise_or, lambda d: np.zeros((), d)),
+}
+
+
+def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
+    """Reduce axes by a named monoid."""
+    combine, identity = _MONOIDS[name]
+    return jax.lax.reduce(data, identity(data.dtype), combine, axes)

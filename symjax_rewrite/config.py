@@ -1,0 +1,159 @@
+"""Options and budgets (imports `errors` only).
+
+The environment is read once, at import: `SYMJAX_DISABLE=1` turns every rewrite off,
+`SYMJAX_LOG=rules,cost,route` turns on logging of these topics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from symjax_rewrite.errors import UsageError
+
+NUMERICS = ("exact", "reassoc", "finite", "cancels", "approx")
+LOG_TOPICS = ("rules", "cost", "route")
+
+logger = logging.getLogger("symjax_rewrite")
+logger.addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much work one optimisation may do; work is counted, so results are deterministic.
+
+    Args:
+        nodes: e-nodes per region, at most.
+        rounds: saturation rounds per region, at most.
+        pairs: pairs of sub-products tried per contraction order, at most.
+        equations: programs with more equations than this are kept as written.
+        seconds: emergency clock; when it runs out the original program is kept.
+
+    Raises:
+        UsageError: a limit is not positive.
+
+    Example:
+        >>> Budget(nodes=100).nodes
+        100
+    """
+
+    nodes: int = 2_000
+    rounds: int = 8
+    pairs: int = 20_000
+    equations: int = 50_000
+    seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+                raise UsageError(
+                    f"Budget({name}=...) must be a positive number",
+                    expected="> 0",
+                    got=repr(value),
+                    remedy="to turn rewriting off use symjax_rewrite.disabled() or SYMJAX_DISABLE=1",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How far a rewritten value may differ from the written one.
+
+    Args:
+        level: one of `exact`, `reassoc`, `finite`, `cancels`, `approx` (each permits the former).
+        rtol: relative tolerance, for `approx` only.
+    """
+
+    level: str = "reassoc"
+    rtol: float = 0.0
+
+    @classmethod
+    def of(cls, value: str | Numerics) -> Numerics:
+        """Read `"reassoc"`, `"approx(1e-3)"`, ... ."""
+        if isinstance(value, Numerics):
+            return value
+        text = value if isinstance(value, str) else repr(value)
+        if text in NUMERICS[:-1]:
+            return cls(text)
+        if text.startswith("approx(") and text.endswith(")"):
+            with contextlib.suppress(ValueError):
+                return cls("approx", float(text[7:-1]))
+        raise UsageError(
+            "unknown numerics level",
+            expected="one of 'exact', 'reassoc', 'finite', 'cancels', 'approx(rtol)'",
+            got=text,
+        )
+
+    def permits(self, level: str) -> bool:
+        """Whether a step of `level` may be taken."""
+        return NUMERICS.index(level) <= NUMERICS.index(self.level)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings of one `sym_optimize`, validated; see its docstring for each."""
+
+    rules: object = None
+    kernels: str = "auto"
+    numerics: Numerics = Numerics()
+    frozen: tuple[str, ...] = ()
+    assume: tuple[str, ...] = ()
+    device: str | None = None
+    verify: str = "off"
+    on_unsupported: str = "keep"
+    plan: object = None
+    tune: bool = False
+    budget: Budget = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        _one_of("verify", self.verify, ("off", "first", "always"))
+        _one_of("on_unsupported", self.on_unsupported, ("keep", "error"))
+        if not isinstance(self.budget, Budget):
+            raise UsageError("budget must be a Budget", expected="Budget(...)", got=self.budget)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
+
+
+_disabled = contextvars.ContextVar("symjax_disabled", default=os.environ.get("SYMJAX_DISABLE") == "1")
+_topics = frozenset(filter(None, os.environ.get("SYMJAX_LOG", "").split(",")))
+if _topics:
+    if _unknown := _topics - set(LOG_TOPICS):
+        raise UsageError("unknown SYMJAX_LOG topic", expected=LOG_TOPICS, got=sorted(_unknown))
+    logging.basicConfig()
+    logger.setLevel(logging.INFO)
+
+
+def log(topic: str, message: str, *args: object) -> None:
+    """Log under a topic of `SYMJAX_LOG`; silent unless that topic was asked for."""
+    if topic in _topics:
+        logger.info("%s: " + message, topic, *args)
+
+
+def is_disabled() -> bool:
+    """Whether rewriting is off here, by `SYMJAX_DISABLE=1` or inside `disabled()`."""
+    return _disabled.get()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Inside this context functions are *traced* without any rewrite.
+
+    A function already traced for the same shapes keeps what it has, as with any `jax.jit`.
+
+    Example:
+        >>> with disabled():
+        ...     is_disabled()
+        True
+    """
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)

@@ -1,0 +1,293 @@
+"""What a choice of nodes costs: a roofline per kernel, over a DAG (imports knowledge and device).
+
+`seconds = Σ kernels max(flops/peak, bytes/bandwidth) + launches·overhead`. Elementwise terms and
+reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs
+are 2mnk for contractions (the quantity people quote); elementwise operations are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from symjax_rewrite.device import Device
+from symjax_rewrite.dims import Dim, product
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    CUMSUM,
+    DELTA,
+    INVERSE,
+    IOTA,
+    LEAF,
+    MAP,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+)
+
+_ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
+_SLOW_MAPS = frozenset(
+    "exp exp2 log log1p expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma lgamma "
+    "div reciprocal atan2 erf_inv".split()
+)
+FREE = frozenset({LEAF, CONST, NATIVE})
+FUSED = frozenset({ADD, MAP, DELTA, IOTA, SLICE, CONCAT, TAKE})
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    known = _ITEMSIZE.get(dtype)
+    if known is None:
+        digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+        known = max(1, int(digits or 32) // 8)
+        _ITEMSIZE[dtype] = known
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Resources of a program; sizes may be symbolic.
+
+    flops: of contractions, 2mnk. elementwise: operations of everything else.
+    bytes: read and written by all kernels. launches: kernels. seconds: by the device model.
+    peak_bytes: largest single value made.
+    """
+
+    flops: Dim = 0
+    elementwise: Dim = 0
+    bytes: Dim = 0
+    launches: int = 0
+    seconds: float = 0.0
+    largest: float = 0.0
+
+
+def is_dot(node: Node) -> bool:
+    """Whether a node runs as a matrix product rather than as a fused loop."""
+    return node.op == CONTRACT and len(node.args) == 2 and bool(node.bound)
+
+
+def is_kernel(node: Node) -> bool:
+    """Whether a node is a kernel of its own, not fused into its consumer."""
+    return is_dot(node) or node.op in (INVERSE, CUMSUM)
+
+
+class CostModel:
+    """Prices nodes of one e-graph on one device at one sample of the named sizes."""
+
+    def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
+        self.device, self.at = device, at
+
+    def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
+        """Seconds of one matrix product."""
+        d = self.device
+        return max(flops / d.peak(dtype), bytes_moved / d.bytes_per_s) + d.launch_s
+
+    def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
+        """Seconds of a node with every operand in memory: the greedy estimate."""
+        if node.op in FREE:
+            return 0.0
+        d, c = self.device, g.classes[cls]
+        size = self._count(c.sizes)
+        moved = size * itemsize(c.dtype)
+        if is_dot(node):
+            moved += sum(self._class_bytes(g, a.cls) for a in node.args)
+            return self.join_seconds(2 * size * self._count(node.bound), moved, c.dtype)
+        if node.op == INVERSE:
+            return self.join_seconds(2 * size ** 1.5, 3 * moved, c.dtype) + 20 * d.launch_s
+        work = size * self._count(node.bound) * _weight(node)
+        return work / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def _count(self, sizes: tuple[Dim, ...]) -> float:
+        out = 1.0
+        for s in sizes:
+            out *= s if isinstance(s, int) else self.at(s)
+        return out
+
+    def _class_bytes(self, g: EGraph, cls: int) -> float:
+        c = g.classes[cls]
+        return self._count(c.sizes) * itemsize(c.dtype)
+
+    def evaluate(
+        self,
+        g: EGraph,
+        choice: Mapping[int, Node],
+        roots: tuple[int, ...],
+        free: Callable[[int], bool] = lambda cls: False,
+    ) -> Cost:
+        """The cost of computing the roots once, with sharing and fusion, in numbers."""
+        order = reachable(choice, roots, free)
+        return self._total(g, choice, order, set(roots), free)
+
+    def kernels(
+        self,
+        g: EGraph,
+        choice: Mapping[int, Node],
+        order: list[int],
+        roots: set[int],
+        free: Callable[[int], bool],
+    ) -> set[int]:
+        """Classes whose values are written to memory."""
+        consumers: dict[int, int] = {}
+        written = set(roots)
+        for cls in order:
+            if free(cls):
+                continue
+            node = choice[cls]
+            kernel = is_kernel(node)
+            if kernel:
+                written.add(cls)
+            for arg in {a.cls for a in node.args}:
+                consumers[arg] = consumers.get(arg, 0) + 1
+                if kernel:
+                    written.add(arg)
+        for cls, count in consumers.items():
+            if count > 1:
+                written.add(cls)
+        return written
+
+    def _total(
+        self,
+        g: EGraph,
+        choice: Mapping[int, Node],
+        order: list[int],
+        roots: set[int],
+        free: Callable[[int], bool],
+    ) -> Cost:
+        written = self.kernels(g, choice, order, roots, free)
+        d = self.device
+        flops = elementwise = moved = seconds = largest = 0.0
+        launches = 0
+        for cls in order:
+            node = choice[cls]
+            if cls not in written or free(cls) or node.op in FREE:
+                continue
+            c = g.classes[cls]
+            out_bytes = self._class_bytes(g, cls)
+            largest = max(largest, out_bytes)
+            read, work = self._tree(g, choice, cls, written, free)
+            kernel_bytes = out_bytes + read
+            if is_dot(node):
+                product_flops = 2 * self._count(c.sizes) * self._count(node.bound)
+                flops += product_flops
+                time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
+            elif node.op == INVERSE:
+                product_flops = 2 * self._count(c.sizes) ** 1.5
+                flops += product_flops
+                time = product_flops / d.peak(c.dtype) + 20 * d.launch_s
+            else:
+                elementwise += work
+                time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
+            launches += 1
+            moved += kernel_bytes
+            seconds += time + d.launch_s
+        return Cost(flops, elementwise, moved, launches, seconds, largest)
+
+    def _tree(
+        self,
+        g: EGraph,
+        choice: Mapping[int, Node],
+        root: int,
+        written: set[int],
+        free: Callable[[int], bool],
+    ) -> tuple[float, float]:
+        """Bytes read and elementwise work of the kernel that writes `root`."""
+        read: dict[tuple[int, bool], float] = {}
+        work = 0.0
+        stack = [root]
+        seen = {root}
+        while stack:
+            cls = stack.pop()
+            node = choice[cls]
+            work += self._count(g.classes[cls].sizes) * self._count(node.bound) * _weight(node)
+            for arg in node.args:
+                op = choice[arg.cls].op if arg.cls in choice else LEAF
+                if op == CONST:
+                    continue
+                if arg.cls in written or op in FREE or free(arg.cls):
+                    size = self._class_bytes(g, arg.cls)
+                    if node.op in (SLICE, TAKE):
+                        size = min(size, self._class_bytes(g, cls))
+                    read[arg.cls, node.op == SLICE] = size
+                elif arg.cls not in seen:
+                    seen.add(arg.cls)
+                    stack.append(arg.cls)
+        return sum(read.values()), work
+
+
+def _weight(node: Node) -> float:
+    if node.op == MAP:
+        return 4.0 if node.attr[0] in _SLOW_MAPS else 1.0  # type: ignore[index]
+    if node.op in (ADD, CONTRACT):
+        scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0  # type: ignore[union-attr]
+        return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
+    return 1.0 if node.op == REDUCE else 0.5
+
+
+def reachable(
+    choice: Mapping[int, Node], roots: tuple[int, ...], free: Callable[[int], bool]
+) -> list[int]:
+    """Classes needed for the roots, operands first; empty if the choice has a cycle."""
+    order: list[int] = []
+    state: dict[int, int] = {}
+    stack: list[tuple[int, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        cls, done = stack.pop()
+        if done:
+            state[cls] = 2
+            order.append(cls)
+            continue
+        if state.get(cls):
+            if state[cls] == 1:
+                raise CyclicChoiceError
+            continue
+        state[cls] = 1
+        stack.append((cls, True))
+        if not free(cls):
+            for arg in choice[cls].args:
+                if state.get(arg.cls) == 1:
+                    raise CyclicChoiceError
+                if arg.cls not in state:
+                    stack.append((arg.cls, False))
+    return order
+
+
+class CyclicChoiceError(Exception):
+    """A choice of nodes in which a class needs itself (internal)."""
+
+
+def symbolic_cost(
+    g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...], model: CostModel
+) -> Cost:
+    """The same totals with sizes left as polynomials."""
+    none = lambda cls: False  # noqa: E731
+    order = reachable(choice, roots, none)
+    written = model.kernels(g, choice, order, set(roots), none)
+    flops: Dim = 0
+    elementwise: Dim = 0
+    moved: Dim = 0
+    launches = 0
+    for cls in order:
+        node, c = choice[cls], g.classes[cls]
+        if node.op in FREE:
+            continue
+        space = product((*c.sizes, *node.bound))
+        if is_dot(node):
+            flops = 2 * space + flops
+        else:
+            elementwise = int(_weight(node) or 1) * space + elementwise
+        if cls in written:
+            launches += 1
+            moved = itemsize(c.dtype) * product(c.sizes) + moved
+            for arg in {a.cls for a in node.args}:
+                a = g.classes[arg]
+                moved = itemsize(a.dtype) * product(a.sizes) + moved
+    return Cost(flops, elementwise, moved, launches)
+
+

@@ -1,0 +1,79 @@
+"""Device profiles: what a floating-point operation, a byte and a launch cost (imports ground only).
+
+GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round
+figure for two server cores and is the same on every machine, so that every process and host of a
+program chooses alike; `tune=True` measures instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from symjax_rewrite.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device.
+
+    name: how it is called in options and reports.
+    flops_per_s: matmul peak by dtype; `default` for the rest.
+    elementwise_per_s: elementwise operations per second.
+    bytes_per_s: memory bandwidth.
+    launch_s: fixed cost of one kernel.
+    """
+
+    name: str
+    flops_per_s: dict[str, float] = field(hash=False)
+    elementwise_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+    def peak(self, dtype: str) -> float:
+        """Matmul operations per second at a dtype."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["default"])
+
+
+def _gpu(name: str, half: float, single: float, gb: float, fp8: float | None = None) -> Device:
+    flops = {"bfloat16": half, "float16": half, "float32": single, "default": single / 2}
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        flops[dtype] = fp8 or half
+    return Device(name, flops, single / 2, gb * 1e9, 3e-6)
+
+
+CPU = Device(
+    "cpu",
+    {"float32": 2e11, "float64": 1e11, "complex64": 5e10, "default": 2e10},
+    4e9,
+    2e10,
+    1.5e-6,
+)
+DEVICES: dict[str, Device] = {
+    "cpu": CPU,
+    "h200": _gpu("h200", 989e12, 67e12, 4800, 1979e12),
+    "h100": _gpu("h100", 989e12, 67e12, 3350, 1979e12),
+    "a100": _gpu("a100", 312e12, 19.5e12, 2039),
+    "l4": _gpu("l4", 121e12, 30.3e12, 300, 242e12),
+    "t4": _gpu("t4", 65e12, 8.1e12, 320),
+}
+
+
+def device_profile(name: str | None, kind: str = "cpu") -> Device:
+    """The profile of a named device, or of the device kind JAX reports.
+
+    Args:
+        name: a key of `DEVICES`, or None to go by `kind`.
+        kind: `jax.devices()[0].device_kind`.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    if name is not None:
+        if name not in DEVICES:
+            raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
+        return DEVICES[name]
+    low = kind.lower()
+    for key, profile in DEVICES.items():
+        if key in low:
+            return profile
+    return CPU if "cpu" in low else DEVICES["a100"]

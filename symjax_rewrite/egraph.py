@@ -1,0 +1,220 @@
+"""A slotted e-graph: classes of equal index terms (imports terms only).
+
+Hash-consing, a union-find whose edges carry axis maps (Schneider et al., "Slotted E-Graphs",
+PLDI 2025), deferred rebuilding (Willsey et al., "egg", POPL 2021) and, for every node and union,
+the rule that made it. A class that turns out not to depend on an index loses that slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.ir import CONCAT, CUMSUM, LEAF, NATIVE, Axes, Node, Ref, canonical
+
+
+class Reason(NamedTuple):
+    """Why a node or a union is there: the rule, and the class it was applied to."""
+
+    rule: str
+    source: int
+
+
+ORIGINAL = Reason("original", -1)
+
+
+@dataclass(slots=True)
+class EClass:
+    """One value: slot sizes, dtype, and the equal nodes that compute it (the first is original)."""
+
+    sizes: tuple[Dim, ...]
+    dtype: str
+    nodes: dict[Node, Reason] = field(default_factory=dict)
+    symmetric: set[Axes] = field(default_factory=set)
+
+
+class EGraph:
+    """Classes, nodes, and the equalities between them.
+
+    Example:
+        >>> g = EGraph()
+        >>> a = g.add("leaf", 0, (), (2, 3), (), "float32")
+        >>> b = g.add("map", ("exp", ()), (a,), (2, 3), (), "float32")
+        >>> c = g.add("map", ("exp", ()), (Ref(a.cls, (1, 0)),), (3, 2), (), "float32")
+        >>> b.cls == c.cls, c.axes  # exp of a transpose is the same class, read transposed
+        (True, (1, 0))
+    """
+
+    def __init__(self) -> None:
+        self.classes: list[EClass] = []
+        self.parent: list[Ref | None] = []
+        self.memo: dict[tuple[Node, tuple[Dim, ...], str], int] = {}
+        self.uses: list[list[tuple[int, Node]]] = []
+        self.unions: list[tuple[int, int, Reason]] = []
+        self.count = 0
+        self._dirty: list[int] = []
+
+    def find(self, ref: Ref) -> Ref:
+        """The reference through the union-find: same value, canonical class."""
+        cls, axes = ref
+        edge = self.parent[cls]
+        if edge is None:
+            return ref
+        while edge is not None:
+            axes = tuple([axes[m] if m >= 0 else m for m in edge.axes])
+            cls = edge.cls
+            edge = self.parent[cls]
+        return Ref(cls, axes)
+
+    def add(
+        self,
+        op: str,
+        attr: object,
+        args: tuple[Ref, ...],
+        sizes: tuple[Dim, ...],
+        bound: tuple[Dim, ...],
+        dtype: str,
+        reason: Reason = ORIGINAL,
+    ) -> Ref:
+        """Add a term over output indices of `sizes`; returns its value over these indices."""
+        args = tuple([self._canonical_ref(a) for a in args])
+        node, outs = canonical(op, attr, args, len(sizes), bound)
+        slot_sizes = tuple([sizes[i] for i in outs])
+        key = (node, slot_sizes, dtype)
+        cls = self.memo.get(key)
+        if cls is not None:
+            return self.find(Ref(cls, outs))
+        cls = len(self.classes)
+        self.classes.append(EClass(slot_sizes, dtype, {node: reason}))
+        self.parent.append(None)
+        self.uses.append([])
+        self.memo[key] = cls
+        self.count += 1
+        for arg in node.args:
+            self.uses[arg.cls].append((cls, node))
+        return Ref(cls, outs)
+
+    def _canonical_ref(self, ref: Ref) -> Ref:
+        ref = self.find(ref)
+        symmetric = self.classes[ref.cls].symmetric
+        if symmetric:
+            axes = min([ref.axes, *(tuple(ref.axes[i] for i in p) for p in symmetric)])
+            ref = Ref(ref.cls, axes)
+        return ref
+
+    def union(self, a: Ref, b: Ref, reason: Reason) -> bool:
+        """Record that two references over the same indices are equal; True if that is news."""
+        a, b = self.find(a), self.find(b)
+        if a.cls == b.cls:
+            return self._self_union(a, b)
+        if len(a.axes) > len(b.axes) or (len(a.axes) == len(b.axes) and a.cls > b.cls):
+            a, b = b, a
+        if len(set(a.axes)) != len(a.axes) or not set(a.axes) <= set(b.axes):
+            return False
+        if len(set(b.axes)) != len(b.axes):
+            return False
+        if len(a.axes) == len(b.axes) and a.axes != b.axes and self._is_pinned(b.cls):
+            if self._is_pinned(a.cls):
+                return False
+            a, b = b, a
+        edge = tuple(b.axes.index(i) for i in a.axes)
+        self._merge(a.cls, b.cls, edge)
+        self.unions.append((a.cls, b.cls, reason))
+        return True
+
+    def _is_pinned(self, cls: int) -> bool:
+        """Leaves and native equations have outputs in a fixed order."""
+        return any(n.op in (LEAF, NATIVE) for n in self.classes[cls].nodes)
+
+    def _self_union(self, a: Ref, b: Ref) -> bool:
+        if a.axes == b.axes or sorted(a.axes) != sorted(b.axes):
+            return False
+        if len(set(a.axes)) != len(a.axes):
+            return False
+        swap = tuple(a.axes.index(i) for i in b.axes)
+        known = self.classes[a.cls].symmetric
+        if swap in known:
+            return False
+        known.add(swap)
+        known.add(tuple(sorted(range(len(swap)), key=swap.__getitem__)))
+        self._dirty.append(a.cls)
+        return True
+
+    def _merge(self, keep: int, gone: int, edge: Axes) -> None:
+        """Class `gone` is class `keep`, whose slot t is slot edge[t] of `gone`."""
+        self.parent[gone] = Ref(keep, edge)
+        old, new = self.classes[gone], self.classes[keep]
+        back = {slot: t for t, slot in enumerate(edge)}
+        if len(back) == len(old.sizes):
+            for node, reason in old.nodes.items():
+                renamed = _rename_outputs(node, back)
+                if renamed is not None:
+                    new.nodes.setdefault(renamed, reason)
+                    for arg in node.args:
+                        self.uses[arg.cls].append((keep, renamed))
+        old.nodes = {}
+        self._dirty.append(gone)
+        self._dirty.append(keep)
+
+    def rebuild(self) -> None:
+        """Restore congruence: equal operands make equal nodes."""
+        while self._dirty:
+            todo, self._dirty = self._dirty, []
+            for cls in dict.fromkeys(todo):
+                uses, self.uses[cls] = self.uses[cls], []
+                for user, node in uses:
+                    self._repair(user, node)
+
+    def _repair(self, user: int, node: Node) -> None:
+        owner = self.classes[user]
+        reason = owner.nodes.get(node)
+        if reason is None:
+            return
+        sizes = owner.sizes
+        args = tuple([self._canonical_ref(a) for a in node.args])
+        fresh, outs = canonical(node.op, node.attr, args, node.out, node.bound)
+        if fresh == node:
+            for arg in args:
+                self.uses[arg.cls].append((user, node))
+            return
+        ref = self.add(node.op, node.attr, args, sizes, node.bound, owner.dtype, reason)
+        kept = {n: r for n, r in owner.nodes.items() if n != node}
+        owner.nodes = kept
+        identity = Ref(user, tuple(range(len(sizes))))
+        if ref.cls != user or ref.axes != identity.axes:
+            self.union(identity, ref, Reason("congruence", user))
+        elif fresh not in owner.nodes:
+            owner.nodes[fresh] = reason
+
+    def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
+        """Union class `cls` with a reference over its own slots."""
+        identity = Ref(cls, tuple(range(len(self.classes[cls].sizes))))
+        return self.union(identity, ref, reason)
+
+    def live(self) -> list[int]:
+        """Classes that were not merged away."""
+        return [c for c, edge in enumerate(self.parent) if edge is None]
+
+
+def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
+    """The node with output slot i called to[i]."""
+    if any(i >= node.out for i in to):
+        return None
+    order = [to.get(i, i) for i in range(node.out)]
+    if order == list(range(node.out)):
+        return node
+    index = order + list(range(node.out, node.out + len(node.bound)))
+    args = tuple(
+        Ref(a.cls, tuple([index[i] if i >= 0 else i for i in a.axes])) for a in node.args
+    )
+    return Node(node.op, _rename_attr(node, order), args, node.out, node.bound)
+
+
+def _rename_attr(node: Node, order: list[int]) -> object:
+    if node.op == CONCAT:
+        index, sizes = node.attr  # type: ignore[misc]
+        return (order[index], sizes)
+    if node.op == CUMSUM:
+        return order[node.attr]  # type: ignore[index]
+    return node.attr

@@ -1,0 +1,191 @@
+"""Choose, for every class, the node to compute it by: greedy, then group moves (a pass).
+
+The cost is that of a DAG: what is used twice is computed once. A greedy tree choice starts, and
+moves follow that switch one class, or every class computable from one shared class at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from symjax_rewrite.cost import Cost, CostModel, CyclicChoiceError, reachable
+from symjax_rewrite.egraph import ORIGINAL, EGraph
+from symjax_rewrite.ir import CONTRACT, DELTA, LEAF, Node
+
+GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
+MAX_EVALUATIONS = 600
+Choice = dict[int, Node]
+
+
+@dataclass(slots=True)
+class Extraction:
+    """The best choice found, and what the written program and it cost."""
+
+    before: Cost
+    after: Cost
+    choice: Choice
+    taken: bool
+    reason: str
+
+
+def original_choice(g: EGraph) -> Choice:
+    """The node every class came with."""
+    out: Choice = {}
+    for cls in g.live():
+        for node, reason in g.classes[cls].nodes.items():
+            if reason == ORIGINAL:
+                out[cls] = node
+                break
+    return out
+
+
+def extract(
+    g: EGraph, roots: tuple[int, ...], model: CostModel, free: Callable[[int], bool]
+) -> Extraction:
+    """The cheapest choice for the roots, and whether it should be taken."""
+    original = original_choice(g)
+    before = model.evaluate(g, original, roots, free)
+    if g.count == len(original):
+        return Extraction(before, before, original, False, "no other form was found")
+    search = _Search(g, roots, model, free)
+    starts = [original, {**_greedy(g, model, free)}]
+    best: tuple[float, Choice] | None = None
+    for start in starts:
+        found = search.climb(start)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found
+    assert best is not None
+    choice = search.simplify(best[1], original)
+    after = model.evaluate(g, choice, roots, free)
+    taken, reason = worthwhile(before, after)
+    return Extraction(before, after, choice, taken, reason)
+
+
+def worthwhile(before: Cost, after: Cost) -> tuple[bool, str]:
+    """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster."""
+    pairs = [
+        (before.flops + before.elementwise, after.flops + after.elementwise),
+        (before.bytes, after.bytes),
+        (before.launches, after.launches),
+    ]
+    if after.seconds >= before.seconds * 0.999:
+        return False, "no equal form is predicted faster"
+    if before.seconds < GAIN * after.seconds:
+        if any(b < a for b, a in pairs):
+            return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
+        if before.seconds < 1.02 * after.seconds:
+            return False, "predicted gain is below 2 %"
+        return True, "dominates"
+    if after.largest > before.largest * 1.05 and after.largest > 0.05 * before.bytes:
+        return False, "would hold a larger intermediate"
+    return True, f"predicted {before.seconds / after.seconds:.2f} times faster"
+
+
+def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
+    """Whether a node can be computed as it stands (n-ary products are split first)."""
+    if original or node.op != CONTRACT or not node.bound:
+        return True
+    if len(node.args) > 2:
+        return False
+    return not any(
+        m.op == DELTA for a in node.args for m in g.classes[a.cls].nodes
+    )
+
+
+def _options(g: EGraph, cls: int) -> list[Node]:
+    return [n for n, r in g.classes[cls].nodes.items() if is_emittable(g, n, r == ORIGINAL)]
+
+
+def _greedy(g: EGraph, model: CostModel, free: Callable[[int], bool]) -> Choice:
+    """Cheapest trees, operands in memory, by relaxation to a fixed point."""
+    best: dict[int, tuple[float, Node]] = {}
+    options = {c: _options(g, c) for c in g.live()}
+    own = {(c, n): model.node_seconds(g, c, n) for c, ns in options.items() for n in ns}
+    changed = True
+    while changed:
+        changed = False
+        for cls, nodes in options.items():
+            for node in nodes:
+                total = 0.0 if free(cls) else own[cls, node]
+                for arg in {g.find(a).cls for a in node.args}:
+                    if arg not in best:
+                        total = float("inf")
+                        break
+                    total += best[arg][0]
+                if total < best.get(cls, (float("inf"),))[0] * (1 - 1e-9):
+                    best[cls] = (total, node)
+                    changed = True
+    return {c: node for c, (_, node) in best.items()}
+
+
+class _Search:
+    """Hill climbing over choices with the DAG cost."""
+
+    def __init__(
+        self, g: EGraph, roots: tuple[int, ...], model: CostModel, free: Callable[[int], bool]
+    ) -> None:
+        self.g, self.roots, self.model, self.free = g, roots, model, free
+        self.options = {c: _options(g, c) for c in g.live()}
+        self.evaluations = 0
+
+    def seconds(self, choice: Choice) -> float:
+        self.evaluations += 1
+        try:
+            cost = self.model.evaluate(self.g, choice, self.roots, self.free)
+        except (CyclicChoiceError, KeyError):
+            return float("inf")
+        return cost.seconds
+
+    def climb(self, start: Choice) -> tuple[float, Choice] | None:
+        """Moves until none improves; classes a start lacks are filled in greedily."""
+        choice = {**_greedy(self.g, self.model, self.free), **start}
+        now = self.seconds(choice)
+        if now == float("inf"):
+            return None
+        improved = True
+        while improved and self.evaluations < MAX_EVALUATIONS:
+            improved = False
+            for move in self._moves(choice):
+                trial = {**choice, **move}
+                then = self.seconds(trial)
+                if then < now * (1 - 1e-6):
+                    choice, now, improved = trial, then, True
+                if self.evaluations >= MAX_EVALUATIONS:
+                    break
+        return now, choice
+
+    def _moves(self, choice: Choice) -> list[dict[int, Node]]:
+        order = reachable(choice, self.roots, self.free)
+        moves: list[dict[int, Node]] = []
+        groups: dict[int, dict[int, Node]] = {}
+        for cls in order:
+            for node in self.options[cls]:
+                if node is choice[cls]:
+                    continue
+                moves.append({cls: node})
+                for arg in {a.cls for a in node.args}:
+                    groups.setdefault(arg, {}).setdefault(cls, node)
+        moves += [m for m in groups.values() if len(m) > 1]
+        return moves
+
+    def simplify(self, choice: Choice, original: Choice) -> Choice:
+        """Go back to what was written wherever the change gains nothing."""
+        now = self.seconds(choice)
+        for cls in reachable(choice, self.roots, self.free):
+            node = original.get(cls)
+            if node is None or node == choice[cls]:
+                continue
+            trial = {**choice, cls: node}
+            then = self.seconds(trial)
+            if then <= now * (1 + 1e-9):
+                choice, now = trial, then
+        return choice
+
+
+def changed_classes(g: EGraph, choice: Choice, roots: tuple[int, ...]) -> list[int]:
+    """Classes that are computed by another node than the written one."""
+    order = reachable(choice, roots, lambda cls: False)
+    return [
+        c for c in order if g.classes[c].nodes.get(choice[c]) != ORIGINAL and choice[c].op != LEAF
+    ]

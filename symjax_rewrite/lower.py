@@ -1,0 +1,322 @@
+"""How each kind of term is written with `jax.lax` (a pass; `emit` calls it).
+
+Operands come as `(array, labels)`: the index each axis reads. Results come the same way, so the
+order of axes is free until somebody asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import compat
+from symjax_rewrite.dims import Dim, Poly
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    MAP,
+    REDUCE,
+    SLICE,
+    Node,
+)
+
+Labels = tuple[int, ...]
+Operand = tuple[Any, Labels]
+Sizes = tuple[Any, ...]
+SKINNY = 8  # times smaller than the other operand: memory order of the large one decides
+
+
+def jax_sizes(sizes: Sequence[Dim], env: Mapping[str, Any]) -> Sizes:
+    """Sizes as JAX shape entries."""
+    return tuple(s.at(env) if isinstance(s, Poly) else s for s in sizes)
+
+
+def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
+    """The array over exactly the indices of `order`: transposed, then broadcast.
+
+    `sizes[i]` is the size of index i.
+    """
+    if labels == order:
+        return data
+    position = {i: n for n, i in enumerate(order)}
+    wanted = sorted(range(len(labels)), key=lambda a: position[labels[a]])
+    if wanted != list(range(len(labels))):
+        data = lax.transpose(data, wanted)
+    dims = tuple(position[labels[a]] for a in wanted)
+    if len(dims) == len(order):
+        return data
+    return lax.broadcast_in_dim(data, tuple(sizes[i] for i in order), dims)
+
+
+def dropped_label(slot: int) -> int:
+    """The label of a class slot that a slice reads at one element."""
+    return -2 - slot
+
+
+def lower_node(
+    node: Node,
+    operands: list[Operand],
+    sizes: Sizes,
+    dtype: str,
+    primitives: Mapping[str, Any],
+    guards: frozenset[int] = frozenset(),
+) -> Operand:
+    """Write one node; `sizes[i]` is the size of its index i.
+
+    `guards` are the positions of operands that are deltas: they select, so that nothing infinite
+    or NaN off the diagonal gets into a product.
+    """
+    operands = [read_diagonals(data, labels) for data, labels in operands]
+    if guards:
+        masks = [operands[k] for k in sorted(guards)]
+        plain = [o for k, o in enumerate(operands) if k not in guards]
+        return _guarded(node, plain, masks, sizes, dtype)
+    if node.op == MAP:
+        return _map(node, operands, sizes, dtype, primitives)
+    return _LOWER[node.op](node, operands, sizes, dtype)
+
+
+def read_diagonals(data: Any, labels: Labels) -> Operand:
+    """An index read twice is a diagonal: a strided slice of the two axes flattened."""
+    while len(set(labels)) < len(labels):
+        twice = next(i for i in labels if labels.count(i) > 1)
+        a, b = [n for n, i in enumerate(labels) if i == twice][:2]
+        rest = [n for n in range(len(labels)) if n not in (a, b)]
+        n = data.shape[a]
+        data = lax.transpose(data, [*rest, a, b])
+        lead = data.shape[:-2]
+        flat = lax.reshape(data, (*lead, n * n))
+        data = lax.slice_in_dim(flat, 0, n * n, n + 1, axis=len(lead))
+        labels = (*(labels[k] for k in rest), twice)
+    return data, labels
+
+
+def _guarded(
+    node: Node, plain: list[Operand], masks: list[Operand], sizes: Sizes, dtype: str
+) -> Operand:
+    order = tuple(range(len(sizes)))
+    ones = (lax.full((), 1, np.dtype(dtype)), ())
+    data, labels = _multiply(plain or [ones], sizes, len(sizes))
+    data = arrange(data, labels, order, sizes)
+    for mask, mask_labels in masks:
+        inside = lax.ne(mask, lax.full_like(mask, 0))
+        inside = arrange(inside, mask_labels, order, sizes)
+        data = lax.select(inside, data, lax.full_like(data, 0))
+    return _sum_out((data, order), set(range(node.out)))
+
+
+def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    out = node.out
+    needed: list[set[int]] = []
+    for k in range(len(operands)):
+        others = {i for j, o in enumerate(operands) if j != k for i in o[1]}
+        needed.append(others | set(range(out)))
+    operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
+    read = {i for _, labels in operands for i in labels}
+    summed = [i for i in range(out, len(sizes)) if i in read]
+    if not summed:
+        result = _multiply(operands, sizes, out)
+    elif len(operands) == 2:
+        result = _dot(operands[0], operands[1], out, node.attr, dtype)
+    else:
+        data, labels = _multiply(operands, sizes, len(sizes))
+        result = _sum_out((data, labels), set(range(out)))
+    return _times_counts(result, [sizes[i] for i in range(out, len(sizes)) if i not in read], dtype)
+
+
+def _times_counts(result: Operand, counts: list[Any], dtype: str) -> Operand:
+    data, labels = result
+    for count in counts:
+        number = lax.convert_element_type(jnp.asarray(count), dtype)
+        data = lax.mul(data, lax.broadcast(number, data.shape))
+    return data, labels
+
+
+def _sum_out(operand: Operand, needed: set[int]) -> Operand:
+    data, labels = operand
+    gone = tuple(a for a, i in enumerate(labels) if i not in needed)
+    if not gone:
+        return operand
+    return compat.reduce_monoid("sum", data, gone), tuple(i for i in labels if i in needed)
+
+
+def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
+    """Elementwise product over the indices read, in the order of the widest operand."""
+    order = _common_order(operands, out)
+    arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
+    data = arrays[0]
+    for other in arrays[1:]:
+        data = lax.mul(data, other)
+    return data, order
+
+
+def _common_order(operands: list[Operand], out: int) -> Labels:
+    widest = max(operands, key=lambda o: len(o[1]))[1]
+    rest = sorted({i for _, labels in operands for i in labels} - set(widest))
+    return tuple([*rest, *widest]) if rest else widest
+
+
+def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
+    """A dot_general, its operands in the order that reads memory forwards.
+
+    XLA on CPU runs `H @ y` and `y @ H` fast and `Hᵀ @ y`, `y @ Hᵀ` 5 to 50 times slower, so the
+    larger operand goes left if it is contracted on its last axis and right on its first.
+    """
+    shared = [i for i in left[1] if i in right[1]]
+    batch = [i for i in shared if i < out]
+    summed = [i for i in shared if i >= out]
+    if _better_swapped(left, right, summed):
+        left, right = right, left
+    (a, la), (b, lb) = left, right
+    dims = (
+        ([la.index(i) for i in summed], [lb.index(i) for i in summed]),
+        ([la.index(i) for i in batch], [lb.index(i) for i in batch]),
+    )
+    data = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=np.dtype(dtype))
+    free = [i for i in la if i not in shared] + [i for i in lb if i not in shared]
+    return data, (*batch, *free)
+
+
+def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
+    big_left = _elements(left[0]) >= _elements(right[0])
+    big, small = (left, right) if big_left else (right, left)
+    if _elements(big[0]) >= SKINNY * _elements(small[0]):
+        last, first = big[1][-1] in summed, big[1][0] in summed
+        if last != first:
+            return last != big_left
+    mine = min((i for i in left[1] if i not in right[1]), default=-1)
+    theirs = min((i for i in right[1] if i not in left[1]), default=mine)
+    return theirs < mine
+
+
+def _elements(data: Any) -> int:
+    out = 1
+    for s in data.shape:
+        out *= s if isinstance(s, int) else 64
+    return out
+
+
+def _add(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    order = _common_order(operands, node.out)
+    total: Any = None
+    pairs = list(zip(node.attr, operands, strict=True))  # type: ignore[call-overload]
+    pairs.sort(key=lambda p: not _is_positive(p[0]))
+    for coefficient, (data, labels) in pairs:
+        term = arrange(data, labels, order, sizes)
+        if total is None:
+            total = lax.neg(term) if coefficient == -1 else _scale(term, coefficient, dtype)
+        elif coefficient == -1:
+            total = lax.sub(total, term)
+        else:
+            total = lax.add(total, _scale(term, coefficient, dtype))
+    return total, order
+
+
+def _is_positive(coefficient: Any) -> bool:
+    return not isinstance(coefficient, complex) and coefficient > 0
+
+
+def _scale(data: Any, coefficient: Any, dtype: str) -> Any:
+    if coefficient == 1:
+        return data
+    return lax.mul(data, lax.full_like(data, literal(coefficient, dtype)))
+
+
+def literal(value: Any, dtype: str) -> Any:
+    """A coefficient rounded once, in the dtype; integers wrap as their arithmetic does."""
+    kind = np.dtype(dtype)
+    if kind.kind in "iu":
+        bits = 8 * kind.itemsize
+        wrapped = int(value) % (1 << bits)
+        if kind.kind == "i" and wrapped >= 1 << (bits - 1):
+            wrapped -= 1 << bits
+        return np.asarray(wrapped, kind)
+    return np.asarray(value).astype(kind)
+
+
+def _map(
+    node: Node, operands: list[Operand], sizes: Sizes, dtype: str, primitives: Mapping[str, Any]
+) -> Operand:
+    name, params = node.attr  # type: ignore[misc]
+    order = _common_order(operands, node.out)
+    arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
+    if name == "reciprocal":
+        return lax.div(lax.full_like(arrays[0], 1), arrays[0]), order
+    if name == "convert_element_type":
+        return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
+    return primitives[name].bind(*arrays, **dict(params)), order
+
+
+def _reduce(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    data, labels = operands[0]
+    axes = tuple(a for a, i in enumerate(labels) if i >= node.out)
+    result = compat.reduce_monoid(str(node.attr), data, axes)
+    return result, tuple(i for i in labels if i < node.out)
+
+
+def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    # An axis that is dropped carries a label of its own, so that it can be told apart.
+    data, labels = operands[0]
+    spec: dict[int, Any] = {}
+    for slot, (attr, index) in enumerate(zip(node.attr, node.args[0].axes, strict=True)):  # type: ignore[call-overload]
+        spec[dropped_label(slot) if index < 0 else index] = attr
+    starts, limits, strides, gone = [], [], [], []
+    for axis, i in enumerate(labels):
+        attr, n = spec[i], data.shape[axis]
+        if attr is None:
+            starts.append(0), limits.append(n), strides.append(1)
+        elif isinstance(attr, tuple):
+            start, stride = attr
+            starts.append(start)
+            limits.append(start + stride * (sizes[i] - 1) + 1)
+            strides.append(stride)
+        else:
+            starts.append(attr), limits.append(attr + 1), strides.append(1)
+            gone.append(axis)
+    data = lax.slice(data, starts, limits, strides)
+    kept = tuple(i for a, i in enumerate(labels) if a not in gone)
+    return lax.squeeze(data, gone), kept
+
+
+def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    target, piece_sizes = node.attr  # type: ignore[misc]
+    order = tuple(range(node.out))
+    arrays = []
+    for (data, labels), size in zip(operands, piece_sizes, strict=True):
+        local = list(sizes)
+        local[target] = size
+        arrays.append(arrange(data, labels, order, tuple(local)))
+    return lax.concatenate(arrays, target), order
+
+
+def _const(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    return jnp.asarray(np.asarray(node.attr[0]).astype(np.dtype(dtype))), ()  # type: ignore[index]
+
+
+def _delta(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    rows, columns = (lax.broadcasted_iota(np.int32, tuple(sizes[:2]), k) for k in (0, 1))
+    return lax.convert_element_type(lax.eq(rows, columns), np.dtype(dtype)), (0, 1)
+
+
+def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    return lax.iota(np.dtype(dtype), sizes[0]), (0,)
+
+
+_LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
+    CONTRACT: _contract,
+    ADD: _add,
+    REDUCE: _reduce,
+    SLICE: _slice,
+    CONCAT: _concat,
+    CONST: _const,
+    DELTA: _delta,
+    IOTA: _iota,
+}

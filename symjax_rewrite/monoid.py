@@ -1,0 +1,348 @@
+"""Monoids: what can be computed in halves and combined (imports jax only).
+
+"If I split this in half, can I combine the halves?" is the one question behind every fold and
+every scan. A `Monoid` answers it with four functions; its state is a tuple of arrays over rows.
+`lift` maps a whole block `[..., n]` to its state, so that a split law holds besides the monoid
+laws:
+
+    combine(a, combine(b, c)) = combine(combine(a, b), c)        combine(identity, a) = a
+    lift(x ++ y) = combine(lift(x), lift(y))                     lift(empty) = identity
+
+Sources: Blelloch 1990 (scans); Milakov & Gimelshein 2018 (online softmax).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = Any  # jax.Array, or a tracer or reference value inside a kernel
+State = tuple[Array, ...]
+Measure = Callable[[Array], Array]
+"""A weighted sum over the last axis: `p[..., m, n]` to `Σ_n p·w`, with the block's own `w`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Monoid:
+    """An associative way to combine, with what goes in and what comes out.
+
+    Args:
+        name: what it is called in reports.
+        identity: state avals (shapes and dtypes) to the state of an empty block.
+        lift: a block, reduced over its last axis, to its state.
+        combine: two states (left, right) to the state of both.
+        finalize: state to the value wanted.
+        absorb: `(state, *block)` to `combine(state, lift(*block))` in one step, if that is cheaper.
+
+    Example:
+        >>> x = jnp.array([[1.0, 5.0, 2.0]])
+        >>> MAX.finalize(MAX.combine(MAX.lift(x[:, :1]), MAX.lift(x[:, 1:])))
+        Array([5.], dtype=float32)
+    """
+
+    name: str
+    identity: Callable[[Sequence[Any]], State]
+    lift: Callable[..., State]
+    combine: Callable[[State, State], State]
+    finalize: Callable[..., Any]
+    absorb: Callable[..., State] | None = None
+
+    def extend(self, state: State, *block: Any) -> State:
+        """The state after one more block."""
+        if self.absorb is not None:
+            return self.absorb(state, *block)
+        return self.combine(state, self.lift(*block))
+
+
+def row_sum(p: Array) -> Array:
+    """The measure with weight 1."""
+    return jnp.sum(p, axis=-1)
+
+
+def least(dtype: Any) -> Any:
+    """The identity of max: -inf, False, or the smallest integer."""
+    return _extreme(dtype, -1)
+
+
+def greatest(dtype: Any) -> Any:
+    """The identity of min: inf, True, or the greatest integer."""
+    return _extreme(dtype, 1)
+
+
+def _extreme(dtype: Any, sign: int) -> Any:
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return sign > 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return sign * float("inf")
+    info = jnp.iinfo(dtype)
+    return int(info.max if sign > 0 else info.min)
+
+
+def _full(avals: Sequence[Any], *fills: Callable[[Any], Any] | float) -> State:
+    """One array per aval; the last fill serves the rest."""
+    padded = [*fills, *[fills[-1]] * (len(avals) - len(fills))]
+    return tuple(
+        jnp.full(a.shape, fill(a.dtype) if callable(fill) else fill, a.dtype)
+        for a, fill in zip(avals, padded, strict=False)
+    )
+
+
+def _first(state: State) -> Array:
+    return state[0]
+
+
+def _elementwise(name: str, fill: Any, reduce: Callable, join: Callable) -> Monoid:
+    """A monoid with one value per row."""
+    return Monoid(
+        name,
+        identity=lambda avals: _full(avals, fill),
+        lift=lambda x: (reduce(x, axis=-1),),
+        combine=lambda a, b: (join(a[0], b[0]),),
+        finalize=_first,
+    )
+
+
+def _max_of(x: Array, axis: int) -> Array:
+    return jnp.max(x, axis=axis, initial=least(x.dtype) if x.shape[axis] == 0 else None)
+
+
+def _min_of(x: Array, axis: int) -> Array:
+    return jnp.min(x, axis=axis, initial=greatest(x.dtype) if x.shape[axis] == 0 else None)
+
+
+MAX = _elementwise("max", least, _max_of, jnp.maximum)
+MIN = _elementwise("min", greatest, _min_of, jnp.minimum)
+ANY = _elementwise("any", 0, jnp.any, jnp.logical_or)
+ALL = _elementwise("all", 1, jnp.all, jnp.logical_and)
+
+
+# ---------------------------------------------------------------- sums, plain and exp-shifted
+
+
+def _lift_sums(t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
+    return tuple(measure(t) for measure in measures)
+
+
+SUM = Monoid(
+    "sum",
+    identity=lambda avals: _full(avals, 0),
+    lift=_lift_sums,
+    combine=lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)),
+    finalize=_first,
+)
+"""State: one sum per measure."""
+
+
+def shift_of(maximum: Array) -> Array:
+    """What exponents are shifted by: the maximum where it is finite, else 0.
+
+    A row that is all -inf then has sums 0, and one with an infinity or NaN what exp gives.
+    """
+    return jnp.where(jnp.abs(maximum) < float("inf"), maximum, jnp.zeros_like(maximum))
+
+
+def rescale(x: Array, factor: Array) -> Array:
+    """`x[..., m, *features]` times `factor[..., m]`."""
+    return x * factor.reshape(factor.shape + (1,) * (x.ndim - factor.ndim))
+
+
+def _lift_exp(t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
+    top = _max_of(t, -1)
+    p = jnp.exp(t - shift_of(top)[..., None])
+    return (top, *(measure(p) for measure in measures))
+
+
+def _combine_exp(a: State, b: State) -> State:
+    top = jnp.maximum(a[0], b[0])
+    shift = shift_of(top)
+    left, right = jnp.exp(a[0] - shift), jnp.exp(b[0] - shift)
+    sums = (
+        rescale(x, left) + rescale(y, right) for x, y in zip(a[1:], b[1:], strict=True)
+    )
+    return (top, *sums)
+
+
+def _absorb_exp(state: State, t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
+    top = jnp.maximum(state[0], _max_of(t, -1))
+    shift = shift_of(top)
+    decay = jnp.exp(state[0] - shift)  # of the raw maximum: 0 for a row still empty
+    p = jnp.exp(t - shift[..., None])
+    sums = (rescale(x, decay) + m(p) for x, m in zip(state[1:], measures, strict=True))
+    return (top, *sums)
+
+
+def _softmax_mean(state: State) -> Array:
+    return state[2] / state[1].reshape(state[1].shape + (1,) * (state[2].ndim - state[1].ndim))
+
+
+EXP_SUMS = Monoid(
+    "softmax-weighted sum",
+    identity=lambda avals: _full(avals, least, 0),
+    lift=_lift_exp,
+    combine=_combine_exp,
+    finalize=_softmax_mean,
+    absorb=_absorb_exp,
+)
+"""State: (max t, Σ e^(t-shift)·w for each measure); finalize divides the second sum by the first."""
+
+LOGSUMEXP = Monoid(
+    "logsumexp",
+    identity=EXP_SUMS.identity,
+    lift=_lift_exp,
+    combine=_combine_exp,
+    finalize=lambda state: shift_of(state[0]) + jnp.log(state[1]),
+    absorb=_absorb_exp,
+)
+
+
+# ---------------------------------------------------------------- moments
+
+
+def _normalised(
+    state: State, count: Array, column_sum: Array, eps: float = 1e-5
+) -> Array:
+    """`((x - mean) · rsqrt(var + eps)) @ w`, where `column_sum` is the sum of `w`'s rows."""
+    product, total, squares = state
+    mean = total / count
+    scale = lax.rsqrt(jnp.maximum(squares / count - mean * mean, 0) + eps)
+    return rescale(product - mean[..., None] * column_sum, scale)
+
+
+MOMENTS = Monoid(
+    "moments",
+    identity=lambda avals: _full(avals, 0),
+    lift=lambda x, measure: (measure(x), jnp.sum(x, axis=-1), jnp.sum(x * x, axis=-1)),
+    combine=SUM.combine,
+    finalize=_normalised,
+)
+"""State: (Σ x·w, Σ x, Σ x²): the statistics of a norm ride along the sum of the matmul after it."""
+
+
+# ---------------------------------------------------------------- affine maps
+
+
+def _compose(first: State, then: State) -> State:
+    return then[0] * first[0], then[0] * first[1] + then[1]
+
+
+def _lift_affine(a: Array, b: Array) -> State:
+    if a.shape[-1] == 0:
+        return jnp.ones(a.shape[:-1], a.dtype), jnp.zeros(b.shape[:-1], b.dtype)
+    prefixes = lax.associative_scan(_compose, (a, b), axis=a.ndim - 1)
+    return prefixes[0][..., -1], prefixes[1][..., -1]
+
+
+AFFINE = Monoid(
+    "affine maps",
+    identity=lambda avals: _full(avals, 1, 0),
+    lift=_lift_affine,
+    combine=_compose,
+    finalize=lambda state, start=0.0: state[0] * start + state[1],
+)
+"""State: (a, b), the map h ↦ a·h + b; `combine(f, g)` is f first, then g. Not commutative."""
+
+
+# ---------------------------------------------------------------- extrema with their places
+
+
+def _precedes(a: Array, b: Array, larger: bool) -> Array:
+    """Whether `a` comes before `b`: NaN first, then larger (or smaller) values."""
+    better = a > b if larger else a < b
+    return better | ((a != a) & (b == b))
+
+
+def arg_extremum(larger: bool) -> Monoid:
+    """argmax or argmin: state (value, index); ties and NaN resolve as in `jnp.argmax`."""
+    best = _max_of if larger else _min_of
+
+    def lift(t: Array, index: Array) -> State:
+        index = jnp.broadcast_to(index, t.shape)
+        top = best(t, -1)
+        here = (t == top[..., None]) | (t != t)
+        return top, _min_of(jnp.where(here, index, greatest(index.dtype)), -1)
+
+    def combine(a: State, b: State) -> State:
+        first = _precedes(a[0], b[0], larger)
+        same = ~first & ~_precedes(b[0], a[0], larger)
+        take = first | (same & (a[1] <= b[1]))
+        return jnp.where(take, a[0], b[0]), jnp.where(take, a[1], b[1])
+
+    return Monoid(
+        "argmax" if larger else "argmin",
+        identity=lambda avals: _full(avals, least if larger else greatest, greatest),
+        lift=lift,
+        combine=combine,
+        finalize=lambda state: state[1],
+    )
+
+
+ARGMAX, ARGMIN = arg_extremum(True), arg_extremum(False)
+
+
+def top_k(k: int, group: int = 32) -> Monoid:
+    """The k largest values of a row with their indices, as `lax.top_k` orders them.
+
+    A block is searched in two steps: the k best of `group` neighbours hold the k best values,
+    since each group ahead of a value's own holds one that comes before it.
+
+    Args:
+        k: values kept.
+        group: neighbours per group; 1 searches a block in one step.
+    """
+
+    def best(values: Array, index: Array) -> State:
+        if values.shape[-1] < k:
+            pad = [(0, 0)] * (values.ndim - 1) + [(0, k - values.shape[-1])]
+            values = jnp.pad(values, pad, constant_values=least(values.dtype))
+            index = jnp.pad(index, pad, constant_values=greatest(index.dtype))
+        top, place = lax.top_k(values, k)
+        return top, jnp.take_along_axis(index, place, axis=-1)
+
+    def lift(t: Array, index: Array) -> State:
+        index = jnp.broadcast_to(index, t.shape)
+        groups = t.shape[-1] // group
+        if group == 1 or groups < 4 * k:
+            return best(t, index)
+        shape = (*t.shape[:-1], groups, group)
+        near, rest = [], []
+        for x in (t, index):
+            near.append(x[..., : groups * group].reshape(shape))
+            rest.append(x[..., groups * group :])
+        _, chosen = lax.top_k(jnp.max(near[0], axis=-1), k)
+        chosen = jnp.sort(chosen, axis=-1)[..., None]  # neighbours stay in order, so ties do too
+        flat = (*shape[:-2], k * group)
+        near = [jnp.take_along_axis(x, chosen, axis=-2).reshape(flat) for x in near]
+        return best(*(jnp.concatenate(pair, axis=-1) for pair in zip(near, rest, strict=True)))
+
+    def combine(a: State, b: State) -> State:
+        values = jnp.concatenate([a[0], b[0]], axis=-1)
+        index = jnp.concatenate([a[1], b[1]], axis=-1)
+        index, values = lax.sort((index, values), num_keys=1)  # an empty state's places last
+        return best(values, index)
+
+    return Monoid(
+        f"top-{k}",
+        identity=lambda avals: _full(avals, least, greatest),
+        lift=lift,
+        combine=combine,
+        finalize=lambda state: state,
+    )
+
+
+def reduce_blocks(monoid: Monoid, blocks: Sequence[Sequence[Any]]) -> State:
+    """The state of several blocks in order (at least one).
+
+    Example:
+        >>> reduce_blocks(SUM, [(jnp.ones((2, 3)),), (jnp.ones((2, 1)),)])[0]
+        Array([4., 4.], dtype=float32)
+    """
+    state = monoid.identity(jax.eval_shape(lambda: monoid.lift(*blocks[0])))
+    for block in blocks:
+        state = monoid.extend(state, *block)
+    return state

@@ -1,0 +1,472 @@
+"""One row per primitive: how an equation reads as an index term (imports terms).
+
+`lift` gives, for the outputs of an equation, references into an e-graph; an equation that has no
+row, or whose axes do not line up with the solved atoms, is a native node: never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import compat
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    MAP,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    Ref,
+)
+
+Groups = tuple[tuple[int, ...], ...]  # for every axis of a value, the positions of its atoms
+RING = "fciu"  # dtype kinds that are rings (bfloat16 and float8 report kind V and count as f)
+
+
+def dtype_kind(dtype: str) -> str:
+    """'f' float, 'c' complex, 'i' int, 'u' unsigned, 'b' bool, '?' anything else."""
+    if dtype == "bool":
+        return "b"
+    for prefix, kind in (("float", "f"), ("bfloat", "f"), ("complex", "c"), ("int", "i"), ("uint", "u")):
+        if dtype.startswith(prefix):
+            return kind
+    return "?"
+
+
+class Site:
+    """What a row sees of its equation: operand references and the index space of its output.
+
+    Output atoms are numbered 0..n-1 in order; `refs[k]` reads operand k over *its own* atom
+    positions, `ids[k]` are these positions' solved atom ids.
+    """
+
+    __slots__ = ("bound", "dtype", "g", "groups", "ids", "out_groups", "out_ids", "out_sizes",
+                 "params", "refs", "shapes", "sizes")  # fmt: skip
+
+    g: EGraph
+    params: dict[str, Any]
+    refs: list[Ref]
+    ids: list[tuple[int, ...]]
+    sizes: list[tuple[Dim, ...]]
+    groups: list[Groups]
+    shapes: list[tuple[Any, ...]]
+    out_ids: list[tuple[int, ...]]
+    out_sizes: list[tuple[Dim, ...]]
+    out_groups: list[Groups]
+    dtype: list[str]
+
+    def add(self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0) -> Ref:
+        """A term over the atoms of output k."""
+        return self.g.add(op, attr, args, self.out_sizes[k], bound, self.dtype[k])
+
+    def node(self, k: int) -> Any:
+        """The original node of operand k's class."""
+        return next(iter(self.g.classes[self.refs[k].cls].nodes))
+
+    def scalar(self, k: int) -> Any:
+        """The number operand k is everywhere, or None."""
+        node = self.node(k)
+        return node.attr[0] if node.op == CONST else None
+
+    def aligned(self, k: int) -> bool:
+        """Whether operand k's atoms are the output's, one for one, or it is a scalar."""
+        return self.ids[k] == self.out_ids[0] or not self.shapes[k]
+
+
+Row = Callable[[Site], "list[Ref] | None"]
+
+
+def lift(name: str, site: Site) -> list[Ref] | None:
+    """The outputs of an equation as references, or None where it must stay native."""
+    row = ROWS.get(name)
+    return row(site) if row else None
+
+
+def _elementwise(name: str) -> Row:
+    def row(s: Site) -> list[Ref] | None:
+        if not all(s.aligned(k) for k in range(len(s.refs))):
+            return None
+        key = params_key(s.params)
+        return None if key is None else [s.add(MAP, (name, key), tuple(s.refs))]
+
+    return row
+
+
+def params_key(params: dict[str, Any]) -> tuple | None:
+    """Hashable form of an equation's params; None where there is none."""
+    key = tuple(sorted(params.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _sum(*coefficients: int) -> Row:
+    def row(s: Site) -> list[Ref] | None:
+        if dtype_kind(s.dtype[0]) not in RING or not all(s.aligned(k) for k in range(len(s.refs))):
+            return None
+        if dtype_kind(s.dtype[0]) in "iu":
+            for k in (0, 1):
+                if len(s.refs) == 2 and s.scalar(k) == 0 and coefficients[1 - k] == 1:
+                    return [s.refs[1 - k]] if s.shapes[1 - k] else None
+        return [s.add(ADD, coefficients, tuple(s.refs))]
+
+    return row
+
+
+def _mul(s: Site) -> list[Ref] | None:
+    if dtype_kind(s.dtype[0]) not in RING or not (s.aligned(0) and s.aligned(1)):
+        return None
+    for k in (0, 1):
+        c = s.scalar(k)
+        if c is not None and s.scalar(1 - k) is None and is_finite_nonzero(c):
+            return [s.add(ADD, (c,), (s.refs[1 - k],))]
+    return [s.add(CONTRACT, None, tuple(s.refs))]
+
+
+def _div(s: Site) -> list[Ref] | None:
+    if dtype_kind(s.dtype[0]) not in "fc" or not (s.aligned(0) and s.aligned(1)):
+        return _elementwise("div")(s)
+    c = s.scalar(1)
+    if c is not None and s.scalar(0) is None and is_finite_nonzero(c):
+        return [s.add(ADD, (1 / c,), (s.refs[0],))]
+    if c is None and len(s.refs[1].axes) < len(s.out_sizes[0]):
+        inverse = s.add(MAP, ("reciprocal", ()), (s.refs[1],))
+        return [s.add(CONTRACT, None, (s.refs[0], inverse))]
+    return _elementwise("div")(s)
+
+
+def is_finite_nonzero(c: Any) -> bool:
+    """Whether a scalar can be a coefficient."""
+    number = complex(c)
+    return math.isfinite(number.real) and math.isfinite(number.imag) and number != 0
+
+
+def _integer_pow(s: Site) -> list[Ref] | None:
+    y = s.params["y"]
+    if y in (2, 3, 4) and dtype_kind(s.dtype[0]) in RING and s.aligned(0):
+        return [s.add(CONTRACT, None, (s.refs[0],) * y)]
+    return _elementwise("integer_pow")(s)
+
+
+def _square(s: Site) -> list[Ref] | None:
+    if dtype_kind(s.dtype[0]) not in RING or not s.aligned(0):
+        return None
+    return [s.add(CONTRACT, None, (s.refs[0],) * 2)]
+
+
+def _same_value(s: Site) -> list[Ref] | None:
+    return [s.refs[0]] if s.ids[0] == s.out_ids[0] else None
+
+
+def _convert(s: Site) -> list[Ref] | None:
+    if s.params.get("sharding") is not None or not s.aligned(0):
+        return None
+    source = s.g.classes[s.refs[0].cls].dtype
+    if source == s.dtype[0]:
+        return [s.refs[0]]
+    node = s.node(0)
+    if node.op == DELTA and dtype_kind(s.dtype[0]) in RING:
+        delta = s.g.add(DELTA, None, (), s.g.classes[s.refs[0].cls].sizes, (), s.dtype[0])
+        return [Ref(delta.cls, s.refs[0].axes)]
+    if node.op == CONST:
+        value = np.asarray(node.attr[0]).astype(s.dtype[0]).item()
+        return [constant(s.g, value, s.dtype[0])]
+    return [s.add(MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (s.refs[0],))]
+
+
+def _select(s: Site) -> list[Ref] | None:
+    if not all(s.aligned(k) for k in range(len(s.refs))):
+        return None
+    if len(s.refs) == 3 and s.node(0).op == DELTA and s.scalar(1) == 0:
+        if dtype_kind(s.dtype[0]) in RING:
+            delta = s.g.add(DELTA, None, (), s.g.classes[s.refs[0].cls].sizes, (), s.dtype[0])
+            return [s.add(CONTRACT, None, (Ref(delta.cls, s.refs[0].axes), s.refs[2]))]
+    return _elementwise("select_n")(s)
+
+
+def _eq(s: Site) -> list[Ref] | None:
+    nodes = [s.node(0), s.node(1)]
+    if all(n.op == IOTA for n in nodes) and s.aligned(0) and s.aligned(1):
+        i, j = s.refs[0].axes[0], s.refs[1].axes[0]
+        n, m = (s.out_sizes[0][k] for k in (i, j))
+        if i != j and n == m:
+            delta = s.g.add(DELTA, None, (), (n, m), (), "bool")
+            return [Ref(delta.cls, (i, j))]
+    return _elementwise("eq")(s)
+
+
+def _iota(s: Site) -> list[Ref] | None:
+    group = s.out_groups[0][s.params["dimension"]]
+    if s.params.get("sharding") is not None or len(group) != 1:
+        return None
+    ref = s.g.add(IOTA, None, (), (s.out_sizes[0][group[0]],), (), s.dtype[0])
+    return [Ref(ref.cls, group)]
+
+
+def _dot_general(s: Site) -> list[Ref] | None:
+    p = s.params
+    if p.get("out_sharding") is not None or dtype_kind(s.dtype[0]) not in RING:
+        return None
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    ids: list[int] = []
+    index: list[dict[int, int]] = [{}, {}]  # per operand: atom position to index of the term
+    bound: list[Dim] = []
+
+    def place(k: int, axis: int, indices: list[int]) -> bool:
+        positions = s.groups[k][axis]
+        if len(positions) != len(indices):
+            return False
+        index[k].update(zip(positions, indices, strict=True))
+        return True
+
+    def outputs(k: int, axis: int) -> list[int]:
+        start = len(ids)
+        ids.extend(s.ids[k][q] for q in s.groups[k][axis])
+        return list(range(start, len(ids)))
+
+    for a, b in zip(lb, rb, strict=True):
+        fresh = outputs(0, a)
+        if not (place(0, a, fresh) and place(1, b, fresh)):
+            return None
+    for k, used in ((0, {*lc, *lb}), (1, {*rc, *rb})):
+        for axis in range(len(s.groups[k])):
+            if axis not in used and not place(k, axis, outputs(k, axis)):
+                return None
+    if tuple(ids) != s.out_ids[0]:
+        return None
+    for a, b in zip(lc, rc, strict=True):
+        positions = s.groups[0][a]
+        if tuple(s.ids[0][q] for q in positions) != tuple(s.ids[1][q] for q in s.groups[1][b]):
+            return None
+        fresh = [len(ids) + len(bound) + q for q in range(len(positions))]
+        bound.extend(s.sizes[0][q] for q in positions)
+        place(0, a, fresh)
+        place(1, b, fresh)
+    args = tuple(
+        Ref(ref.cls, tuple(index[k][i] for i in ref.axes)) for k, ref in enumerate(s.refs)
+    )
+    return [s.add(CONTRACT, precision_key(p.get("precision")), args, tuple(bound))]
+
+
+def precision_key(precision: Any) -> object:
+    """None for the default, else the precision of both operands (or a dot algorithm)."""
+    if precision is None:
+        return None
+    if isinstance(precision, tuple) and all(str(x) == "DEFAULT" for x in precision):
+        return None
+    return precision
+
+
+def _reduce(monoid: str) -> Row:
+    def row(s: Site) -> list[Ref] | None:
+        if s.params.get("out_sharding") is not None:
+            return None
+        gone = {int(a) for a in s.params["axes"]}
+        kept = [q for a, g in enumerate(s.groups[0]) if a not in gone for q in g]
+        lost = [q for a, g in enumerate(s.groups[0]) if a in gone for q in g]
+        if tuple(s.ids[0][q] for q in kept) != s.out_ids[0]:
+            return None
+        to = {q: n for n, q in enumerate([*kept, *lost])}
+        arg = Ref(s.refs[0].cls, tuple(to[i] for i in s.refs[0].axes))
+        bound = tuple(s.sizes[0][q] for q in lost)
+        if monoid == "sum":
+            if dtype_kind(s.dtype[0]) not in RING:
+                return None
+            return [s.add(CONTRACT, None, (arg,), bound)] if bound else [arg]
+        return [s.add(REDUCE, monoid, (arg,), bound)] if bound else [arg]
+
+    return row
+
+
+def _view(position_of: Callable[[Site], dict[int, int] | None]) -> Row:
+    """A row that only re-reads its operand: old atom position to output atom position."""
+
+    def row(s: Site) -> list[Ref] | None:
+        to = position_of(s)
+        if to is None or any(i not in to for i in s.refs[0].axes):
+            return None
+        if any(s.ids[0][i] != s.out_ids[0][to[i]] for i in s.refs[0].axes):
+            return None
+        return [Ref(s.refs[0].cls, tuple(to[i] for i in s.refs[0].axes))]
+
+    return row
+
+
+def _match_axes(s: Site, pairs: list[tuple[int, int]]) -> dict[int, int] | None:
+    to: dict[int, int] = {}
+    for a, b in pairs:
+        src, dst = s.groups[0][a], s.out_groups[0][b]
+        if not src:
+            continue
+        if len(src) != len(dst):
+            return None
+        to.update(zip(src, dst, strict=True))
+    return to
+
+
+def _transpose(s: Site) -> dict[int, int] | None:
+    return _match_axes(s, [(int(a), b) for b, a in enumerate(s.params["permutation"])])
+
+
+def _broadcast(s: Site) -> dict[int, int] | None:
+    if s.params.get("sharding") is not None:
+        return None
+    return _match_axes(s, [(a, int(b)) for a, b in enumerate(s.params["broadcast_dimensions"])])
+
+
+def _squeeze(s: Site) -> dict[int, int] | None:
+    gone = {int(d) % len(s.groups[0]) for d in s.params["dimensions"]}
+    kept = [a for a in range(len(s.groups[0])) if a not in gone]
+    return _match_axes(s, [(a, b) for b, a in enumerate(kept)])
+
+
+def _reshape(s: Site) -> dict[int, int] | None:
+    if s.params.get("dimensions") is not None or s.params.get("sharding") is not None:
+        return None
+    if s.ids[0] != s.out_ids[0]:
+        return None
+    return {q: q for q in range(len(s.ids[0]))}
+
+
+def _slice(s: Site) -> list[Ref] | None:
+    starts, limits = s.params["start_indices"], s.params["limit_indices"]
+    strides = s.params["strides"] or (1,) * len(starts)
+    spec = [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)] if all(
+        isinstance(x, (int, np.integer)) for x in (*starts, *limits)
+    ) else None  # fmt: skip
+    return None if spec is None else _sliced(s, spec, 0)
+
+
+def _split(s: Site) -> list[Ref] | None:
+    axis, start, out = s.params["axis"], 0, []
+    for k, size in enumerate(s.params["sizes"]):
+        spec = [(start if a == axis else 0, 1) for a in range(len(s.groups[0]))]
+        refs = _sliced(s, spec, k)
+        if refs is None or not isinstance(size, (int, np.integer)):
+            return None
+        out += refs
+        start += int(size)
+    return out
+
+
+def _sliced(s: Site, spec: list[tuple[int, int]], k: int) -> list[Ref] | None:
+    """Operand 0 read at `start + stride·i` along each axis, as output k."""
+    entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
+    for axis, (start, stride) in enumerate(spec):
+        src, dst = s.groups[0][axis], s.out_groups[k][axis]
+        if [s.ids[0][q] for q in src] == [s.out_ids[k][q] for q in dst] and len(src) == len(dst):
+            entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
+        elif len(src) == 1 and len(dst) == 1:
+            entry[src[0]] = ((start, stride), dst[0])
+        elif len(src) == 1 and not dst:
+            entry[src[0]] = (start, -1)
+        else:
+            return None
+    axes = s.refs[0].axes
+    if all(entry[i][0] is None for i in axes):
+        return [Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))]
+    used = sorted({entry[i][1] for i in axes if entry[i][1] >= 0})
+    local = {i: n for n, i in enumerate(used)}
+    local[-1] = -1
+    arg = Ref(s.refs[0].cls, tuple(local[entry[i][1]] for i in axes))
+    sizes = tuple(s.out_sizes[k][i] for i in used)
+    ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
+    return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
+
+
+def _concatenate(s: Site) -> list[Ref] | None:
+    d = s.params["dimension"]
+    if len(s.out_groups[0][d]) != 1:
+        return None
+    target = s.out_groups[0][d][0]
+    args, sizes = [], []
+    for k, ref in enumerate(s.refs):
+        to: dict[int, int] = {}
+        for axis, src in enumerate(s.groups[k]):
+            dst = s.out_groups[0][axis]
+            if axis == d:
+                if len(src) > 1:
+                    return None
+                to.update(dict.fromkeys(src, target))
+                size = s.sizes[k][src[0]] if src else int(s.shapes[k][d])
+                sizes.append(size)
+            elif [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
+                return None
+            else:
+                to.update(zip(src, dst, strict=True))
+        args.append(Ref(ref.cls, tuple(to[i] for i in ref.axes)))
+    return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
+
+
+_MAPS = """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
+digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma log
+log1p logistic lt max min ne nextafter not or population_count pow real reduce_precision rem round
+rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh xor""".split()
+
+ROWS: dict[str, Row] = {
+    **{name: _elementwise(name) for name in _MAPS},
+    "add": _sum(1, 1),
+    "add_any": _sum(1, 1),
+    "sub": _sum(1, -1),
+    "neg": _sum(-1),
+    "mul": _mul,
+    "div": _div,
+    "integer_pow": _integer_pow,
+    "square": _square,
+    "stop_gradient": _same_value,
+    "copy": _same_value,
+    "copy_p": _same_value,
+    "convert_element_type": _convert,
+    "select_n": _select,
+    "eq": _eq,
+    "iota": _iota,
+    "dot_general": _dot_general,
+    "reduce_sum": _reduce("sum"),
+    "reduce_max": _reduce("max"),
+    "reduce_min": _reduce("min"),
+    "reduce_prod": _reduce("prod"),
+    "reduce_and": _reduce("and"),
+    "reduce_or": _reduce("or"),
+    "transpose": _view(_transpose),
+    "broadcast_in_dim": _view(_broadcast),
+    "squeeze": _view(_squeeze),
+    "reshape": _view(_reshape),
+    "slice": _slice,
+    "split": _split,
+    "concatenate": _concatenate,
+}
+
+VIEWS = frozenset(
+    ["stop_gradient", "copy", "copy_p", "transpose", "broadcast_in_dim", "squeeze", "reshape"]
+)
+
+
+_NAN = float("nan")  # one object, so that a NaN constant meets itself in the hash table
+
+
+def constant(g: EGraph, value: Any, dtype: str) -> Ref:
+    """A scalar constant; its text is part of the key because 0.0 and -0.0 compare equal."""
+    if isinstance(value, float) and value != value:
+        value = _NAN
+    return g.add(CONST, (value, dtype, repr(value)), (), (), (), dtype)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a literal or constant is one concrete number of a ring or bool dtype."""
+    return (
+        not isinstance(value, compat.Tracer)
+        and getattr(value, "shape", ()) == ()
+        and dtype_kind(str(getattr(value, "dtype", np.asarray(value).dtype))) in "fciub"
+    )

@@ -1,0 +1,190 @@
+"""A flattened product as a tree of binary contractions in the cheapest order (imports engine).
+
+Contraction order is not saturated: only the tree that dynamic programming finds becomes nodes.
+"""
+
+from __future__ import annotations
+
+from symjax_rewrite.contract_order import Tree, best_order
+from symjax_rewrite.cost import itemsize
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import Reason
+from symjax_rewrite.ir import CONTRACT, DELTA, Ref
+from symjax_rewrite.product import Product, is_half, scaled
+from symjax_rewrite.rule import Context
+
+
+def order_product(
+    ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+) -> Ref | None:
+    """The product over output indices of `sizes`, as nodes that can be emitted.
+
+    Returns:
+        The reference, or None where the budget ran out or a count cannot leave the sum.
+    """
+    p = _read_deltas(ctx, p)
+    p = _count_unread(p, dtype)
+    if p is None:
+        return None
+    if not p.factors:
+        return None
+    builder = _Builder(ctx, p, sizes, dtype, why)
+    found = builder.solve()
+    return None if found is None else scaled(ctx.g, found, p.coefficient, sizes, why)
+
+
+def _read_deltas(ctx: Context, p: Product) -> Product:
+    """Σ_j δ_ij f(j) = f(i): a bound index of a delta is another name for the other one."""
+    factors, bound = list(p.factors), list(p.bound)
+    changed = True
+    while changed:
+        changed = False
+        for k, f in enumerate(factors):
+            if ctx.g.find(f).cls != f.cls or not _is_delta(ctx, f.cls):
+                continue
+            i, j = f.axes
+            if i == j:
+                del factors[k]
+            elif max(i, j) >= p.out and len(factors) > 1:
+                gone, stays = max(i, j), min(i, j)
+                del factors[k]
+                factors = [_rename(g, gone, stays) for g in factors]
+                factors, bound = _drop_index(factors, bound, gone, p.out)
+            else:
+                continue
+            changed = True
+            break
+    return p._replace(factors=tuple(factors), bound=tuple(bound))
+
+
+def _is_delta(ctx: Context, cls: int) -> bool:
+    return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
+
+
+def _rename(f: Ref, old: int, new: int) -> Ref:
+    return Ref(f.cls, tuple(new if i == old else i for i in f.axes))
+
+
+def _drop_index(factors: list[Ref], bound: list[Dim], gone: int, out: int) -> tuple[list, list]:
+    """Remove a bound index that nothing reads any more."""
+    moved = [Ref(f.cls, tuple(i - 1 if i > gone else i for i in f.axes)) for f in factors]
+    return moved, bound[: gone - out] + bound[gone - out + 1 :]
+
+
+def _count_unread(p: Product, dtype: str) -> Product | None:
+    """Σ_k a = |k|·a for every bound index k that no factor reads."""
+    read = {i for f in p.factors for i in f.axes}
+    factors, bound, coefficient = list(p.factors), list(p.bound), p.coefficient
+    for i in range(p.out + len(bound) - 1, p.out - 1, -1):
+        if i in read:
+            continue
+        size = bound[i - p.out]
+        if not isinstance(size, int) or size == 0 or (is_half(dtype) and size > 1):
+            return None
+        coefficient = coefficient * size
+        factors, bound = _drop_index(factors, bound, i, p.out)
+    return p._replace(coefficient=coefficient, factors=tuple(factors), bound=tuple(bound))
+
+
+class _Builder:
+    """Builds the nodes of one product's cheapest tree."""
+
+    def __init__(
+        self, ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+    ) -> None:
+        self.ctx, self.p, self.dtype, self.why = ctx, p, dtype, why
+        self.all_sizes: tuple[Dim, ...] = (*sizes, *p.bound)
+        self.numbers = [s if isinstance(s, int) else ctx.model.at(s) for s in self.all_sizes]
+        self.out_mask = (1 << p.out) - 1
+        self._volume: dict[int, float] = {}
+
+    def solve(self) -> Ref | None:
+        factors = [self._sum_private(k) for k in range(len(self.p.factors))]
+        masks = [_mask(f) for f in factors]
+        if len(factors) == 1:
+            return factors[0]
+        free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
+        found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free)
+        if found is None:
+            self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
+            return None
+        return self._build(found[0], factors, masks)
+
+    def _sum_private(self, k: int) -> Ref:
+        """Σ over the bound indices that only factor k reads."""
+        f = self.p.factors[k]
+        others = 0
+        for j, g in enumerate(self.p.factors):
+            if j != k:
+                others |= _mask(g)
+        return self._node((f,), self.out_mask | others)
+
+    def _node(self, args: tuple[Ref, ...], needed: int) -> Ref:
+        """The product of args, summed over every index that is not needed outside."""
+        mask = 0
+        for a in args:
+            mask |= _mask(a)
+        kept = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and needed >> i & 1]
+        lost = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and not needed >> i & 1]
+        if len(args) == 1 and not lost:
+            return args[0]
+        local = {i: n for n, i in enumerate([*kept, *lost])}
+        ref = self.ctx.g.add(
+            CONTRACT,
+            self.p.precision,
+            tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in args),
+            tuple(self.all_sizes[i] for i in kept),
+            tuple(self.all_sizes[i] for i in lost),
+            self.dtype,
+            self.why,
+        )
+        return Ref(ref.cls, tuple(kept[i] for i in ref.axes))
+
+    def _build(self, tree: Tree, factors: list[Ref], masks: list[int]) -> Ref:
+        members: dict[int, int] = {}
+
+        def leaves(t: Tree) -> int:
+            return 1 << t if isinstance(t, int) else leaves(t[0]) | leaves(t[1])
+
+        def outside(inside: int) -> int:
+            if inside not in members:
+                mask = self.out_mask
+                for k, m in enumerate(masks):
+                    if not inside >> k & 1:
+                        mask |= m
+                members[inside] = mask
+            return members[inside]
+
+        def make(t: Tree) -> Ref:
+            if isinstance(t, int):
+                return factors[t]
+            left, right = make(t[0]), make(t[1])
+            return self._node((left, right), outside(leaves(t)))
+
+        return make(tree)
+
+    def _join_cost(self, left: int, right: int, kept: int) -> float:
+        size = itemsize(self.dtype)
+        moved = (self._count(left) + self._count(right) + self._count(kept)) * size
+        d = self.ctx.model.device
+        if left & right & ~kept:
+            return self.ctx.model.join_seconds(2 * self._count(left | right), moved, self.dtype)
+        return self._count(left | right) / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def _count(self, mask: int) -> float:
+        got = self._volume.get(mask)
+        if got is None:
+            got, rest = 1.0, mask
+            while rest:
+                low = rest & -rest
+                got *= self.numbers[low.bit_length() - 1]
+                rest ^= low
+            self._volume[mask] = got
+        return got
+
+
+def _mask(ref: Ref) -> int:
+    mask = 0
+    for i in ref.axes:
+        mask |= 1 << i
+    return mask

@@ -1,0 +1,122 @@
+"""Products: contractions flattened through their factors (imports the e-graph).
+
+A class that is a contraction of contractions is one n-ary product `c · Σ_bound Π factors`. Every
+law about products (order, distribution, common factors, partial access) is stated on this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
+from symjax_rewrite.ir import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.ops import dtype_kind
+
+HALF = frozenset({"float16", "bfloat16"})
+
+
+class Product(NamedTuple):
+    """coefficient · Σ over bound of the product of factors.
+
+    Factors read indices `0..out-1` (slots of the class) and `out..` (bound).
+    """
+
+    coefficient: Any
+    factors: tuple[Ref, ...]
+    out: int
+    bound: tuple[Dim, ...]
+    precision: object = None
+
+
+def is_half(dtype: str) -> bool:
+    """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
+    return dtype in HALF or dtype.startswith("float8")
+
+
+def own_product(g: EGraph, cls: int) -> Product:
+    """The class as a product of itself alone."""
+    n = len(g.classes[cls].sizes)
+    return Product(1, (Ref(cls, tuple(range(n))),), n, ())
+
+
+def expand(g: EGraph, cls: int, may_open: Callable[[int], bool]) -> Product:
+    """The flattest product of a class; `may_open` says which factor classes are looked into."""
+    node = product_node(g, cls)
+    if node is None:
+        return own_product(g, cls)
+    return expand_node(g, cls, node, may_open)
+
+
+def product_node(g: EGraph, cls: int) -> Node | None:
+    """The node of a class that reads as a product: a contraction, or a scaled single term."""
+    best: Node | None = None
+    for node, reason in g.classes[cls].nodes.items():
+        if node.op == CONTRACT or (node.op == ADD and len(node.args) == 1):
+            if reason == ORIGINAL:
+                return node
+            if best is None or len(node.args) > len(best.args):
+                best = node
+    return best
+
+
+def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> Product:
+    """The flattest product of one contraction or scaled term of a class."""
+    dtype = g.classes[cls].dtype
+    coefficient: Any = node.attr[0] if node.op == ADD else 1  # type: ignore[index]
+    precision = node.attr if node.op == CONTRACT else None
+    factors: list[Ref] = []
+    bound = list(node.bound)
+    for arg in node.args:
+        arg = g.find(arg)
+        if g.classes[arg.cls].dtype != dtype or not may_open(arg.cls):
+            factors.append(arg)
+            continue
+        inner = expand(g, arg.cls, may_open)
+        merged = merge_precision(precision, inner.precision)
+        if merged is _CLASH:
+            factors.append(arg)
+            continue
+        precision = merged
+        coefficient = coefficient * inner.coefficient
+        to = [*arg.axes, *(node.out + len(bound) + k for k in range(len(inner.bound)))]
+        bound.extend(inner.bound)
+        factors.extend(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+    return Product(coefficient, tuple(factors), node.out, tuple(bound), precision)
+
+
+_CLASH = object()
+_LEVEL = {"DEFAULT": 0, "HIGH": 1, "HIGHEST": 2}
+
+
+def merge_precision(a: object, b: object) -> object:
+    """The stronger of two precisions; `_CLASH` where they do not compare (dot algorithms)."""
+    if a == b or b is None:
+        return a
+    if a is None:
+        return b
+    try:
+        return max(a, b, key=lambda p: [_LEVEL[str(x)] for x in p])  # type: ignore[union-attr]
+    except (KeyError, TypeError):
+        return _CLASH
+
+
+def is_ring(dtype: str) -> bool:
+    """Integer dtypes: the ring laws hold exactly."""
+    return dtype_kind(dtype) in "iu"
+
+
+def scaled(g: EGraph, ref: Ref, coefficient: Any, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+    """coefficient · ref."""
+    if coefficient == 1:
+        return ref
+    return g.add(ADD, (coefficient,), (ref,), sizes, (), g.classes[ref.cls].dtype, why)
+
+
+def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref:
+    """The product as one n-ary contraction node."""
+    if len(p.factors) == 1 and not p.bound:
+        return scaled(g, p.factors[0], p.coefficient, sizes, why)
+    ref = g.add(CONTRACT, p.precision, p.factors, sizes, p.bound, dtype, why)
+    return scaled(g, ref, p.coefficient, sizes, why)

@@ -1,0 +1,265 @@
+"""Cutting the whole-program graph into algebraic regions, equal ones solved once (a pass).
+
+A region is a maximal connected set of algebraic terms. It is cut at content-defined points, sums
+with several consumers (residual streams) and opaque terms, so the layers of a model align and
+regions that are equal up to their inputs have equal keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.dims import product
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    INVERSE,
+    IOTA,
+    LEAF,
+    MAP,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+)
+from symjax_rewrite.ops import RING, dtype_kind
+
+ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE})
+NULLARY = frozenset({CONST, DELTA, IOTA})
+
+
+@dataclass(slots=True)
+class Region:
+    """A connected algebraic part of a program.
+
+    classes: its classes, operands first. roots: those needed outside. key: equal for regions that
+    are the same up to their inputs. leaves: the classes it reads, in the key's order.
+    """
+
+    classes: list[int]
+    roots: list[int]
+    key: tuple = ()
+    leaves: list[int] = field(default_factory=list)
+    local: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Needed:
+    """What of a graph the program's results need, and how often each class is used."""
+
+    order: list[int]
+    uses: dict[int, int]
+    users: dict[int, list[int]]
+    outside: set[int]
+
+
+def node_of(g: EGraph, cls: int) -> Node:
+    """The original node of a class."""
+    return next(iter(g.classes[cls].nodes))
+
+
+def needed(t: TermGraph) -> Needed:
+    """Classes the outputs and effects depend on, with consumers counted."""
+    g = t.graph
+    outside: set[int] = set()
+    for v in t.program.outputs:
+        if isinstance(v, int):
+            outside.add(t.views[v].cls)  # type: ignore[union-attr]
+    stack = list(outside)
+    for e in t.program.equations:
+        if e.eqn.effects:
+            for v in e.outvals:
+                stack.append(t.views[v].cls)  # type: ignore[union-attr]
+            for v in e.invals:
+                if isinstance(v, int):
+                    stack.append(t.views[v].cls)  # type: ignore[union-attr]
+                    outside.add(t.views[v].cls)  # type: ignore[union-attr]
+    users: dict[int, list[int]] = {}
+    seen = set(stack)
+    while stack:
+        cls = stack.pop()
+        for arg in {a.cls for a in node_of(g, cls).args}:
+            users.setdefault(arg, []).append(cls)
+            if arg not in seen:
+                seen.add(arg)
+                stack.append(arg)
+    uses = {c: len(users.get(c, ())) + (c in outside) for c in seen}
+    return Needed(sorted(seen), uses, users, outside)
+
+
+def find_regions(t: TermGraph, need: Needed, tag: Callable[[int], object]) -> list[Region]:
+    """The regions worth solving, in program order.
+
+    Args:
+        t: the lifted program.
+        need: its needed classes.
+        tag: what else tells leaves apart in keys (frozen, storage).
+    """
+    g = t.graph
+    member = _members(t, need)
+    parent = {c: c for c in member}
+
+    def root(c: int) -> int:
+        while parent[c] != c:
+            parent[c] = parent[parent[c]]
+            c = parent[c]
+        return c
+
+    for c in member:
+        for arg in node_of(g, c).args:
+            if arg.cls in parent and not _is_cut(g, need, arg.cls):
+                parent[root(arg.cls)] = root(c)
+    groups: dict[int, list[int]] = {}
+    for c in sorted(member):
+        groups.setdefault(root(c), []).append(c)
+    regions = []
+    for classes in groups.values():
+        inside = set(classes)
+        if not _is_interesting(g, inside):
+            continue
+        roots = [c for c in classes if _needed_outside(g, need, c, inside)]
+        region = Region(classes, roots)
+        _number(g, need, region, inside, tag)
+        regions.append(region)
+    return sorted(regions, key=lambda r: r.classes[-1])
+
+
+def _members(t: TermGraph, need: Needed) -> set[int]:
+    g = t.graph
+    member: set[int] = set()
+    sliced: set[int] = set()
+    for c in reversed(need.order):
+        node = node_of(g, c)
+        ring = dtype_kind(g.classes[c].dtype) in RING
+        if (node.op in ALGEBRAIC and ring) or (node.op == SLICE):
+            member.add(c)
+        elif c in sliced and node.op in (MAP, REDUCE):
+            member.add(c)
+        # Maps of which only a part is read belong to the region of the slice.
+        if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
+            sliced.update(a.cls for a in node.args if need.uses.get(a.cls) == 1)
+    return member
+
+
+def _is_cut(g: EGraph, need: Needed, cls: int) -> bool:
+    """A sum with several consumers, unless it hides a low-rank product."""
+    node = node_of(g, cls)
+    if node.op != ADD or need.uses[cls] < 2 or len(node.args) < 2:
+        return False
+    return not any(_is_low_rank(g, a.cls) for a in node.args)
+
+
+def _is_low_rank(g: EGraph, cls: int) -> bool:
+    node = node_of(g, cls)
+    if node.op == ADD and len(node.args) == 1:
+        return _is_low_rank(g, node.args[0].cls)
+    if node.op != CONTRACT or not node.bound or len(node.args) < 2:
+        return False
+    out = product(g.classes[cls].sizes)
+    parts = [product(g.classes[a.cls].sizes) for a in node.args]
+    if isinstance(out, int) and all(isinstance(p, int) for p in parts):
+        return out > sum(parts)  # type: ignore[operator]
+    return True
+
+
+def _is_interesting(g: EGraph, inside: set[int]) -> bool:
+    """Whether some law could apply: products of products or sums, sums of products, parts."""
+    for c in inside:
+        node = node_of(g, c)
+        args = [a.cls for a in node.args if a.cls in inside]
+        if node.op == CONTRACT and node.bound:
+            if args or any(node_of(g, a.cls).op == DELTA for a in node.args):
+                return True
+            if len(node.args) == 2 and _has_private_bound(node):
+                return True
+        elif node.op == ADD:
+            if sum(_is_product(g, a) for a in args) > 1:
+                return True
+        elif node.op in (SLICE, CONCAT, INVERSE, TAKE) and args:
+            return True
+    return False
+
+
+def _has_private_bound(node: Node) -> bool:
+    a, b = (set(x.axes) for x in node.args)
+    return any(i >= node.out for i in a ^ b)
+
+
+def _is_product(g: EGraph, cls: int) -> bool:
+    node = node_of(g, cls)
+    if node.op == CONTRACT and node.bound:
+        return True
+    return node.op in (CONTRACT, ADD) and any(_is_product(g, a.cls) for a in node.args)
+
+
+def _needed_outside(g: EGraph, need: Needed, cls: int, inside: set[int]) -> bool:
+    if cls in need.outside:
+        return True
+    return any(u not in inside for u in need.users.get(cls, ()))
+
+
+def _number(
+    g: EGraph, need: Needed, region: Region, inside: set[int], tag: Callable[[int], object]
+) -> None:
+    """Number the region's classes from its roots; the numbering is the key."""
+    local: dict[int, int] = {}
+    rows: list[tuple] = []
+    order: list[int] = []
+    roots = set(region.roots)
+
+    def visit(start: int) -> None:
+        stack = [(start, False)]
+        while stack:
+            c, done = stack.pop()
+            if c in local:
+                continue
+            node = node_of(g, c)
+            inner = c in inside or node.op in NULLARY
+            if not inner:
+                local[c] = len(local)
+                rows.append((LEAF, g.classes[c].sizes, g.classes[c].dtype, tag(c)))
+                region.leaves.append(c)
+                order.append(c)
+            elif done:
+                local[c] = len(local)
+                args = tuple((local[a.cls], a.axes) for a in node.args)
+                info = (g.classes[c].sizes, g.classes[c].dtype, need.uses.get(c, 0), c in roots)
+                rows.append((node.op, node.attr, args, node.bound, *info))
+                order.append(c)
+            else:
+                stack.append((c, True))
+                stack.extend((a.cls, False) for a in reversed(node.args))
+
+    for c in region.roots:
+        visit(c)
+    region.classes = order
+    region.local = local
+    region.key = tuple(rows)
+
+
+def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
+    """A fresh e-graph holding just the region; and where each of its classes went."""
+    g = EGraph()
+    to: dict[int, Ref] = {}
+    leaf = {c: n for n, c in enumerate(region.leaves)}
+    for c in region.classes:
+        info = t.graph.classes[c]
+        if c in leaf:
+            to[c] = g.add(LEAF, leaf[c], (), info.sizes, (), info.dtype)
+            continue
+        node = node_of(t.graph, c)
+        args = tuple(
+            Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
+        )
+        to[c] = g.add(node.op, node.attr, args, info.sizes, node.bound, info.dtype)
+    return g, to
+
+

@@ -1,0 +1,219 @@
+"""What a rule is, and what it sees when it is applied (imports terms, e-graph and cost).
+
+Three kinds, all values, nothing registered at import; packs compose with `+`:
+axioms (laws of the calculus), lemmas (pairs of JAX functions, derivable from the axioms) and
+routes (a bundle of terms on the left, a kernel on the right; see `route`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from symjax_rewrite.config import Numerics
+from symjax_rewrite.cost import CostModel
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import EGraph, Reason
+from symjax_rewrite.errors import RuleError
+from symjax_rewrite.ir import Node, Ref
+from symjax_rewrite.ops import dtype_kind
+
+ASSOCIATIVITY = "associativity"
+DISTRIBUTIVITY = "distributivity"
+SEPARABILITY = "separability"
+LOCALITY = "locality"
+SPARSITY = "sparsity"
+REDUNDANCY = "redundancy"
+SYMMETRY = "symmetry"
+PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
+
+
+@dataclass(slots=True)
+class Context:
+    """What a rule may look at: the e-graph, sizes as numbers, sharing, and what is permitted.
+
+    uses: how many consumers a class has in the traced program (1 for classes made by rules).
+    frozen: whether a class depends on frozen arguments alone.
+    refused: reasons why a rule that matched did not fire, for the report.
+    """
+
+    g: EGraph
+    model: CostModel
+    numerics: Numerics
+    uses: Callable[[int], int]
+    frozen: Callable[[int], bool]
+    storage: Callable[[int], str]
+    pairs: int
+    refused: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def refuse(self, rule: str, reason: str, cls: int) -> None:
+        """Note that a rule matched at a class and was not applied."""
+        self.refused.setdefault((rule, reason), cls)
+
+    def permits(self, level: str, dtype: str) -> bool:
+        """Whether a step of this numerics level may be taken on values of a dtype.
+
+        Integer arithmetic is a ring exactly, so every level is permitted there.
+        """
+        return dtype_kind(dtype) in "iub" or self.numerics.permits(level)
+
+    def count(self, sizes: Iterable[Dim]) -> float:
+        """The number of elements of an index space, at the sample sizes."""
+        out = 1.0
+        for s in sizes:
+            out *= s if isinstance(s, int) else self.model.at(s)
+        return out
+
+    def elements(self, cls: int) -> float:
+        """The number of elements of a class."""
+        return self.count(self.g.classes[cls].sizes)
+
+
+Apply = Callable[[Context, int, Node], Iterator[Ref]]
+
+
+@dataclass(frozen=True, slots=True)
+class Axiom:
+    """A law of the calculus.
+
+    name: as mathematics calls it. law: the equation, for a person. property: which of the six
+    properties it is. on: kinds of nodes it looks at. numerics: the level it needs.
+    """
+
+    name: str
+    law: str
+    property: str
+    on: tuple[str, ...]
+    apply: Apply
+    numerics: str = "reassoc"
+    source: str = ""
+
+    def reason(self, cls: int) -> Reason:
+        """The explanation of what this rule adds at a class."""
+        return Reason(self.name, cls)
+
+
+def axiom(
+    law: str, *, property: str, on: tuple[str, ...], numerics: str = "reassoc", source: str = ""
+) -> Callable[[Apply], Axiom]:
+    """Make an axiom of a function `(context, class, node) -> equal references`.
+
+    Args:
+        law: the equation, as text.
+        property: one of `PROPERTIES`.
+        on: kinds of nodes the function wants to see.
+        numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
+        source: where it is from, if it is not arithmetic.
+
+    Raises:
+        RuleError: the property is unknown.
+    """
+    if property not in PROPERTIES:
+        raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
+
+    def make(apply: Apply) -> Axiom:
+        return Axiom(apply.__name__, law, property, on, apply, numerics, source)
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class Lemma:
+    """What people know by name: two JAX functions of the same arguments, with equal values.
+
+    sides: a function of arrays that returns (left, right). shapes: named sizes per argument.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    sides: Callable[..., tuple[Any, Any]]
+    uses: tuple[str, ...]
+    source: str
+    numerics: str = "reassoc"
+    proof: str = ""
+    small: tuple[str, ...] = ()
+
+    @property
+    def property(self) -> str:
+        """The property the lemma mainly rests on."""
+        return self.uses[0]
+
+
+def lemma(
+    shapes: str,
+    *,
+    uses: tuple[str, ...],
+    source: str,
+    numerics: str = "reassoc",
+    proof: str = "",
+    small: str = "",
+) -> Callable[[Callable[..., tuple[Any, Any]]], Lemma]:
+    """Make a lemma of a function that returns both sides.
+
+    Args:
+        shapes: one word per argument, one letter per axis: `"nd,do,dr,ro"`.
+        uses: the properties its derivation rests on.
+        source: where it is from.
+        proof: required if it cannot be derived from the axioms: where the proof stands.
+        small: letters of sizes that are small against the others (ranks).
+
+    Raises:
+        RuleError: shapes are malformed.
+
+    Example:
+        >>> @lemma("ij,jk,kl", uses=(ASSOCIATIVITY,), source="folklore")
+        ... def chain(a, b, c):
+        ...     return (a @ b) @ c, a @ (b @ c)
+        >>> chain.name
+        'chain'
+    """
+    words = tuple(w.strip() for w in shapes.split(","))
+    if not all(w.isalpha() or w == "" for w in words):
+        raise RuleError("malformed lemma shapes", expected="'nd,do,dr,ro'", got=repr(shapes))
+
+    def make(sides: Callable[..., tuple[Any, Any]]) -> Lemma:
+        name = getattr(sides, "__name__", "lemma")
+        return Lemma(name, words, sides, uses, source, numerics, proof, tuple(small))
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class RulePack:
+    """A named set of rules; packs compose with `+` and lose rules with `-`.
+
+    Example:
+        >>> (RulePack("a", ()) + RulePack("b", ())).name
+        'a+b'
+    """
+
+    name: str
+    rules: tuple[Any, ...]
+
+    def __add__(self, other: RulePack) -> RulePack:
+        if not isinstance(other, RulePack):
+            return NotImplemented
+        known = {id(r) for r in self.rules}
+        more = tuple(r for r in other.rules if id(r) not in known)
+        return RulePack(f"{self.name}+{other.name}", self.rules + more)
+
+    def __sub__(self, names: str | Iterable[str]) -> RulePack:
+        gone = {names} if isinstance(names, str) else set(names)
+        if unknown := gone - {r.name for r in self.rules}:
+            raise RuleError(
+                "no such rule in this pack",
+                expected=sorted(r.name for r in self.rules),
+                got=sorted(unknown),
+            )
+        return RulePack(self.name, tuple(r for r in self.rules if r.name not in gone))
+
+    @property
+    def axioms(self) -> tuple[Axiom, ...]:
+        """The axioms of the pack."""
+        return tuple(r for r in self.rules if isinstance(r, Axiom))
+
+    @property
+    def lemmas(self) -> tuple[Lemma, ...]:
+        """The lemmas of the pack."""
+        return tuple(r for r in self.rules if isinstance(r, Lemma))

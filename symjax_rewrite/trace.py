@@ -1,0 +1,98 @@
+"""From a closed jaxpr to a flat list of equations over numbered values (a pass).
+
+Nested `jit` without sharding or donation is inlined, and so are custom_jvp/custom_vjp bodies:
+rewrites preserve values, and derivatives are taken of the original program (see `api`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from symjax_rewrite import compat
+from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
+
+Value = int | compat.Literal  # a numbered value, or a literal
+
+
+@dataclass(slots=True)
+class Equation:
+    """One equation: the JAX equation it came from, and the values it reads and makes."""
+
+    eqn: JaxprEqn
+    invals: tuple[Value, ...]
+    outvals: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.eqn.primitive.name
+
+
+@dataclass(slots=True)
+class Program:
+    """A flat program: values are numbered; inputs and constants come first."""
+
+    closed: ClosedJaxpr
+    avals: list[Any] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    consts: dict[int, Any] = field(default_factory=dict)
+    equations: list[Equation] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+
+    def new_value(self, aval: Any) -> int:
+        """A fresh value of this aval."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+
+def flatten(closed: ClosedJaxpr) -> Program:
+    """Number the values of a jaxpr and inline what may be inlined."""
+    program = Program(closed)
+    jaxpr = closed.jaxpr
+    env: dict[Any, Value] = {}
+    for var in jaxpr.invars:
+        env[var] = program.new_value(var.aval)
+        program.inputs.append(env[var])  # type: ignore[arg-type]
+    _bind_consts(program, env, jaxpr.constvars, closed.consts)
+    program.outputs = _inline(program, jaxpr, env, None)
+    return program
+
+
+def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> None:
+    for var, const in zip(constvars, consts, strict=True):
+        env[var] = program.new_value(var.aval)
+        program.consts[env[var]] = const
+
+
+def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> list[Value]:
+    def read(atom: Any) -> Value:
+        return atom if compat.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        if outer is not None:
+            eqn = compat.nested_under(eqn, outer)
+        body = inlinable_body(eqn)
+        if body is not None:
+            inner = dict(zip(body.jaxpr.invars, map(read, eqn.invars), strict=True))
+            _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
+            results = _inline(program, body.jaxpr, inner, eqn)
+            env.update(zip(eqn.outvars, results, strict=True))
+            continue
+        invals = tuple([read(a) for a in eqn.invars])
+        outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
+        env.update(zip(eqn.outvars, outvals, strict=True))
+        program.equations.append(Equation(eqn, invals, outvals))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call equation whose call may be dissolved, else None."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        return eqn.params["jaxpr"] if compat.jit_equation_is_plain(eqn) else None
+    if name == "custom_jvp_call":
+        return eqn.params["call_jaxpr"]
+    if name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
+        return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    return None
