@@ -19,7 +19,7 @@ from symjax_rewrite.rule import LOCALITY, Context, axiom
 Entry = tuple[object, int]  # what a slot is sliced by (None: not at all), the index it then reads
 
 
-@axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,))
+@axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,), again=True)
 def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -129,7 +129,12 @@ def _one_piece(
         begin += size
 
 
-@axiom("Σ over [K₁;K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂", property=LOCALITY, on=(CONTRACT,))
+@axiom(
+    "Σ over [K₁;K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂",
+    property=LOCALITY,
+    on=(CONTRACT,),
+    again=True,
+)
 def block_products(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""
     if not node.bound:

@@ -1,23 +1,44 @@
-"""Named packs of rules; compose them with `+`."""
+"""Named packs of rules; compose them with `+`, take rules out with `-`."""
 
 from __future__ import annotations
 
 from symjax_rewrite.rule import RulePack
+from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum
 from symjax_rewrite.rules.locality import block_products, partial_access
 from symjax_rewrite.rules.separability import pairwise_squares
 
 associativity = RulePack("associativity", (contraction_order,))
-default = RulePack(
-    "default",
-    (
-        contraction_order,
-        flatten_sum,
-        distribute,
-        factor,
-        partial_access,
-        block_products,
-        pairwise_squares,
-    ),
+transpose = RulePack("transpose", (contraction_order,))  # transposes are index names: order only
+distributivity = RulePack("distributivity", (flatten_sum, distribute, factor))
+locality = RulePack("locality", (partial_access, block_products))
+separability = RulePack("separability", (pairwise_squares,))
+lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
+moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
+norms = associativity + distributivity
+linear_algebra = (
+    RulePack("linear_algebra", (lemmas.shared_operand,))
+    + associativity
+    + distributivity
+    + locality
+    + separability
 )
+sparsity = locality + associativity
+transformer_gpu = lora + moe + linear_algebra
+default = RulePack("default", (transformer_gpu).rules)
+
+
+def by_name() -> dict[str, RulePack]:
+    """Every named pack."""
+    return {
+        "linear_algebra": linear_algebra,
+        "associativity": associativity,
+        "transpose": transpose,
+        "lora": lora,
+        "moe": moe,
+        "norms": norms,
+        "sparsity": sparsity,
+        "transformer_gpu": transformer_gpu,
+        "default": default,
+    }

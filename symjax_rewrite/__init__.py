@@ -1,8 +1,20 @@
-"""Mathematical rewriting of JAX programs: the same value for fewer resources."""
+"""A tensor-program optimiser for JAX: `@sym_optimize` rewrites what is traced into what is cheap."""
 
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
+
+from symjax_rewrite import errors as errors
+from symjax_rewrite.api import keep as keep
+from symjax_rewrite.api import sym_optimize as sym_optimize
+from symjax_rewrite.config import Budget as Budget
+from symjax_rewrite.config import Options as Options
+from symjax_rewrite.config import disabled as disabled
+from symjax_rewrite.report import Report as Report
+from symjax_rewrite.rule import RulePack as RulePack
+from symjax_rewrite.rule import axiom as axiom
+from symjax_rewrite.rule import lemma as lemma
+from symjax_rewrite.rules import packs as packs
 
 try:
-    __version__ = metadata.version("symjax_rewrite")
-except metadata.PackageNotFoundError:  # a checkout on the path, installed nowhere
-    __version__ = "0+uninstalled"
+    __version__ = version("symjax_rewrite")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0.0.0"

@@ -208,3 +208,82 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
     """Reduce axes by a named monoid."""
     combine, identity = _MONOIDS[name]
     return jax.lax.reduce(data, identity(data.dtype), combine, axes)
+
+
+def is_symbolic_zero(tangent: Any) -> bool:
+    """Whether a tangent handed to a custom JVP rule is a symbolic zero."""
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+
+
+def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The closed jaxprs an equation carries (loop bodies, branches, calls)."""
+    out: list[ClosedJaxpr] = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, ClosedJaxpr):
+                out.append(item)
+            elif isinstance(item, Jaxpr):
+                out.append(ClosedJaxpr(item, ()))
+    return out
+
+
+def jaxpr_without(body: ClosedJaxpr, rest: list[JaxprEqn], n: int, extra: list[Any]) -> ClosedJaxpr:
+    """A body that runs only `rest`, and takes the variables `extra` after its first n inputs."""
+    old = body.jaxpr.invars
+    order = [*old[:n], *extra, *old[n:]]
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(order, args, strict=True))
+        run_equations(rest, env)
+        outs = [(v, v.val if is_literal(v) else env[v]) for v in body.jaxpr.outvars]
+        return [with_aval(x, v.aval) for v, x in outs]
+
+    return make_avals_jaxpr(run, [v.aval for v in order])
+
+
+
+def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
+    """Run equations in order, reading and writing variables in `env`."""
+    for eqn in eqns:
+        invals = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, eval_equation(eqn, invals), strict=True))
+
+
+class BodySpot:
+    """One body inside an equation: the jaxpr, how often it runs, and how to put another there."""
+
+    def __init__(self, body: ClosedJaxpr, times: int, key: str, branch: int | None) -> None:
+        self.body, self.times, self._key, self._branch = body, times, key, branch
+
+    def replace(self, eqn: JaxprEqn, made: ClosedJaxpr) -> JaxprEqn | None:
+        """The equation with this body replaced; None where the new body can't stand there."""
+        old = eqn.params[self._key]
+        if isinstance(old, Jaxpr):
+            if made.consts:
+                return None
+            return eqn.replace(params={**eqn.params, self._key: made.jaxpr})
+        if self._branch is None:
+            return eqn.replace(params={**eqn.params, self._key: made})
+        branches = list(old)
+        branches[self._branch] = made
+        return eqn.replace(params={**eqn.params, self._key: tuple(branches)})
+
+
+def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
+    """The bodies of loops, branches, remat and fenced calls."""
+    name, p = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [BodySpot(p["jaxpr"], max(1, _int(p["length"])), "jaxpr", None)]
+    if name == "while":
+        return [BodySpot(p["body_jaxpr"], 1, "body_jaxpr", None)]
+    if name == "cond":
+        return [BodySpot(b, 1, "branches", k) for k, b in enumerate(p["branches"])]
+    if name in ("remat2", "checkpoint", "remat"):
+        return [BodySpot(ClosedJaxpr(p["jaxpr"], ()), 1, "jaxpr", None)]
+    if name in ("jit", "pjit"):
+        return [BodySpot(p["jaxpr"], 1, "jaxpr", None)]
+    return []
+
+
+def _int(length: Any) -> int:
+    return length if isinstance(length, int) else 1

@@ -57,7 +57,7 @@ class Cost:
 
     flops: of contractions, 2mnk. elementwise: operations of everything else.
     bytes: read and written by all kernels. launches: kernels. seconds: by the device model.
-    peak_bytes: largest single value made.
+    largest: bytes of the largest value in memory, inputs included.
     """
 
     flops: Dim = 0
@@ -69,8 +69,15 @@ class Cost:
 
 
 def is_dot(node: Node) -> bool:
-    """Whether a node runs as a matrix product rather than as a fused loop."""
-    return node.op == CONTRACT and len(node.args) == 2 and bool(node.bound)
+    """Whether a node runs as a matrix product rather than as a fused loop.
+
+    A product needs an index of its own on some side; `Σ_k a_ik·b_ik` is a multiplication fused
+    into a reduction.
+    """
+    if node.op != CONTRACT or len(node.args) != 2 or not node.bound:
+        return False
+    a, b = node.args
+    return any(i < node.out for i in set(a.axes) ^ set(b.axes))
 
 
 def is_kernel(node: Node) -> bool:
@@ -166,11 +173,13 @@ class CostModel:
         launches = 0
         for cls in order:
             node = choice[cls]
-            if cls not in written or free(cls) or node.op in FREE:
+            if cls not in written and node.op not in FREE:
                 continue
             c = g.classes[cls]
             out_bytes = self._class_bytes(g, cls)
             largest = max(largest, out_bytes)
+            if free(cls) or node.op in FREE:
+                continue
             read, work = self._tree(g, choice, cls, written, free)
             kernel_bytes = out_bytes + read
             if is_dot(node):
@@ -220,6 +229,38 @@ class CostModel:
                     stack.append(arg.cls)
         return sum(read.values()), work
 
+    def symbolic(
+        self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]
+    ) -> Cost:
+        """The same totals with sizes left as polynomials."""
+        order = reachable(choice, roots, _nothing)
+        written = self.kernels(g, choice, order, set(roots), _nothing)
+        flops: Dim = 0
+        elementwise: Dim = 0
+        moved: Dim = 0
+        launches = 0
+        for cls in order:
+            node, c = choice[cls], g.classes[cls]
+            if node.op in FREE:
+                continue
+            space = product((*c.sizes, *node.bound))
+            if is_dot(node):
+                flops = 2 * space + flops
+            else:
+                elementwise = int(_weight(node) or 1) * space + elementwise
+            if cls in written:
+                launches += 1
+                moved = itemsize(c.dtype) * product(c.sizes) + moved
+                for arg in {a.cls for a in node.args}:
+                    a = g.classes[arg]
+                    moved = itemsize(a.dtype) * product(a.sizes) + moved
+        return Cost(flops, elementwise, moved, launches)
+
+
+def _nothing(cls: int) -> bool:
+    return False
+
+
 
 def _weight(node: Node) -> float:
     if node.op == MAP:
@@ -260,34 +301,3 @@ def reachable(
 
 class CyclicChoiceError(Exception):
     """A choice of nodes in which a class needs itself (internal)."""
-
-
-def symbolic_cost(
-    g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...], model: CostModel
-) -> Cost:
-    """The same totals with sizes left as polynomials."""
-    none = lambda cls: False  # noqa: E731
-    order = reachable(choice, roots, none)
-    written = model.kernels(g, choice, order, set(roots), none)
-    flops: Dim = 0
-    elementwise: Dim = 0
-    moved: Dim = 0
-    launches = 0
-    for cls in order:
-        node, c = choice[cls], g.classes[cls]
-        if node.op in FREE:
-            continue
-        space = product((*c.sizes, *node.bound))
-        if is_dot(node):
-            flops = 2 * space + flops
-        else:
-            elementwise = int(_weight(node) or 1) * space + elementwise
-        if cls in written:
-            launches += 1
-            moved = itemsize(c.dtype) * product(c.sizes) + moved
-            for arg in {a.cls for a in node.args}:
-                a = g.classes[arg]
-                moved = itemsize(a.dtype) * product(a.sizes) + moved
-    return Cost(flops, elementwise, moved, launches)
-
-

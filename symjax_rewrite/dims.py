@@ -205,26 +205,54 @@ class Assumptions:
                 self._lower.append((right - left, 0))
 
     def nonnegative(self, p: Dim) -> bool:
-        """Whether p ≥ 0 is provable for all sizes allowed (False: not proved)."""
+        """Whether p ≥ 0 is provable for all sizes allowed (False: not proved).
+
+        Sizes with a constant upper bound in which p is linear are tried at both ends; for the
+        rest every name becomes its lower bound plus something ≥ 0, and all coefficients of the
+        result must be ≥ 0.
+        """
         p = simplify(p)
         if not isinstance(p, Poly):
             return p >= 0
-        # Each name becomes 1 + (something ≥ 0); a fact `x - rest ≥ c` linear in x with a
-        # coefficient dividing evenly becomes x = rest + c + (something ≥ 0).
+        for name, upper in self._upper().items():
+            powers = {power for m, _ in p.terms for n, power in m if n == name}
+            if powers == {1}:
+                ends = (1, upper)
+                return all(self.nonnegative(_fix(p, name, end)) for end in ends)
         for substitution in self._substitutions():
-            if all(c >= 0 for _, c in _substitute(p, substitution).terms):
+            if all(c >= -1e-9 for _, c in _substitute(p, substitution).terms):
                 return True
         return False
 
+    def _upper(self) -> dict[str, float]:
+        """Constant upper bounds: facts `c - a·x ≥ b`."""
+        out: dict[str, float] = {}
+        for fact, bound in self._lower:
+            names = [(m, c) for m, c in fact.terms if m]
+            if len(names) == 1 and names[0][1] < 0 and names[0][0][0][1] == len(names[0][0]) == 1:
+                constant = sum(c for m, c in fact.terms if not m)
+                name = names[0][0][0][0]
+                upper = (constant - bound) / -names[0][1]
+                out[name] = min(upper, out.get(name, upper))
+        return out
+
     def _substitutions(self) -> Iterable[list[tuple[str, Poly]]]:
+        """Lower bounds of one name by others: facts `a·x - rest ≥ b`, and means of two of them."""
         yield []
+        bounds: dict[str, list[Poly]] = {}
         for fact, bound in self._lower:
             for m, c in fact.terms:
-                if len(m) == 1 and m[0][1] == 1 and c == 1:
+                if len(m) == 1 and m[0][1] == 1 and c > 0:
                     name = m[0][0]
                     rest = Poly({k: v for k, v in fact.terms if k != m})
                     if name not in rest.variables():
-                        yield [(name, bound - rest + Poly.var(f"{name}'"))]
+                        bounds.setdefault(name, []).append((bound - rest) * (1 / c))
+        for name, lows in bounds.items():
+            slack = Poly.var(f"{name}'")
+            for k, low in enumerate(lows):
+                yield [(name, low + slack)]
+                for other in lows[:k]:
+                    yield [(name, (low + other) * 0.5 + slack)]
 
     def samples(self, names: Iterable[str]) -> list[dict[str, int]]:
         """Concrete sizes that satisfy the facts, small to large, the same in every process."""
@@ -251,6 +279,11 @@ class Assumptions:
     def _holds(self, env: Mapping[str, int]) -> bool:
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
+
+
+def _fix(p: Poly, name: str, at: float) -> Dim:
+    env: dict[str, Any] = {n: Poly.var(n) for n in p.variables()}
+    return simplify(p.at({**env, name: at}))
 
 
 def _substitute(p: Poly, replaced: list[tuple[str, Poly]]) -> Poly:

@@ -77,7 +77,7 @@ def worthwhile(before: Cost, after: Cost) -> tuple[bool, str]:
         if before.seconds < 1.02 * after.seconds:
             return False, "predicted gain is below 2 %"
         return True, "dominates"
-    if after.largest > before.largest * 1.05 and after.largest > 0.05 * before.bytes:
+    if after.largest > before.largest * 1.05:
         return False, "would hold a larger intermediate"
     return True, f"predicted {before.seconds / after.seconds:.2f} times faster"
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import compat
+from symjax_rewrite.cost import is_dot
 from symjax_rewrite.dims import Dim, Poly
 from symjax_rewrite.ir import (
     ADD,
@@ -119,12 +120,12 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
     for k in range(len(operands)):
         others = {i for j, o in enumerate(operands) if j != k for i in o[1]}
         needed.append(others | set(range(out)))
-    operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
     read = {i for _, labels in operands for i in labels}
-    summed = [i for i in range(out, len(sizes)) if i in read]
-    if not summed:
+    operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
+    left = {i for _, labels in operands for i in labels}
+    if all(i < out for i in left):
         result = _multiply(operands, sizes, out)
-    elif len(operands) == 2:
+    elif is_dot(node) or (len(operands) == 2 and out == 0):
         result = _dot(operands[0], operands[1], out, node.attr, dtype)
     else:
         data, labels = _multiply(operands, sizes, len(sizes))

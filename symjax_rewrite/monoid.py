@@ -162,9 +162,7 @@ def _combine_exp(a: State, b: State) -> State:
     top = jnp.maximum(a[0], b[0])
     shift = shift_of(top)
     left, right = jnp.exp(a[0] - shift), jnp.exp(b[0] - shift)
-    sums = (
-        rescale(x, left) + rescale(y, right) for x, y in zip(a[1:], b[1:], strict=True)
-    )
+    sums = (rescale(x, left) + rescale(y, right) for x, y in zip(a[1:], b[1:], strict=True))
     return (top, *sums)
 
 
@@ -189,7 +187,7 @@ EXP_SUMS = Monoid(
     finalize=_softmax_mean,
     absorb=_absorb_exp,
 )
-"""State: (max t, Σ e^(t-shift)·w for each measure); finalize divides the second sum by the first."""
+"""State: (max t, Σ e^(t-shift)·w for each measure); finalize divides the second by the first."""
 
 LOGSUMEXP = Monoid(
     "logsumexp",
@@ -204,9 +202,7 @@ LOGSUMEXP = Monoid(
 # ---------------------------------------------------------------- moments
 
 
-def _normalised(
-    state: State, count: Array, column_sum: Array, eps: float = 1e-5
-) -> Array:
+def _normalised(state: State, count: Array, column_sum: Array, eps: float = 1e-5) -> Array:
     """`((x - mean) · rsqrt(var + eps)) @ w`, where `column_sum` is the sum of `w`'s rows."""
     product, total, squares = state
     mean = total / count

@@ -78,12 +78,29 @@ class Site:
         node = self.node(k)
         return node.attr[0] if node.op == CONST else None
 
-    def aligned(self, k: int) -> bool:
-        """Whether operand k's atoms are the output's, one for one, or it is a scalar."""
-        return self.ids[k] == self.out_ids[0] or not self.shapes[k]
+    def over(self) -> list[Ref] | None:
+        """Every operand over the output's atoms; None where the axes do not line up.
 
-
-Row = Callable[[Site], "list[Ref] | None"]
+        A scalar, and an axis of size 1, is read at every index of the output.
+        """
+        out: list[Ref] = []
+        ids = self.out_ids[0]
+        groups = self.out_groups[0]
+        for k, ref in enumerate(self.refs):
+            if self.ids[k] == ids:
+                out.append(ref)
+                continue
+            to: dict[int, int] = {}
+            if self.shapes[k] and len(self.groups[k]) != len(groups):
+                return None
+            for mine, theirs in zip(self.groups[k], groups, strict=False):
+                if not mine:
+                    continue
+                if [self.ids[k][q] for q in mine] != [ids[q] for q in theirs]:
+                    return None
+                to.update(zip(mine, theirs, strict=True))
+            out.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+        return out
 
 
 def lift(name: str, site: Site) -> list[Ref] | None:
@@ -94,10 +111,10 @@ def lift(name: str, site: Site) -> list[Ref] | None:
 
 def _elementwise(name: str) -> Row:
     def row(s: Site) -> list[Ref] | None:
-        if not all(s.aligned(k) for k in range(len(s.refs))):
+        refs, key = s.over(), params_key(s.params)
+        if refs is None or key is None:
             return None
-        key = params_key(s.params)
-        return None if key is None else [s.add(MAP, (name, key), tuple(s.refs))]
+        return [s.add(MAP, (name, key), tuple(refs))]
 
     return row
 
@@ -114,36 +131,39 @@ def params_key(params: dict[str, Any]) -> tuple | None:
 
 def _sum(*coefficients: int) -> Row:
     def row(s: Site) -> list[Ref] | None:
-        if dtype_kind(s.dtype[0]) not in RING or not all(s.aligned(k) for k in range(len(s.refs))):
+        refs = s.over()
+        if dtype_kind(s.dtype[0]) not in RING or refs is None:
             return None
-        if dtype_kind(s.dtype[0]) in "iu":
+        if dtype_kind(s.dtype[0]) in "iu" and len(refs) == 2:
             for k in (0, 1):
-                if len(s.refs) == 2 and s.scalar(k) == 0 and coefficients[1 - k] == 1:
-                    return [s.refs[1 - k]] if s.shapes[1 - k] else None
-        return [s.add(ADD, coefficients, tuple(s.refs))]
+                if s.scalar(k) == 0 and coefficients[1 - k] == 1:
+                    return [refs[1 - k]]
+        return [s.add(ADD, coefficients, tuple(refs))]
 
     return row
 
 
 def _mul(s: Site) -> list[Ref] | None:
-    if dtype_kind(s.dtype[0]) not in RING or not (s.aligned(0) and s.aligned(1)):
+    refs = s.over()
+    if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
     for k in (0, 1):
         c = s.scalar(k)
         if c is not None and s.scalar(1 - k) is None and is_finite_nonzero(c):
-            return [s.add(ADD, (c,), (s.refs[1 - k],))]
-    return [s.add(CONTRACT, None, tuple(s.refs))]
+            return [s.add(ADD, (c,), (refs[1 - k],))]
+    return [s.add(CONTRACT, None, tuple(refs))]
 
 
 def _div(s: Site) -> list[Ref] | None:
-    if dtype_kind(s.dtype[0]) not in "fc" or not (s.aligned(0) and s.aligned(1)):
+    refs = s.over()
+    if dtype_kind(s.dtype[0]) not in "fc" or refs is None:
         return _elementwise("div")(s)
     c = s.scalar(1)
     if c is not None and s.scalar(0) is None and is_finite_nonzero(c):
-        return [s.add(ADD, (1 / c,), (s.refs[0],))]
-    if c is None and len(s.refs[1].axes) < len(s.out_sizes[0]):
-        inverse = s.add(MAP, ("reciprocal", ()), (s.refs[1],))
-        return [s.add(CONTRACT, None, (s.refs[0], inverse))]
+        return [s.add(ADD, (1 / c,), (refs[0],))]
+    if c is None and len(refs[1].axes) < len(s.out_sizes[0]):
+        inverse = s.add(MAP, ("reciprocal", ()), (refs[1],))
+        return [s.add(CONTRACT, None, (refs[0], inverse))]
     return _elementwise("div")(s)
 
 
@@ -155,15 +175,17 @@ def is_finite_nonzero(c: Any) -> bool:
 
 def _integer_pow(s: Site) -> list[Ref] | None:
     y = s.params["y"]
-    if y in (2, 3, 4) and dtype_kind(s.dtype[0]) in RING and s.aligned(0):
-        return [s.add(CONTRACT, None, (s.refs[0],) * y)]
+    refs = s.over()
+    if y in (2, 3, 4) and dtype_kind(s.dtype[0]) in RING and refs is not None:
+        return [s.add(CONTRACT, None, (refs[0],) * y)]
     return _elementwise("integer_pow")(s)
 
 
 def _square(s: Site) -> list[Ref] | None:
-    if dtype_kind(s.dtype[0]) not in RING or not s.aligned(0):
+    refs = s.over()
+    if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
-    return [s.add(CONTRACT, None, (s.refs[0],) * 2)]
+    return [s.add(CONTRACT, None, (refs[0],) * 2)]
 
 
 def _same_value(s: Site) -> list[Ref] | None:
@@ -171,7 +193,8 @@ def _same_value(s: Site) -> list[Ref] | None:
 
 
 def _convert(s: Site) -> list[Ref] | None:
-    if s.params.get("sharding") is not None or not s.aligned(0):
+    refs = s.over()
+    if s.params.get("sharding") is not None or refs is None:
         return None
     source = s.g.classes[s.refs[0].cls].dtype
     if source == s.dtype[0]:
@@ -183,23 +206,23 @@ def _convert(s: Site) -> list[Ref] | None:
     if node.op == CONST:
         value = np.asarray(node.attr[0]).astype(s.dtype[0]).item()
         return [constant(s.g, value, s.dtype[0])]
-    return [s.add(MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (s.refs[0],))]
+    return [s.add(MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (refs[0],))]
 
 
 def _select(s: Site) -> list[Ref] | None:
-    if not all(s.aligned(k) for k in range(len(s.refs))):
-        return None
-    if len(s.refs) == 3 and s.node(0).op == DELTA and s.scalar(1) == 0:
-        if dtype_kind(s.dtype[0]) in RING:
-            delta = s.g.add(DELTA, None, (), s.g.classes[s.refs[0].cls].sizes, (), s.dtype[0])
-            return [s.add(CONTRACT, None, (Ref(delta.cls, s.refs[0].axes), s.refs[2]))]
+    refs = s.over()
+    if refs is None or dtype_kind(s.dtype[0]) not in RING:
+        return _elementwise("select_n")(s)
+    if len(refs) == 3 and s.node(0).op == DELTA and s.scalar(1) == 0:
+        delta = s.g.add(DELTA, None, (), s.g.classes[refs[0].cls].sizes, (), s.dtype[0])
+        return [s.add(CONTRACT, None, (Ref(delta.cls, refs[0].axes), refs[2]))]
     return _elementwise("select_n")(s)
 
 
 def _eq(s: Site) -> list[Ref] | None:
-    nodes = [s.node(0), s.node(1)]
-    if all(n.op == IOTA for n in nodes) and s.aligned(0) and s.aligned(1):
-        i, j = s.refs[0].axes[0], s.refs[1].axes[0]
+    refs = s.over()
+    if refs is not None and s.node(0).op == s.node(1).op == IOTA:
+        i, j = refs[0].axes[0], refs[1].axes[0]
         n, m = (s.out_sizes[0][k] for k in (i, j))
         if i != j and n == m:
             delta = s.g.add(DELTA, None, (), (n, m), (), "bool")

@@ -22,15 +22,21 @@ def order_product(
     Returns:
         The reference, or None where the budget ran out or a count cannot leave the sum.
     """
-    p = _read_deltas(ctx, p)
-    p = _count_unread(p, dtype)
-    if p is None:
+    key = (p, sizes, dtype)
+    if key not in ctx.ordered:
+        ctx.ordered[key] = _order(ctx, p, sizes, dtype, why)
+    found = ctx.ordered[key]
+    return None if found is None else ctx.g.find(found)
+
+
+def _order(
+    ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+) -> Ref | None:
+    counted = _count_unread(_read_deltas(ctx, p), dtype)
+    if counted is None or not counted.factors:
         return None
-    if not p.factors:
-        return None
-    builder = _Builder(ctx, p, sizes, dtype, why)
-    found = builder.solve()
-    return None if found is None else scaled(ctx.g, found, p.coefficient, sizes, why)
+    found = _Builder(ctx, counted, sizes, dtype, why).solve()
+    return None if found is None else scaled(ctx.g, found, counted.coefficient, sizes, why)
 
 
 def _read_deltas(ctx: Context, p: Product) -> Product:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,56 +12,78 @@ from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
 from symjax_rewrite.compat import ClosedJaxpr
 from symjax_rewrite.config import Options, log
-from symjax_rewrite.cost import Cost, CostModel
+from symjax_rewrite.cost import Cost
 from symjax_rewrite.device import Device
-from symjax_rewrite.dims import Assumptions, Dim, Poly, value
-from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.dims import Assumptions
 from symjax_rewrite.emit import Plan, Rewritten, emit_function
-from symjax_rewrite.extract import Extraction, changed_classes, extract
+from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir import Ref
-from symjax_rewrite.regions import Needed, Region, find_regions, needed, region_graph
+from symjax_rewrite.match import compile_lemma
+from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.report import RouteUse, RuleUse
-from symjax_rewrite.rule import Context, RulePack
-from symjax_rewrite.saturate import saturate
+from symjax_rewrite.rule import REDUNDANCY, RulePack
+from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.trace import flatten
 
 
 @dataclass(slots=True)
-class Solution:
-    """A region solved once, for every place of the program that has the same key."""
-
-    g: EGraph
-    to: dict[int, Ref]  # region-local class number to e-graph reference
-    found: Extraction
-    changed: list[int]
-    refused: dict[tuple[str, str], int]
-    stop: str
-
-
-@dataclass(slots=True)
 class Result:
-    """What the optimiser decided about one jaxpr."""
+    """What the optimiser decided about one jaxpr.
+
+    saved: costs of every rewritten region, before and after. bodies: results of loop and branch
+    bodies, with how often they run. sample: the sizes symbolic names were priced at.
+    """
 
     closed: ClosedJaxpr
     terms: TermGraph | None = None
     plan: Plan = field(default_factory=Plan)
     saved: list[tuple[Cost, Cost]] = field(default_factory=list)
+    bodies: list[tuple[Result, int]] = field(default_factory=list)
     rules: dict[str, RuleUse] = field(default_factory=dict)
     routes: list[RouteUse] = field(default_factory=list)
     crossovers: list[str] = field(default_factory=list)
+    regions: list[str] = field(default_factory=list)
+    sample: dict[str, int] = field(default_factory=dict)
     stop: str = "nothing to do"
     time_s: float = 0.0
 
     @property
     def taken(self) -> bool:
         """Whether anything is emitted differently."""
-        return bool(self.plan.rewritten or self.plan.equations or self.plan.shared)
+        if self.plan.rewritten or self.plan.equations or self.plan.shared:
+            return True
+        return self.terms is not None and bool(self.terms.program.hoisted)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether some size is a name."""
+        return bool(self.terms is not None and self.terms.dim_env)
 
     def emit(self) -> Callable[..., list[Any]]:
         """A function of the flat inputs that computes what was decided."""
         if not self.taken or self.terms is None:
             return lambda *args: compat.eval_jaxpr(self.closed, *args)
         return emit_function(self.terms, self.plan)
+
+    def plan_record(self) -> dict[str, Any]:
+        """What to pass as `plan=` to get the same program again."""
+        return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.regions)}
+
+    def absorb(self, body: Result, times: int) -> None:
+        """Take over the record of a body that was rewritten."""
+        self.bodies.append((body, times))
+        self.routes.extend(body.routes)
+        self.crossovers.extend(body.crossovers)
+        self.regions.extend(body.regions)
+        for name, use in body.rules.items():
+            mine = self.rules.setdefault(name, RuleUse(name, use.property, 0))
+            mine.where.extend(w for w in use.where if w not in mine.where)
+            mine.count += use.count
+
+
+def fingerprint(closed: ClosedJaxpr) -> str:
+    """A digest of a program's text; the same in every process."""
+    return hashlib.sha256(str(closed.jaxpr).encode()).hexdigest()[:16]
 
 
 class Optimiser:
@@ -69,106 +92,146 @@ class Optimiser:
     def __init__(self, options: Options, rules: RulePack, device: Device) -> None:
         self.options, self.rules, self.device = options, rules, device
         self.assumptions = Assumptions(options.assume)
+        self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
         self.solved: dict[tuple, Solution] = {}
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
-        """Decide what to emit for a jaxpr; `frozen` are numbers of inputs known beforehand."""
+        """Decide what to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
+
+        Raises:
+            PlanError: a plan was given that is malformed or made from another program.
+        """
         start = time.perf_counter()
-        result = Result(closed)
-        count = len(closed.jaxpr.eqns)
-        if count > self.options.budget.equations:
-            result.stop = f"{count} equations exceed the budget of {self.options.budget.equations}"
-        elif count:
-            self._optimise(result, frozen)
+        allowed = self._allowed(closed)
+        result = self._run(closed, frozen, allowed, start)
+        if allowed is not None and not allowed <= set(result.regions):
+            raise PlanError(
+                "the plan names rewrites that this program and version do not have",
+                got=", ".join(sorted(allowed - set(result.regions))),
+                remedy="make the plan again with .explain(...).plan",
+            )
         result.time_s = time.perf_counter() - start
         return result
 
-    def _optimise(self, result: Result, frozen: frozenset[int]) -> None:
-        t = result.terms = build(flatten(result.closed))
+    def _allowed(self, closed: ClosedJaxpr) -> set[str] | None:
+        plan = self.options.plan
+        if plan is None:
+            return None
+        if not isinstance(plan, dict) or plan.get("format") != 1 or "regions" not in plan:
+            raise PlanError("not a plan", expected="report.plan", got=repr(plan)[:80])
+        if plan.get("program") != fingerprint(closed):
+            raise PlanError(
+                "the plan was made from another program",
+                expected=fingerprint(closed),
+                got=plan.get("program"),
+            )
+        return set(plan["regions"])
+
+    def _run(
+        self, closed: ClosedJaxpr, frozen: frozenset[int], allowed: set[str] | None, start: float
+    ) -> Result:
+        result = Result(closed)
+        count = len(closed.jaxpr.eqns)
+        budget = self.options.budget
+        if not count:
+            return result
+        if count > budget.equations:
+            result.stop = f"{count} equations exceed the budget of {budget.equations}"
+            return result
+        t = build(flatten(closed))
+        result.terms = t
         need = needed(t)
         known = _frozen_classes(t, need, frozen)
-        tag = lambda c: (c in known, _storage(t, c))  # noqa: E731
         stops = set()
-        for region in find_regions(t, need, tag):
-            key = region.key
-            solution = self.solved.get(key)
+        solver = self._solver(t, result)
+        for region in find_regions(t, need, lambda c: (c in known, storage(t, c))):
+            if time.perf_counter() - start > budget.seconds:
+                return Result(closed, t, stop=f"the clock of {budget.seconds} s ran out")
+            solution = self.solved.get(region.key)
             if solution is None:
-                solution = self.solved[key] = self._solve(t, need, region, known)
+                solution = solver.solve(t, need, region, known)
+                self.solved[region.key] = solution
             stops.add(solution.stop)
-            self._apply(result, t, region, solution)
+            if allowed is None or solution.digest in allowed:
+                self._apply(result, t, region, solution)
+        self._bodies(result, t, allowed, start)
+        result.plan.shared = _shared(t, need)
+        for c in result.plan.shared:
+            self._note(result, "common_subexpression", REDUNDANCY, t.program.equations[t.made_by[c][0]].eqn)
+        for loop in t.program.hoisted:
+            self._note(result, "loop_invariant", REDUNDANCY, loop)
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
+        return result
 
-    def _solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
-        g, to = region_graph(t, region)
-        back = {g.find(ref).cls: c for c, ref in to.items()}
-        uses = {r: need.uses.get(c, 1) for r, c in back.items()}
-        frozen = {r for r, c in back.items() if c in known}
-        storage = {r: _storage(t, c) for r, c in back.items()}
-        roots = tuple(to[c].cls for c in region.roots)
-        local = {region.local[c]: ref for c, ref in to.items()}
-        model = CostModel(self.device, lambda d: value(d, {}))
-        ctx = Context(
-            g,
-            model,
-            self.options.numerics,
-            lambda c: uses.get(c, 1),
-            lambda c: c in frozen,
-            lambda c: storage.get(c, ""),
-            self.options.budget.pairs,
+    def _solver(self, t: TermGraph, result: Result) -> Solver:
+        samples = self.assumptions.samples(symbolic_names(t)) if t.dim_env else [{}]
+        result.sample = samples[0]
+        return Solver(
+            self.options, self.rules.axioms, self.patterns, self.device, self.assumptions, samples
         )
-        stop = saturate(ctx, self.rules.axioms, self.options.budget)
-        roots = tuple(g.find(Ref(r, ())).cls if not g.classes[r].sizes else _root(g, r) for r in roots)
-        found = extract(g, roots, model, lambda c: False)
-        changed = changed_classes(g, found.choice, roots) if found.taken else []
-        log("cost", "%s (%s)", found.reason, stop)
-        return Solution(g, local, found, changed, ctx.refused, stop)
 
     def _apply(self, result: Result, t: TermGraph, region: Region, s: Solution) -> None:
         numbered = {n: c for c, n in region.local.items()}
         where = _where(t, region)
         for (rule, reason), _ in s.refused.items():
             result.routes.append(RouteUse(rule, False, reason, where))
+        result.crossovers.extend(c for c in s.crossovers if c not in result.crossovers)
         if not s.changed:
-            if s.found.before.seconds > s.found.after.seconds * 1.02:
-                result.routes.append(RouteUse("rewrite", False, s.found.reason, where))
+            if s.declined:
+                result.routes.append(RouteUse("rewrite", False, s.declined, where))
             return
         origin: dict[int, Ref] = {}
         for number, ref in s.to.items():
             ref = s.g.find(ref)
             program = numbered[number]
-            slot = {i: k for k, i in enumerate(ref.axes)}
-            if len(slot) == len(s.g.classes[ref.cls].sizes) == len(t.graph.classes[program].sizes):
-                axes = tuple(ref.axes)
-                origin.setdefault(ref.cls, Ref(program, axes))
-        solution = Rewritten(s.g, s.found.choice, region.leaves, origin, scope=_scope(t, region))
+            widths = (len(set(ref.axes)), len(s.g.classes[ref.cls].sizes))
+            if widths == (len(t.graph.classes[program].sizes),) * 2:
+                origin.setdefault(ref.cls, Ref(program, ref.axes))
+        solution = Rewritten(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
         changed = set(s.changed)
-        affected = _affected(s, changed)
         for number, ref in s.to.items():
             ref = s.g.find(ref)
-            if ref.cls in affected:
+            if ref.cls in changed:
                 result.plan.rewritten[numbered[number]] = (solution, ref)
-        result.saved.append((s.found.before, s.found.after))
+        result.saved.append((s.before, s.after))
+        result.regions.append(s.digest)
         for c in s.changed:
-            reason = s.g.classes[c].nodes[s.found.choice[c]]
-            self._count(result, reason.rule, where)
+            self._count(result, s.g.classes[c].nodes[s.choice[c]].rule, where)
+
+    def _note(self, result: Result, name: str, property: str, eqn: Any) -> None:
+        use = result.rules.setdefault(name, RuleUse(name, property, 0))
+        use.where.append(compat.source_line(eqn))
+        use.count += 1
 
     def _count(self, result: Result, name: str, where: str) -> None:
         use = result.rules.get(name)
         if use is None:
             rule = next((r for r in self.rules.rules if r.name == name), None)
             use = result.rules[name] = RuleUse(name, rule.property if rule else "", 0)
+            log("rules", "%s at %s", name, where)
         if where not in use.where:
             use.where.append(where)
             use.count += 1
 
-
-def _root(g: EGraph, r: int) -> int:
-    return g.find(Ref(r, tuple(range(len(g.classes[r].sizes))))).cls
-
-
-def _affected(s: Solution, changed: set[int]) -> set[int]:
-    """Classes whose value now comes from a changed node: themselves changed."""
-    return changed
+    def _bodies(
+        self, result: Result, t: TermGraph, allowed: set[str] | None, start: float
+    ) -> None:
+        """Bodies of loops, branches and remat are programs of their own."""
+        for number, e in enumerate(t.program.equations):
+            spots = compat.optimisable_bodies(e.eqn)
+            if not spots:
+                continue
+            eqn = e.eqn
+            for spot in spots:
+                body = self._run(spot.body, frozenset(), allowed, start)
+                if body.taken:
+                    made = compat.make_avals_jaxpr(body.emit(), spot.body.in_avals)
+                    replaced = spot.replace(eqn, made)
+                    if replaced is not None:
+                        eqn = replaced
+                        result.absorb(body, spot.times)
+            if eqn is not e.eqn:
+                result.plan.equations[number] = eqn
 
 
 def _where(t: TermGraph, region: Region) -> str:
@@ -190,26 +253,30 @@ def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[i
     known: set[int] = set()
     inputs = {t.program.inputs[k] for k in frozen} | set(t.program.consts)
     for c in need.order:
-        node = next(iter(t.graph.classes[c].nodes))
+        node = node_of(t.graph, c)
         if node.op == "leaf":
             if t.leaf_value[c] in inputs:
                 known.add(c)
-        elif node.args and all(a.cls in known for a in node.args):
+        elif all(a.cls in known for a in node.args):
             known.add(c)
     return known
 
 
-def _storage(t: TermGraph, cls: int) -> str:
-    """How the weights behind an elementwise chain are stored: their narrowest dtype."""
-    node = next(iter(t.graph.classes[cls].nodes))
+def _shared(t: TermGraph, need: Needed) -> set[int]:
+    """Contractions computed twice in different layouts (XLA only merges identical ones)."""
+    views: dict[int, set] = {}
+    for e in t.program.equations:
+        if e.name == "dot_general":
+            view = t.views[e.outvals[0]]
+            assert view is not None
+            views.setdefault(view.cls, set()).add((view.axes, t.positions[e.outvals[0]]))
+    return {c for c, v in views.items() if len(v) > 1 and c in need.uses}
+
+
+def storage(t: TermGraph, cls: int) -> str:
+    """How the weights behind an elementwise chain are stored: the dtype they start from."""
+    node = node_of(t.graph, cls)
     while node.op in ("map", "add") and len(node.args) == 1:
         cls = node.args[0].cls
-        node = next(iter(t.graph.classes[cls].nodes))
+        node = node_of(t.graph, cls)
     return t.graph.classes[cls].dtype
-
-
-def symbolic_names(sizes: tuple[Dim, ...]) -> set[str]:
-    """Names of sizes among dims."""
-    return {n for s in sizes if isinstance(s, Poly) for n in s.variables()}
-
-

@@ -41,7 +41,8 @@ class Region:
     """A connected algebraic part of a program.
 
     classes: its classes, operands first. roots: those needed outside. key: equal for regions that
-    are the same up to their inputs. leaves: the classes it reads, in the key's order.
+    are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
+    number of every class in the key. tags: what else tells leaves apart (frozen, storage).
     """
 
     classes: list[int]
@@ -49,6 +50,7 @@ class Region:
     key: tuple = ()
     leaves: list[int] = field(default_factory=list)
     local: dict[int, int] = field(default_factory=dict)
+    tags: dict[int, tuple] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ def needed(t: TermGraph) -> Needed:
     return Needed(sorted(seen), uses, users, outside)
 
 
-def find_regions(t: TermGraph, need: Needed, tag: Callable[[int], object]) -> list[Region]:
+def find_regions(t: TermGraph, need: Needed, tag: Callable[[int], tuple]) -> list[Region]:
     """The regions worth solving, in program order.
 
     Args:
@@ -207,7 +209,7 @@ def _needed_outside(g: EGraph, need: Needed, cls: int, inside: set[int]) -> bool
 
 
 def _number(
-    g: EGraph, need: Needed, region: Region, inside: set[int], tag: Callable[[int], object]
+    g: EGraph, need: Needed, region: Region, inside: set[int], tag: Callable[[int], tuple]
 ) -> None:
     """Number the region's classes from its roots; the numbering is the key."""
     local: dict[int, int] = {}
@@ -225,7 +227,8 @@ def _number(
             inner = c in inside or node.op in NULLARY
             if not inner:
                 local[c] = len(local)
-                rows.append((LEAF, g.classes[c].sizes, g.classes[c].dtype, tag(c)))
+                region.tags[c] = tag(c)
+                rows.append((LEAF, g.classes[c].sizes, g.classes[c].dtype, region.tags[c]))
                 region.leaves.append(c)
                 order.append(c)
             elif done:

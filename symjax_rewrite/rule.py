@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from symjax_rewrite.config import Numerics
@@ -36,6 +37,7 @@ class Context:
     uses: how many consumers a class has in the traced program (1 for classes made by rules).
     frozen: whether a class depends on frozen arguments alone.
     refused: reasons why a rule that matched did not fire, for the report.
+    ordered: products whose cheapest order is known. fresh: names of indices while matching.
     """
 
     g: EGraph
@@ -46,6 +48,8 @@ class Context:
     storage: Callable[[int], str]
     pairs: int
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
+    ordered: dict[tuple, Ref | None] = field(default_factory=dict)
+    fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
     def refuse(self, rule: str, reason: str, cls: int) -> None:
         """Note that a rule matched at a class and was not applied."""
@@ -88,6 +92,7 @@ class Axiom:
     apply: Apply
     numerics: str = "reassoc"
     source: str = ""
+    again: bool = False
 
     def reason(self, cls: int) -> Reason:
         """The explanation of what this rule adds at a class."""
@@ -95,7 +100,13 @@ class Axiom:
 
 
 def axiom(
-    law: str, *, property: str, on: tuple[str, ...], numerics: str = "reassoc", source: str = ""
+    law: str,
+    *,
+    property: str,
+    on: tuple[str, ...],
+    numerics: str = "reassoc",
+    source: str = "",
+    again: bool = False,
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
@@ -105,6 +116,7 @@ def axiom(
         on: kinds of nodes the function wants to see.
         numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
         source: where it is from, if it is not arithmetic.
+        again: whether it looks at every node of its operands, so that new ones matter.
 
     Raises:
         RuleError: the property is unknown.
@@ -113,7 +125,7 @@ def axiom(
         raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
 
     def make(apply: Apply) -> Axiom:
-        return Axiom(apply.__name__, law, property, on, apply, numerics, source)
+        return Axiom(apply.__name__, law, property, on, apply, numerics, source, again)
 
     return make
 

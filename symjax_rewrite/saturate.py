@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from symjax_rewrite.config import Budget
-from symjax_rewrite.egraph import ORIGINAL
+from symjax_rewrite.egraph import ORIGINAL, Reason
 from symjax_rewrite.ir import ADD, CONTRACT, Node
+from symjax_rewrite.match import Pattern, apply_lemma
 from symjax_rewrite.rule import Axiom, Context
 
 SATURATED = "saturated"
@@ -13,16 +14,22 @@ ROUND_LIMIT = "round limit"
 FINAL = "contraction_order"  # trees that dynamic programming chose are not opened again
 
 
-def saturate(ctx: Context, axioms: tuple[Axiom, ...], budget: Budget) -> str:
-    """Run the axioms; returns why it stopped.
+def saturate(
+    ctx: Context, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], budget: Budget
+) -> str:
+    """Run lemmas and axioms; returns why it stopped. Lemmas go first, so that theirs is the name.
 
-    Matching is semi-naive: an axiom sees a node again only when a class it reads has gained nodes.
+    Matching is semi-naive: an axiom sees a node once, or again when a class it reads has gained
+    nodes if the axiom asks for that.
     """
     by_op: dict[str, list[Axiom]] = {}
     for rule in axioms:
         for op in rule.on:
             by_op.setdefault(op, []).append(rule)
     done: set[tuple] = set()
+    for cls in ctx.g.live():
+        _apply_lemmas(ctx, cls, patterns)
+    ctx.g.rebuild()
     for _ in range(budget.rounds):
         before = ctx.g.count
         unions = len(ctx.g.unions)
@@ -36,6 +43,16 @@ def saturate(ctx: Context, axioms: tuple[Axiom, ...], budget: Budget) -> str:
     return ROUND_LIMIT
 
 
+def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None:
+    for node in list(ctx.g.classes[cls].nodes):
+        if node.op not in (CONTRACT, ADD) or _is_absorbed(ctx, cls, node):
+            continue
+        for p in patterns:
+            if p.root == node.op and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
+                for ref in apply_lemma(ctx, p, cls):
+                    ctx.g.add_to(cls, ref, Reason(p.lemma.name, cls))
+
+
 def _apply_all(
     ctx: Context, cls: int, by_op: dict[str, list[Axiom]], done: set[tuple], budget: Budget
 ) -> bool:
@@ -46,8 +63,8 @@ def _apply_all(
         rules = by_op.get(node.op)
         if not rules or _is_absorbed(ctx, cls, node):
             continue
-        stamp = sum(len(g.classes[g.find(a).cls].nodes) for a in node.args)
         for rule in rules:
+            stamp = rule.again and sum(len(g.classes[g.find(a).cls].nodes) for a in node.args)
             key = (rule.name, cls, node, stamp)
             if key in done:
                 continue
@@ -65,16 +82,20 @@ def _apply_all(
 
 
 def _is_absorbed(ctx: Context, cls: int, node: Node) -> bool:
-    """A product that is used once, by another product: its user opens it."""
-    if node.op != CONTRACT or ctx.uses(cls) != 1:
+    """A product used once by another product, or a sum by another sum: its user opens it."""
+    if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
         return False
-    users = {c for c, n in ctx.g.uses[cls] if ctx.g.classes[c].nodes.get(n) == ORIGINAL}
-    if len(users) != 1:
-        return False
-    user = users.pop()
-    if ctx.g.classes[user].dtype != ctx.g.classes[cls].dtype:
-        return False
-    return any(
-        reason == ORIGINAL and (n.op == CONTRACT or (n.op == ADD and len(n.args) == 1))
-        for n, reason in ctx.g.classes[user].nodes.items()
-    )
+    for user, n in ctx.g.uses[cls]:
+        owner = ctx.g.classes[user]
+        if n not in owner.nodes or owner.dtype != ctx.g.classes[cls].dtype:
+            continue
+        if node.op == ADD and len(node.args) > 1:
+            if n.op == ADD:
+                return True
+        elif owner.nodes[n] == ORIGINAL and n.op in (CONTRACT, ADD) and _opens(n):
+            return True
+    return False
+
+
+def _opens(user: Node) -> bool:
+    return user.op == CONTRACT or len(user.args) == 1

@@ -1,0 +1,284 @@
+"""The door: `sym_optimize` and what hangs on it (imports everything below)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax import lax
+
+from symjax_rewrite import compat, config
+from symjax_rewrite.config import Budget, Numerics, Options
+from symjax_rewrite.device import device_profile
+from symjax_rewrite.errors import RuleError, SymjaxError, UnsupportedError, UsageError
+from symjax_rewrite.pipeline import Optimiser, Result
+from symjax_rewrite.prepare import prepare
+from symjax_rewrite.report import Report
+from symjax_rewrite.rule import RulePack
+from symjax_rewrite.rules import packs
+from symjax_rewrite.summary import make_report
+
+
+def keep(x: Any) -> Any:
+    """A fence: what is kept is computed as written, and nothing is moved across.
+
+    Args:
+        x: any pytree of arrays.
+
+    Returns:
+        The same values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(keep(jnp.float32(2)))
+        2.0
+    """
+    return lax.optimization_barrier(x)
+
+
+def sym_optimize(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    rules: RulePack | Iterable[Any] | str | None = None,
+    kernels: str = "auto",
+    numerics: str | Numerics = "reassoc",
+    frozen: tuple[str, ...] | str = (),
+    assume: tuple[str, ...] | str = (),
+    device: str | None = None,
+    verify: str = "off",
+    on_unsupported: str = "keep",
+    plan: Any = None,
+    tune: bool = False,
+    budget: Budget = Budget(),  # noqa: B008 (frozen)
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Any:
+    """Rewrite a JAX function into the cheapest equal program, when it is traced.
+
+    Args:
+        fun: a function of pytrees of arrays, jitted or not; the settings of a `jax.jit` it is
+            wrapped in (statics, donation, shardings) are kept.
+        rules: a `RulePack`, its name, or rules; default `packs.default`.
+        kernels: `"auto"` routes by cost, `"always"` whatever is supported, `"off"`, or a backend.
+        numerics: `exact`, `reassoc`, `finite`, `cancels` or `approx(rtol)`: how far values may
+            differ from the written ones.
+        frozen: names of arguments that `.prepare` will be given once.
+        assume: facts about symbolic sizes, such as `"r < d/8"`.
+        device: a key of `device.DEVICES`; default: the device JAX runs on.
+        verify: `"first"` or `"always"` compares with the original at run time.
+        on_unsupported: `"keep"` keeps the original where a program can't be optimised, `"error"`
+            raises `UnsupportedError`.
+        plan: a saved `report.plan` to replay.
+        tune: measure candidates on the device instead of modelling them.
+        budget: how much work one optimisation may do.
+        static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+        A `jax.jit` object with `.explain(*args) -> Report` and `.prepare(**frozen)` attached.
+
+    Raises:
+        UsageError: `fun` is no function, or an option is not understood.
+        RuleError: the rules are not known.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> @sym_optimize
+        ... def lora(x, W, A, B):
+        ...     return x @ (W + A @ B)
+        >>> x, W = jnp.ones((8, 2048)), jnp.ones((2048, 2048))
+        >>> A, B = jnp.ones((2048, 16)), jnp.ones((16, 2048))
+        >>> [r.name for r in lora.explain(x, W, A, B).rules]
+        ['lora']
+    """
+    names = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    options = Options(
+        rules=_rule_pack(rules),
+        kernels=kernels,
+        numerics=Numerics.of(numerics),
+        frozen=names,
+        assume=(assume,) if isinstance(assume, str) else tuple(assume),
+        device=device,
+        verify=verify,
+        on_unsupported=on_unsupported,
+        plan=plan,
+        tune=tune,
+        budget=budget,
+    )
+    statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    statics = {k: v for k, v in statics.items() if v is not None}
+    if fun is None:
+        return functools.partial(_optimized, options=options, statics=statics)
+    return _optimized(fun, options=options, statics=statics)
+
+
+def _rule_pack(rules: Any) -> RulePack:
+    if rules is None:
+        return packs.default
+    if isinstance(rules, RulePack):
+        return rules
+    if isinstance(rules, str):
+        known = packs.by_name()
+        if rules not in known:
+            raise RuleError("unknown rule pack", expected=sorted(known), got=repr(rules))
+        return known[rules]
+    try:
+        return RulePack("custom", tuple(rules))
+    except TypeError as error:
+        raise RuleError(
+            "rules must be a RulePack, its name, or rules", got=type(rules).__name__
+        ) from error
+
+
+def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
+    if not callable(fun):
+        raise UsageError(
+            "sym_optimize needs a function",
+            expected="a callable of arrays",
+            got=f"{type(fun).__name__}",
+            remedy="write sym_optimize(f, ...) or @sym_optimize above a def",
+        )
+    settings = compat.jit_settings(fun) or {}
+    base = compat.unwrap_jit(fun) if settings else fun
+    settings = {**settings, **statics}
+    _check_frozen(base, options.frozen)
+    worker = _Worker(base, options)
+    jitted: Any = jax.jit(worker.wrapper(), **settings)
+    plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
+
+    def explain(*args: Any, **kwargs: Any) -> Report:
+        """What is done at these arguments, and why; runs nothing on a device."""
+        return worker.explain(plain, args, kwargs)
+
+    def prepared(**values: Any) -> Any:
+        """The function with everything that depends on frozen arguments alone computed once."""
+        return prepare(worker.optimiser(), base, options, settings, values)
+
+    jitted.__wrapped__ = base
+    jitted.explain = explain
+    jitted.prepare = prepared
+    return jitted
+
+
+def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
+    if not frozen:
+        return
+    from symjax_rewrite.errors import FrozenError
+
+    parameters = inspect.signature(fun).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in frozen:
+        if name not in parameters and not takes_any:
+            raise FrozenError(
+                f"frozen name {name!r} is no argument of {getattr(fun, '__name__', 'the function')}",
+                expected=f"one of {', '.join(parameters)}",
+                got=repr(name),
+            )
+
+
+class _Worker:
+    """Traces, optimises and stages out one user function."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+        self.fun, self.options = fun, options
+        self._optimiser: Optimiser | None = None
+
+    def optimiser(self) -> Optimiser:
+        """The optimiser; made on first use, since it asks JAX for the device."""
+        if self._optimiser is None:
+            kind = jax.devices()[0].device_kind if self.options.device is None else "cpu"
+            device = device_profile(self.options.device, kind)
+            rules = self.options.rules
+            assert isinstance(rules, RulePack)
+            self._optimiser = Optimiser(self.options, rules, device)
+        return self._optimiser
+
+    def wrapper(self) -> Callable[..., Any]:
+        """What `jax.jit` traces in place of the user's function."""
+
+        @functools.wraps(self.fun)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            dynamic = [k for k, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
+            if config.is_disabled() or not dynamic:
+                return self.fun(*args, **kwargs)
+
+            def flat(*values: Any) -> Any:
+                filled = list(leaves)
+                for k, value in zip(dynamic, values, strict=True):
+                    filled[k] = value
+                inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+                return self.fun(*inner_args, **inner_kwargs)
+
+            values = [leaves[k] for k in dynamic]
+            closed, out_tree = compat.make_jaxpr(flat, *values)
+            result = self.decide(closed)
+            if not result.taken:
+                return jax.tree.unflatten(out_tree, compat.eval_jaxpr(closed, *values))
+            return jax.tree.unflatten(out_tree, call(result, values))
+
+        return traced
+
+    def decide(self, closed: compat.ClosedJaxpr) -> Result:
+        """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
+        start = time.perf_counter()
+        reason = unsupported(closed)
+        if reason is None:
+            try:
+                return self.optimiser().run(closed)
+            except SymjaxError:
+                raise
+            except Exception as error:
+                if self.options.on_unsupported == "error":
+                    raise UnsupportedError("the program could not be optimised") from error
+                config.logger.warning("kept as written: %s", error, exc_info=True)
+                reason = f"internal error: {type(error).__name__}: {error}"
+        elif self.options.on_unsupported == "error":
+            raise UnsupportedError(reason)
+        return Result(closed, stop=reason, time_s=time.perf_counter() - start)
+
+    def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
+        """Trace at arguments or specs and report."""
+        closed = plain.trace(*args, **kwargs).jaxpr
+        return make_report(self.decide(closed), self.optimiser())
+
+
+def unsupported(closed: compat.ClosedJaxpr) -> str | None:
+    """Why a whole program must be kept as written, or None."""
+    if not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
+        return "effects that no custom derivative rule may have"
+    if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
+        return "explicitly sharded inputs"
+    return None
+
+
+def call(result: Result, values: list[Any]) -> list[Any]:
+    """The optimised program's outputs; derivatives are those of the original.
+
+    Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
+    subgradients at kinks), so differentiation never sees the rewritten program.
+    """
+    emitted = result.emit()
+    closed = result.closed
+
+    @jax.custom_jvp
+    def optimised(*flat: Any) -> list[Any]:
+        return emitted(*flat)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        live = [k for k, t in enumerate(tangents) if not compat.is_symbolic_zero(t)]
+
+        def original(*moving: Any) -> list[Any]:
+            full = list(primals)
+            for k, value in zip(live, moving, strict=True):
+                full[k] = value
+            return compat.eval_jaxpr(closed, *full)
+
+        return jax.jvp(original, [primals[k] for k in live], [tangents[k] for k in live])
+
+    optimised.defjvp(jvp, symbolic_zeros=True)
+    return optimised(*values)

@@ -1,0 +1,209 @@
+"""Frozen arguments: what depends on them alone is computed once (a face)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from symjax_rewrite import compat
+from symjax_rewrite.compat import ClosedJaxpr
+from symjax_rewrite.config import Options
+from symjax_rewrite.errors import FrozenError
+from symjax_rewrite.pipeline import Optimiser, Result
+
+CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
+
+
+class Prepared:
+    """A function of the arguments that vary, with the frozen part computed once per shape.
+
+    Call it with the remaining arguments. `constants(*args)` is the list of arrays kept for these
+    shapes, a pytree that can be saved; `explain(*args)` reports what was done.
+    """
+
+    def __init__(
+        self,
+        optimiser: Optimiser,
+        fun: Callable[..., Any],
+        options: Options,
+        statics: set[str],
+        frozen: dict[str, Any],
+    ) -> None:
+        self._optimiser, self._fun, self._options = optimiser, fun, options
+        self._statics = statics
+        self._frozen = frozen
+        self._cases: dict[Any, _Case] = {}
+        self.__name__ = getattr(fun, "__name__", "prepared")
+        self.__doc__ = fun.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        case, dynamic = self._case(args, kwargs)
+        return jax.tree.unflatten(case.out_tree, case.run(case.constants, dynamic))
+
+    def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The arrays computed once for arguments of these shapes."""
+        return self._case(args, kwargs)[0].constants
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report for arguments of these shapes, the frozen part costing nothing."""
+        from symjax_rewrite.summary import make_report
+
+        return make_report(self._case(args, kwargs)[0].result, self._optimiser)
+
+    def _case(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
+        bound = self._bind(args, kwargs)
+        static = {k: v for k, v in bound.items() if k in self._statics}
+        moving = {k: v for k, v in bound.items() if k not in self._statics}
+        leaves, tree = jax.tree.flatten(moving)
+        avals = tuple(_spec(x) for x in leaves)
+        key = (tree, avals, tuple(sorted(static.items())))
+        if key not in self._cases:
+            self._cases[key] = self._make(leaves, tree, static)
+        return self._cases[key], leaves
+
+    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        parameters = inspect.signature(self._fun).parameters.values()
+        rest = [p for p in parameters if p.name not in self._frozen]
+        try:
+            bound = inspect.Signature(rest).bind(*args, **kwargs)
+        except TypeError as error:
+            raise FrozenError(
+                f"{self.__name__} prepared with {', '.join(self._frozen)}: {error}",
+                expected=f"({', '.join(p.name for p in rest)})",
+            ) from error
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _make(self, leaves: list[Any], tree: Any, static: dict[str, Any]) -> _Case:
+        known, known_tree = jax.tree.flatten(self._frozen)
+
+        def flat(known_leaves: list[Any], moving_leaves: list[Any]) -> Any:
+            named = {**jax.tree.unflatten(known_tree, known_leaves), **static}
+            named.update(jax.tree.unflatten(tree, moving_leaves))
+            return _call_by_name(self._fun, named)
+
+        try:
+            closed, out_tree = compat.make_jaxpr(flat, known, leaves)
+        except (TypeError, ValueError) as error:
+            shapes = {k: jax.tree.map(_spec, v) for k, v in self._frozen.items()}
+            raise FrozenError(
+                f"{self.__name__} does not trace with the prepared arguments",
+                expected="arguments whose shapes fit the prepared ones",
+                got=f"prepared {shapes}, called with {[_spec(x) for x in leaves]}",
+                remedy=str(error).splitlines()[0],
+            ) from error
+        result = self._optimiser.run(closed, frozenset(range(len(known))))
+        emitted = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
+        once, run = split(emitted, len(known))
+        return _Case(result, out_tree, list(jax.jit(once)(known)), jax.jit(run))
+
+
+class _Case:
+    """One set of shapes: its constants and the function that is left."""
+
+    def __init__(self, result: Result, out_tree: Any, constants: list[Any], run: Any) -> None:
+        self.result, self.out_tree = result, out_tree
+        self.constants, self.run = constants, run
+
+
+def prepare(
+    optimiser: Optimiser,
+    fun: Callable[..., Any],
+    options: Options,
+    settings: dict[str, Any],
+    values: dict[str, Any],
+) -> Prepared:
+    """Bind frozen arguments by name.
+
+    Raises:
+        FrozenError: a value is missing, or given for a name that is not frozen.
+    """
+    if set(values) != set(options.frozen):
+        raise FrozenError(
+            "prepare needs a value for every frozen name",
+            expected=", ".join(options.frozen) or "no names: pass frozen=(...) to sym_optimize",
+            got=", ".join(values) or "nothing",
+        )
+    names = list(inspect.signature(fun).parameters)
+    numbers = settings.get("static_argnums") or ()
+    numbers = (numbers,) if isinstance(numbers, int) else numbers
+    texts = settings.get("static_argnames") or ()
+    texts = (texts,) if isinstance(texts, str) else texts
+    return Prepared(optimiser, fun, options, {*texts, *(names[n] for n in numbers)}, dict(values))
+
+
+def _spec(x: Any) -> Any:
+    aval = jax.typeof(x)
+    return (tuple(aval.shape), str(aval.dtype))
+
+
+def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for p in inspect.signature(fun).parameters.values():
+        if p.name not in named:
+            continue
+        if p.kind is p.VAR_POSITIONAL:
+            args.extend(named[p.name])
+        elif p.kind is p.VAR_KEYWORD:
+            kwargs.update(named[p.name])
+        elif p.kind is p.KEYWORD_ONLY:
+            kwargs[p.name] = named[p.name]
+        else:
+            args.append(named[p.name])
+    return fun(*args, **kwargs)
+
+
+def split(closed: ClosedJaxpr, known: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two functions: known inputs to constants, and (constants, other inputs) to outputs.
+
+    Equations that only spread a known value out (broadcasts) run with the rest: keeping their
+    result would cost memory and save nothing.
+    """
+    jaxpr = closed.jaxpr
+    fixed = {*jaxpr.invars[:known], *jaxpr.constvars}
+    first, rest = [], []
+    for eqn in jaxpr.eqns:
+        reads = [v for v in eqn.invars if not compat.is_literal(v)]
+        if not eqn.effects and all(v in fixed for v in reads):
+            first.append(eqn)
+            fixed.update(eqn.outvars)
+        else:
+            rest.append(eqn)
+    wanted = {v for e in rest for v in e.invars if not compat.is_literal(v)}
+    wanted |= {v for v in jaxpr.outvars if not compat.is_literal(v)}
+    for eqn in reversed(list(first)):
+        if eqn.primitive.name in CHEAP and any(v in wanted for v in eqn.outvars):
+            first.remove(eqn)
+            rest.insert(0, eqn)
+            wanted.update(v for v in eqn.invars if not compat.is_literal(v))
+            wanted.difference_update(eqn.outvars)
+    made_later = {v for e in rest for v in e.outvars} | set(jaxpr.invars[known:])
+    kept = sorted((v for v in wanted if v not in made_later), key=_order(jaxpr))
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def once(values: list[Any]) -> list[Any]:
+        env = {**consts, **dict(zip(jaxpr.invars[:known], values, strict=True))}
+        compat.run_equations(first, env)
+        return [env[v] for v in kept]
+
+    def run(constants: list[Any], values: list[Any]) -> list[Any]:
+        env = dict(zip(kept, constants, strict=True))
+        env.update(zip(jaxpr.invars[known:], values, strict=True))
+        compat.run_equations(rest, env)
+        return [v.val if compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    return once, run
+
+
+def _order(jaxpr: Any) -> Callable[[Any], int]:
+    rank: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars):
+        rank[v] = len(rank)
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            rank[v] = len(rank)
+    return rank.__getitem__
