@@ -350,4 +350,3 @@ def _densifies(ctx: Context, p: Product, sizes: tuple[Dim, ...]) -> bool:
     read = sorted({i for f in p.factors for i in f.axes if i < p.out})
     dense = ctx.count(sizes[i] for i in read)
     return dense > sum(ctx.elements(f.cls) for f in p.factors)
-

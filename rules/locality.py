@@ -104,9 +104,7 @@ def _compose_entry(first: object, then: object) -> object:
     return start + stride * then  # type: ignore[operator]
 
 
-def _one_piece(
-    ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]
-) -> Iterator[Ref]:
+def _one_piece(ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]) -> Iterator[Ref]:
     """A slice that lies within one piece of a concatenation reads that piece."""
     target, piece_sizes = inner.attr  # type: ignore[misc]
     c = ctx.g.classes[cls]
@@ -229,9 +227,7 @@ def _piece_product(
     bound = tuple(sizes[p.out :])
     if sizes[index] == 1:
         gone = {index}
-        factors = [
-            f if index not in f.axes else _drop(ctx, f, index, dtype, why) for f in factors
-        ]
+        factors = [f if index not in f.axes else _drop(ctx, f, index, dtype, why) for f in factors]
         if index >= p.out:
             bound = tuple(s for n, s in enumerate(bound) if n + p.out not in gone)
             factors = [Ref(f.cls, tuple(i - (i > index) for i in f.axes)) for f in factors]

@@ -65,7 +65,7 @@ def _separated(
     yield ctx.g.add(ADD, (scale, scale, -2 * scale), tuple(terms), c.sizes, (), c.dtype, why)
 
 
-def _whole(sizes) -> int:  # noqa: ANN001
+def _whole(sizes) -> int:
     out = 1
     for s in sizes:
         if not isinstance(s, int):
@@ -74,7 +74,7 @@ def _whole(sizes) -> int:  # noqa: ANN001
     return out
 
 
-def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str, why) -> Ref:  # noqa: ANN001
+def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str, why) -> Ref:
     kept = [i for i in u.axes if i not in over]
     local = {i: n for n, i in enumerate([*kept, *over])}
     total = ctx.g.add(
@@ -90,11 +90,11 @@ def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str
     return _over(ctx, (1 / count,), (total,), sizes, dtype, why)
 
 
-def _shifted(ctx: Context, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:  # noqa: ANN001
+def _shifted(ctx: Context, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:
     return _over(ctx, (1, -1), (a, mean), sizes, dtype, why)
 
 
-def _over(ctx: Context, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:  # noqa: ANN001
+def _over(ctx: Context, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:
     """A linear combination over just the indices its terms read."""
     used = sorted({i for a in args for i in a.axes})
     local = {i: n for n, i in enumerate(used)}

@@ -241,7 +241,6 @@ def jaxpr_without(body: ClosedJaxpr, rest: list[JaxprEqn], n: int, extra: list[A
     return make_avals_jaxpr(run, [v.aval for v in order])
 
 
-
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     """Run equations in order, reading and writing variables in `env`."""
     for eqn in eqns:

@@ -121,7 +121,9 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
 
 
-_disabled = contextvars.ContextVar("symjax_disabled", default=os.environ.get("SYMJAX_DISABLE") == "1")
+_disabled = contextvars.ContextVar(
+    "symjax_disabled", default=os.environ.get("SYMJAX_DISABLE") == "1"
+)
 _topics = frozenset(filter(None, os.environ.get("SYMJAX_LOG", "").split(",")))
 if _topics:
     if _unknown := _topics - set(LOG_TOPICS):

@@ -71,9 +71,7 @@ def _connected_order(
     if n == 1:
         return ids[0], factors[ids[0]] & out, 0.0
     local = [factors[k] for k in ids]
-    neighbours = [
-        sum(1 << j for j in range(n) if j != i and local[i] & local[j]) for i in range(n)
-    ]
+    neighbours = [sum(1 << j for j in range(n) if j != i and local[i] & local[j]) for i in range(n)]
     full = (1 << n) - 1
     union_cache: dict[int, int] = {1 << i: local[i] for i in range(n)}
 

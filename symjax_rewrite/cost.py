@@ -29,7 +29,6 @@ from symjax_rewrite.ir import (
     SLICE,
     TAKE,
     Node,
-    Ref,
 )
 
 _ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
@@ -107,7 +106,7 @@ class CostModel:
             moved += sum(self._class_bytes(g, a.cls) for a in node.args)
             return self.join_seconds(2 * size * self._count(node.bound), moved, c.dtype)
         if node.op == INVERSE:
-            return self.join_seconds(2 * size ** 1.5, 3 * moved, c.dtype) + 20 * d.launch_s
+            return self.join_seconds(2 * size**1.5, 3 * moved, c.dtype) + 20 * d.launch_s
         work = size * self._count(node.bound) * _weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
 
@@ -229,9 +228,7 @@ class CostModel:
                     stack.append(arg.cls)
         return sum(read.values()), work
 
-    def symbolic(
-        self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]
-    ) -> Cost:
+    def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """The same totals with sizes left as polynomials."""
         order = reachable(choice, roots, _nothing)
         written = self.kernels(g, choice, order, set(roots), _nothing)
@@ -259,7 +256,6 @@ class CostModel:
 
 def _nothing(cls: int) -> bool:
     return False
-
 
 
 def _weight(node: Node) -> float:

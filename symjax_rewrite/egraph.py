@@ -205,9 +205,7 @@ def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
     if order == list(range(node.out)):
         return node
     index = order + list(range(node.out, node.out + len(node.bound)))
-    args = tuple(
-        Ref(a.cls, tuple([index[i] if i >= 0 else i for i in a.axes])) for a in node.args
-    )
+    args = tuple(Ref(a.cls, tuple([index[i] if i >= 0 else i for i in a.axes])) for a in node.args)
     return Node(node.op, _rename_attr(node, order), args, node.out, node.bound)
 
 

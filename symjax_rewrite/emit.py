@@ -263,9 +263,7 @@ class Emitter:
             for k, a in enumerate(node.args)
             if node.op == CONTRACT and any(n.op == DELTA for n in g.classes[a.cls].nodes)
         )
-        data, labels = lower.lower_node(
-            node, operands, sizes, c.dtype, self.t.primitives, guards
-        )
+        data, labels = lower.lower_node(node, operands, sizes, c.dtype, self.t.primitives, guards)
         return Array(data, labels)
 
 
@@ -292,5 +290,3 @@ def emit_function(t: TermGraph, plan: Plan) -> Callable[..., list[Any]]:
         return Emitter(t, plan).run(args)
 
     return emitted
-
-

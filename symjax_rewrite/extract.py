@@ -14,6 +14,7 @@ from symjax_rewrite.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir import CONTRACT, DELTA, LEAF, Node
 
 GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
+DOMINATING_GAIN = 1.05  # one that dominates, this many: below it the model knows nothing
 MAX_EVALUATIONS = 600
 Choice = dict[int, Node]
 
@@ -74,8 +75,8 @@ def worthwhile(before: Cost, after: Cost) -> tuple[bool, str]:
     if before.seconds < GAIN * after.seconds:
         if any(b < a for b, a in pairs):
             return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
-        if before.seconds < 1.02 * after.seconds:
-            return False, "predicted gain is below 2 %"
+        if before.seconds < DOMINATING_GAIN * after.seconds:
+            return False, f"predicted gain is below {DOMINATING_GAIN}"
         return True, "dominates"
     if after.largest > before.largest * 1.05:
         return False, "would hold a larger intermediate"
@@ -88,9 +89,7 @@ def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
         return True
     if len(node.args) > 2:
         return False
-    return not any(
-        m.op == DELTA for a in node.args for m in g.classes[a.cls].nodes
-    )
+    return not any(m.op == DELTA for a in node.args for m in g.classes[a.cls].nodes)
 
 
 def _options(g: EGraph, cls: int) -> list[Node]:

@@ -50,7 +50,9 @@ CONCAT = "concat"  # along one output index; attr: (index, sizes); one operand p
 TAKE = "take"  # W[.., x[..], ..]: operand 0 reads a bound index that operand 1 selects
 DELTA = "delta"  # 1 where its two indices are equal, else 0
 CONST = "const"  # one scalar; attr: (value, dtype)
-INVERSE = "inverse"  # matrix inverse over the two operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
+INVERSE = (
+    "inverse"  # matrix inverse over the two operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
+)
 CUMSUM = "cumsum"  # prefix sum along output index attr
 IOTA = "iota"  # the index itself
 LEAF = "leaf"  # an input of the program or region; attr: its number

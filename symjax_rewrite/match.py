@@ -100,7 +100,9 @@ def apply_lemma(ctx: Context, pattern: Pattern, cls: int) -> Iterator[Ref]:
     for order in permutations(range(n)):
         indices = dict(zip(pattern.left.axes, order, strict=True))
         for _, binding in _match(ctx, pattern, pattern.left, target, indices, {}):
-            if any(_dtype(ctx, b) not in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
+            if any(
+                _dtype(ctx, b) not in (None, ctx.g.classes[cls].dtype) for b in binding.values()
+            ):
                 return
             ref = _build(ctx, pattern, binding, cls, indices)
             if ref is not None:
@@ -232,7 +234,14 @@ def _match_node(
 
 
 def _match_scaled(
-    ctx: Context, p: Pattern, a: Ref, b: Ref, wanted: Any, got: Any, indices: Indices, binding: Binding
+    ctx: Context,
+    p: Pattern,
+    a: Ref,
+    b: Ref,
+    wanted: Any,
+    got: Any,
+    indices: Indices,
+    binding: Binding,
 ) -> Iterator[State]:
     """A term of a sum; a coefficient of the target may be a scalar argument of the lemma."""
     if wanted == got:
@@ -250,9 +259,7 @@ def _match_scaled(
                 yield from _assign(ctx, p, rest, theirs[1], indices, bound)
 
 
-def _build(
-    ctx: Context, p: Pattern, binding: Binding, cls: int, indices: Indices
-) -> Ref | None:
+def _build(ctx: Context, p: Pattern, binding: Binding, cls: int, indices: Indices) -> Ref | None:
     """The right side with the pattern's leaves replaced, over the slots of `cls`."""
     why = Reason(p.lemma.name, cls)
     dtype = ctx.g.classes[cls].dtype

@@ -23,7 +23,6 @@ from symjax_rewrite.ir import (
     DELTA,
     IOTA,
     MAP,
-    NATIVE,
     REDUCE,
     SLICE,
     Ref,
@@ -37,7 +36,13 @@ def dtype_kind(dtype: str) -> str:
     """'f' float, 'c' complex, 'i' int, 'u' unsigned, 'b' bool, '?' anything else."""
     if dtype == "bool":
         return "b"
-    for prefix, kind in (("float", "f"), ("bfloat", "f"), ("complex", "c"), ("int", "i"), ("uint", "u")):
+    for prefix, kind in (
+        ("float", "f"),
+        ("bfloat", "f"),
+        ("complex", "c"),
+        ("int", "i"),
+        ("uint", "u"),
+    ):
         if dtype.startswith(prefix):
             return kind
     return "?"
@@ -65,7 +70,9 @@ class Site:
     out_groups: list[Groups]
     dtype: list[str]
 
-    def add(self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0) -> Ref:
+    def add(
+        self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0
+    ) -> Ref:
         """A term over the atoms of output k."""
         return self.g.add(op, attr, args, self.out_sizes[k], bound, self.dtype[k])
 
@@ -101,6 +108,9 @@ class Site:
                 to.update(zip(mine, theirs, strict=True))
             out.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
         return out
+
+
+Row = Callable[[Site], "list[Ref] | None"]
 
 
 def lift(name: str, site: Site) -> list[Ref] | None:
@@ -277,9 +287,7 @@ def _dot_general(s: Site) -> list[Ref] | None:
         bound.extend(s.sizes[0][q] for q in positions)
         place(0, a, fresh)
         place(1, b, fresh)
-    args = tuple(
-        Ref(ref.cls, tuple(index[k][i] for i in ref.axes)) for k, ref in enumerate(s.refs)
-    )
+    args = tuple(Ref(ref.cls, tuple(index[k][i] for i in ref.axes)) for k, ref in enumerate(s.refs))
     return [s.add(CONTRACT, precision_key(p.get("precision")), args, tuple(bound))]
 
 
@@ -433,7 +441,8 @@ def _concatenate(s: Site) -> list[Ref] | None:
     return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
 
 
-_MAPS = """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
+_MAPS = """
+abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
 digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma log
 log1p logistic lt max min ne nextafter not or population_count pow real reduce_precision rem round
 rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh xor""".split()

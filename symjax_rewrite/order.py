@@ -29,9 +29,7 @@ def order_product(
     return None if found is None else ctx.g.find(found)
 
 
-def _order(
-    ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
-) -> Ref | None:
+def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref | None:
     counted = _count_unread(_read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None

@@ -31,7 +31,8 @@ class Result:
     """What the optimiser decided about one jaxpr.
 
     saved: costs of every rewritten region, before and after. bodies: results of loop and branch
-    bodies, with how often they run. sample: the sizes symbolic names were priced at.
+    bodies, with how often they run. sample: the sizes symbolic names were priced at. known:
+    classes that depend on frozen inputs alone.
     """
 
     closed: ClosedJaxpr
@@ -44,6 +45,7 @@ class Result:
     crossovers: list[str] = field(default_factory=list)
     regions: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
     stop: str = "nothing to do"
     time_s: float = 0.0
 
@@ -69,9 +71,16 @@ class Result:
         """What to pass as `plan=` to get the same program again."""
         return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.regions)}
 
-    def absorb(self, body: Result, times: int) -> None:
+    def declined(self, name: str, reason: str, where: str) -> None:
+        """Note something that was considered and not done, once per reason."""
+        for use in self.routes:
+            if (use.name, use.taken, use.reason) == (name, False, reason):
+                use.count += 1
+                return
+        self.routes.append(RouteUse(name, False, reason, where))
+
+    def absorb(self, body: Result) -> None:
         """Take over the record of a body that was rewritten."""
-        self.bodies.append((body, times))
         self.routes.extend(body.routes)
         self.crossovers.extend(body.crossovers)
         self.regions.extend(body.regions)
@@ -141,7 +150,7 @@ class Optimiser:
         t = build(flatten(closed))
         result.terms = t
         need = needed(t)
-        known = _frozen_classes(t, need, frozen)
+        known = result.known = _frozen_classes(t, need, frozen)
         stops = set()
         solver = self._solver(t, result)
         for region in find_regions(t, need, lambda c: (c in known, storage(t, c))):
@@ -157,7 +166,9 @@ class Optimiser:
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
         for c in result.plan.shared:
-            self._note(result, "common_subexpression", REDUNDANCY, t.program.equations[t.made_by[c][0]].eqn)
+            self._note(
+                result, "common_subexpression", REDUNDANCY, t.program.equations[t.made_by[c][0]].eqn
+            )
         for loop in t.program.hoisted:
             self._note(result, "loop_invariant", REDUNDANCY, loop)
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
@@ -173,12 +184,12 @@ class Optimiser:
     def _apply(self, result: Result, t: TermGraph, region: Region, s: Solution) -> None:
         numbered = {n: c for c, n in region.local.items()}
         where = _where(t, region)
-        for (rule, reason), _ in s.refused.items():
-            result.routes.append(RouteUse(rule, False, reason, where))
+        for rule, reason in s.refused:
+            result.declined(rule, reason, where)
         result.crossovers.extend(c for c in s.crossovers if c not in result.crossovers)
         if not s.changed:
             if s.declined:
-                result.routes.append(RouteUse("rewrite", False, s.declined, where))
+                result.declined("rewrite", s.declined, where)
             return
         origin: dict[int, Ref] = {}
         for number, ref in s.to.items():
@@ -213,9 +224,7 @@ class Optimiser:
             use.where.append(where)
             use.count += 1
 
-    def _bodies(
-        self, result: Result, t: TermGraph, allowed: set[str] | None, start: float
-    ) -> None:
+    def _bodies(self, result: Result, t: TermGraph, allowed: set[str] | None, start: float) -> None:
         """Bodies of loops, branches and remat are programs of their own."""
         for number, e in enumerate(t.program.equations):
             spots = compat.optimisable_bodies(e.eqn)
@@ -227,9 +236,11 @@ class Optimiser:
                 if body.taken:
                     made = compat.make_avals_jaxpr(body.emit(), spot.body.in_avals)
                     replaced = spot.replace(eqn, made)
-                    if replaced is not None:
-                        eqn = replaced
-                        result.absorb(body, spot.times)
+                    if replaced is None:
+                        continue
+                    eqn = replaced
+                    result.absorb(body)
+                result.bodies.append((body, spot.times))
             if eqn is not e.eqn:
                 result.plan.equations[number] = eqn
 

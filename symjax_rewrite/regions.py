@@ -23,7 +23,6 @@ from symjax_rewrite.ir import (
     IOTA,
     LEAF,
     MAP,
-    NATIVE,
     REDUCE,
     SLICE,
     TAKE,
@@ -141,9 +140,11 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
     for c in reversed(need.order):
         node = node_of(g, c)
         ring = dtype_kind(g.classes[c].dtype) in RING
-        if (node.op in ALGEBRAIC and ring) or (node.op == SLICE):
-            member.add(c)
-        elif c in sliced and node.op in (MAP, REDUCE):
+        if (
+            (node.op in ALGEBRAIC and ring)
+            or (node.op == SLICE)
+            or (c in sliced and node.op in (MAP, REDUCE))
+        ):
             member.add(c)
         # Maps of which only a part is read belong to the region of the slice.
         if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
@@ -264,5 +265,3 @@ def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
         )
         to[c] = g.add(node.op, node.attr, args, info.sizes, node.bound, info.dtype)
     return g, to
-
-

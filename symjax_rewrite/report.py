@@ -22,12 +22,16 @@ class RuleUse:
 
 @dataclass(slots=True)
 class RouteUse:
-    """A place where a kernel or a rule was considered: whether it was taken, and why."""
+    """A kernel or rule that was considered: whether it was taken, why, and where first.
+
+    count: how many places of the program this stands for.
+    """
 
     name: str
     taken: bool
     reason: str
     where: str = ""
+    count: int = 1
 
 
 @dataclass(slots=True)
@@ -85,7 +89,7 @@ class Report:
         skipped = [r for r in self.routes if not r.taken]
         if skipped:
             lines.append("considered and not done:")
-            lines += [f"  {r.name}: {r.reason}" + (f" (at {r.where})" if r.where else "") for r in skipped]
+            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in skipped]
         lines.append(f"search: {self.stop}, {self.time_s * 1e3:.1f} ms")
         return "\n".join(lines)
 
@@ -119,6 +123,11 @@ class Report:
         path = Path(path)
         text = self._repr_html_() if path.suffix == ".html" else self.to_json()
         path.write_text(text, encoding="utf-8")
+
+
+def _place(use: RouteUse) -> str:
+    more = f" and {use.count - 1} more" if use.count > 1 else ""
+    return f" (at {use.where}{more})" if use.where else ""
 
 
 def _row(*cells: str) -> str:

@@ -41,7 +41,8 @@ def program_costs(result: Result, optimiser: Optimiser) -> tuple[Cost, Cost]:
     roots = tuple(sorted(need.outside))
     sample = result.sample
     model = CostModel(optimiser.device, lambda d: value(d, sample))
-    before = model.evaluate(t.graph, choice, roots)
+    known = result.known
+    before = model.evaluate(t.graph, choice, roots, lambda c: c in known)
     if result.symbolic:
         exact = model.symbolic(t.graph, choice, roots)
         before = Cost(exact.flops, exact.elementwise, exact.bytes, exact.launches, before.seconds)
@@ -81,7 +82,31 @@ def _minus(total: Cost, old: Cost, new: Cost) -> Cost:
 
 def _side(closed: ClosedJaxpr, cost: Cost) -> Side:
     peak, largest = memory(closed)
-    return Side(closed, cost.flops, cost.bytes, cost.seconds, peak, largest)
+    return Side(closed, flops(closed), cost.bytes, cost.seconds, peak, largest)
+
+
+def flops(closed: ClosedJaxpr) -> Dim:
+    """FLOPs of the contractions of a jaxpr, 2mnk each; loops count as often as they run."""
+    total: Dim = 0
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape
+            out = product(from_jax(d) for d in eqn.outvars[0].aval.shape)
+            total = 2 * out * product(from_jax(lhs[i]) for i in contracted) + total
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            out = product(from_jax(d) for d in eqn.outvars[0].aval.shape)
+            total = 2 * out * (product(from_jax(d) for d in kernel) // features) + total
+        else:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            inner = [flops(body) for body in compat.bodies(eqn)]
+            if eqn.primitive.name == "cond":
+                inner = [max(inner, key=lambda f: value(f, {}))]
+            for f in inner:
+                total = from_jax(times) * f + total
+    return total
 
 
 def memory(closed: ClosedJaxpr) -> tuple[float, float]:

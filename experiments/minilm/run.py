@@ -1,0 +1,161 @@
+"""The main job: a sentence encoder with low-rank adapters, before and after `sym_optimize`.
+
+python experiments/minilm/run.py            # everything, under a minute on two cores
+python experiments/minilm/run.py --quick    # two layers, few rounds: a smoke test
+"""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness
+import jax
+import model
+import numpy as np
+import weights
+
+from symjax_rewrite import sym_optimize
+
+SENTENCES = (
+    "The weather is lovely today.",
+    "It's so sunny outside!",
+    "Heavy rain and thunder are expected tonight.",
+    "He drove to the stadium to watch the match.",
+    "The home team scored twice in the second half.",
+    "Knead the dough and let it rest for an hour.",
+    "Bake the bread until its crust is golden.",
+    "A compiler rewrites programs so that they run faster.",
+    "The program was slow because it multiplied large matrices.",
+    "Associativity lets us choose the order of a matrix chain.",
+    "Jupiter is the largest planet of the solar system.",
+    "The telescope photographed a distant galaxy.",
+)
+TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two layers, few rounds")
+    quick = parser.parse_args().quick
+    encoder = weights.load()
+    params, adapters = encoder.params, weights.lora_adapters(encoder.params)
+    if quick:
+        params = {**params, "layers": params["layers"][:2]}
+        adapters = adapters[:2]
+    params, adapters = jax.device_put((params, adapters))
+    ids, mask = jax.device_put(encoder.tokenise(SENTENCES, TOKENS))
+    arguments = (params, adapters, ids, mask)
+    print(f"MiniLM, {len(adapters)} layers, adapters of rank 8 on every projection.")
+    print(f"Weights: {encoder.origin}.")
+    print(f"Input: {len(SENTENCES)} sentences of up to {TOKENS} tokens.\n")
+
+    plain, rewritten = jax.jit(model.encode), sym_optimize(model.encode)
+    difference = compare_meaning(plain(*arguments), rewritten(*arguments))
+    report = rewritten.explain(*arguments)
+    tell_rules(report)
+    resources = tell_resources(report)
+    build = tell_build(arguments, rounds=1 if quick else 3)
+    speed = tell_speed(plain, rewritten, arguments, rounds=3 if quick else 11)
+    if not quick:
+        rules = {rule.name: rule.count for rule in report.rules}
+        save(encoder.origin, difference, rules, resources, build, speed)
+
+
+def compare_meaning(before: jax.Array, after: jax.Array) -> float:
+    """Print the similarities, and how far both programs are apart; returns that."""
+    heading("Cosine similarities (rewritten program)")
+    similarity = np.asarray(after) @ np.asarray(after).T
+    print(" " * 46 + "".join(f"{i + 1:>6}" for i in range(len(similarity))))
+    for i, row in enumerate(similarity):
+        sentence = textwrap.shorten(SENTENCES[i], 41, placeholder="…")
+        print(f"{i + 1:>3} {sentence:<42}" + "".join(f"{value:6.2f}" for value in row))
+    difference = float(np.abs(np.asarray(before) @ np.asarray(before).T - similarity).max())
+    print(f"\nLargest difference from the unrewritten program's: {difference:.1e}")
+    return difference
+
+
+def tell_rules(report: Any) -> None:
+    heading("Rules that fired")
+    for rule in report.rules:
+        print(f"{rule.count:>4} × {rule.name:<28} {rule.property}")
+        for place in unique(rule.where):
+            print(f"         {place}")
+
+
+def unique(where: Any) -> list[str]:
+    places = [where] if isinstance(where, str) else list(where)
+    return list(dict.fromkeys(str(place) for place in places))
+
+
+def tell_resources(report: Any) -> dict[str, list[str]]:
+    heading("Resources, from the program alone")
+    units = {"flops": "FLOP", "bytes": "B", "largest_intermediate": "B"}
+    rows = {}
+    print(f"{'':<24}{'before':>14}{'after':>14}")
+    for name, unit in units.items():
+        before, after = (float(getattr(side, name)) for side in (report.before, report.after))
+        cells = [harness.quantity(value, unit) for value in (before, after)]
+        rows[name.replace("_", " ")] = cells
+        print(f"{name.replace('_', ' '):<24}{cells[0]:>14}{cells[1]:>14}")
+    return rows
+
+
+def tell_build(arguments: tuple, rounds: int) -> harness.BuildTime:
+    heading("Time before the first call")
+    build = harness.build_time(model.encode, sym_optimize, harness.specs_of(arguments), rounds)
+    print(f"optimiser                {harness.duration(build.optimise_s):>10}")
+    print(f"XLA compile, as written  {harness.duration(build.compile_s):>10}")
+    print(f"XLA compile, rewritten   {harness.duration(build.compile_after_s):>10}")
+    print(f"optimiser / compile      {build.share:>10.1%}")
+    return build
+
+
+def tell_speed(plain: Any, rewritten: Any, arguments: tuple, rounds: int) -> dict[str, Any]:
+    heading("Time per call, measured in turn (median, quartiles of the ratio)")
+    params, adapters, ids, mask = arguments
+    speed = {}
+    for title, rows in ((f"{len(ids)} sentences", len(ids)), ("1 sentence", 1)):
+        call = (params, adapters, ids[:rows], mask[:rows])
+        samples = harness.interleave(
+            {"before": lambda c=call: plain(*c), "after": lambda c=call: rewritten(*c)}, rounds
+        )
+        ratio = samples.ratio("before", "after")
+        before, after = (harness.duration(samples.median(name)) for name in ("before", "after"))
+        print(f"{title:<16}{before:>10} → {after:>8}   {ratio} times as fast")
+        speed[title] = {"before": before, "after": after, "ratio": ratio}
+    return speed
+
+
+def save(
+    origin: str,
+    difference: float,
+    rules: dict[str, int],
+    resources: dict[str, list[str]],
+    build: harness.BuildTime,
+    speed: dict[str, dict],
+) -> None:
+    rows = [[name, *cells, ""] for name, cells in resources.items()]
+    rows += [[f"{title}, time", *one.values()] for title, one in speed.items()]
+    compiles = (build.compile_s, build.compile_after_s)
+    rows.append(["XLA compile time", *map(harness.duration, compiles), ""])
+    rows.append(["optimiser time", "", harness.duration(build.optimise_s), f"{build.share:.1%}"])
+    rows.append(["largest difference of a similarity", "", f"{difference:.1e}", ""])
+    rows.append(["rules", "", ", ".join(f"{n} × {name}" for name, n in rules.items()), ""])
+    table = harness.markdown_table(["", "before", "after", "ratio"], rows)
+    harness.write_table(HERE / "README.md", table, f"Weights: {origin}.")
+    record = {"weights": origin, "largest_similarity_difference": difference, "rules": rules}
+    record |= {"resources": resources, "build": build, "speed": speed}
+    harness.write_json(HERE / "results.json", record)
+
+
+def heading(text: str) -> None:
+    print(f"\n{text}\n{'─' * len(text)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""How folds are cut into blocks: a small table of measurements (may import the spec)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, terms_of
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the `xla` backend cuts a fold.
+
+    Args:
+        rows: rows per block.
+        cols: columns per block.
+        inner: batch axes that a block holds whole; the others are looped over.
+    """
+
+    rows: int
+    cols: int
+    inner: tuple[str, ...] = ()
+
+
+def even(size: int, block: int) -> int:
+    """The block size nearest below `block` that cuts `size` into blocks of (almost) one size."""
+    return -(-size // -(-size // block)) if size else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A row of the table: what was fastest, f32 on two cores with 1 MiB of L2 each (2025-11).
+
+    Args:
+        rows: rows per block.
+        cols: columns per block.
+        pairs: a block holds whole batch axes while it has at most so many pairs.
+    """
+
+    rows: int
+    cols: int
+    pairs: int = 2**19
+
+
+# time against the plain program at the cut chosen, where it was measured
+XLA_CUTS = {
+    "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17
+    "elementwise": Cut(128, 512),  # N-body of 8192: 0.07
+    "banded": Cut(256, 512),  # causal attention, H = 4, d = 64, T = 4096: 0.16
+    "narrow": Cut(256, 2048),  # attention, H = 4, d = 64, T = 512: 0.5, 4096: 0.15
+    "wide": Cut(512, 1024),  # cross-entropy, 1024 rows, d = 512, 50,000 words: 0.59
+}
+NARROW = 128  # features contracted, at most
+
+
+def xla_cut(spec: FoldSpec) -> Cut:
+    """The row of the table that a fold falls under."""
+    if any(isinstance(o, TopK) for o in spec.outputs):
+        return XLA_CUTS["top-k"]
+    if not spec.contractions:
+        return XLA_CUTS["elementwise"]
+    if spec.band != Band():
+        return XLA_CUTS["banded"]
+    widest = max(spec.width(c.row) for c in spec.contractions)
+    return XLA_CUTS["narrow" if widest <= NARROW else "wide"]
+
+
+def xla_blocks(spec: FoldSpec) -> Blocks:
+    """The cut for a fold on the `xla` backend."""
+    cut = xla_cut(spec)
+    rows = even(spec.rows, cut.rows)
+    cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
+    inner: list[str] = []
+    held = rows * max(cols, 1)
+    for axis in reversed(spec.batch):
+        held *= spec.size[axis]
+        if held > cut.pairs:
+            break
+        inner.insert(0, axis)
+    return Blocks(rows, cols, tuple(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBlocks:
+    """How the `triton` backend cuts a fold.
+
+    Args:
+        rows: rows per program.
+        cols: columns per step.
+        chunk: features per step, where there are too many to hold.
+        warps: warps per program.
+        stages: depth of the load pipeline.
+        splits: programs that share the columns of one block of rows.
+    """
+
+    rows: int = 64
+    cols: int = 64
+    chunk: int = 64
+    warps: int = 4
+    stages: int = 2
+    splits: int = 1
+
+
+# (bytes held per pair of a row and a column, at most) and the cut: the largest that an H200 compiles
+# without spilling for attention forward, dQ and dK/dV at head sizes 64 to 256, ahead of time. How
+# fast they are was not measured.
+TRITON_CUTS = (
+    (256, TritonBlocks(128, 64, warps=4)),
+    (512, TritonBlocks(128, 64, warps=8)),
+    (1024, TritonBlocks(64, 64, warps=8)),
+    (2048, TritonBlocks(64, 32, warps=8)),
+    (4096, TritonBlocks(16, 32, warps=8)),
+)
+TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
+TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
+WIDE = 256  # features contracted in one step, at most
+MULTIPROCESSORS = 132
+
+
+def triton_blocks(spec: FoldSpec) -> TritonBlocks:
+    """The cut for a fold on the `triton` backend."""
+    blocks = _triton_cut(spec)
+    rows = min(blocks.rows, power_of_two(spec.rows))
+    cols = min(blocks.cols, power_of_two(spec.cols))
+    programs = math.prod(spec.batch_shape) * -(-spec.rows // rows)
+    splits = 1
+    if 2 * programs <= MULTIPROCESSORS:
+        most = max(1, spec.cols // (4 * cols))
+        splits = min(-(-2 * MULTIPROCESSORS // programs), most, 32)
+    return replace(blocks, rows=rows, cols=cols, splits=splits)
+
+
+def _triton_cut(spec: FoldSpec) -> TritonBlocks:
+    if not spec.contractions:
+        return TRITON_ELEMENTWISE
+    if any(spec.width(c.row) > WIDE for c in spec.contractions):
+        return TRITON_WIDE
+    held = bytes_held(spec)
+    return next((b for limit, b in TRITON_CUTS if held <= limit), TRITON_CUTS[-1][1])
+
+
+def bytes_held(spec: FoldSpec) -> int:
+    """Bytes of features that one row and one column bring: contracted, and summed."""
+    numbers = [c.col for c in spec.contractions]
+    numbers += [t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None]
+    return sum(power_of_two(spec.width(k)) * _itemsize(spec.operands[k].dtype) for k in numbers)
+
+
+def _itemsize(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is no less than `size`, and at least 16 (what a dot needs)."""
+    return max(16, 1 << max(size - 1, 0).bit_length())

@@ -1,0 +1,380 @@
+"""What a fold computes, as data (may import the ground layer and `monoid`).
+
+A fold reduces *tiles*, elementwise terms over a pair of axes (row m, column n), along n, and never
+makes a tile whole. A `FoldSpec` names every axis; what an operand is follows from its axes:
+
+    row operand   [batch.., m, feature..]      column operand   [batch.., n, feature..]
+    pair operand  [batch.., m, n]              batch operand    [batch..]  (a scalar per batch)
+
+An operand may lack any batch axis, and is then shared along it, never repeated. Axes may stand in
+any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.errors import UsageError
+
+Array = Any
+TileFunction = Callable[[tuple[Array, ...], tuple[Array, ...], Array, Array], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One input array: the name of each of its axes, in order, and its dtype."""
+
+    axes: tuple[str, ...]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """The tile `Σ_over row·col` of a row operand and a column operand.
+
+    Args:
+        row: number of the row operand.
+        col: number of the column operand.
+        over: the feature axes summed over.
+        dtype: what is accumulated and returned.
+        precision: as in `jax.lax.dot`: "default", "high", "highest", or None.
+    """
+
+    row: int
+    col: int
+    over: tuple[str, ...]
+    dtype: str = "float32"
+    precision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The elementwise program from contractions and operands to one or more tiles.
+
+    Args:
+        fun: `fun(dots, values, i, j)`: the contractions, the operands named in `reads`, the
+            int32 row and column numbers. All broadcast against each other as in NumPy; so must
+            the tiles returned (one array or a tuple). Constants inside must be scalars.
+            `from_scalars` makes one out of a function of scalars, a scalar jaxpr for instance.
+        reads: numbers of the operands without feature axes that `fun` is given.
+        key: what equality and hashing compare beside `reads`; `fun` itself if left out.
+        form: what the program is, where a library call exists for it (see `fold_library`).
+    """
+
+    fun: TileFunction = field(compare=False)
+    reads: tuple[int, ...] = ()
+    key: Hashable = None
+    form: Hashable = None
+
+    def __post_init__(self) -> None:
+        if self.key is None:
+            object.__setattr__(self, "key", self.fun)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One sum `Σ_n p·factor·weights`.
+
+    Args:
+        weights: number of a column operand [batch.., n, feature..]; None for 1.
+        factor: number of a tile; None for 1.
+        round_to: dtype the summand's tile part is rounded to before it meets the weights.
+        precision: of that product, as in `jax.lax.dot`.
+    """
+
+    weights: int | None = None
+    factor: int | None = None
+    round_to: str | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extremum:
+    """`max_n`, `min_n`, `any_n` or `all_n` of a tile (`kind`); result [batch.., m]."""
+
+    kind: str
+    tile: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """`Σ_n t·factor·weights` for each term; results [batch.., m, feature..]."""
+
+    terms: tuple[Term, ...] = (Term(),)
+    tile: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpSums:
+    """`max_n t` and `Σ_n e^(t-s)·factor·weights` for each term, in one pass.
+
+    The shift s is the maximum where that is finite, else 0: a row that is all -inf has sums 0. For
+    a shift r of one's own multiply the sums by `exp(shift_of(max) - r)`; with r = max this gives
+    NaN for such a row, as the plain softmax does.
+
+    Args:
+        terms: the sums.
+        tile: number of the tile.
+        any_shift: the first result may be any finite shift instead of the maximum.
+    """
+
+    terms: tuple[Term, ...] = (Term(),)
+    tile: int = 0
+    any_shift: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ArgExtremum:
+    """The extreme value of a row and its int32 column, as `jnp.argmax` and `jnp.argmin` choose."""
+
+    larger: bool = True
+    tile: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The k largest values of a row and their int32 columns, as `lax.top_k`; [batch.., m, k]."""
+
+    k: int
+    tile: int = 0
+
+
+Output = Extremum | Sums | ExpSums | ArgExtremum | TopK
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """Row algebra on the results, done where they are made (a division, a cast, a layout).
+
+    Args:
+        fun: `fun(results, values)`: per output its results, then the operands named in `reads`,
+            each as [.., m, f] with f its merged features or 1, so that they broadcast. Returns a
+            tuple, broadcastable likewise.
+        axes: the axes of each result, in the order wanted: the batch axes, the row axis, and any
+            feature axes.
+        reads: numbers of row and batch operands.
+        key: what equality and hashing compare beside these; `fun` itself if left out.
+    """
+
+    fun: Callable[[tuple, tuple], tuple] = field(compare=False)
+    axes: tuple[tuple[str, ...], ...]
+    reads: tuple[int, ...] = ()
+    key: Hashable = None
+
+    def __post_init__(self) -> None:
+        if self.key is None:
+            object.__setattr__(self, "key", self.fun)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Columns that matter: j with `i + lower <= j <= i + upper` and `j < length`.
+
+    A promise, not a mask: outside it every tile must hold what its outputs ignore (-inf under
+    exp and max, 0 under sums), and backends may skip such tiles or compute them.
+
+    Args:
+        lower: least j - i; None for no bound.
+        upper: greatest j - i; None for no bound.
+        length: number of an integer batch operand that bounds j; None for no bound.
+    """
+
+    lower: int | None = None
+    upper: int | None = None
+    length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSpec:
+    """A fold; hashable, and valid once it exists.
+
+    Args:
+        sizes: every axis with its size.
+        batch: the batch axes, in the order of the results.
+        row: the row axis.
+        col: the column axis, reduced.
+        operands: the inputs.
+        contractions: the tiles that are small contractions.
+        tile: the elementwise program over them.
+        outputs: what is reduced.
+        band: which columns matter.
+        epilogue: row algebra on the results; without it they are returned as they are.
+
+    Raises:
+        UsageError: the parts do not fit.
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    batch: tuple[str, ...]
+    row: str
+    col: str
+    operands: tuple[Operand, ...]
+    contractions: tuple[Contraction, ...]
+    tile: Tile
+    outputs: tuple[Output, ...]
+    band: Band = Band()
+    epilogue: Epilogue | None = None
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Axis name to size."""
+        return dict(self.sizes)
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Sizes of the batch axes."""
+        return tuple(self.size[a] for a in self.batch)
+
+    @property
+    def rows(self) -> int:
+        """Size of the row axis."""
+        return self.size[self.row]
+
+    @property
+    def cols(self) -> int:
+        """Size of the column axis."""
+        return self.size[self.col]
+
+    def extent(self, axis: str) -> int:
+        """Size of an axis, also of the one along which a top-k lists its values."""
+        return int(axis[1:]) if axis.startswith(PLACES) else self.size[axis]
+
+    def features(self, operand: int) -> tuple[str, ...]:
+        """The axes of an operand that are neither batch, row nor column, in its order."""
+        shared = {*self.batch, self.row, self.col}
+        return tuple(a for a in self.operands[operand].axes if a not in shared)
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """The shape of an operand."""
+        return tuple(self.size[a] for a in self.operands[operand].axes)
+
+    def width(self, operand: int) -> int:
+        """How many features an operand has."""
+        return math.prod(self.size[a] for a in self.features(operand))
+
+
+PLACES = "#"  # the axis of a top-k is called "#k"
+
+
+def result_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
+    """The axes of everything a fold returns, flat."""
+    return spec.epilogue.axes if spec.epilogue else state_axes(spec)
+
+
+def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
+    """The axes of the results before any epilogue, flat."""
+    lead, axes = (*spec.batch, spec.row), []
+    for output in spec.outputs:
+        match output:
+            case Extremum():
+                axes.append(lead)
+            case ArgExtremum():
+                axes += [lead, lead]
+            case TopK(k=k):
+                axes += [(*lead, f"{PLACES}{k}")] * 2
+            case _:
+                axes += [lead] * isinstance(output, ExpSums)
+                for term in output.terms:
+                    wide = () if term.weights is None else spec.features(term.weights)
+                    axes.append((*lead, *wide))
+    return tuple(axes)
+
+
+def terms_of(output: Output) -> tuple[Term, ...]:
+    """The sums of an output, if it has any."""
+    return output.terms if isinstance(output, (Sums, ExpSums)) else ()
+
+
+def from_scalars(fun: TileFunction) -> TileFunction:
+    """A tile function from one of scalars, by mapping it over rows, columns and batches.
+
+    Example:
+        >>> tile = from_scalars(lambda dots, values, i, j: dots[0] * 2.0)
+        >>> tile((jnp.ones((2, 3)),), (), jnp.zeros((2, 1), int), jnp.zeros((1, 3), int)).shape
+        (2, 3)
+    """
+
+    def mapped(dots: tuple, values: tuple, i: Array, j: Array) -> Any:
+        args = (dots, values, i, j)
+        rank = max((jnp.ndim(x) for x in jax.tree.leaves(args)), default=0)
+        return _map_axes(fun, rank, args)
+
+    return mapped
+
+
+def _map_axes(fun: Callable, rank: int, args: tuple) -> Any:
+    """Map over `rank` leading axes; an array of fewer, or of size 1 there, is shared."""
+    if rank == 0:
+        return fun(*args)
+    leaves, tree = jax.tree.flatten(args)
+    size = max(x.shape[0] for x in leaves if jnp.ndim(x) == rank)
+    varies = [jnp.ndim(x) == rank and (x.shape[0] > 1 or size == 1) for x in leaves]
+    first = [
+        lax.squeeze(x, (0,)) if jnp.ndim(x) == rank and not v else x
+        for x, v in zip(leaves, varies, strict=True)
+    ]
+
+    def inner(*flat: Array) -> Any:
+        return _map_axes(fun, rank - 1, jax.tree.unflatten(tree, flat))
+
+    return jax.vmap(inner, in_axes=[0 if v else None for v in varies], axis_size=size)(*first)
+
+
+def flops(spec: FoldSpec) -> int:
+    """Multiplications and additions of the contractions and weighted sums, whole tiles counted."""
+    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
+    total = sum(spec.width(c.row) for c in spec.contractions)
+    for output in spec.outputs:
+        total += sum(spec.width(t.weights) for t in terms_of(output) if t.weights is not None)
+    return 2 * pairs * total
+
+
+def _validate(spec: FoldSpec) -> None:
+    def check(holds: bool, what: str, got: object) -> None:
+        if not holds:
+            raise UsageError(f"not a fold: {what}", got=got)
+
+    size, shared = spec.size, {*spec.batch, spec.row, spec.col}
+    check(len(size) == len(spec.sizes) and len(shared) == len(spec.batch) + 2, "axes repeat", size)
+    check(shared <= set(size), "an axis has no size", shared - set(size))
+    for operand in spec.operands:
+        axes = operand.axes
+        check(len(set(axes)) == len(axes), "an operand reads an axis twice", axes)
+        check(set(axes) <= set(size), "an operand's axis has no size", axes)
+    for c in spec.contractions:
+        for number, axis, other in ((c.row, spec.row, spec.col), (c.col, spec.col, spec.row)):
+            axes = spec.operands[number].axes
+            check(axis in axes and other not in axes, "a contraction's operand lacks its axis", c)
+            check(set(spec.features(number)) == set(c.over), "features left over", c)
+    for number in spec.tile.reads:
+        check(not spec.features(number), "a tile reads an operand with features", number)
+    for output in spec.outputs:
+        for term in terms_of(output):
+            if term.weights is not None:
+                axes = spec.operands[term.weights].axes
+                check(
+                    spec.col in axes and spec.row not in axes, "weights are no column operand", term
+                )
+        if isinstance(output, Extremum):
+            check(output.kind in ("max", "min", "any", "all"), "no such extremum", output.kind)
+    if spec.epilogue is not None:
+        for axes in spec.epilogue.axes:
+            check({*spec.batch, spec.row} <= set(axes), "a result lacks a batch or row axis", axes)
+            check(spec.col not in axes and len(set(axes)) == len(axes), "a result's axes", axes)
+        for number in spec.epilogue.reads:
+            check(spec.col not in spec.operands[number].axes, "an epilogue reads columns", number)
+    length = spec.band.length
+    if length is not None:
+        check(
+            set(spec.operands[length].axes) <= set(spec.batch), "length is no batch operand", length
+        )

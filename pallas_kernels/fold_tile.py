@@ -1,0 +1,267 @@
+"""One tile of a fold: reading blocks, the tile program, and each output's monoid.
+
+May import `monoid` and the spec. Shared by the reference (one tile that covers everything) and the
+`xla` backend (many). A block keeps the batch axes named in `inner` and is at one place of all
+others; its axes stand in the order (inner batch axes, row, column, features).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite import monoid
+from symjax_rewrite.monoid import Monoid, State
+from symjax_rewrite.pallas_kernels.fold_spec import (
+    ArgExtremum,
+    Contraction,
+    ExpSums,
+    Extremum,
+    FoldSpec,
+    Output,
+    Sums,
+    Term,
+    TopK,
+    result_axes,
+    terms_of,
+)
+
+Array = Any
+EXTREMA = {"max": monoid.MAX, "min": monoid.MIN, "any": monoid.ANY, "all": monoid.ALL}
+
+
+def block_axes(spec: FoldSpec, number: int, inner: Sequence[str]) -> tuple[str, ...]:
+    """The axes of an operand's block, in a block's order."""
+    axes = spec.operands[number].axes
+    kept = [a for a in (*inner, spec.row, spec.col) if a in axes]
+    return (*kept, *spec.features(number))
+
+
+def read_block(
+    spec: FoldSpec,
+    number: int,
+    array: Array,
+    place: Mapping[str, Any],
+    extent: Mapping[str, int],
+    inner: Sequence[str],
+) -> Array:
+    """An operand's block at `place` with `extent`; axes not named there are read whole."""
+    axes = spec.operands[number].axes
+    starts = [place.get(a, 0) for a in axes]
+    sizes = [extent.get(a, spec.size[a]) for a in axes]
+    if tuple(sizes) != array.shape:
+        array = lax.dynamic_slice(array, starts, sizes)
+    target = block_axes(spec, number, inner)
+    dropped = tuple(k for k, a in enumerate(axes) if a not in target)
+    kept = [a for a in axes if a in target]
+    return lax.transpose(lax.squeeze(array, dropped), [kept.index(a) for a in target])
+
+
+def _letters(spec: FoldSpec) -> dict[str, str]:
+    names = [*spec.batch, spec.row, spec.col, *(a for a, _ in spec.sizes)]
+    unique = dict.fromkeys(names)
+    return {
+        a: chr(ord("a") + k) if k < 26 else chr(ord("A") + k - 26) for k, a in enumerate(unique)
+    }
+
+
+def contract(
+    spec: FoldSpec, contraction: Contraction, blocks: Sequence[Array], inner: Sequence[str]
+) -> Array:
+    """The tile of a contraction, with a size-1 axis for each inner batch axis neither side has."""
+    letter = _letters(spec)
+    sides = [block_axes(spec, k, inner) for k in (contraction.row, contraction.col)]
+    full = (*inner, spec.row, spec.col)
+    present = [a for a in full if a in sides[0] or a in sides[1]]
+    equation = "{},{}->{}".format(*("".join(letter[a] for a in axes) for axes in (*sides, present)))
+    tile = jnp.einsum(
+        equation,
+        blocks[contraction.row],
+        blocks[contraction.col],
+        precision=contraction.precision,
+        preferred_element_type=jnp.dtype(contraction.dtype),
+    )
+    return lax.expand_dims(tile, [k for k, a in enumerate(full) if a not in present])
+
+
+def tiles(
+    spec: FoldSpec, blocks: Sequence[Array], i: Array, j: Array, inner: Sequence[str]
+) -> tuple[Array, ...]:
+    """Every tile the tile program gives, broadcast to (inner batch axes, rows, columns)."""
+    dots = tuple(contract(spec, c, blocks, inner) for c in spec.contractions)
+    full = (*inner, spec.row, spec.col)
+    values = []
+    for number in spec.tile.reads:
+        axes = block_axes(spec, number, inner)
+        missing = [k for k, a in enumerate(full) if a not in axes]
+        values.append(lax.expand_dims(blocks[number], missing))
+    out = spec.tile.fun(dots, tuple(values), i, j)
+    shape = (*(spec.size[a] for a in inner), i.shape[0], j.shape[1])
+    return tuple(
+        jnp.broadcast_to(t, shape) for t in (out if isinstance(out, (tuple, list)) else (out,))
+    )
+
+
+def accumulator(dtype: Any) -> jnp.dtype:
+    """The dtype in which values of `dtype` are summed: at least f32, or i32."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.promote_types(dtype, jnp.float32)
+    return dtype
+
+
+def _measure(
+    spec: FoldSpec,
+    term: Term,
+    all_tiles: Sequence[Array],
+    blocks: Sequence[Array],
+    inner: Sequence[str],
+) -> monoid.Measure:
+    def measure(p: Array) -> Array:
+        if term.factor is not None:
+            p = p * all_tiles[term.factor].astype(p.dtype)
+        total = accumulator(p.dtype)
+        if term.weights is None:
+            return jnp.sum(p, axis=-1, dtype=total)
+        weights = blocks[term.weights]
+        if term.round_to is None:
+            weights = weights.astype(jnp.promote_types(total, weights.dtype))
+            p = p.astype(weights.dtype)
+        else:
+            p = p.astype(term.round_to)
+        letter = _letters(spec)
+        axes = block_axes(spec, term.weights, inner)
+        tile_axes = (*inner, spec.row, spec.col)
+        out = (*inner, spec.row, *spec.features(term.weights))
+        equation = "{},{}->{}".format(
+            *("".join(letter[a] for a in names) for names in (tile_axes, axes, out))
+        )
+        return jnp.einsum(
+            equation,
+            p,
+            weights,
+            precision=term.precision,
+            preferred_element_type=jnp.promote_types(total, weights.dtype),
+        )
+
+    return measure
+
+
+def monoid_of(output: Output) -> Monoid:
+    """The monoid an output is reduced by."""
+    match output:
+        case Extremum(kind=kind):
+            return EXTREMA[kind]
+        case Sums():
+            return monoid.SUM
+        case ExpSums():
+            return monoid.EXP_SUMS
+        case ArgExtremum(larger=larger):
+            return monoid.ARGMAX if larger else monoid.ARGMIN
+        case TopK(k=k):
+            return monoid.top_k(k)
+
+
+def block_arguments(
+    spec: FoldSpec,
+    output: Output,
+    all_tiles: Sequence[Array],
+    blocks: Sequence[Array],
+    j: Array,
+    inner: Sequence[str],
+) -> tuple[Any, ...]:
+    """What the output's monoid lifts from one tile."""
+    tile = all_tiles[output.tile]
+    if isinstance(output, (ArgExtremum, TopK)):
+        return tile, j
+    if isinstance(output, Extremum):
+        return (tile.astype(bool) if output.kind in ("any", "all") else tile,)
+    if isinstance(output, ExpSums):
+        tile = tile.astype(accumulator(tile.dtype))
+    measures = [_measure(spec, t, all_tiles, blocks, inner) for t in terms_of(output)]
+    return tile, measures
+
+
+def lift_block(
+    spec: FoldSpec, blocks: Sequence[Array], i: Array, j: Array, inner: Sequence[str]
+) -> tuple[State, ...]:
+    """The state of each output after this tile alone."""
+    made = tiles(spec, blocks, i, j, inner)
+    return tuple(
+        monoid_of(o).lift(*block_arguments(spec, o, made, blocks, j, inner)) for o in spec.outputs
+    )
+
+
+def absorb_block(
+    spec: FoldSpec,
+    states: Sequence[State],
+    blocks: Sequence[Array],
+    i: Array,
+    j: Array,
+    inner: Sequence[str],
+) -> tuple[State, ...]:
+    """The state of each output after one more tile."""
+    made = tiles(spec, blocks, i, j, inner)
+    return tuple(
+        monoid_of(o).extend(s, *block_arguments(spec, o, made, blocks, j, inner))
+        for o, s in zip(spec.outputs, states, strict=True)
+    )
+
+
+def finish(
+    spec: FoldSpec,
+    states: Sequence[State],
+    blocks: Sequence[Array],
+    inner: Sequence[str],
+) -> list[Array]:
+    """Everything a fold returns for a block, flat, each as [inner batch axes, rows, features]."""
+    leaves = [x for state in states for x in state]
+    if spec.epilogue is None:
+        return leaves
+    lead = len(inner) + 1
+    wide = tuple(tuple(_merge(x, lead) for x in state) for state in states)
+    values = [_row_value(spec, k, blocks[k], inner) for k in spec.epilogue.reads]
+    out = spec.epilogue.fun(wide, tuple(values))
+    arrays = []
+    for x, axes in zip(out, spec.epilogue.axes, strict=True):
+        features = [spec.size[a] for a in axes if a not in (*spec.batch, spec.row)]
+        shape = leaves[0].shape[:lead]
+        x = jnp.broadcast_to(x, (*shape, math.prod(features)))
+        arrays.append(x.reshape(*shape, *features))
+    return arrays
+
+
+def _merge(x: Array, lead: int) -> Array:
+    return x.reshape(*x.shape[:lead], math.prod(x.shape[lead:]))
+
+
+def _row_value(spec: FoldSpec, number: int, block: Array, inner: Sequence[str]) -> Array:
+    axes = block_axes(spec, number, inner)
+    missing = [k for k, a in enumerate((*inner, spec.row)) if a not in axes]
+    return _merge(lax.expand_dims(block, missing), len(inner) + 1)
+
+
+def arrange(spec: FoldSpec, number: int, x: Array, inner: Sequence[str]) -> Array:
+    """Result `number` of a block in the order of its axes, with size 1 for outer batch axes."""
+    axes = result_axes(spec)[number]
+    shared = (*spec.batch, spec.row)
+    x = lax.expand_dims(x, [k for k, a in enumerate(spec.batch) if a not in inner])
+    order = (*shared, *(a for a in axes if a not in shared))
+    return lax.transpose(x, [order.index(a) for a in axes])
+
+
+def bundle(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
+    """What a fold returns: flat after an epilogue, else one tuple per output."""
+    if spec.epilogue is not None:
+        return tuple(arrays)
+    rest = iter(arrays)
+    counts = [len(terms_of(o)) + isinstance(o, ExpSums) for o in spec.outputs]
+    for k, output in enumerate(spec.outputs):
+        counts[k] += {Extremum: 1, ArgExtremum: 2, TopK: 2}.get(type(output), 0)
+    return tuple(tuple(next(rest) for _ in range(count)) for count in counts)

@@ -1,0 +1,165 @@
+"""Folds streamed by lax loops: any device, memory linear (may import the spec and `fold_tile`).
+
+An outer loop runs over blocks of rows (and over batch axes that do not fit), an inner one over
+blocks of columns. Blocks are read where they lie, so nothing is transposed, padded or repeated:
+the last block of rows overlaps the one before, the last columns are a block of their own size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.monoid import State
+from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, xla_blocks
+from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
+from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec, result_axes
+from symjax_rewrite.pallas_kernels.fold_tile import (
+    absorb_block,
+    arrange,
+    bundle,
+    finish,
+    lift_block,
+    monoid_of,
+    read_block,
+)
+from symjax_rewrite.pallas_kernels.support import YES, Support
+
+Array = Any
+
+
+def supports(spec: FoldSpec) -> Support:
+    """Every fold, on every device."""
+    del spec
+    return YES
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """One fold in execution: its operands and how it is cut."""
+
+    spec: FoldSpec
+    operands: Sequence[Array]
+    blocks: Blocks
+
+    def read(self, number: int, place: dict[str, Any], extent: dict[str, int]) -> Array:
+        outer = {a: 1 for a in self.spec.batch if a not in self.blocks.inner}
+        extent = {**outer, **extent}
+        return read_block(
+            self.spec, number, self.operands[number], place, extent, self.blocks.inner
+        )
+
+    def column_range(self, place: dict[str, Any]) -> tuple[Any, Any]:
+        """First and one past the last column that matter to the block of rows at `place`."""
+        spec, band = self.spec, self.spec.band
+        first, last = place.get(spec.row, 0), place.get(spec.row, 0) + self.blocks.rows - 1
+        low = 0 if band.lower is None else jnp.maximum(first + band.lower, 0)
+        high: Any = spec.cols
+        if band.upper is not None:
+            high = jnp.clip(last + band.upper + 1, 0, high)
+        if band.length is not None:
+            length = jnp.max(self.read(band.length, place, {}))
+            high = jnp.clip(length.astype(jnp.int32), 0, high)
+        return low, high
+
+    def rows(self, place: dict[str, Any]) -> list[Array]:
+        """What the fold returns for one block of rows, flat."""
+        spec = self.spec
+        row_extent = {spec.row: self.blocks.rows}
+        with_rows = [spec.row in o.axes for o in spec.operands]
+        with_cols = [spec.col in o.axes for o in spec.operands]
+        fixed = {
+            k: self.read(k, place, row_extent) for k, moves in enumerate(with_cols) if not moves
+        }
+        i = (place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32))[:, None]
+
+        def block(start: Any, width: int) -> tuple[list[Array], Array, Array]:
+            extent = {spec.col: width}
+            arrays = [
+                fixed[k]
+                if k in fixed
+                else self.read(
+                    k,
+                    {**place, spec.col: start},
+                    {**extent, **row_extent} if with_rows[k] else extent,
+                )
+                for k in range(len(spec.operands))
+            ]
+            return arrays, i, (start + jnp.arange(width, dtype=jnp.int32))[None, :]
+
+        reads = spec.epilogue.reads if spec.epilogue else ()
+        rows = [fixed.get(k) for k in range(len(spec.operands))]
+        assert all(rows[k] is not None for k in reads)
+        return finish(spec, self.columns(place, block), rows, self.blocks.inner)
+
+    def columns(self, place: dict[str, Any], block: Any) -> tuple[State, ...]:
+        """The states after every block of columns that matters."""
+        spec, size = self.spec, self.blocks.cols
+        full, tail = divmod(spec.cols, size) if size else (0, 0)
+        if full <= 1 and tail == 0:
+            return lift_block(spec, *block(0, spec.cols), self.blocks.inner)
+        low, high = self.column_range(place)
+        first = low // size
+        last = jnp.minimum(-(-high // size), full) if not isinstance(high, int) else full
+
+        def step(b: Any, states: tuple[State, ...]) -> tuple[State, ...]:
+            return absorb_block(spec, states, *block(b * size, size), self.blocks.inner)
+
+        avals = jax.eval_shape(lambda: lift_block(spec, *block(0, size), self.blocks.inner))
+        states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
+        states = lax.fori_loop(first, last, step, states)
+        if tail:
+            states = absorb_block(spec, states, *block(full * size, tail), self.blocks.inner)
+        return states
+
+
+def fold_xla(spec: FoldSpec, *operands: Any, blocks: Blocks | None = None) -> tuple[Any, ...]:
+    """A fold, streamed.
+
+    Args:
+        spec: the fold.
+        operands: one array per operand of the spec.
+        blocks: how it is cut; chosen from the table of measurements if left out.
+
+    Returns:
+        The same as `fold_reference`.
+    """
+    shapes = flat_shapes(spec)
+    if spec.rows == 0 or 0 in spec.batch_shape:
+        return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])
+    sweep = _Sweep(spec, operands, blocks or xla_blocks(spec))
+    inner = sweep.blocks.inner
+    outer = [a for a in spec.batch if a not in inner]
+    row_blocks = -(-spec.rows // sweep.blocks.rows)
+    total = math.prod(spec.size[a] for a in outer) * row_blocks
+    if total == 1:
+        done = sweep.rows({})
+        return bundle(spec, [arrange(spec, k, x, inner) for k, x in enumerate(done)])
+
+    def place_of(step: Any) -> dict[str, Any]:
+        place: dict[str, Any] = {}
+        row = lax.rem(step, jnp.int32(row_blocks)) * sweep.blocks.rows
+        place[spec.row] = jnp.minimum(row, spec.rows - sweep.blocks.rows)
+        rest = lax.div(step, jnp.int32(row_blocks))
+        for axis in reversed(outer):
+            count = jnp.int32(spec.size[axis])
+            place[axis] = lax.rem(rest, count)
+            rest = lax.div(rest, count)
+        return place
+
+    def write(step: Any, results: list[Array]) -> list[Array]:
+        place = place_of(step)
+        out = []
+        for k, (old, new) in enumerate(zip(results, sweep.rows(place), strict=True)):
+            starts = [place.get(a, jnp.int32(0)) for a in result_axes(spec)[k]]
+            out.append(lax.dynamic_update_slice(old, arrange(spec, k, new, inner), starts))
+        return out
+
+    empty = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+    return bundle(spec, lax.fori_loop(0, total, write, empty))

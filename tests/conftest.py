@@ -1,0 +1,36 @@
+"""What every test stands on: one CPU that looks like eight devices, 32 bits, nothing random.
+
+The environment is set here, before JAX is imported. On a machine with a GPU:
+`JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`.
+"""
+
+import os
+
+DEVICES = 8
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    ).strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+# Compilation makes deadlines meaningless; the same programs are tried in every run.
+hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("symjax")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that asks for nothing is a `cpu` test."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("cpu", "lowering", "gpu")):
+            item.add_marker(pytest.mark.cpu)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A `gpu` test says what it would take to run it."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu")
