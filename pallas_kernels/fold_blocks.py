@@ -104,15 +104,15 @@ class TritonBlocks:
     splits: int = 1
 
 
-# (bytes held per pair of a row and a column, at most) and the cut: the largest that an H200 compiles
-# without spilling for attention forward, dQ and dK/dV at head sizes 64 to 256, ahead of time. How
-# fast they are was not measured.
+# (bytes held per pair of a row and a column, at most) and the cut: what an H200 compiles without
+# spilling for attention forward, dQ and dK/dV at head sizes 64 to 256, ahead of time. How fast
+# they are was not measured.
 TRITON_CUTS = (
     (256, TritonBlocks(128, 64, warps=4)),
     (512, TritonBlocks(128, 64, warps=8)),
     (1024, TritonBlocks(64, 64, warps=8)),
-    (2048, TritonBlocks(64, 32, warps=8)),
-    (4096, TritonBlocks(16, 32, warps=8)),
+    (1536, TritonBlocks(64, 32, warps=8)),
+    (4096, TritonBlocks(32, 32, warps=8)),
 )
 TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
 TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
@@ -127,7 +127,7 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
     cols = min(blocks.cols, power_of_two(spec.cols))
     programs = math.prod(spec.batch_shape) * -(-spec.rows // rows)
     splits = 1
-    if 2 * programs <= MULTIPROCESSORS:
+    if 4 * programs <= MULTIPROCESSORS:  # too few to be worth a second kernel else
         most = max(1, spec.cols // (4 * cols))
         splits = min(-(-2 * MULTIPROCESSORS // programs), most, 32)
     return replace(blocks, rows=rows, cols=cols, splits=splits)

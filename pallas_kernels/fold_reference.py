@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec
 from symjax_rewrite.pallas_kernels.fold_tile import (
+    Block,
     arrange,
     bundle,
     finish,
@@ -40,7 +41,7 @@ def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     blocks = [read_block(spec, k, x, {}, {}, inner) for k, x in enumerate(operands)]
     i = jnp.arange(spec.rows, dtype=jnp.int32)[:, None]
     j = jnp.arange(spec.cols, dtype=jnp.int32)[None, :]
-    done = finish(spec, lift_block(spec, blocks, i, j, inner), blocks, inner)
+    done = finish(spec, lift_block(spec, Block(blocks, i, j, inner)), blocks, inner)
     return bundle(spec, [arrange(spec, k, x, inner) for k, x in enumerate(done)])
 
 

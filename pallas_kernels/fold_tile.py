@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -69,38 +69,61 @@ def _letters(spec: FoldSpec) -> dict[str, str]:
     }
 
 
-def contract(
-    spec: FoldSpec, contraction: Contraction, blocks: Sequence[Array], inner: Sequence[str]
+class Block(NamedTuple):
+    """What one tile is computed from.
+
+    arrays: a block of each operand.
+    i: int32 row numbers [rows, 1].
+    j: int32 column numbers [1, columns].
+    inner: the batch axes that the blocks hold.
+    """
+
+    arrays: Sequence[Array]
+    i: Array
+    j: Array
+    inner: Sequence[str]
+
+
+def _einsum(
+    spec: FoldSpec,
+    sides: Sequence[tuple[Array, Sequence[str]]],
+    out: Sequence[str],
+    precision: str | None,
+    dtype: Any,
 ) -> Array:
-    """The tile of a contraction, with a size-1 axis for each inner batch axis neither side has."""
     letter = _letters(spec)
-    sides = [block_axes(spec, k, inner) for k in (contraction.row, contraction.col)]
-    full = (*inner, spec.row, spec.col)
-    present = [a for a in full if a in sides[0] or a in sides[1]]
-    equation = "{},{}->{}".format(*("".join(letter[a] for a in axes) for axes in (*sides, present)))
-    tile = jnp.einsum(
-        equation,
-        blocks[contraction.row],
-        blocks[contraction.col],
-        precision=contraction.precision,
-        preferred_element_type=jnp.dtype(contraction.dtype),
+    names = ["".join(letter[a] for a in axes) for axes in (*(axes for _, axes in sides), out)]
+    return jnp.einsum(
+        f"{','.join(names[:-1])}->{names[-1]}",
+        *(x for x, _ in sides),
+        precision=precision,
+        preferred_element_type=jnp.dtype(dtype),
     )
+
+
+def contract(spec: FoldSpec, contraction: Contraction, block: Block) -> Array:
+    """The tile of a contraction, with a size-1 axis for each inner batch axis neither side has."""
+    sides = [
+        (block.arrays[k], block_axes(spec, k, block.inner))
+        for k in (contraction.row, contraction.col)
+    ]
+    full = (*block.inner, spec.row, spec.col)
+    present = [a for a in full if any(a in axes for _, axes in sides)]
+    tile = _einsum(spec, sides, present, contraction.precision, contraction.dtype)
     return lax.expand_dims(tile, [k for k, a in enumerate(full) if a not in present])
 
 
-def tiles(
-    spec: FoldSpec, blocks: Sequence[Array], i: Array, j: Array, inner: Sequence[str]
-) -> tuple[Array, ...]:
+def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
     """Every tile the tile program gives, broadcast to (inner batch axes, rows, columns)."""
-    dots = tuple(contract(spec, c, blocks, inner) for c in spec.contractions)
-    full = (*inner, spec.row, spec.col)
+    dots = tuple(contract(spec, c, block) for c in spec.contractions)
+    full = (*block.inner, spec.row, spec.col)
     values = []
     for number in spec.tile.reads:
-        axes = block_axes(spec, number, inner)
+        axes = block_axes(spec, number, block.inner)
         missing = [k for k, a in enumerate(full) if a not in axes]
-        values.append(lax.expand_dims(blocks[number], missing))
-    out = spec.tile.fun(dots, tuple(values), i, j)
-    shape = (*(spec.size[a] for a in inner), i.shape[0], j.shape[1])
+        values.append(lax.expand_dims(block.arrays[number], missing))
+    out = spec.tile.fun(dots, tuple(values), block.i, block.j)
+    shape = (*(spec.size[a] for a in block.inner), block.i.shape[0], block.j.shape[1])
     return tuple(
         jnp.broadcast_to(t, shape) for t in (out if isinstance(out, (tuple, list)) else (out,))
     )
@@ -116,39 +139,24 @@ def accumulator(dtype: Any) -> jnp.dtype:
     return dtype
 
 
-def _measure(
-    spec: FoldSpec,
-    term: Term,
-    all_tiles: Sequence[Array],
-    blocks: Sequence[Array],
-    inner: Sequence[str],
-) -> monoid.Measure:
+def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) -> monoid.Measure:
     def measure(p: Array) -> Array:
         if term.factor is not None:
-            p = p * all_tiles[term.factor].astype(p.dtype)
+            p = p * made[term.factor].astype(p.dtype)
         total = accumulator(p.dtype)
         if term.weights is None:
             return jnp.sum(p, axis=-1, dtype=total)
-        weights = blocks[term.weights]
+        weights = block.arrays[term.weights]
         if term.round_to is None:
             weights = weights.astype(jnp.promote_types(total, weights.dtype))
             p = p.astype(weights.dtype)
         else:
             p = p.astype(term.round_to)
-        letter = _letters(spec)
-        axes = block_axes(spec, term.weights, inner)
-        tile_axes = (*inner, spec.row, spec.col)
-        out = (*inner, spec.row, *spec.features(term.weights))
-        equation = "{},{}->{}".format(
-            *("".join(letter[a] for a in names) for names in (tile_axes, axes, out))
-        )
-        return jnp.einsum(
-            equation,
-            p,
-            weights,
-            precision=term.precision,
-            preferred_element_type=jnp.promote_types(total, weights.dtype),
-        )
+        tile_axes = (*block.inner, spec.row, spec.col)
+        sides = [(p, tile_axes), (weights, block_axes(spec, term.weights, block.inner))]
+        out = (*block.inner, spec.row, *spec.features(term.weights))
+        dtype = jnp.promote_types(total, weights.dtype)
+        return _einsum(spec, sides, out, term.precision, dtype)
 
     return measure
 
@@ -168,48 +176,29 @@ def monoid_of(output: Output) -> Monoid:
             return monoid.top_k(k)
 
 
-def block_arguments(
-    spec: FoldSpec,
-    output: Output,
-    all_tiles: Sequence[Array],
-    blocks: Sequence[Array],
-    j: Array,
-    inner: Sequence[str],
-) -> tuple[Any, ...]:
+def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block) -> tuple[Any, ...]:
     """What the output's monoid lifts from one tile."""
-    tile = all_tiles[output.tile]
+    tile = made[output.tile]
     if isinstance(output, (ArgExtremum, TopK)):
-        return tile, j
+        return tile, block.j
     if isinstance(output, Extremum):
         return (tile.astype(bool) if output.kind in ("any", "all") else tile,)
     if isinstance(output, ExpSums):
         tile = tile.astype(accumulator(tile.dtype))
-    measures = [_measure(spec, t, all_tiles, blocks, inner) for t in terms_of(output)]
-    return tile, measures
+    return tile, [_measure(spec, t, made, block) for t in terms_of(output)]
 
 
-def lift_block(
-    spec: FoldSpec, blocks: Sequence[Array], i: Array, j: Array, inner: Sequence[str]
-) -> tuple[State, ...]:
+def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
     """The state of each output after this tile alone."""
-    made = tiles(spec, blocks, i, j, inner)
-    return tuple(
-        monoid_of(o).lift(*block_arguments(spec, o, made, blocks, j, inner)) for o in spec.outputs
-    )
+    made = tiles(spec, block)
+    return tuple(monoid_of(o).lift(*_lifted(spec, o, made, block)) for o in spec.outputs)
 
 
-def absorb_block(
-    spec: FoldSpec,
-    states: Sequence[State],
-    blocks: Sequence[Array],
-    i: Array,
-    j: Array,
-    inner: Sequence[str],
-) -> tuple[State, ...]:
+def absorb_block(spec: FoldSpec, states: Sequence[State], block: Block) -> tuple[State, ...]:
     """The state of each output after one more tile."""
-    made = tiles(spec, blocks, i, j, inner)
+    made = tiles(spec, block)
     return tuple(
-        monoid_of(o).extend(s, *block_arguments(spec, o, made, blocks, j, inner))
+        monoid_of(o).extend(s, *_lifted(spec, o, made, block))
         for o, s in zip(spec.outputs, states, strict=True)
     )
 

@@ -12,50 +12,42 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from symjax_rewrite import monoid
-from symjax_rewrite.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.fold_blocks import (
+    WIDE,
     TritonBlocks,
     power_of_two,
     triton_blocks,
 )
+from symjax_rewrite.pallas_kernels.fold_layout import (
+    Result,
+    kind,
+    loadable,
+    merge_features,
+)
 from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold_spec import (
-    ArgExtremum,
-    Contraction,
-    ExpSums,
-    Extremum,
     FoldSpec,
-    Output,
-    Sums,
-    Term,
     TopK,
     result_axes,
-    state_axes,
     terms_of,
 )
 from symjax_rewrite.pallas_kernels.fold_tile import (
-    accumulator,
     arrange,
     bundle,
     finish,
     monoid_of,
     read_block,
 )
+from symjax_rewrite.pallas_kernels.fold_triton_kernel import Kernel
 from symjax_rewrite.pallas_kernels.support import Support, first_reason
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int32", "int8", "bool"})
-MAX_WIDTH = 256
 MAX_ELEMENTS = 2**31 - 1
 
 
@@ -69,10 +61,10 @@ def supports(spec: FoldSpec) -> Support:
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
-        (any(w > MAX_WIDTH for w in widths), f"weights wider than {MAX_WIDTH} features"),
-        (sum(map(power_of_two, widths)) > 2 * MAX_WIDTH, "sums too wide for one multiprocessor"),
+        (any(w > WIDE for w in widths), f"weights wider than {WIDE} features"),
+        (sum(map(power_of_two, widths)) > 2 * WIDE, "sums too wide for one multiprocessor"),
         (
-            any(_kind(spec.operands[k].dtype) != "f" for k in used),
+            any(kind(spec.operands[k].dtype) != "f" for k in used),
             "a contraction of integers",
         ),
         (
@@ -101,12 +93,12 @@ def fold_triton(
     """
     blocks = blocks or triton_blocks(spec)
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
-    merged = [_merge_features(spec, k, x) for k, x in enumerate(operands)]
+    merged = [merge_features(spec, k, x) for k, x in enumerate(operands)]
     results = [
-        _Result.of(inside, *pair)
+        Result.of(inside, *pair)
         for pair in zip(result_axes(inside), flat_shapes(inside), strict=True)
     ]
-    kernel = _Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
+    kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
     out = pl.pallas_call(
         kernel.run,
         grid=(kernel.row_blocks * math.prod(spec.batch_shape), blocks.splits),
@@ -116,7 +108,7 @@ def fold_triton(
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="fold",
-    )(*[x.astype(_loadable(x.dtype)) for _, x in merged])
+    )(*[x.astype(loadable(x.dtype)) for _, x in merged])
     parts = [
         [r.restored(inside, x[s]) for r, x in zip(results, out, strict=True)]
         for s in range(blocks.splits)
@@ -143,408 +135,3 @@ def _combine(
     ]
     done = finish(spec, states, whole, spec.batch)
     return bundle(spec, [arrange(spec, k, x, spec.batch) for k, x in enumerate(done)])
-
-
-# ---------------------------------------------------------------- layout
-
-
-def _kind(dtype: Any) -> str:
-    return "f" if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else "i"
-
-
-def _loadable(dtype: Any) -> Any:
-    return jnp.int8 if jnp.dtype(dtype) == jnp.bool_ else dtype
-
-
-FEATURE = ""  # the name of an operand's one merged feature axis
-
-
-def _feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
-    """The order both sides of a contraction use, or that of the results."""
-    for c in spec.contractions:
-        if number in (c.row, c.col):
-            return c.over
-    return spec.features(number)
-
-
-def _merge_features(spec: FoldSpec, number: int, x: Array) -> tuple[tuple[str, ...], Array]:
-    """An operand with its feature axes merged into one; only moved where they are not adjacent."""
-    axes, order = spec.operands[number].axes, _feature_order(spec, number)
-    if not order:
-        return axes, x
-    rest = [a for a in axes if a not in order]
-    first = axes.index(order[0])
-    if axes[first : first + len(order)] == order:
-        target = list(axes)
-    else:
-        target = [*rest, *order]
-    x = lax.transpose(x, [axes.index(a) for a in target])
-    at = target.index(order[0])
-    merged = (*target[:at], FEATURE, *target[at + len(order) :])
-    shape = [spec.width(number) if a == FEATURE else spec.size[a] for a in merged]
-    return merged, x.reshape(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One result: its axes as wanted and as the kernel stores it (features merged into one)."""
-
-    wanted: tuple[str, ...]
-    axes: tuple[str, ...]
-    order: tuple[str, ...]
-    dtype: Any
-
-    @classmethod
-    def of(cls, spec: FoldSpec, wanted: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> _Result:
-        features = tuple(a for a in wanted if a not in (*spec.batch, spec.row))
-        if not features:
-            return cls(wanted, wanted, wanted, shape.dtype)
-        at = wanted.index(features[0])
-        if wanted[at : at + len(features)] == features:
-            axes = (*wanted[:at], FEATURE, *wanted[at + len(features) :])
-            return cls(wanted, axes, wanted, shape.dtype)
-        lead = tuple(a for a in wanted if a not in features)
-        return cls(wanted, (*lead, FEATURE), (*lead, *features), shape.dtype)
-
-    def width(self, spec: FoldSpec) -> int:
-        return math.prod(spec.size[a] for a in self.wanted if a not in (*spec.batch, spec.row))
-
-    def stored(self, spec: FoldSpec, splits: int) -> jax.ShapeDtypeStruct:
-        sizes = [self.width(spec) if a == FEATURE else spec.size[a] for a in self.axes]
-        return jax.ShapeDtypeStruct((splits, *sizes), _loadable(self.dtype))
-
-    def restored(self, spec: FoldSpec, x: Array) -> Array:
-        x = x.reshape([spec.size[a] for a in self.order]).astype(self.dtype)
-        return lax.transpose(x, [self.order.index(a) for a in self.wanted])
-
-
-# ---------------------------------------------------------------- the kernel
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """One fold with its block sizes; `axes` are the operands' axes after merging features."""
-
-    spec: FoldSpec
-    blocks: TritonBlocks
-    axes: tuple[tuple[str, ...], ...]
-    results: tuple[_Result, ...]
-
-    @property
-    def row_blocks(self) -> int:
-        return pl.cdiv(self.spec.rows, self.blocks.rows)
-
-    def chunked(self, number: int) -> bool:
-        """Whether the operand's features are read in chunks inside the column loop."""
-        return self.spec.width(number) > MAX_WIDTH
-
-    def place(self, step: Any) -> dict[str, Any]:
-        """Batch place and row block of a program; late rows first where they have more to do."""
-        count = jnp.int32(self.row_blocks)
-        row = lax.rem(step, count)
-        place = {self.spec.row: count - 1 - row if self.spec.band.upper is not None else row}
-        rest = lax.div(step, count)
-        for axis in reversed(self.spec.batch):
-            size = jnp.int32(self.spec.size[axis])
-            place[axis] = lax.rem(rest, size)
-            rest = lax.div(rest, size)
-        return place
-
-    def operand_spec(self, number: int) -> pl.BlockSpec:
-        spec, blocks = self.spec, self.blocks
-        width = spec.width(number)
-        features = (
-            pl.cdiv(width, blocks.chunk) * blocks.chunk
-            if self.chunked(number)
-            else power_of_two(width)
-        )
-        extent = {
-            spec.row: blocks.rows,
-            spec.col: pl.cdiv(spec.cols, blocks.cols) * blocks.cols,
-            FEATURE: features,
-        }
-        shape = tuple(extent.get(a) for a in self.axes[number])
-
-        def index(step: Any, split: Any) -> tuple[Any, ...]:
-            del split
-            place = self.place(step)
-            return tuple(place.get(a, 0) for a in self.axes[number])
-
-        return pl.BlockSpec(shape, index)
-
-    def result_spec(self, result: _Result) -> pl.BlockSpec:
-        extent = {self.spec.row: self.blocks.rows, FEATURE: power_of_two(result.width(self.spec))}
-
-        def index(step: Any, split: Any) -> tuple[Any, ...]:
-            place = self.place(step)
-            return (split, *(place.get(a, 0) for a in result.axes))
-
-        return pl.BlockSpec((None, *(extent.get(a) for a in result.axes)), index)
-
-    def load(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
-        """A block as [rows or columns, features], [rows, columns], [rows], [columns] or a scalar.
-
-        Args:
-            ref: the operand.
-            number: its number.
-            at: number of the block's first row and first column.
-            chunk: which chunk of the features, if they are read in chunks.
-        """
-        spec, blocks = self.spec, self.blocks
-        kept = [a for a in self.axes[number] if a not in spec.batch]
-        if not kept:
-            return self._typed(ref[...], number)
-        where, masks = [], []
-        for position, axis in enumerate(kept):
-            if axis == spec.row:
-                size, first, limit = blocks.rows, 0, spec.rows
-                offset = at[axis]
-                partial = spec.rows % blocks.rows != 0
-            elif axis == spec.col:
-                size, first, limit = blocks.cols, at[axis], spec.cols
-                offset = at[axis]
-                partial = spec.cols % blocks.cols != 0
-            else:
-                limit = spec.width(number)
-                size = blocks.chunk if chunk is not None else power_of_two(limit)
-                first = offset = 0 if chunk is None else chunk * size
-                partial = limit % size != 0
-            where.append(pl.ds(first, size))
-            if partial:
-                inside = offset + jnp.arange(size, dtype=jnp.int32) < limit
-                masks.append(
-                    lax.broadcast_in_dim(inside, self._extent(kept, number, chunk), (position,))
-                )
-        block = ref.at[tuple(where)]
-        if not masks:
-            return self._ordered(plgpu.load(block), kept, number)
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = mask & other
-        return self._ordered(plgpu.load(block, mask=mask, other=0), kept, number)
-
-    def _extent(self, kept: Sequence[str], number: int, chunk: Any) -> tuple[int, ...]:
-        features = self.blocks.chunk if chunk is not None else power_of_two(self.spec.width(number))
-        sizes = {self.spec.row: self.blocks.rows, self.spec.col: self.blocks.cols}
-        return tuple(sizes.get(a, features) for a in kept)
-
-    def _ordered(self, block: Array, kept: Sequence[str], number: int) -> Array:
-        order = [a for a in (self.spec.row, self.spec.col, FEATURE) if a in kept]
-        if list(kept) != order:
-            block = block.T
-        return self._typed(block, number)
-
-    def _typed(self, block: Array, number: int) -> Array:
-        return block != 0 if self.spec.operands[number].dtype == "bool" else block
-
-    def contraction(
-        self, c: Contraction, refs: Sequence[Any], held: dict[int, Array], at: dict[str, Any]
-    ) -> Array:
-        dtype = jnp.promote_types(self.spec.operands[c.row].dtype, self.spec.operands[c.col].dtype)
-        if not self.chunked(c.row):
-            col = held[c.col] if c.col in held else self.load(refs[c.col], c.col, at)
-            held[c.col] = col
-            return _dot_t(held[c.row].astype(dtype), col.astype(dtype), c)
-
-        def step(chunk: Any, total: Array) -> Array:
-            row = self.load(refs[c.row], c.row, at, chunk)
-            col = self.load(refs[c.col], c.col, at, chunk)
-            return total + _dot_t(row.astype(dtype), col.astype(dtype), c)
-
-        zero = jnp.zeros((self.blocks.rows, self.blocks.cols), jnp.float32)
-        chunks = pl.cdiv(self.spec.width(c.row), self.blocks.chunk)
-        return lax.fori_loop(0, chunks, step, zero).astype(c.dtype)
-
-    def measure(
-        self, term: Term, made: Sequence[Array], held: dict[int, Array], valid: Array | None
-    ) -> monoid.Measure:
-        def weighted(p: Array) -> Array:
-            if term.factor is not None:
-                p = p * made[term.factor].astype(p.dtype)
-                p = p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
-            if term.weights is None:
-                return jnp.sum(p, axis=-1)
-            w = held[term.weights]
-            if term.round_to is not None:
-                p = p.astype(term.round_to)
-            dtype = jnp.promote_types(p.dtype, w.dtype)
-            if w.ndim == 1:
-                total = accumulator(dtype)
-                return jnp.sum(p.astype(total) * w.astype(total)[None, :], axis=-1)
-            return _dot(p.astype(dtype), w.astype(dtype), term.precision)
-
-        return weighted
-
-    def column_range(self, refs: Sequence[Any], row: Any, split: Any) -> tuple[Any, Any]:
-        """First and one past the last block of columns that this program walks over."""
-        spec, blocks = self.spec, self.blocks
-        total = pl.cdiv(spec.cols, blocks.cols)
-        low, high = jnp.int32(0), jnp.int32(total)
-        if spec.band.lower is not None:
-            low = lax.div(jnp.maximum(row + spec.band.lower, 0), jnp.int32(blocks.cols))
-        ends = []
-        if spec.band.upper is not None:
-            ends.append(row + blocks.rows + spec.band.upper)
-        if spec.band.length is not None:
-            ends.append(self.load(refs[spec.band.length], spec.band.length, {}).astype(jnp.int32))
-        for end in ends:
-            last = lax.div(jnp.maximum(end, 0) + blocks.cols - 1, jnp.int32(blocks.cols))
-            high = jnp.minimum(high, last)
-        if blocks.splits > 1:
-            part = pl.cdiv(total, blocks.splits)
-            low = jnp.maximum(low, split * part)
-            high = jnp.minimum(high, (split + 1) * part)
-        return low, high
-
-    def run(self, *refs: Any) -> None:
-        spec, blocks = self.spec, self.blocks
-        inputs, results = refs[: len(spec.operands)], refs[len(spec.operands) :]
-        row = self.place(pl.program_id(0))[spec.row] * blocks.rows
-        here = {spec.row: row}
-        i = (row + jnp.arange(blocks.rows, dtype=jnp.int32))[:, None]
-        contracted = {k for c in spec.contractions for k in (c.row, c.col)}
-        weights = {t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None}
-        last = spec.epilogue.reads if spec.epilogue else ()
-        needed = {*spec.tile.reads, *weights, *(k for k in contracted if not self.chunked(k))}
-        fixed = {
-            k: self.load(inputs[k], k, here) for k in sorted(needed) if spec.col not in self.axes[k]
-        }
-
-        def step(block: Any, states: tuple[State, ...]) -> tuple[State, ...]:
-            start = block * blocks.cols
-            at = {**here, spec.col: start}
-            j = (start + jnp.arange(blocks.cols, dtype=jnp.int32))[None, :]
-            held = dict(fixed)
-            dots = tuple(self.contraction(c, inputs, held, at) for c in spec.contractions)
-            for k in sorted(needed - set(held)):
-                held[k] = self.load(inputs[k], k, at)
-            values = tuple(self._as_tile(held[k], k) for k in spec.tile.reads)
-            made = spec.tile.fun(dots, values, i, j)
-            made = made if isinstance(made, (tuple, list)) else (made,)
-            shape = (blocks.rows, blocks.cols)
-            made = [jnp.broadcast_to(t, shape) for t in made]
-            valid = None if spec.cols % blocks.cols == 0 else jnp.broadcast_to(j < spec.cols, shape)
-            return tuple(
-                _monoid(o).extend(s, *self.arguments(o, made, held, valid, j))
-                for o, s in zip(spec.outputs, states, strict=True)
-            )
-
-        low, high = self.column_range(inputs, row, pl.program_id(1))
-        states = lax.fori_loop(low, high, step, self.start())
-        rows = [self._as_row(fixed.get(k, self.load(inputs[k], k, here)), k) for k in last]
-        for k, value in enumerate(self.finish(states, rows)):
-            self.store(results[k], k, value, row)
-
-    def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
-        """Everything stored, flat: [rows] or [rows, features]."""
-        states = tuple(
-            (state[0] != 0,) if isinstance(o, Extremum) and o.kind in ("any", "all") else state
-            for o, state in zip(self.spec.outputs, states, strict=True)
-        )
-        if self.spec.epilogue is None:
-            return [x for state in states for x in state]
-        wide = tuple(tuple(x[:, None] if x.ndim == 1 else x for x in state) for state in states)
-        out = []
-        for x, r in zip(self.spec.epilogue.fun(wide, tuple(rows)), self.results, strict=True):
-            if FEATURE in r.axes:
-                x = jnp.broadcast_to(x, (self.blocks.rows, power_of_two(r.width(self.spec))))
-            else:
-                x = jnp.sum(x, axis=1, dtype=x.dtype) if x.ndim == 2 else x
-                x = jnp.broadcast_to(x, (self.blocks.rows,))
-            out.append(x)
-        return out
-
-    def _as_row(self, value: Array, number: int) -> Array:
-        if value.ndim == 1:
-            return value[:, None] if self.spec.row in self.axes[number] else value[None, :]
-        return value
-
-    def _as_tile(self, value: Array, number: int) -> Array:
-        axes = self.axes[number]
-        if value.ndim == 1:
-            return value[:, None] if self.spec.row in axes else value[None, :]
-        return value
-
-    def arguments(
-        self, o: Output, made: Sequence[Array], held: dict[int, Array], valid: Any, j: Array
-    ) -> tuple[Any, ...]:
-        """What the output's monoid lifts; columns past the end hold its identity."""
-        tile = made[o.tile]
-        fill: Any = 0
-        if isinstance(o, Extremum):
-            least = o.kind in ("max", "any")
-            tile = tile.astype(jnp.int32) if o.kind in ("any", "all") else tile
-            fill = monoid.least(tile.dtype) if least else monoid.greatest(tile.dtype)
-        elif isinstance(o, ArgExtremum):
-            fill = monoid.least(tile.dtype) if o.larger else monoid.greatest(tile.dtype)
-        elif isinstance(o, ExpSums):
-            tile, fill = tile.astype(jnp.float32), -float("inf")
-        elif isinstance(o, Sums):
-            tile = tile.astype(accumulator(tile.dtype))
-        if valid is not None:
-            tile = jnp.where(valid, tile, jnp.full_like(tile, fill))
-        if isinstance(o, Extremum):
-            return (tile,)
-        if isinstance(o, ArgExtremum):
-            return tile, j
-        return tile, [self.measure(t, made, held, valid) for t in terms_of(o)]
-
-    def start(self) -> tuple[State, ...]:
-        """The identity of every output's monoid, at the padded shapes of a block."""
-        raw = dataclasses.replace(self.spec, epilogue=None)
-        avals = []
-        for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
-            features = math.prod(shape.shape[len(self.spec.batch) + 1 :])
-            wide = (power_of_two(features),) if len(axes) > len(self.spec.batch) + 1 else ()
-            dtype = jnp.int32 if shape.dtype == jnp.bool_ else shape.dtype
-            avals.append(jax.ShapeDtypeStruct((self.blocks.rows, *wide), dtype))
-        return tuple(
-            _monoid(o).identity(state)
-            for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
-        )
-
-    def store(self, ref: Any, number: int, value: Array, row: Any) -> None:
-        """Write a block of result `number`, but nothing past its ends."""
-        result = self.results[number]
-        value = value.astype(ref.dtype)
-        kept = [a for a in result.axes if a not in self.spec.batch]
-        masks = []
-        for position, axis in enumerate(kept):
-            if axis == self.spec.row:
-                at, size, limit = row, self.blocks.rows, self.spec.rows
-            else:
-                at, limit = 0, result.width(self.spec)
-                size = power_of_two(limit)
-            if limit % size:
-                shape = (
-                    value.shape
-                    if value.ndim == 1 or kept[0] == self.spec.row
-                    else value.shape[::-1]
-                )
-                inside = at + jnp.arange(size, dtype=jnp.int32) < limit
-                masks.append(lax.broadcast_in_dim(inside, shape, (position,)))
-        if value.ndim == 2 and kept[0] != self.spec.row:
-            value = value.T
-        mask = None
-        for m in masks:
-            mask = m if mask is None else mask & m
-        plgpu.store(ref.at[...], value, mask=mask)
-
-
-def _monoid(output: Output) -> Monoid:
-    """The monoid, with any and all as max and min of integers (Triton reduces no booleans)."""
-    if isinstance(output, Extremum) and output.kind in ("any", "all"):
-        return monoid.MAX if output.kind == "any" else monoid.MIN
-    return monoid_of(output)
-
-
-def _dot(a: Array, b: Array, precision: str | None) -> Array:
-    return lax.dot_general(
-        a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
-def _dot_t(a: Array, b: Array, c: Contraction) -> Array:
-    return lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=c.precision, preferred_element_type=jnp.float32
-    ).astype(c.dtype)

@@ -21,6 +21,7 @@ from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, xla_blocks
 from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec, result_axes
 from symjax_rewrite.pallas_kernels.fold_tile import (
+    Block,
     absorb_block,
     arrange,
     bundle,
@@ -70,52 +71,39 @@ class _Sweep:
 
     def rows(self, place: dict[str, Any]) -> list[Array]:
         """What the fold returns for one block of rows, flat."""
+        spec, extent = self.spec, {self.spec.row: self.blocks.rows}
+        fixed = [
+            None if spec.col in o.axes else self.read(k, place, extent)
+            for k, o in enumerate(spec.operands)
+        ]
+        return finish(spec, self.columns(place, fixed), fixed, self.blocks.inner)
+
+    def block(self, place: dict[str, Any], fixed: list[Any], start: Any, width: int) -> Block:
+        """The columns from `start`, beside what does not move with them."""
         spec = self.spec
-        row_extent = {spec.row: self.blocks.rows}
-        with_rows = [spec.row in o.axes for o in spec.operands]
-        with_cols = [spec.col in o.axes for o in spec.operands]
-        fixed = {
-            k: self.read(k, place, row_extent) for k, moves in enumerate(with_cols) if not moves
-        }
-        i = (place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32))[:, None]
+        place, extent = {**place, spec.col: start}, {spec.row: self.blocks.rows, spec.col: width}
+        arrays = [self.read(k, place, extent) if x is None else x for k, x in enumerate(fixed)]
+        i = place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32)
+        j = start + jnp.arange(width, dtype=jnp.int32)
+        return Block(arrays, i[:, None], j[None, :], self.blocks.inner)
 
-        def block(start: Any, width: int) -> tuple[list[Array], Array, Array]:
-            extent = {spec.col: width}
-            arrays = [
-                fixed[k]
-                if k in fixed
-                else self.read(
-                    k,
-                    {**place, spec.col: start},
-                    {**extent, **row_extent} if with_rows[k] else extent,
-                )
-                for k in range(len(spec.operands))
-            ]
-            return arrays, i, (start + jnp.arange(width, dtype=jnp.int32))[None, :]
-
-        reads = spec.epilogue.reads if spec.epilogue else ()
-        rows = [fixed.get(k) for k in range(len(spec.operands))]
-        assert all(rows[k] is not None for k in reads)
-        return finish(spec, self.columns(place, block), rows, self.blocks.inner)
-
-    def columns(self, place: dict[str, Any], block: Any) -> tuple[State, ...]:
+    def columns(self, place: dict[str, Any], fixed: list[Any]) -> tuple[State, ...]:
         """The states after every block of columns that matters."""
         spec, size = self.spec, self.blocks.cols
         full, tail = divmod(spec.cols, size) if size else (0, 0)
         if full <= 1 and tail == 0:
-            return lift_block(spec, *block(0, spec.cols), self.blocks.inner)
+            return lift_block(spec, self.block(place, fixed, 0, spec.cols))
         low, high = self.column_range(place)
-        first = low // size
-        last = jnp.minimum(-(-high // size), full) if not isinstance(high, int) else full
+        last = full if isinstance(high, int) else jnp.minimum(-(-high // size), full)
 
         def step(b: Any, states: tuple[State, ...]) -> tuple[State, ...]:
-            return absorb_block(spec, states, *block(b * size, size), self.blocks.inner)
+            return absorb_block(spec, states, self.block(place, fixed, b * size, size))
 
-        avals = jax.eval_shape(lambda: lift_block(spec, *block(0, size), self.blocks.inner))
+        avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, 0, size)))
         states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
-        states = lax.fori_loop(first, last, step, states)
+        states = lax.fori_loop(low // size, last, step, states)
         if tail:
-            states = absorb_block(spec, states, *block(full * size, tail), self.blocks.inner)
+            states = absorb_block(spec, states, self.block(place, fixed, full * size, tail))
         return states
 
 

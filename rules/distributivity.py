@@ -105,13 +105,15 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     )
 
 
-@axiom("(a + b) + c = a + b + c; m·a + n·a = (m+n)·a", property=DISTRIBUTIVITY, on=(ADD,))
+@axiom("(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,))
 def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of sums used once are one sum; like terms of one sign are counted."""
     g, c = ctx.g, ctx.g.classes[cls]
     terms: dict[Ref, Any] = {}
     for coefficient, arg in zip(node.attr, node.args, strict=True):  # type: ignore[call-overload]
         arg = g.find(arg)
+        if _is_zero(ctx, arg.cls) and len(node.args) > 1:
+            continue
         inner = _inner_sum(ctx, arg, c.dtype)
         if inner is None:
             inner = Node(ADD, (1,), (Ref(arg.cls, tuple(range(len(arg.axes)))),), 0, ())
@@ -120,13 +122,17 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             if ref in terms and not _same_sign(terms[ref], k * coefficient, c.dtype):
                 return
             terms[ref] = terms.get(ref, 0) + k * coefficient
-    if len(terms) == len(node.args) and set(terms) == set(node.args):
+    if not terms or (len(terms) == len(node.args) and set(terms) == set(node.args)):
         return
     if any(v == 0 for v in terms.values()) or (is_half(c.dtype) and len(terms) < len(node.args)):
         return
     yield g.add(
         ADD, tuple(terms.values()), tuple(terms), c.sizes, (), c.dtype, flatten_sum.reason(cls)
     )
+
+
+def _is_zero(ctx: Context, cls: int) -> bool:
+    return any(n.op == CONST and n.attr[0] == 0 for n in ctx.g.classes[cls].nodes)  # type: ignore[index]
 
 
 def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:

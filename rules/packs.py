@@ -6,13 +6,16 @@ from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum
+from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
 from symjax_rewrite.rules.locality import block_products, partial_access
 from symjax_rewrite.rules.separability import pairwise_squares
+from symjax_rewrite.rules.sparsity import one_hot, triangular_prefix
 
 associativity = RulePack("associativity", (contraction_order,))
 transpose = RulePack("transpose", (contraction_order,))  # transposes are index names: order only
 distributivity = RulePack("distributivity", (flatten_sum, distribute, factor))
 locality = RulePack("locality", (partial_access, block_products))
+inverses = RulePack("inverses", (solve_is_inverse, solve_instead, inverse_of_product))
 separability = RulePack("separability", (pairwise_squares,))
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
@@ -23,9 +26,10 @@ linear_algebra = (
     + distributivity
     + locality
     + separability
+    + inverses
 )
-sparsity = locality + associativity
-transformer_gpu = lora + moe + linear_algebra
+sparsity = RulePack("sparsity", (one_hot, triangular_prefix)) + locality + associativity
+transformer_gpu = lora + moe + linear_algebra + sparsity
 default = RulePack("default", (transformer_gpu).rules)
 
 

@@ -203,6 +203,11 @@ def _cumulative(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     m._zip(ins[0], outs[0])
 
 
+def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    if len(outs) == 1 and len(ins[-1]) == len(outs[0]):
+        m._same_sizes(ins[-1], outs[0])
+
+
 def _reshape(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     """Align the smallest segments of equal product."""
     if p.get("dimensions") is not None or not ins[0]:
@@ -246,6 +251,7 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "dynamic_update_slice": _same,
     "pad": _same,
     "rev": _same,
+    "custom_linear_solve": _solve,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),

@@ -27,6 +27,7 @@ from symjax_rewrite.ir import (
     NATIVE,
     REDUCE,
     SLICE,
+    SOLVE,
     TAKE,
     Node,
 )
@@ -81,7 +82,7 @@ def is_dot(node: Node) -> bool:
 
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, not fused into its consumer."""
-    return is_dot(node) or node.op in (INVERSE, CUMSUM)
+    return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM)
 
 
 class CostModel:
@@ -105,16 +106,25 @@ class CostModel:
         if is_dot(node):
             moved += sum(self._class_bytes(g, a.cls) for a in node.args)
             return self.join_seconds(2 * size * self._count(node.bound), moved, c.dtype)
-        if node.op == INVERSE:
-            return self.join_seconds(2 * size**1.5, 3 * moved, c.dtype) + 20 * d.launch_s
-        work = size * self._count(node.bound) * _weight(node)
+        if node.op in (INVERSE, SOLVE):
+            return self.join_seconds(self._solve_flops(g, cls, node), 3 * moved, c.dtype)
+        work = size * self._steps(node) * _weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def _solve_flops(self, g: EGraph, cls: int, node: Node) -> float:
+        """A factorisation, and two triangular solves per column."""
+        matrix = self._count(g.classes[node.args[0].cls].sizes)
+        return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))
 
     def _count(self, sizes: tuple[Dim, ...]) -> float:
         out = 1.0
         for s in sizes:
             out *= s if isinstance(s, int) else self.at(s)
         return out
+
+    def _steps(self, node: Node) -> float:
+        """Elements combined for one element of the result."""
+        return 1.0 if node.op == TAKE else self._count(node.bound)
 
     def _class_bytes(self, g: EGraph, cls: int) -> float:
         c = g.classes[cls]
@@ -185,10 +195,10 @@ class CostModel:
                 product_flops = 2 * self._count(c.sizes) * self._count(node.bound)
                 flops += product_flops
                 time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
-            elif node.op == INVERSE:
-                product_flops = 2 * self._count(c.sizes) ** 1.5
+            elif node.op in (INVERSE, SOLVE):
+                product_flops = self._solve_flops(g, cls, node)
                 flops += product_flops
-                time = product_flops / d.peak(c.dtype) + 20 * d.launch_s
+                time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
             else:
                 elementwise += work
                 time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
@@ -213,7 +223,7 @@ class CostModel:
         while stack:
             cls = stack.pop()
             node = choice[cls]
-            work += self._count(g.classes[cls].sizes) * self._count(node.bound) * _weight(node)
+            work += self._count(g.classes[cls].sizes) * self._steps(node) * _weight(node)
             for arg in node.args:
                 op = choice[arg.cls].op if arg.cls in choice else LEAF
                 if op == CONST:

@@ -184,8 +184,12 @@ class EGraph:
         identity = Ref(user, tuple(range(len(sizes))))
         if ref.cls != user or ref.axes != identity.axes:
             self.union(identity, ref, Reason("congruence", user))
-        elif fresh not in owner.nodes:
-            owner.nodes[fresh] = reason
+            return
+        mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the class's slots
+        if mine is not None and mine not in owner.nodes:
+            owner.nodes[mine] = reason
+            for arg in mine.args:
+                self.uses[arg.cls].append((user, mine))
 
     def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
         """Union class `cls` with a reference over its own slots."""
@@ -214,5 +218,6 @@ def _rename_attr(node: Node, order: list[int]) -> object:
         index, sizes = node.attr  # type: ignore[misc]
         return (order[index], sizes)
     if node.op == CUMSUM:
-        return order[node.attr]  # type: ignore[index]
+        index, reverse = node.attr  # type: ignore[misc]
+        return (order[index], reverse)
     return node.attr

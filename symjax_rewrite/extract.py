@@ -59,12 +59,15 @@ def extract(
     assert best is not None
     choice = search.simplify(best[1], original)
     after = model.evaluate(g, choice, roots, free)
-    taken, reason = worthwhile(before, after)
+    taken, reason = worthwhile(before, after, any(free(c) for c in choice))
     return Extraction(before, after, choice, taken, reason)
 
 
-def worthwhile(before: Cost, after: Cost) -> tuple[bool, str]:
-    """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster."""
+def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, str]:
+    """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster.
+
+    With frozen weights what is folded into them is gone, so any gain that dominates is taken.
+    """
     pairs = [
         (before.flops + before.elementwise, after.flops + after.elementwise),
         (before.bytes, after.bytes),
@@ -75,7 +78,7 @@ def worthwhile(before: Cost, after: Cost) -> tuple[bool, str]:
     if before.seconds < GAIN * after.seconds:
         if any(b < a for b, a in pairs):
             return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
-        if before.seconds < DOMINATING_GAIN * after.seconds:
+        if not frozen and before.seconds < DOMINATING_GAIN * after.seconds:
             return False, f"predicted gain is below {DOMINATING_GAIN}"
         return True, "dominates"
     if after.largest > before.largest * 1.05:

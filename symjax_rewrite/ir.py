@@ -53,7 +53,8 @@ CONST = "const"  # one scalar; attr: (value, dtype)
 INVERSE = (
     "inverse"  # matrix inverse over the two operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
 )
-CUMSUM = "cumsum"  # prefix sum along output index attr
+SOLVE = "solve"  # Σ over bound of C·operand 1, C the inverse (as above) of operand 0
+CUMSUM = "cumsum"  # prefix sum; attr: (output index, from the end)
 IOTA = "iota"  # the index itself
 LEAF = "leaf"  # an input of the program or region; attr: its number
 NATIVE = "native"  # any other equation, positional; attr: (equation key, output number)

@@ -21,18 +21,21 @@ from symjax_rewrite.ir import (
     CONCAT,
     CONST,
     CONTRACT,
+    CUMSUM,
     DELTA,
+    INVERSE,
     IOTA,
     MAP,
     REDUCE,
     SLICE,
+    SOLVE,
+    TAKE,
     Node,
 )
 
 Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
 Sizes = tuple[Any, ...]
-SKINNY = 8  # times smaller than the other operand: memory order of the large one decides
 
 
 def jax_sizes(sizes: Sequence[Dim], env: Mapping[str, Any]) -> Sizes:
@@ -168,8 +171,7 @@ def _common_order(operands: list[Operand], out: int) -> Labels:
 def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
     """A dot_general, its operands in the order that reads memory forwards.
 
-    XLA on CPU runs `H @ y` and `y @ H` fast and `Hᵀ @ y`, `y @ Hᵀ` 5 to 50 times slower, so the
-    larger operand goes left if it is contracted on its last axis and right on its first.
+    XLA on CPU runs `H @ y` and `y @ H` fast and `Hᵀ @ y`, `y @ Hᵀ` 5 to 50 times slower.
     """
     shared = [i for i in left[1] if i in right[1]]
     batch = [i for i in shared if i < out]
@@ -187,15 +189,24 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
 
 
 def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
-    big_left = _elements(left[0]) >= _elements(right[0])
-    big, small = (left, right) if big_left else (right, left)
-    if _elements(big[0]) >= SKINNY * _elements(small[0]):
-        last, first = big[1][-1] in summed, big[1][0] in summed
-        if last != first:
-            return last != big_left
+    """Which operand goes left: the one that costs less to read, else the natural output order."""
+    now, then = _stride_cost(left, right, summed), _stride_cost(right, left, summed)
+    if now != then:
+        return then < now
     mine = min((i for i in left[1] if i not in right[1]), default=-1)
     theirs = min((i for i in right[1] if i not in left[1]), default=mine)
     return theirs < mine
+
+
+def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
+    """Elements that are read across the grain: left wants its last axis contracted, right its first.
+
+    Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis costs
+    up to 40 times, a right operand contracted on its last hardly anything.
+    """
+    (a, la), (b, lb) = left, right
+    cost = 0.0 if len(la) < 2 or la[-1] in summed else float(_elements(a))
+    return cost + (0.0 if len(lb) < 2 or lb[-1] not in summed else 0.1 * _elements(b))
 
 
 def _elements(data: Any) -> int:
@@ -311,6 +322,47 @@ def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     return lax.iota(np.dtype(dtype), sizes[0]), (0,)
 
 
+def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    (data, labels), (index, index_labels) = operands
+    axis = labels.index(node.out)
+    n = data.shape[axis]
+    inside = lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), index < n)
+    safe = jnp.where(inside, index, n)
+    taken = jnp.take(data, safe, axis=axis, mode="fill", fill_value=0)
+    return taken, (*labels[:axis], *index_labels, *labels[axis + 1 :])
+
+
+def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    index, reverse = node.attr  # type: ignore[misc]
+    data, labels = operands[0]
+    return lax.cumsum(data, axis=labels.index(index), reverse=reverse), labels
+
+
+def _inverse(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    data, labels = operands[0]
+    return jnp.linalg.inv(data), labels[::-1]
+
+
+def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    """Σ_s C·right with C(p, q) = (A⁻¹)(q, p): summing over p solves A·z = r, over q Aᵀ·z = r."""
+    (data, order), (right, labels) = operands
+    summed = node.out
+    free = order[0] if order[1] == summed else order[1]
+    if order[0] != summed:
+        data = data.T
+    moved = jnp.moveaxis(right, labels.index(summed), 0)
+    flat = moved if moved.ndim == 2 else lax.reshape(moved, (moved.shape[0], _rest(moved)))
+    solved = lax.reshape(jnp.linalg.solve(data, flat), moved.shape)
+    return solved, (free, *(i for i in labels if i != summed))
+
+
+def _rest(data: Any) -> Any:
+    out = 1
+    for s in data.shape[1:]:
+        out = out * s
+    return out
+
+
 _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
     CONTRACT: _contract,
     ADD: _add,
@@ -320,4 +372,8 @@ _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
     CONST: _const,
     DELTA: _delta,
     IOTA: _iota,
+    TAKE: _take,
+    CUMSUM: _cumsum,
+    INVERSE: _inverse,
+    SOLVE: _solve,
 }

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
-from typing import Any
+from itertools import combinations, permutations
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
+from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph, Reason
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
@@ -24,6 +25,7 @@ from symjax_rewrite.product import Product, expand, scaled
 from symjax_rewrite.rule import Context, Lemma
 from symjax_rewrite.trace import flatten
 
+SUMMED = 1000  # indices from here on are summed over; below, they are outputs
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)  # sizes that cannot be confused
 
 
@@ -48,13 +50,19 @@ def node(g: EGraph, cls: int) -> Node:
     return next(iter(g.classes[cls].nodes))
 
 
-def lemma_avals(lemma: Lemma, dtype: Any = np.float32) -> list[jax.ShapeDtypeStruct]:
-    """Example arguments of a lemma, one distinct prime size per letter."""
+def _numbers(t: TermGraph) -> list[str]:
+    """The numbers in a graph: coefficients and constants."""
+    nodes = (node(t.graph, c) for c in t.graph.live())
+    return sorted(repr(n.attr) for n in nodes if n.op in (ADD, CONST))
+
+
+def lemma_avals(lemma: Lemma, skip: int = 0) -> list[jax.ShapeDtypeStruct]:
+    """Example arguments of a lemma, one distinct prime size per letter, from the skip-th on."""
     letters = sorted({c for word in lemma.shapes for c in word})
-    if len(letters) > len(PRIMES):
+    if len(letters) + skip > len(PRIMES):
         raise RuleError("a lemma has too many named sizes", expected=f"<= {len(PRIMES)}")
-    size = dict(zip(letters, PRIMES, strict=False))
-    return [jax.ShapeDtypeStruct(tuple(size[c] for c in w), dtype) for w in lemma.shapes]
+    size = dict(zip(letters, PRIMES[skip:], strict=False))
+    return [jax.ShapeDtypeStruct(tuple(size[c] for c in w), np.float32) for w in lemma.shapes]
 
 
 @functools.cache
@@ -81,89 +89,132 @@ def compile_lemma(lemma: Lemma) -> Pattern:
             got=", ".join(str(o) for o in outs),
         )
     t = build(flatten(closed))
+    if _numbers(t) != _numbers(build(flatten(jax.make_jaxpr(lemma.sides)(*lemma_avals(lemma, 1))))):
+        raise RuleError(
+            f"a number in lemma {lemma.name!r} depends on sizes",
+            remedy="state it as an axiom: a pattern's numbers are the same at every size",
+        )
     left, right = (t.views[v] for v in t.program.outputs)  # type: ignore[index]
     assert left is not None and right is not None
     return Pattern(lemma, t, left, right, len(t.sizes[t.program.outputs[0]]))  # type: ignore[index]
 
 
-Binding = dict[int, Any]  # leaf class of the pattern: Ref over the leaf's slots, or a coefficient
-Indices = dict[int, int]  # index of the pattern: index of the target
-State = tuple[Indices, Binding]
+Groups = dict[int, tuple[int, ...]]  # index of the pattern: the target's indices it stands for
+Binding = dict[int, Any]  # leaf of the pattern: a `Bound`, or a coefficient
+State = tuple[Groups, Binding]
+
+
+class Bound(NamedTuple):
+    """What a pattern's leaf is: a class, and for each of its slots (leaf slot, place in group)."""
+
+    cls: int
+    slots: tuple[tuple[int, int], ...]
 
 
 def apply_lemma(ctx: Context, pattern: Pattern, cls: int) -> Iterator[Ref]:
-    """Every right side that the lemma makes of a class, over the class's slots."""
+    """The right side that the lemma makes of a class, over the class's slots.
+
+    A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o`
+    of a projection for heads and features.
+    """
     n = len(ctx.g.classes[cls].sizes)
-    if len(pattern.left.axes) != n:
+    if len(pattern.left.axes) > n:
         return
-    target = Ref(cls, tuple(range(n)))
-    for order in permutations(range(n)):
-        indices = dict(zip(pattern.left.axes, order, strict=True))
-        for _, binding in _match(ctx, pattern, pattern.left, target, indices, {}):
-            if any(
-                _dtype(ctx, b) not in (None, ctx.g.classes[cls].dtype) for b in binding.values()
-            ):
-                return
-            ref = _build(ctx, pattern, binding, cls, indices)
-            if ref is not None:
-                yield ref
+    for groups, binding in _match(ctx, pattern, pattern.left, Ref(cls, tuple(range(n))), {}, {}):
+        if any(_dtype(ctx, b) not in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
             return
+        ref = _build(ctx, pattern, binding, cls, groups)
+        if ref is not None:
+            yield ref
+        return
 
 
 def _dtype(ctx: Context, bound: Any) -> str | None:
-    return ctx.g.classes[bound.cls].dtype if isinstance(bound, Ref) else None
+    return ctx.g.classes[bound.cls].dtype if isinstance(bound, Bound) else None
 
 
 def _match(
-    ctx: Context, p: Pattern, pref: Ref, tref: Ref, indices: Indices, binding: Binding
+    ctx: Context, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
     pg = p.terms.graph
     pnode = node(pg, pref.cls)
     tref = ctx.g.find(tref)
     if pnode.op == LEAF:
-        yield from _bind(ctx, pref, tref, indices, binding)
+        yield from _bind(ctx, pref, tref, groups, binding)
     elif pnode.op == CONTRACT or (pnode.op == ADD and len(pnode.args) == 1):
-        yield from _match_product(ctx, p, pref, tref, indices, binding)
+        yield from _match_product(ctx, p, pref, tref, groups, binding)
     elif pnode.op == CONST:
         tnode = node(ctx.g, tref.cls)
         if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:  # type: ignore[index]
-            yield indices, binding
+            yield groups, binding
     else:
         for tnode in list(ctx.g.classes[tref.cls].nodes):
             if tnode.op == pnode.op and len(tnode.args) == len(pnode.args):
-                yield from _match_node(ctx, p, pref, pnode, tref, tnode, indices, binding)
+                yield from _match_node(ctx, p, pref, pnode, tref, tnode, groups, binding)
 
 
-def _bind(
-    ctx: Context, pref: Ref, tref: Ref, indices: Indices, binding: Binding
-) -> Iterator[State]:
-    if len(pref.axes) != len(tref.axes) or len(set(tref.axes)) != len(tref.axes):
+def _bind(ctx: Context, pref: Ref, tref: Ref, groups: Groups, binding: Binding) -> Iterator[State]:
+    """Let a leaf of the pattern be a class; unknown letters share out the axes that are left."""
+    if len(set(tref.axes)) != len(tref.axes):
         return
-    free_p = [i for i in pref.axes if i not in indices]
-    fixed = {indices[i] for i in pref.axes if i in indices}
-    free_t = [i for i in tref.axes if i not in fixed]
-    if len(free_p) != len(free_t) or not fixed <= set(tref.axes):
+    fixed = {i for q in pref.axes if q in groups for i in groups[q]}
+    if not fixed <= set(tref.axes):
         return
-    taken = set(indices.values())
-    if any(i in taken for i in free_t):
+    taken = {i for g in groups.values() for i in g}
+    left = [i for i in tref.axes if i not in fixed]
+    if any(i in taken for i in left):
         return
-    for order in permutations(free_t):
-        new = {**indices, **dict(zip(free_p, order, strict=True))}
-        slot = {new[i]: s for s, i in enumerate(pref.axes)}
-        ref = Ref(tref.cls, tuple(slot[i] for i in tref.axes))
-        known = binding.get(pref.cls)
-        if known is None or known == ref:
-            yield new, {**binding, pref.cls: ref}
+    unknown = [q for q in dict.fromkeys(pref.axes) if q not in groups]
+    for shared in _share_out(ctx, unknown, left):
+        new = {**groups, **shared}
+        place = {i: (s, k) for s, q in enumerate(pref.axes) for k, i in enumerate(new[q])}
+        bound = Bound(tref.cls, tuple(place[i] for i in tref.axes))
+        if binding.get(pref.cls, bound) == bound:
+            yield new, {**binding, pref.cls: bound}
+
+
+def _share_out(ctx: Context, unknown: list[int], left: list[int]) -> Iterator[Groups]:
+    """Every way to give the axes left to unknown letters, outputs to outputs, sums to sums.
+
+    Fresh names of summed indices start at `SUMMED`.
+    """
+    for kind in (True, False):
+        letters = [q for q in unknown if (q < SUMMED) == kind]
+        axes = [i for i in left if (i < SUMMED) == kind]
+        if (not letters) != (not axes) or len(letters) > len(axes):
+            return
+    outs = [q for q in unknown if q < SUMMED]
+    sums = [q for q in unknown if q >= SUMMED]
+    for a in _partitions(outs, [i for i in left if i < SUMMED]):
+        for b in _partitions(sums, [i for i in left if i >= SUMMED]):
+            yield {**a, **b}
+
+
+def _partitions(letters: list[int], axes: list[int]) -> Iterator[Groups]:
+    if not letters:
+        if not axes:
+            yield {}
+    elif len(letters) == 1:
+        yield {letters[0]: tuple(axes)}
+    elif len(letters) == len(axes):
+        for order in permutations(axes):
+            yield {q: (i,) for q, i in zip(letters, order, strict=True)}
+    else:
+        for count in range(1, len(axes) - len(letters) + 2):
+            for first in combinations(axes, count):
+                rest = [i for i in axes if i not in first]
+                for more in _partitions(letters[1:], rest):
+                    yield {letters[0]: first, **more}
 
 
 def _match_product(
-    ctx: Context, p: Pattern, pref: Ref, tref: Ref, indices: Indices, binding: Binding
+    ctx: Context, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
     mine = _over(ctx, expand(p.terms.graph, pref.cls, lambda d: True), pref)
     theirs = _over(ctx, expand(ctx.g, tref.cls, lambda d: True), tref)
     scalars = [f for f in mine[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
     factors = [f for f in mine[1] if f not in scalars]
-    if len(factors) != len(theirs[1]) or len(mine[2]) != len(theirs[2]) or len(scalars) > 1:
+    if len(factors) != len(theirs[1]) or len(mine[2]) > len(theirs[2]) or len(scalars) > 1:
         return
     if scalars:
         if binding.get(scalars[0].cls, theirs[0]) != theirs[0]:
@@ -171,9 +222,10 @@ def _match_product(
         binding = {**binding, scalars[0].cls: theirs[0]}
     elif mine[0] != theirs[0]:
         return
-    for indices2, binding2 in _assign(ctx, p, factors, list(theirs[1]), indices, binding):
-        if all(b in indices2 for b in mine[2]):
-            yield indices2, binding2
+    for groups2, binding2 in _assign(ctx, p, factors, list(theirs[1]), groups, binding):
+        summed = {i for q in mine[2] for i in groups2.get(q, ())}
+        if summed == set(theirs[2]):
+            yield groups2, binding2
 
 
 def _over(ctx: Context, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
@@ -185,14 +237,14 @@ def _over(ctx: Context, product: Product, ref: Ref) -> tuple[Any, list[Ref], lis
 
 
 def _assign(
-    ctx: Context, p: Pattern, mine: list[Ref], theirs: list[Ref], indices: Indices, binding: Binding
+    ctx: Context, p: Pattern, mine: list[Ref], theirs: list[Ref], groups: Groups, binding: Binding
 ) -> Iterator[State]:
     if not mine:
-        yield indices, binding
+        yield groups, binding
         return
     first, rest = mine[0], mine[1:]
     for k, other in enumerate(theirs):
-        for i2, b2 in _match(ctx, p, first, other, indices, binding):
+        for i2, b2 in _match(ctx, p, first, other, groups, binding):
             yield from _assign(ctx, p, rest, theirs[:k] + theirs[k + 1 :], i2, b2)
 
 
@@ -203,7 +255,7 @@ def _match_node(
     pnode: Node,
     tref: Ref,
     tnode: Node,
-    indices: Indices,
+    groups: Groups,
     binding: Binding,
 ) -> Iterator[State]:
     if len(pnode.bound) != len(tnode.bound):
@@ -212,16 +264,17 @@ def _match_node(
         return
     fresh = [next(ctx.fresh) for _ in pnode.bound]
     paxes, taxes = [*pref.axes, *fresh], [*tref.axes, *fresh]
+    groups = {**groups, **{i: (i,) for i in fresh}}
     mine = [Ref(a.cls, tuple(paxes[i] for i in a.axes)) for a in pnode.args]
     theirs = [Ref(a.cls, tuple(taxes[i] for i in a.axes)) for a in tnode.args]
     if pnode.op != ADD:
-        states: list[State] = [(indices, binding)]
+        states: list[State] = [(groups, binding)]
         for a, b in zip(mine, theirs, strict=True):
             states = [s2 for s in states for s2 in _match(ctx, p, a, b, *s)]
         yield from states
         return
     for order in permutations(range(len(theirs))):
-        states = [(indices, binding)]
+        states = [(groups, binding)]
         for k, a in zip(order, mine, strict=True):
             coefficient = tnode.attr[k]  # type: ignore[index]
             wanted = pnode.attr[mine.index(a)]  # type: ignore[index]
@@ -240,12 +293,12 @@ def _match_scaled(
     b: Ref,
     wanted: Any,
     got: Any,
-    indices: Indices,
+    groups: Groups,
     binding: Binding,
 ) -> Iterator[State]:
     """A term of a sum; a coefficient of the target may be a scalar argument of the lemma."""
     if wanted == got:
-        yield from _match(ctx, p, a, b, indices, binding)
+        yield from _match(ctx, p, a, b, groups, binding)
     pnode = node(p.terms.graph, a.cls)
     if wanted == 1 and pnode.op == CONTRACT:
         inner = _over(ctx, expand(p.terms.graph, a.cls, lambda d: True), a)
@@ -256,22 +309,23 @@ def _match_scaled(
             rest = [f for f in inner[1] if f != scalars[0]]
             if len(rest) == len(theirs[1]):
                 bound = {**binding, scalars[0].cls: value}
-                yield from _assign(ctx, p, rest, theirs[1], indices, bound)
+                yield from _assign(ctx, p, rest, theirs[1], groups, bound)
 
 
-def _build(ctx: Context, p: Pattern, binding: Binding, cls: int, indices: Indices) -> Ref | None:
+def _build(ctx: Context, p: Pattern, binding: Binding, cls: int, groups: Groups) -> Ref | None:
     """The right side with the pattern's leaves replaced, over the slots of `cls`."""
-    why = Reason(p.lemma.name, cls)
-    dtype = ctx.g.classes[cls].dtype
-    made: dict[int, Any] = dict(binding)
-    builder = _RightSide(ctx, p, made, dtype, why)
-    ref = builder.make(p.right.cls)
-    if not isinstance(ref, Ref):
+    builder = _RightSide(ctx, p, dict(binding), ctx.g.classes[cls].dtype, Reason(p.lemma.name, cls))
+    made = builder.make(p.right.cls)
+    if not isinstance(made, Bound):
         return None
-    to = [indices.get(i) for i in p.right.axes]
-    if any(i is None for i in to):
-        return None
-    return Ref(ref.cls, tuple(to[a] for a in ref.axes))  # type: ignore[misc]
+    # The right side's outputs are the left side's: both views are over the lemma's result.
+    axes = []
+    for slot, place in made.slots:
+        group = groups.get(p.right.axes[slot], ())
+        if place >= len(group):
+            return None
+        axes.append(group[place])
+    return Ref(made.cls, tuple(axes))
 
 
 class _RightSide:
@@ -279,38 +333,44 @@ class _RightSide:
         self.ctx, self.p, self.made, self.dtype, self.why = ctx, p, made, dtype, why
 
     def make(self, pcls: int) -> Any:
-        """The target's value of a pattern class: a reference over the class's slots."""
-        if pcls in self.made:
-            return self.made[pcls]
-        pg = self.p.terms.graph
-        pnode = node(pg, pcls)
-        args = [self.make(a.cls) for a in pnode.args]
-        if any(a is None for a in args):
-            return None
-        numbers: dict[int, Any] = {}
-        refs: list[Ref] = []
+        """The target's value of a pattern class; None where the lemma does not determine it."""
+        if pcls not in self.made:
+            self.made[pcls] = self._make(pcls)
+        return self.made[pcls]
+
+    def _make(self, pcls: int) -> Any:
+        pnode = node(self.p.terms.graph, pcls)
+        g = self.ctx.g
         coefficient: Any = 1
+        sizes: dict[tuple[int, int], Dim] = {}  # (pattern index, place in its group): size
+        refs: list[tuple[Bound, list[tuple[int, int]]]] = []
         coefficients: list[Any] = []
-        for k, (a, made) in enumerate(zip(pnode.args, args, strict=True)):
-            if not isinstance(made, Ref):
+        for k, a in enumerate(pnode.args):
+            made = self.make(a.cls)
+            if made is None:
+                return None
+            if not isinstance(made, Bound):
                 coefficient = coefficient * made
                 continue
-            ref = Ref(made.cls, tuple(a.axes[s] for s in made.axes))
-            for index, size in zip(ref.axes, self.ctx.g.classes[made.cls].sizes, strict=True):
-                numbers[index] = size
-            refs.append(ref)
+            axes = [(a.axes[slot], place) for slot, place in made.slots]
+            sizes.update(zip(axes, g.classes[made.cls].sizes, strict=True))
+            refs.append((made, axes))
             if pnode.op == ADD:
                 coefficients.append(pnode.attr[k])  # type: ignore[index]
-        out, total = pnode.out, pnode.out + len(pnode.bound)
-        if any(i not in numbers for i in range(total)) or (pnode.op == ADD and coefficient != 1):
+        if not refs or (pnode.op == ADD and coefficient != 1):
             return None
-        sizes = tuple(numbers[i] for i in range(out))
-        attr = tuple(coefficients) if pnode.op == ADD else pnode.attr
-        bound = tuple(numbers[i] for i in range(out, total))
-        g, why = self.ctx.g, self.why
-        if pnode.op == CONTRACT and len(refs) == 1 and not bound:
-            ref = refs[0]
+        outs = sorted(i for i in sizes if i[0] < pnode.out)
+        sums = sorted(i for i in sizes if i[0] >= pnode.out)
+        if len({i[0] for i in (*outs, *sums)}) != pnode.out + len(pnode.bound):
+            return None
+        number = {i: n for n, i in enumerate([*outs, *sums])}
+        args = tuple(Ref(m.cls, tuple(number[i] for i in axes)) for m, axes in refs)
+        out_sizes = tuple(sizes[i] for i in outs)
+        if pnode.op == CONTRACT and len(args) == 1 and not sums:
+            ref = args[0]
         else:
-            ref = g.add(pnode.op, attr, tuple(refs), sizes, bound, self.dtype, why)
-        self.made[pcls] = scaled(g, ref, coefficient, sizes, why)
-        return self.made[pcls]
+            attr = tuple(coefficients) if pnode.op == ADD else pnode.attr
+            bound = tuple(sizes[i] for i in sums)
+            ref = g.add(pnode.op, attr, args, out_sizes, bound, self.dtype, self.why)
+        ref = scaled(g, ref, coefficient, out_sizes, self.why)
+        return Bound(ref.cls, tuple(outs[i] for i in ref.axes))

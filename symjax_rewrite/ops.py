@@ -25,6 +25,7 @@ from symjax_rewrite.ir import (
     MAP,
     REDUCE,
     SLICE,
+    SOLVE,
     Ref,
 )
 
@@ -441,6 +442,28 @@ def _concatenate(s: Site) -> list[Ref] | None:
     return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
 
 
+def _linear_solve(s: Site) -> list[Ref] | None:
+    """A solve; the matrix is the constant of `matvec`."""
+    matrix = compat.solve_matrix(s.params)
+    if matrix is None or len(s.out_ids) != 1 or dtype_kind(s.dtype[0]) not in "fc":
+        return None
+    a, b = s.refs[0], s.refs[-1]
+    row, column, vector = matrix
+    groups = s.groups[-1]
+    if len(s.groups[0]) != 2 or any(len(g) != 1 for g in (*s.groups[0], groups[vector])):
+        return None
+    if sorted(a.axes) != [0, 1] or s.ids[-1] != s.out_ids[0]:
+        return None
+    n = s.sizes[0][0]
+    out = len(s.out_sizes[0])
+    at = groups[vector][0]
+    # The matrix maps column to row, so the right side's axis is its row, the result's its column.
+    place = {s.groups[0][row][0]: out, s.groups[0][column][0]: at}
+    left = Ref(a.cls, tuple(place[i] for i in a.axes))
+    right = Ref(b.cls, tuple(out if i == at else i for i in b.axes))
+    return [s.add(SOLVE, None, (left, right), (n,))]
+
+
 _MAPS = """
 abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
 digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma log
@@ -478,6 +501,7 @@ ROWS: dict[str, Row] = {
     "slice": _slice,
     "split": _split,
     "concatenate": _concatenate,
+    "custom_linear_solve": _linear_solve,
 }
 
 VIEWS = frozenset(

@@ -12,18 +12,21 @@ from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
 from symjax_rewrite.compat import ClosedJaxpr
 from symjax_rewrite.config import Options, log
-from symjax_rewrite.cost import Cost
+from symjax_rewrite.cost import Cost, CostModel
 from symjax_rewrite.device import Device
-from symjax_rewrite.dims import Assumptions
+from symjax_rewrite.dims import Assumptions, value
 from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir import Ref
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
-from symjax_rewrite.report import RouteUse, RuleUse
+from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.rule import REDUNDANCY, RulePack
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.trace import flatten
+
+
+MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
 
 @dataclass(slots=True)
@@ -153,6 +156,7 @@ class Optimiser:
         known = result.known = _frozen_classes(t, need, frozen)
         stops = set()
         solver = self._solver(t, result)
+        found: list[tuple[Region, Solution]] = []
         for region in find_regions(t, need, lambda c: (c in known, storage(t, c))):
             if time.perf_counter() - start > budget.seconds:
                 return Result(closed, t, stop=f"the clock of {budget.seconds} s ran out")
@@ -162,7 +166,8 @@ class Optimiser:
                 self.solved[region.key] = solution
             stops.add(solution.stop)
             if allowed is None or solution.digest in allowed:
-                self._apply(result, t, region, solution)
+                found.append((region, solution))
+        self._apply_all(result, t, need, found)
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
         for c in result.plan.shared:
@@ -174,6 +179,28 @@ class Optimiser:
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
         return result
 
+    def _apply_all(
+        self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]
+    ) -> None:
+        """Apply what gains; what would gain next to nothing of the whole program stays."""
+        least = 0.0
+        if any(s.changed for _, s in found):
+            least = MIN_SHARE * self._program_seconds(result, t, need)
+        gains: dict[str, float] = {}
+        for _, s in found:
+            gain = s.before.seconds - s.after.seconds
+            gains[s.digest] = gains.get(s.digest, 0.0) + gain
+        for region, s in found:
+            small = bool(s.changed) and gains[s.digest] < least and not result.known
+            self._apply(result, t, region, s, small)
+
+    def _program_seconds(self, result: Result, t: TermGraph, need: Needed) -> float:
+        sample, known = result.sample, result.known
+        model = CostModel(self.device, lambda d: value(d, sample))
+        choice = {c: node_of(t.graph, c) for c in need.order}
+        roots = tuple(sorted(need.outside))
+        return model.evaluate(t.graph, choice, roots, lambda c: c in known).seconds
+
     def _solver(self, t: TermGraph, result: Result) -> Solver:
         samples = self.assumptions.samples(symbolic_names(t)) if t.dim_env else [{}]
         result.sample = samples[0]
@@ -181,15 +208,18 @@ class Optimiser:
             self.options, self.rules.axioms, self.patterns, self.device, self.assumptions, samples
         )
 
-    def _apply(self, result: Result, t: TermGraph, region: Region, s: Solution) -> None:
+    def _apply(
+        self, result: Result, t: TermGraph, region: Region, s: Solution, small: bool
+    ) -> None:
         numbered = {n: c for c, n in region.local.items()}
         where = _where(t, region)
         for rule, reason in s.refused:
             result.declined(rule, reason, where)
         result.crossovers.extend(c for c in s.crossovers if c not in result.crossovers)
-        if not s.changed:
-            if s.declined:
-                result.declined("rewrite", s.declined, where)
+        if small or not s.changed:
+            declined = "gains less than 1 % of the program" if small else s.declined
+            if declined:
+                result.declined("rewrite", declined, where)
             return
         origin: dict[int, Ref] = {}
         for number, ref in s.to.items():
@@ -206,8 +236,9 @@ class Optimiser:
                 result.plan.rewritten[numbered[number]] = (solution, ref)
         result.saved.append((s.before, s.after))
         result.regions.append(s.digest)
-        for c in s.changed:
-            self._count(result, s.g.classes[c].nodes[s.choice[c]].rule, where)
+        for name in dict.fromkeys(s.g.classes[c].nodes[s.choice[c]].rule for c in s.changed):
+            self._count(result, name, where)
+            result.rules[name].count += 1
 
     def _note(self, result: Result, name: str, property: str, eqn: Any) -> None:
         use = result.rules.setdefault(name, RuleUse(name, property, 0))
@@ -222,7 +253,6 @@ class Optimiser:
             log("rules", "%s at %s", name, where)
         if where not in use.where:
             use.where.append(where)
-            use.count += 1
 
     def _bodies(self, result: Result, t: TermGraph, allowed: set[str] | None, start: float) -> None:
         """Bodies of loops, branches and remat are programs of their own."""
@@ -274,14 +304,14 @@ def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[i
 
 
 def _shared(t: TermGraph, need: Needed) -> set[int]:
-    """Contractions computed twice in different layouts (XLA only merges identical ones)."""
-    views: dict[int, set] = {}
+    """Contractions that the program spells twice, up to transposition."""
+    count: dict[int, int] = {}
     for e in t.program.equations:
         if e.name == "dot_general":
             view = t.views[e.outvals[0]]
             assert view is not None
-            views.setdefault(view.cls, set()).add((view.axes, t.positions[e.outvals[0]]))
-    return {c for c, v in views.items() if len(v) > 1 and c in need.uses}
+            count[view.cls] = count.get(view.cls, 0) + 1
+    return {c for c, n in count.items() if n > 1 and c in need.uses}
 
 
 def storage(t: TermGraph, cls: int) -> str:

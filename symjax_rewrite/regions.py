@@ -25,13 +25,14 @@ from symjax_rewrite.ir import (
     MAP,
     REDUCE,
     SLICE,
+    SOLVE,
     TAKE,
     Node,
     Ref,
 )
 from symjax_rewrite.ops import RING, dtype_kind
 
-ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE})
+ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE})
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
 
@@ -65,6 +66,27 @@ class Needed:
 def node_of(g: EGraph, cls: int) -> Node:
     """The original node of a class."""
     return next(iter(g.classes[cls].nodes))
+
+
+def is_test(g: EGraph, cls: int) -> bool:
+    """Whether a class compares integers with an index: `x == i`, `i >= j`."""
+    node = node_of(g, cls)
+    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):  # type: ignore[index]
+        return False
+    return any(node_of(g, a.cls).op == IOTA for a in node.args)
+
+
+def is_indicator(g: EGraph, cls: int) -> bool:
+    """Whether a class is 1 where such a test holds and 0 elsewhere."""
+    node = node_of(g, cls)
+    if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
+        return False
+    if node.attr[0] == "convert_element_type":  # type: ignore[index]
+        return True
+    cases = [node_of(g, a.cls) for a in node.args[1:]]
+    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):  # type: ignore[index]
+        return False
+    return [c.attr[0] for c in cases] == [0, 1]  # type: ignore[index]
 
 
 def needed(t: TermGraph) -> Needed:
@@ -179,16 +201,20 @@ def _is_interesting(g: EGraph, inside: set[int]) -> bool:
         node = node_of(g, c)
         args = [a.cls for a in node.args if a.cls in inside]
         if node.op == CONTRACT and node.bound:
-            if args or any(node_of(g, a.cls).op == DELTA for a in node.args):
+            if args or any(_is_sparse(g, a.cls) for a in node.args):
                 return True
             if len(node.args) == 2 and _has_private_bound(node):
                 return True
         elif node.op == ADD:
             if sum(_is_product(g, a) for a in args) > 1:
                 return True
-        elif node.op in (SLICE, CONCAT, INVERSE, TAKE) and args:
+        elif node.op in (SLICE, CONCAT, INVERSE, SOLVE, TAKE) and args:
             return True
     return False
+
+
+def _is_sparse(g: EGraph, cls: int) -> bool:
+    return node_of(g, cls).op in (DELTA, SOLVE) or is_indicator(g, cls)
 
 
 def _has_private_bound(node: Node) -> bool:
@@ -225,7 +251,7 @@ def _number(
             if c in local:
                 continue
             node = node_of(g, c)
-            inner = c in inside or node.op in NULLARY
+            inner = c in inside or node.op in NULLARY or is_indicator(g, c) or is_test(g, c)
             if not inner:
                 local[c] = len(local)
                 region.tags[c] = tag(c)

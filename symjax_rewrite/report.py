@@ -8,30 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from symjax_rewrite.compat import ClosedJaxpr
-
-
-@dataclass(slots=True)
-class RuleUse:
-    """A rule that was used: its property, how often, and the user's lines it was used at."""
-
-    name: str
-    property: str
-    count: int
-    where: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class RouteUse:
-    """A kernel or rule that was considered: whether it was taken, why, and where first.
-
-    count: how many places of the program this stands for.
-    """
-
-    name: str
-    taken: bool
-    reason: str
-    where: str = ""
-    count: int = 1
+from symjax_rewrite.record import RouteUse, RuleUse
 
 
 @dataclass(slots=True)
@@ -50,7 +27,7 @@ class Side:
     largest_intermediate: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Report:
     """The result of `explain`.
 
@@ -92,6 +69,8 @@ class Report:
             lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in skipped]
         lines.append(f"search: {self.stop}, {self.time_s * 1e3:.1f} ms")
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         from html import escape

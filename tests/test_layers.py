@@ -20,7 +20,7 @@ LAYERS = {
     "ground": "errors config compat",
     "terms": "dims ir monoid",
     "graph": "egraph device",
-    "knowledge": "ops cost product contract_order rule order",
+    "knowledge": "record ops cost product contract_order rule order",
     "passes": "loops trace axes canonical match saturate regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",

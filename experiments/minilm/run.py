@@ -56,13 +56,17 @@ def main() -> None:
 
     plain, rewritten = jax.jit(model.encode), sym_optimize(model.encode)
     difference = compare_meaning(plain(*arguments), rewritten(*arguments))
-    report = rewritten.explain(*arguments)
-    tell_rules(report)
-    resources = tell_resources(report)
+    reports = {title: rewritten.explain(*call) for title, call in calls_of(arguments).items()}
+    for title, report in reports.items():
+        tell_rules(title, report)
+    resources = tell_resources(reports)
     build = tell_build(arguments, rounds=1 if quick else 3)
     speed = tell_speed(plain, rewritten, arguments, rounds=3 if quick else 11)
     if not quick:
-        rules = {rule.name: rule.count for rule in report.rules}
+        rules = {
+            title: {rule.name: rule.count for rule in report.rules}
+            for title, report in reports.items()
+        }
         save(encoder.origin, difference, rules, resources, build, speed)
 
 
@@ -79,12 +83,21 @@ def compare_meaning(before: jax.Array, after: jax.Array) -> float:
     return difference
 
 
-def tell_rules(report: Any) -> None:
-    heading("Rules that fired")
+def calls_of(arguments: tuple) -> dict[str, tuple]:
+    """A batch and a single query: which form is cheaper depends on the number of tokens."""
+    params, adapters, ids, mask = arguments
+    sizes = {f"{len(ids)} sentences": len(ids), "1 sentence": 1}
+    return {name: (params, adapters, ids[:rows], mask[:rows]) for name, rows in sizes.items()}
+
+
+def tell_rules(title: str, report: Any) -> None:
+    heading(f"Rules that fired, {title}")
     for rule in report.rules:
         print(f"{rule.count:>4} × {rule.name:<28} {rule.property}")
         for place in unique(rule.where):
             print(f"         {place}")
+    if not report.rules:
+        print("   none: left as written")
 
 
 def unique(where: Any) -> list[str]:
@@ -92,16 +105,18 @@ def unique(where: Any) -> list[str]:
     return list(dict.fromkeys(str(place) for place in places))
 
 
-def tell_resources(report: Any) -> dict[str, list[str]]:
+def tell_resources(reports: dict[str, Any]) -> dict[str, list[str]]:
     heading("Resources, from the program alone")
     units = {"flops": "FLOP", "bytes": "B", "largest_intermediate": "B"}
     rows = {}
-    print(f"{'':<24}{'before':>14}{'after':>14}")
-    for name, unit in units.items():
-        before, after = (float(getattr(side, name)) for side in (report.before, report.after))
-        cells = [harness.quantity(value, unit) for value in (before, after)]
-        rows[name.replace("_", " ")] = cells
-        print(f"{name.replace('_', ' '):<24}{cells[0]:>14}{cells[1]:>14}")
+    print(f"{'':<40}{'before':>14}{'after':>14}")
+    for title, report in reports.items():
+        for name, unit in units.items():
+            sides = (report.before, report.after)
+            cells = [harness.quantity(float(getattr(side, name)), unit) for side in sides]
+            label = f"{title}, {name.replace('_', ' ')}"
+            print(f"{label:<40}{cells[0]:>14}{cells[1]:>14}")
+            rows[label] = cells
     return rows
 
 
@@ -117,10 +132,8 @@ def tell_build(arguments: tuple, rounds: int) -> harness.BuildTime:
 
 def tell_speed(plain: Any, rewritten: Any, arguments: tuple, rounds: int) -> dict[str, Any]:
     heading("Time per call, measured in turn (median, quartiles of the ratio)")
-    params, adapters, ids, mask = arguments
     speed = {}
-    for title, rows in ((f"{len(ids)} sentences", len(ids)), ("1 sentence", 1)):
-        call = (params, adapters, ids[:rows], mask[:rows])
+    for title, call in calls_of(arguments).items():
         samples = harness.interleave(
             {"before": lambda c=call: plain(*c), "after": lambda c=call: rewritten(*c)}, rounds
         )
@@ -134,7 +147,7 @@ def tell_speed(plain: Any, rewritten: Any, arguments: tuple, rounds: int) -> dic
 def save(
     origin: str,
     difference: float,
-    rules: dict[str, int],
+    rules: dict[str, dict[str, int]],
     resources: dict[str, list[str]],
     build: harness.BuildTime,
     speed: dict[str, dict],
@@ -145,7 +158,9 @@ def save(
     rows.append(["XLA compile time", *map(harness.duration, compiles), ""])
     rows.append(["optimiser time", "", harness.duration(build.optimise_s), f"{build.share:.1%}"])
     rows.append(["largest difference of a similarity", "", f"{difference:.1e}", ""])
-    rows.append(["rules", "", ", ".join(f"{n} × {name}" for name, n in rules.items()), ""])
+    for title, counts in rules.items():
+        fired = ", ".join(f"{count} × {name}" for name, count in counts.items())
+        rows.append([f"{title}, rules", "", fired or "none", ""])
     table = harness.markdown_table(["", "before", "after", "ratio"], rows)
     harness.write_table(HERE / "README.md", table, f"Weights: {origin}.")
     record = {"weights": origin, "largest_similarity_difference": difference, "rules": rules}

@@ -36,10 +36,8 @@ def test_reference_is_the_naive_formula(case):
 
 
 CUTS = {
-    "one block": lambda s: Blocks(s.rows, s.cols, s.batch),
     "nothing even": lambda s: Blocks(min(7, s.rows), min(11, s.cols)),
     "part of the batch": lambda s: Blocks(min(16, s.rows), min(32, s.cols), s.batch[:1]),
-    "last of the batch": lambda s: Blocks(s.rows, min(13, s.cols), s.batch[-1:]),
 }
 
 
@@ -132,7 +130,9 @@ def test_temporaries_are_linear():
         spec = forward(Attention(1, size, size, 4, 64))
         avals = [jax.ShapeDtypeStruct(spec.shape(k), jnp.float32) for k in range(3)]
         compiled = jax.jit(lambda *xs, spec=spec: fold_xla(spec, *xs)).lower(*avals).compile()
-        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        temporaries.append(memory.temp_size_in_bytes)
     pairs = 4 * 4096 * 4096 * 4
     assert temporaries[-1] < 0.05 * pairs
     assert temporaries[2] - temporaries[1] < 3 * (temporaries[1] - temporaries[0] + 2**20)

@@ -1,0 +1,129 @@
+"""Inverses: a matrix that is inverted to be multiplied is solved with instead.
+
+`INVERSE` of A over its slots (p, q) is the contragredient C(p, q) = (A⁻¹)(q, p). It is a
+homomorphism, C(A·B) = C(A)·C(B), and C of a transpose is the transpose of C, which the index
+notation gives for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from symjax_rewrite.ir import CONTRACT, DELTA, INVERSE, SOLVE, Node, Ref
+from symjax_rewrite.order import order_product
+from symjax_rewrite.product import Product, expand_node
+from symjax_rewrite.rule import REDUNDANCY, Context, axiom
+
+
+@axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))
+def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A solve as a product, so that laws about products see it."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    matrix, right = node.args
+    why = solve_is_inverse.reason(cls)
+    made = _inverse(ctx, matrix.cls, c.dtype, why)
+    inverse = Ref(made.cls, tuple(matrix.axes[s] for s in made.axes))
+    if any(n.op == DELTA for n in g.classes[right.cls].nodes):
+        i, j = right.axes
+        stays = i if j == node.out else j
+        yield Ref(inverse.cls, tuple(stays if a == node.out else a for a in inverse.axes))
+    else:
+        yield g.add(CONTRACT, None, (inverse, right), c.sizes, node.bound, c.dtype, why)
+
+
+def _inverse(ctx: Context, matrix: int, dtype: str, why) -> Ref:  # noqa: ANN001
+    """The inverse of a matrix class over the class's slots."""
+    sizes = ctx.g.classes[matrix].sizes
+    return ctx.g.add(INVERSE, (0, 1), (Ref(matrix, (0, 1)),), sizes, (), dtype, why)
+
+
+@axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True)
+def solve_instead(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A product with an inverse is a solve: a third of the work, and backward stable."""
+    g = ctx.g
+    if not node.bound:
+        return
+    p = expand_node(g, cls, node, lambda d: not _is_inverse(ctx, d) and ctx.uses(d) <= 1)
+    for k, f in enumerate(p.factors):
+        f = g.find(f)
+        matrix = _inverse_of(ctx, f)
+        if matrix is None or len(set(f.axes)) != 2:
+            continue
+        summed = [i for i in f.axes if i >= p.out]
+        if len(summed) != 1 or len(p.factors) < 2:
+            continue
+        ref = _solved(ctx, cls, p, k, matrix, summed[0])
+        if ref is not None and p.coefficient == 1:
+            yield ref
+
+
+def _solved(ctx: Context, cls: int, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:
+    """solve(matrix, product of the other factors), which keeps the summed index."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    why = solve_instead.reason(cls)
+    free = next(i for i in matrix.axes if i != summed)
+    rest = [f for j, f in enumerate(p.factors) if j != k]
+    if any(free in f.axes for f in rest) or not any(summed in f.axes for f in rest):
+        return None
+    # The other factors over the outputs, with the summed index in the place of the free one.
+    others = [i for i in range(p.out + len(p.bound)) if i not in (summed, free)]
+    outs = [i for i in range(p.out) if i != free]
+    index = {i: n for n, i in enumerate([*outs, summed])}
+    index.update({i: len(index) + n for n, i in enumerate(x for x in others if x >= p.out)})
+    sizes = (*c.sizes, *p.bound)
+    inner = Product(
+        1,
+        tuple(Ref(f.cls, tuple(index[i] for i in f.axes)) for f in rest),
+        len(outs) + 1,
+        tuple(sizes[i] for i in others if i >= p.out),
+        p.precision,
+    )
+    right = order_product(ctx, inner, tuple(sizes[i] for i in [*outs, summed]), c.dtype, why)
+    if right is None or free >= p.out:
+        return None
+    back = [*outs, p.out]
+    args = (
+        Ref(matrix.cls, tuple(p.out if i == summed else i for i in matrix.axes)),
+        Ref(right.cls, tuple(back[i] for i in right.axes)),
+    )
+    return g.add(SOLVE, None, args, c.sizes, (sizes[summed],), c.dtype, why)
+
+
+def _is_inverse(ctx: Context, cls: int) -> bool:
+    return any(n.op == INVERSE for n in ctx.g.classes[cls].nodes)
+
+
+def _inverse_of(ctx: Context, f: Ref) -> Ref | None:
+    """The matrix A of a factor C, read over the factor's indices."""
+    for n in ctx.g.classes[f.cls].nodes:
+        if n.op == INVERSE and len(n.args[0].axes) == 2:
+            return Ref(n.args[0].cls, tuple(f.axes[i] for i in n.args[0].axes))
+    return None
+
+
+@axiom("(A·B)⁻¹ = B⁻¹·A⁻¹", property=REDUNDANCY, on=(INVERSE,))
+def inverse_of_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """The inverse of a product of square matrices, as the product of inverses.
+
+    Backward stable solves keep the error within that of forming A·B: both are bounded by
+    ε·‖A‖·‖B‖·‖(AB)⁻¹‖.
+    """
+    g, c = ctx.g, ctx.g.classes[cls]
+    if len(c.sizes) != 2:
+        return
+    arg = g.find(node.args[0])
+    for inner in list(g.classes[arg.cls].nodes):
+        if inner.op != CONTRACT or len(inner.args) != 2 or len(inner.bound) != 1:
+            continue
+        if any(size != c.sizes[0] for size in (*c.sizes, *inner.bound)):
+            continue
+        if any(len(set(a.axes)) != 2 or inner.out not in a.axes for a in inner.args):
+            continue
+        why = inverse_of_product.reason(cls)
+        index = [*arg.axes, 2]
+        factors = []
+        for a in inner.args:
+            axes = tuple(index[i] for i in a.axes)
+            made = _inverse(ctx, a.cls, c.dtype, why)
+            factors.append(Ref(made.cls, tuple(axes[s] for s in made.axes)))
+        yield g.add(CONTRACT, inner.attr, tuple(factors), c.sizes, inner.bound, c.dtype, why)

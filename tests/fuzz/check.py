@@ -1,0 +1,314 @@
+"""One program against its optimised self: values, gradients, avals, trees.
+
+Values are judged against what rounding does to the original: in float64 both must agree to what
+errors of 1e-16 can do, in their own dtypes to a small multiple of what the original itself is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import extract, solve, sym_optimize
+from symjax_rewrite import regions as regions_module
+from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
+from tests.fuzz.programs import Program
+
+SLACK = 16.0  # times the error of the original
+NOISY_RUNS = 3
+HUGE = 1e18
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mode:
+    """How a program is tried.
+
+    transform: see `TRANSFORMS`. choice: `model` takes what the cost model takes, `random` takes
+    any equal form (numbered by `seed`), `wide` does so for every region, interesting or not.
+    """
+
+    transform: str = "value"
+    choice: str = "random"
+    seed: int = 0
+    numerics: str = "reassoc"
+    compiled: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong."""
+
+    kind: str
+    message: str
+
+
+class InvalidProgramError(Exception):
+    """The program itself does not run, so it says nothing."""
+
+
+def _floats(args: list[Any]) -> list[int]:
+    return [k for k, a in enumerate(args) if np.dtype(a.dtype).kind not in "iub"]
+
+
+def _scalar(f: Callable) -> Callable:
+    """The real sum of all inexact outputs, weighted so that nothing cancels by symmetry."""
+
+    def scalar(*args: Any) -> Any:
+        total = jnp.float32(0)
+        for k, x in enumerate(jax.tree.leaves(f(*args))):
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                x = jnp.real(x).astype(jnp.float32)
+                weight = jnp.cos(jnp.arange(x.size, dtype=jnp.float32) + k).reshape(x.shape)
+                total = total + jnp.sum(x * weight)
+        return total
+
+    return scalar
+
+
+def _gradient(f: Callable, args: list[Any]) -> Callable:
+    live = tuple(k for k in _floats(args) if np.dtype(args[k].dtype).kind != "c")
+    if not live:
+        raise InvalidProgramError("nothing to differentiate")
+    return jax.value_and_grad(_scalar(f), argnums=live)
+
+
+def _jvp(f: Callable, args: list[Any]) -> Callable:
+    def run(*xs: Any) -> Any:
+        tangents = [
+            jnp.ones_like(x) * 0.5
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            else np.zeros(x.shape, jax.dtypes.float0)
+            for x in xs
+        ]
+        primal, tangent = jax.jvp(f, xs, tuple(tangents))
+        return primal, [t for t in jax.tree.leaves(tangent) if t.dtype != jax.dtypes.float0]
+
+    return run
+
+
+def _second(f: Callable, args: list[Any]) -> Callable:
+    g = _gradient(f, args)
+    return _jvp(lambda *xs: g(*xs)[1], args)
+
+
+def _vmapped(f: Callable, args: list[Any]) -> Callable:
+    return lambda *xs: jax.vmap(f)(*(jnp.stack([x, x]) for x in xs))
+
+
+def _plain(f: Callable, args: list[Any]) -> Callable:
+    return f
+
+
+Transform = Callable[[Callable, list[Any]], Callable]
+INSIDE = "in_"  # the transformation is part of the optimised program
+TRANSFORMS: dict[str, Transform] = {
+    "value": _plain,
+    "grad": _gradient,
+    "jvp": _jvp,
+    "second": _second,
+    "vmap": _vmapped,
+    "in_grad": _gradient,
+    "in_jvp": _jvp,
+    "in_vmap": _vmapped,
+    "in_second": _second,
+}
+
+
+def random_extract(seed: int) -> Callable:
+    """An extraction that takes any equal form, whatever it costs."""
+    rng = random.Random(seed)
+
+    def choose(g: Any, roots: tuple, model: Any, free: Callable) -> Any:
+        original = extract.original_choice(g)
+        before = model.evaluate(g, original, roots, free)
+        weight = {
+            (c, n): rng.random() ** 3 + 1e-3
+            for c in g.live()
+            for n in extract._options(g, c)
+        }
+        lowest = mock.Mock(node_seconds=lambda g, c, n: weight[c, n])
+        choice = {**original, **extract._greedy(g, lowest, free)}
+        return extract.Extraction(before, before, choice, True, "fuzz")
+
+    return choose
+
+
+@contextlib.contextmanager
+def choosing(mode: Mode) -> Iterator[None]:
+    """Inside, the optimiser chooses as the mode says."""
+    with contextlib.ExitStack() as stack:
+        if mode.choice in ("random", "wide"):
+            stack.enter_context(mock.patch.object(solve, "extract", random_extract(mode.seed)))
+        if mode.choice == "wide":
+            stack.enter_context(
+                mock.patch.object(regions_module, "_is_interesting", lambda g, inside: True)
+            )
+        if mode.choice == "always":
+            stack.enter_context(
+                mock.patch.object(extract, "worthwhile", lambda b, a: (True, "fuzz"))
+            )
+        yield
+
+
+def check(program: Program, mode: Mode) -> Failure | str:
+    """A failure, or how it went: `unchanged`, `equal`, `skipped: why`.
+
+    Raises:
+        InvalidProgramError: the original does not run.
+    """
+    f = program.function()
+    args = [jnp.asarray(a) for a in program.arguments(1)]
+    transform = TRANSFORMS[mode.transform]
+    try:
+        original = transform(f, args)
+        closed, spec = jax.make_jaxpr(original, return_shape=True)(*args)
+    except InvalidProgramError:
+        raise
+    except Exception as error:
+        raise InvalidProgramError(f"{type(error).__name__}: {error}") from error
+    settings: dict[str, Any] = {"on_unsupported": "error", "numerics": mode.numerics}
+    try:
+        with choosing(mode):
+            if mode.transform.startswith(INSIDE):
+                ours: Callable = sym_optimize(original, **settings)
+            else:
+                ours = transform(sym_optimize(f, **settings), args)
+            closed2, spec2 = jax.make_jaxpr(ours, return_shape=True)(*args)
+            jax.core.check_jaxpr(closed2.jaxpr) if hasattr(jax.core, "check_jaxpr") else None
+    except Exception as error:
+        return Failure(f"exception {type(error).__name__}", _root_cause(error))
+    difference = _avals_differ(closed, spec, closed2, spec2)
+    if difference:
+        return Failure("avals", difference)
+    if mode.compiled:
+        return _run_compiled(program, original, ours, mode, args)
+    if _inner_text(closed2) == str(closed.jaxpr):
+        return "unchanged"
+    try:
+        return compare(closed, closed2, program.arguments(1))
+    except UnsupportedPrimitiveError as error:
+        return f"skipped: {error}"
+
+
+def _root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if "symjax_rewrite" in f.filename or "/rules/" in f.filename]
+    where = f"{ours[-1].filename.split('/')[-1]}:{ours[-1].lineno}" if ours else "?"
+    return f"{type(error).__name__} at {where}: {str(error)[:300]}"
+
+
+def _avals_differ(closed: Any, spec: Any, closed2: Any, spec2: Any) -> str:
+    if jax.tree.structure(spec) != jax.tree.structure(spec2):
+        return f"trees: {jax.tree.structure(spec)} became {jax.tree.structure(spec2)}"
+    for a, b in zip(closed.out_avals, closed2.out_avals, strict=True):
+        if (a.shape, a.dtype, a.weak_type) != (b.shape, b.dtype, b.weak_type):
+            return f"{a} weak={a.weak_type} became {b} weak={b.weak_type}"
+    return ""
+
+
+def _inner_text(closed: Any) -> str:
+    """The text of the jaxpr inside the jit that sym_optimize makes."""
+    eqns = closed.jaxpr.eqns
+    if len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit"):
+        return str(eqns[0].params["jaxpr"].jaxpr)
+    return str(closed.jaxpr)
+
+
+def compare(closed: Any, closed2: Any, args: list[np.ndarray]) -> Failure | str:
+    """Values of two jaxprs, as far as rounding lets them be compared."""
+    wide = Machine(wide=True).run(closed, args)
+    if any(_is_huge(x) for x in wide):
+        return "skipped: overflow"
+    noisy = [Machine(True, 1.0, k).run(closed, args) for k in range(NOISY_RUNS)]
+    spread = [max(_distance(n[k], w) for n in noisy) for k, w in enumerate(wide)]
+    wide2 = Machine(wide=True).run(closed2, args)
+    for k, (a, b, s) in enumerate(zip(wide, wide2, spread, strict=True)):
+        far, scale = _distance(b, a), _scale(a)
+        # Coefficients are rounded once in the program's dtype, even here.
+        if far > 4 * s + 4 * _eps(closed.out_avals[k].dtype) * scale:
+            text = f"output {k} in float64: off by {far:.3g} of {scale:.3g}, rounding gives {s:.3g}"
+            return Failure("wrong value", text)
+    narrow, narrow2 = Machine().run(closed, args), Machine().run(closed2, args)
+    for k, a in enumerate(wide):
+        mine, theirs = _distance(narrow2[k], a), _distance(narrow[k], a)
+        if theirs == float("inf"):
+            continue
+        eps = _eps(narrow[k].dtype)
+        if mine > SLACK * max(theirs, spread[k]) + SLACK * eps * _scale(a):
+            text = f"output {k}: off by {mine:.3g} where the original is off by {theirs:.3g}"
+            text += f" (rounding gives {spread[k]:.3g}, values to {_scale(a):.3g})"
+            return Failure("inaccurate", text)
+    return "equal"
+
+
+def _eps(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+
+
+def _inexact(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_huge(x: np.ndarray) -> bool:
+    x = x.astype(np.complex128) if _inexact(x) else np.zeros(())
+    return bool(x.size and np.nanmax(np.where(np.isfinite(x), np.abs(x), 0)) > HUGE)
+
+
+def _scale(x: np.ndarray) -> float:
+    x = np.abs(x.astype(np.complex128))
+    x = x[np.isfinite(x)]
+    return float(x.max()) if x.size else 0.0
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; infinite where one is finite or a number and the other is not."""
+    a, b = a.astype(np.complex128), b.astype(np.complex128)
+    if not np.array_equal(np.isnan(a), np.isnan(b)):
+        return float("inf")
+    odd = ~np.isfinite(b)
+    if not np.array_equal(odd, ~np.isfinite(a)):
+        return float("inf")
+    finite = np.abs(np.where(odd, 0, a) - np.where(odd, 0, b))
+    if np.any(odd & (np.isinf(b.real) & (a.real != b.real))):
+        return float("inf")
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _run_compiled(
+    program: Program, original: Callable, ours: Callable, mode: Mode, args: list[Any]
+) -> Failure | str:
+    """Both programs through XLA; the optimised one must run, and be as near."""
+    closed = jax.make_jaxpr(original)(*args)
+    try:
+        theirs = jax.tree.leaves(jax.jit(original)(*args))
+    except Exception as error:
+        raise InvalidProgramError(str(error)) from error
+    try:
+        with choosing(mode):
+            mine = jax.tree.leaves(jax.jit(ours)(*args))
+    except Exception as error:
+        return Failure(f"exception {type(error).__name__}", _root_cause(error))
+    try:
+        wide = Machine(wide=True).run(closed, program.arguments(1))
+        noisy = [Machine(True, 1.0, k).run(closed, program.arguments(1)) for k in range(2)]
+    except UnsupportedPrimitiveError as error:
+        return f"skipped: {error}"
+    for k, (a, x, y) in enumerate(zip(wide, mine, theirs, strict=True)):
+        x, y = np.asarray(x), np.asarray(y)
+        spread = max(_distance(n[k], a) for n in noisy)
+        eps = _eps(x.dtype)
+        far, near = _distance(x, a), _distance(y, a)
+        if near < float("inf") and far > SLACK * max(near, spread) + SLACK * eps * _scale(a):
+            return Failure("wrong when compiled", f"output {k}: {far:.3g}, original {near:.3g}")
+    return "equal"

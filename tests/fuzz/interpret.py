@@ -1,0 +1,452 @@
+"""A jaxpr run with numpy: in its own dtypes, in float64, or with rounding errors made visible.
+
+Compiling thousands of programs would take hours; this takes milliseconds. Three ways to run:
+`narrow` computes every equation in its own dtype; `wide` computes floats in float64 and complex
+numbers in complex128, whatever their dtype, so that two equal programs agree to 1e-12; `noisy` is
+wide, with every result that an equation of that dtype would round moved at random by as much
+(Monte Carlo arithmetic, Parker 1997): the spread is what rounding may do to a program.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+HALF = ("bfloat16", "float16")
+FLOATS = {"float32", "float64", *HALF}
+MAX_STEPS = 1000
+
+
+class UnsupportedPrimitiveError(Exception):
+    """The interpreter has no row for a primitive."""
+
+
+class Machine:
+    """How numbers are kept and rounded.
+
+    wide: floats in float64. noise: multiples of the dtype's epsilon added at random.
+    """
+
+    def __init__(self, wide: bool = False, noise: float = 0.0, seed: int = 0) -> None:
+        self.wide, self.noise = wide, noise
+        self.rng = np.random.default_rng(seed)
+
+    def run(self, closed: ClosedJaxpr, args: list[Any]) -> list[np.ndarray]:
+        """Outputs at the arguments."""
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            values = [
+                self.store(np.asarray(x), v.aval)
+                for x, v in zip(args, closed.jaxpr.invars, strict=True)
+            ]
+            return self.closed(closed, values)
+
+    def closed(self, closed: ClosedJaxpr, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Outputs of a closed jaxpr at stored values."""
+        jaxpr = closed.jaxpr
+        consts = [
+            self.store(np.asarray(c), v.aval)
+            for c, v in zip(closed.consts, jaxpr.constvars, strict=True)
+        ]
+        return self.open(jaxpr, consts, values)
+
+    def open(self, jaxpr: Any, consts: list, values: list) -> list[np.ndarray]:
+        """Outputs of a jaxpr at stored constants and values."""
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, values, strict=True))
+
+        def read(atom: Any) -> np.ndarray:
+            if isinstance(atom, Literal):
+                return self.store(np.asarray(atom.val).astype(atom.aval.dtype), atom.aval)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars))), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, xs: list[np.ndarray]) -> list[np.ndarray]:
+        """Results of one equation, rounded to the dtypes it declares."""
+        name = eqn.primitive.name
+        call = _CALLS.get(name)
+        if call is not None:
+            return call(self, eqn, xs)
+        row = ROWS.get(name)
+        if row is None:
+            raise UnsupportedPrimitiveError(name)
+        if name in SUMS and self.noise:
+            xs = [self.jitter(x, v.aval) for x, v in zip(xs, eqn.invars, strict=True)]
+        if not self.wide:
+            xs = [x.astype(np.float32) if str(x.dtype) in HALF else x for x in xs]
+        out = row(eqn.params, *xs)
+        outs = list(out) if eqn.primitive.multiple_results else [out]
+        made = []
+        for x, v in zip(outs, eqn.outvars, strict=True):
+            x = np.asarray(x)
+            if x.shape != tuple(v.aval.shape):
+                raise AssertionError(f"{name}: {x.shape} for {v.aval}")
+            x = self.store(x, v.aval)
+            made.append(self.jitter(x, v.aval) if self.noise and name not in EXACT else x)
+        return made
+
+    def store(self, x: np.ndarray, aval: Any) -> np.ndarray:
+        """The array in the dtype that this machine keeps values of an aval in."""
+        dtype = np.dtype(aval.dtype)
+        if self.wide and str(dtype) in FLOATS:
+            dtype = np.dtype(np.float64)
+        elif self.wide and dtype.kind == "c":
+            dtype = np.dtype(np.complex128)
+        return x if x.dtype == dtype else x.astype(dtype)
+
+    def jitter(self, x: np.ndarray, aval: Any) -> np.ndarray:
+        """The array with a relative error of its dtype's size."""
+        dtype = np.dtype(aval.dtype)
+        if str(dtype) not in FLOATS and dtype.kind != "c":
+            return x
+        eps = self.noise * float(jax.numpy.finfo(dtype).eps)
+        return x * (1 + eps * self.rng.uniform(-1, 1, x.shape))
+
+
+def _dot_general(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    preferred = p.get("preferred_element_type")
+    if preferred is not None and np.dtype(preferred).kind in "iu":
+        a, b = a.astype(preferred), b.astype(preferred)
+    lf = [i for i in range(a.ndim) if i not in (*lc, *lb)]
+    rf = [i for i in range(b.ndim) if i not in (*rc, *rb)]
+    batch = tuple(a.shape[i] for i in lb)
+    k = math.prod(a.shape[i] for i in lc)
+    m, n = tuple(a.shape[i] for i in lf), tuple(b.shape[i] for i in rf)
+    left = a.transpose((*lb, *lf, *lc)).reshape((*batch, math.prod(m), k))
+    right = b.transpose((*rb, *rc, *rf)).reshape((*batch, k, math.prod(n)))
+    return np.matmul(left, right).reshape((*batch, *m, *n))
+
+
+def _broadcast(p: dict, x: np.ndarray, *_: Any) -> np.ndarray:
+    shape = [1] * len(p["shape"])
+    for axis, d in enumerate(p["broadcast_dimensions"]):
+        shape[d] = x.shape[axis]
+    return np.broadcast_to(x.reshape(shape), p["shape"])
+
+
+def _slice(p: dict, x: np.ndarray) -> np.ndarray:
+    strides = p["strides"] or (1,) * x.ndim
+    cut = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+    return x[tuple(slice(*c) for c in cut)]
+
+
+def _starts(x: np.ndarray, sizes: tuple[int, ...], starts: tuple) -> list[int]:
+    return [
+        int(np.clip(int(s), 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)
+    ]
+
+
+def _dynamic_slice(p: dict, x: np.ndarray, *starts: Any) -> np.ndarray:
+    sizes = p["slice_sizes"]
+    begin = _starts(x, sizes, starts)
+    return x[tuple(slice(b, b + k) for b, k in zip(begin, sizes, strict=True))]
+
+
+def _dynamic_update_slice(p: dict, x: np.ndarray, u: np.ndarray, *starts: Any) -> np.ndarray:
+    begin = _starts(x, u.shape, starts)
+    out = x.copy()
+    out[tuple(slice(b, b + k) for b, k in zip(begin, u.shape, strict=True))] = u
+    return out
+
+
+def _pad(p: dict, x: np.ndarray, value: np.ndarray) -> np.ndarray:
+    for axis, (low, high, inner) in enumerate(p["padding_config"]):
+        n = x.shape[axis]
+        grown = n + max(n - 1, 0) * inner
+        shape = list(x.shape)
+        shape[axis] = max(low, 0) + grown + max(high, 0)
+        out = np.full(shape, value, x.dtype)
+        at: list[Any] = [slice(None)] * x.ndim
+        at[axis] = slice(max(low, 0), max(low, 0) + grown, inner + 1)
+        out[tuple(at)] = x
+        at[axis] = slice(max(-low, 0), out.shape[axis] - max(-high, 0))
+        x = out[tuple(at)]
+    return x
+
+
+def _split(p: dict, x: np.ndarray) -> list[np.ndarray]:
+    return np.split(x, np.cumsum(p["sizes"])[:-1], axis=p["axis"])
+
+
+def _cumulative(f: Any) -> Callable:
+    def row(p: dict, x: np.ndarray) -> np.ndarray:
+        axis = p["axis"]
+        if p["reverse"]:
+            return np.flip(f(np.flip(x, axis), axis=axis), axis)
+        return f(x, axis=axis)
+
+    return row
+
+
+def _integer_pow(p: dict, x: np.ndarray) -> np.ndarray:
+    y = p["y"]
+    out = np.ones_like(x)
+    for _ in range(abs(y)):
+        out = out * x
+    return out if y >= 0 else 1 / out
+
+
+def _divide(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return a / b
+    safe = np.where(b == 0, 1, b).astype(np.int64)
+    out = np.trunc(a.astype(np.float64) / safe).astype(a.dtype)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), out)
+
+
+def _remainder(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return np.fmod(a, b)
+    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
+
+
+def _convert(p: dict, x: np.ndarray) -> np.ndarray:
+    dtype = np.dtype(p["new_dtype"])
+    if x.dtype.kind == "c" and dtype.kind != "c" and dtype != np.bool_:
+        x = x.real
+    if dtype.kind in "iu" and x.dtype.kind not in "iub":
+        info = np.iinfo(dtype)
+        x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0)
+        return np.clip(x, info.min, info.max).astype(np.int64).astype(dtype)
+    return x if str(dtype) in FLOATS or dtype.kind == "c" else x.astype(dtype)
+
+
+def _select_n(p: dict, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    which = np.broadcast_to(which.astype(np.int64), cases[0].shape)
+    return np.choose(which, cases) if len(cases) > 2 else np.where(which == 1, cases[-1], cases[0])
+
+
+def _sort(p: dict, *xs: np.ndarray) -> list[np.ndarray]:
+    axis, keys = p["dimension"], xs[: p["num_keys"]]
+    order = np.lexsort(keys[::-1], axis=axis) if len(keys) > 1 else np.argsort(
+        keys[0], axis=axis, kind="stable"
+    )  # fmt: skip
+    return [np.take_along_axis(x, order, axis) for x in xs]
+
+
+def _top_k(p: dict, x: np.ndarray) -> list[np.ndarray]:
+    order = np.argsort(-x, axis=-1, kind="stable")[..., : p["k"]]
+    return [np.take_along_axis(x, order, -1), order.astype(np.int32)]
+
+
+def _arg(f: Any) -> Callable:
+    def row(p: dict, x: np.ndarray) -> np.ndarray:
+        return f(x, axis=p["axes"][0]).astype(p["index_dtype"])
+
+    return row
+
+
+def _offsets(d: Any, mode: str, shape: tuple, indices: np.ndarray, sizes: tuple) -> Any:
+    """For every index vector: its position among batches, the slice's start, whether it is inside."""
+    batches = indices.shape[:-1]
+    for at in np.ndindex(*batches):
+        start = [0] * len(shape)
+        for k, dim in enumerate(d[0]):
+            start[dim] = int(indices[at][k])
+        for mine, theirs in zip(d[1], d[2], strict=True):
+            start[mine] = at[theirs]
+        inside = all(0 <= s <= n - k for s, n, k in zip(start, shape, sizes, strict=True))
+        if "CLIP" in mode or "PROMISE" in mode:
+            start = [min(max(s, 0), n - k) for s, n, k in zip(start, shape, sizes, strict=True)]
+            inside = True
+        yield at, tuple(slice(s, s + k) for s, k in zip(start, sizes, strict=True)), inside
+
+
+def _gather(p: dict, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    d, sizes = p["dimension_numbers"], p["slice_sizes"]
+    gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    kept = [k for k in range(x.ndim) if k not in gone]
+    batches = indices.shape[:-1]
+    out = np.empty((*batches, *(sizes[k] for k in kept)), x.dtype)
+    fill = p["fill_value"]
+    if fill is None:
+        fill = np.nan if x.dtype.kind in "fc" else np.iinfo(x.dtype).min if x.dtype.kind == "i" else 1
+    layout = (d.start_index_map, d.operand_batching_dims, d.start_indices_batching_dims)
+    for at, cut, inside in _offsets(layout, str(p["mode"]), x.shape, indices, sizes):
+        piece = x[cut] if inside else np.full(sizes, fill, x.dtype)
+        out[at] = piece.reshape([sizes[k] for k in kept])
+    n = len(batches)
+    rest = iter(range(n))
+    offsets = {axis: n + k for k, axis in enumerate(d.offset_dims)}
+    return out.transpose([offsets[a] if a in offsets else next(rest) for a in range(out.ndim)])
+
+
+def _scatter(combine: Callable) -> Callable:
+    def row(p: dict, x: np.ndarray, indices: np.ndarray, updates: np.ndarray) -> np.ndarray:
+        d = p["dimension_numbers"]
+        gone = {*d.inserted_window_dims, *d.operand_batching_dims}
+        window = list(d.update_window_dims)
+        batch = [a for a in range(updates.ndim) if a not in window]
+        updates = updates.transpose((*batch, *window))
+        rest = iter(updates.shape[len(batch) :])
+        sizes = tuple(1 if k in gone else next(rest) for k in range(x.ndim))
+        out = x.copy()
+        layout = (
+            d.scatter_dims_to_operand_dims,
+            d.operand_batching_dims,
+            d.scatter_indices_batching_dims,
+        )
+        for at, cut, inside in _offsets(layout, str(p["mode"]), x.shape, indices, sizes):
+            if inside:
+                out[cut] = combine(out[cut], updates[at].reshape(sizes))
+        return out
+
+    return row
+
+
+def _round(p: dict, x: np.ndarray) -> np.ndarray:
+    if "AWAY" in str(p["rounding_method"]):
+        return np.sign(x) * np.floor(np.abs(x) + 0.5)
+    return np.round(x)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf, otypes=[np.float64])(x.astype(np.float64))
+
+
+def _plain(f: Callable) -> Callable:
+    return lambda p, *xs: f(*xs)
+
+
+def _over_axes(f: Callable) -> Callable:
+    return lambda p, x: f(x, axis=tuple(p["axes"]))
+
+
+def _sum(p: dict, x: np.ndarray) -> np.ndarray:
+    return np.sum(x, axis=tuple(p["axes"]), dtype=x.dtype)
+
+
+def _prod(p: dict, x: np.ndarray) -> np.ndarray:
+    return np.prod(x, axis=tuple(p["axes"]), dtype=x.dtype)
+
+
+def _extremum(f: Callable, largest: bool) -> Callable:
+    def row(p: dict, x: np.ndarray) -> np.ndarray:
+        if x.dtype == np.bool_:
+            return f(x, axis=tuple(p["axes"]), initial=not largest)
+        if x.dtype.kind in "iu":
+            info = np.iinfo(x.dtype)
+            return f(x, axis=tuple(p["axes"]), initial=info.min if largest else info.max)
+        return f(x, axis=tuple(p["axes"]), initial=-np.inf if largest else np.inf)
+
+    return row
+
+
+ROWS: dict[str, Callable] = {
+    "add": _plain(np.add), "add_any": _plain(np.add), "sub": _plain(np.subtract),
+    "mul": _plain(np.multiply), "div": _divide, "rem": _remainder, "neg": _plain(np.negative),
+    "max": _plain(np.maximum), "min": _plain(np.minimum), "pow": _plain(np.power),
+    "abs": _plain(np.abs), "sign": _plain(np.sign), "floor": _plain(np.floor),
+    "ceil": _plain(np.ceil), "round": _round, "exp": _plain(np.exp), "exp2": _plain(np.exp2),
+    "log": _plain(np.log), "log1p": _plain(np.log1p), "expm1": _plain(np.expm1),
+    "sin": _plain(np.sin), "cos": _plain(np.cos), "tan": _plain(np.tan), "tanh": _plain(np.tanh),
+    "sinh": _plain(np.sinh), "cosh": _plain(np.cosh), "sqrt": _plain(np.sqrt),
+    "rsqrt": _plain(lambda x: 1 / np.sqrt(x)), "cbrt": _plain(np.cbrt),
+    "logistic": _plain(lambda x: 1 / (1 + np.exp(-x))), "erf": _plain(_erf),
+    "square": _plain(lambda x: x * x), "integer_pow": _integer_pow,
+    "is_finite": _plain(np.isfinite), "not": _plain(np.invert), "and": _plain(np.bitwise_and),
+    "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "atan2": _plain(np.arctan2),
+    "eq": _plain(np.equal), "ne": _plain(np.not_equal), "lt": _plain(np.less),
+    "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal),
+    "conj": _plain(np.conj), "real": _plain(np.real), "imag": _plain(np.imag),
+    "complex": _plain(lambda a, b: a + 1j * b), "select_n": _select_n,
+    "clamp": _plain(lambda lo, x, hi: np.minimum(np.maximum(x, lo), hi)),
+    "convert_element_type": _convert, "dot_general": _dot_general,
+    "broadcast_in_dim": _broadcast, "reshape": lambda p, x: x.reshape(p["new_sizes"]),
+    "transpose": lambda p, x: x.transpose(p["permutation"]),
+    "squeeze": lambda p, x: x.squeeze(tuple(p["dimensions"])),
+    "rev": lambda p, x: np.flip(x, tuple(p["dimensions"])),
+    "iota": lambda p: np.broadcast_to(
+        np.arange(p["shape"][p["dimension"]]).reshape(
+            [-1 if k == p["dimension"] else 1 for k in range(len(p["shape"]))]
+        ),
+        p["shape"],
+    ),
+    "stack": lambda p, *xs: np.stack(xs, p["axis"]),
+    "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
+    "slice": _slice, "dynamic_slice": _dynamic_slice, "split": _split, "pad": _pad,
+    "dynamic_update_slice": _dynamic_update_slice, "gather": _gather,
+    "scatter": _scatter(lambda a, b: b), "scatter-add": _scatter(lambda a, b: a + b),
+    "scatter_add": _scatter(lambda a, b: a + b), "scatter-mul": _scatter(lambda a, b: a * b),
+    "scatter_mul": _scatter(lambda a, b: a * b), "scatter-max": _scatter(np.maximum),
+    "scatter_max": _scatter(np.maximum), "scatter-min": _scatter(np.minimum),
+    "scatter_min": _scatter(np.minimum), "sort": _sort, "top_k": _top_k,
+    "reduce_sum": _sum, "reduce_prod": _prod, "reduce_max": _extremum(np.max, True),
+    "reduce_min": _extremum(np.min, False), "reduce_and": _over_axes(np.all),
+    "reduce_or": _over_axes(np.any), "argmax": _arg(np.argmax), "argmin": _arg(np.argmin),
+    "cumsum": _cumulative(np.cumsum), "cumprod": _cumulative(np.cumprod),
+    "cummax": _cumulative(np.maximum.accumulate), "cummin": _cumulative(np.minimum.accumulate),
+    "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
+    "stop_gradient": _plain(lambda x: x), "copy": _plain(lambda x: x),
+    "copy_p": _plain(lambda x: x), "optimization_barrier": lambda p, *xs: xs,
+    "name": _plain(lambda x: x),
+}  # fmt: skip
+
+SUMS = frozenset({"dot_general", "reduce_sum", "cumsum", "scatter-add", "scatter_add"})
+EXACT = frozenset(
+    """neg max min abs sign floor ceil round is_finite not and or xor eq ne lt le gt ge conj real
+    imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack concatenate
+    slice dynamic_slice split pad dynamic_update_slice gather scatter scatter-max scatter_max
+    scatter-min scatter_min sort top_k reduce_max reduce_min reduce_and reduce_or argmax argmin
+    cummax cummin stop_gradient copy copy_p optimization_barrier name""".split()
+)
+
+
+def _call(key: str) -> Callable:
+    def row(m: Machine, eqn: Any, xs: list) -> list:
+        inner = eqn.params[key]
+        return m.closed(inner, xs) if isinstance(inner, ClosedJaxpr) else m.open(inner, [], xs)
+
+    return row
+
+
+def _scan(m: Machine, eqn: Any, xs: list) -> list:
+    p = eqn.params
+    consts, carry = xs[: p["num_consts"]], xs[p["num_consts"] : p["num_consts"] + p["num_carry"]]
+    slices = xs[p["num_consts"] + p["num_carry"] :]
+    steps = range(p["length"])[:: -1 if p["reverse"] else 1]
+    made: dict[int, list] = {}
+    for k in steps:
+        outs = m.closed(p["jaxpr"], [*consts, *carry, *(s[k] for s in slices)])
+        carry, made[k] = outs[: p["num_carry"]], outs[p["num_carry"] :]
+    stacked = []
+    for k, v in enumerate(eqn.outvars[p["num_carry"] :]):
+        rows = [made[j][k] for j in range(p["length"])]
+        empty = np.empty(v.aval.shape, v.aval.dtype)
+        stacked.append(np.stack(rows) if rows else m.store(empty, v.aval))
+    return [*carry, *stacked]
+
+
+def _while(m: Machine, eqn: Any, xs: list) -> list:
+    p = eqn.params
+    a, b = p["cond_nconsts"], p["body_nconsts"]
+    first, second, carry = xs[:a], xs[a : a + b], xs[a + b :]
+    for _ in range(MAX_STEPS):
+        if not m.closed(p["cond_jaxpr"], [*first, *carry])[0]:
+            return carry
+        carry = m.closed(p["body_jaxpr"], [*second, *carry])
+    raise UnsupportedPrimitiveError("a loop that does not end")
+
+
+def _cond(m: Machine, eqn: Any, xs: list) -> list:
+    branches = eqn.params["branches"]
+    k = min(max(int(xs[0]), 0), len(branches) - 1)
+    return m.closed(branches[k], xs[1:])
+
+
+_CALLS: dict[str, Callable] = {
+    "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"),
+    "core_call": _call("call_jaxpr"), "remat2": _call("jaxpr"), "checkpoint": _call("jaxpr"),
+    "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
+    "custom_vjp_call": _call("call_jaxpr"), "scan": _scan, "while": _while, "cond": _cond,
+}  # fmt: skip
