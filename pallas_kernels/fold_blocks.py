@@ -49,6 +49,7 @@ class Cut:
 XLA_CUTS = {
     "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17
     "elementwise": Cut(128, 512),  # N-body of 8192: 0.07
+    "paired": Cut(512, 512),  # gradients of attention, H = 4, d = 64, T = 512: 0.59, 4096: 0.37
     "banded": Cut(256, 512),  # causal attention, H = 4, d = 64, T = 4096: 0.16
     "narrow": Cut(256, 2048),  # attention, H = 4, d = 64, T = 512: 0.5, 4096: 0.15
     "wide": Cut(512, 1024),  # cross-entropy, 1024 rows, d = 512, 50,000 words: 0.59
@@ -62,6 +63,8 @@ def xla_cut(spec: FoldSpec) -> Cut:
         return XLA_CUTS["top-k"]
     if not spec.contractions:
         return XLA_CUTS["elementwise"]
+    if len(spec.contractions) > 1:
+        return XLA_CUTS["paired"]
     if spec.band != Band():
         return XLA_CUTS["banded"]
     widest = max(spec.width(c.row) for c in spec.contractions)

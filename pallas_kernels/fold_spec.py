@@ -330,15 +330,6 @@ def _map_axes(fun: Callable, rank: int, args: tuple) -> Any:
     return jax.vmap(inner, in_axes=[0 if v else None for v in varies], axis_size=size)(*first)
 
 
-def flops(spec: FoldSpec) -> int:
-    """Multiplications and additions of the contractions and weighted sums, whole tiles counted."""
-    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
-    total = sum(spec.width(c.row) for c in spec.contractions)
-    for output in spec.outputs:
-        total += sum(spec.width(t.weights) for t in terms_of(output) if t.weights is not None)
-    return 2 * pairs * total
-
-
 def _validate(spec: FoldSpec) -> None:
     def check(holds: bool, what: str, got: object) -> None:
         if not holds:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
 from symjax_rewrite.order import order_product
@@ -52,9 +53,11 @@ def sum_node(ctx: Context, cls: int) -> Node | None:
 
 
 def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
-    """All terms but one are contractions over the full index space, or arithmetic is exact."""
+    """Terms of one sign; or all but one are contractions over the full index space."""
     c = ctx.g.classes[cls]
     if ctx.permits("cancels", c.dtype):
+        return True
+    if all(k > 0 for k in total.attr) and all(nonnegative(ctx.g, a.cls) for a in total.args):  # type: ignore[union-attr]
         return True
     plain = 0
     for arg in total.args:

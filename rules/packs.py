@@ -6,6 +6,12 @@ from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum
+from symjax_rewrite.rules.folding import (
+    fold_into_kernel,
+    fold_into_product,
+    fold_scale,
+    fold_shift,
+)
 from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
 from symjax_rewrite.rules.locality import block_products, partial_access
 from symjax_rewrite.rules.separability import pairwise_squares
@@ -19,7 +25,8 @@ inverses = RulePack("inverses", (solve_is_inverse, solve_instead, inverse_of_pro
 separability = RulePack("separability", (pairwise_squares,))
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
-norms = associativity + distributivity
+folding = RulePack("folding", (fold_scale, fold_shift, fold_into_product, fold_into_kernel))
+norms = folding + associativity + distributivity
 linear_algebra = (
     RulePack("linear_algebra", (lemmas.shared_operand,))
     + associativity
@@ -29,7 +36,7 @@ linear_algebra = (
     + inverses
 )
 sparsity = RulePack("sparsity", (one_hot, triangular_prefix)) + locality + associativity
-transformer_gpu = lora + moe + linear_algebra + sparsity
+transformer_gpu = lora + moe + linear_algebra + sparsity + folding
 default = RulePack("default", (transformer_gpu).rules)
 
 

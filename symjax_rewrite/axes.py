@@ -130,6 +130,9 @@ class AxisMap:
 
     def _constrain(self, e: Equation) -> None:
         name = e.name
+        for v, same in zip(e.outvals, e.same_as, strict=False):
+            if isinstance(same, int):
+                self._zip(self.axes[same], self.axes[v])
         if name in ELEMENTWISE:
             for v in e.invals:
                 if isinstance(v, int) and self.axes[v]:
@@ -208,6 +211,11 @@ def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
         m._same_sizes(ins[-1], outs[0])
 
 
+def _conv(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    spec = p["dimension_numbers"]
+    m._same_sizes([ins[1][spec.rhs_spec[0]]], [outs[0][spec.out_spec[1]]])
+
+
 def _reshape(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     """Align the smallest segments of equal product."""
     if p.get("dimensions") is not None or not ins[0]:
@@ -251,6 +259,7 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "dynamic_update_slice": _same,
     "pad": _same,
     "rev": _same,
+    "conv_general_dilated": _conv,
     "custom_linear_solve": _solve,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
     **dict.fromkeys(

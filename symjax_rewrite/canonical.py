@@ -6,6 +6,7 @@ Equations with no row in `ops`, or whose axes do not line up, become native node
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +84,15 @@ def _positions(groups: tuple[tuple[int, ...], ...]) -> ops.Groups:
     return tuple(out)
 
 
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype)
+
+
 def dtype_of(aval: Any) -> str:
     """The dtype's name; extended dtypes (random keys) have names of their own."""
-    return str(getattr(aval, "dtype", "token"))
+    dtype = getattr(aval, "dtype", None)
+    return "token" if dtype is None else _dtype_name(dtype)
 
 
 def _leaf(t: TermGraph, v: int) -> None:
@@ -119,6 +126,8 @@ def _literal(t: TermGraph, literal: Literal) -> Ref:
 
 
 def _lift(t: TermGraph, number: int, e: Equation) -> None:
+    if e.same_as and _read_as(t, number, e):
+        return
     site = _site(t, e)
     refs = ops.lift(e.name, site) if site and not e.eqn.effects else None
     if refs is None:
@@ -128,6 +137,19 @@ def _lift(t: TermGraph, number: int, e: Equation) -> None:
         t.views[v] = ref
         if e.name not in ops.VIEWS:
             t.made_by.setdefault(ref.cls, (number, k))
+
+
+def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
+    """Give an equation the terms of an equal implementation, where the axes line up."""
+    pairs = list(zip(e.outvals, e.same_as, strict=True))
+    if not all(isinstance(u, int) and t.ids[u] == t.ids[v] for v, u in pairs):
+        return False
+    for k, (v, u) in enumerate(pairs):
+        view = t.views[u]  # type: ignore[index]
+        assert view is not None
+        t.views[v] = view
+        t.made_by[view.cls] = (number, k)
+    return True
 
 
 def _site(t: TermGraph, e: Equation) -> ops.Site | None:

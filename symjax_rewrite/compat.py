@@ -322,3 +322,15 @@ def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:
     if order != wanted or matvec.jaxpr.outvars[0] is not eqns[-1].outvars[0]:
         return None
     return 1 - column, column, vector
+
+
+def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    """The branches of a `lax.platform_dependent`; none for any other equation."""
+    if eqn.primitive.name != "cond" or not eqn.params.get("branches_platforms"):
+        return ()
+    return tuple(eqn.params["branches"])
+
+
+def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:
+    """A convolution with the params of an equation."""
+    return jax.lax.conv_general_dilated_p.bind(x, w, **params)

@@ -18,6 +18,7 @@ from symjax_rewrite.ir import (
     CONCAT,
     CONST,
     CONTRACT,
+    CONV,
     CUMSUM,
     DELTA,
     INVERSE,
@@ -82,7 +83,7 @@ def is_dot(node: Node) -> bool:
 
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, not fused into its consumer."""
-    return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM)
+    return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM, CONV)
 
 
 class CostModel:
@@ -90,6 +91,7 @@ class CostModel:
 
     def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
         self.device, self.at = device, at
+        self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
 
     def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
         """Seconds of one matrix product."""
@@ -106,13 +108,17 @@ class CostModel:
         if is_dot(node):
             moved += sum(self._class_bytes(g, a.cls) for a in node.args)
             return self.join_seconds(2 * size * self._count(node.bound), moved, c.dtype)
-        if node.op in (INVERSE, SOLVE):
-            return self.join_seconds(self._solve_flops(g, cls, node), 3 * moved, c.dtype)
+        if node.op in (INVERSE, SOLVE, CONV):
+            return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
         work = size * self._steps(node) * _weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
 
-    def _solve_flops(self, g: EGraph, cls: int, node: Node) -> float:
-        """A factorisation, and two triangular solves per column."""
+    def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
+        """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
+        if node.op == CONV:
+            kernel = node.attr[4]  # type: ignore[index]
+            features = self._count(tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out))  # type: ignore[index]
+            return 2 * self._count(g.classes[cls].sizes) * self._count(kernel) / max(features, 1)
         matrix = self._count(g.classes[node.args[0].cls].sizes)
         return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))
 
@@ -128,7 +134,11 @@ class CostModel:
 
     def _class_bytes(self, g: EGraph, cls: int) -> float:
         c = g.classes[cls]
-        return self._count(c.sizes) * itemsize(c.dtype)
+        key = (c.sizes, c.dtype)
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = self._count(c.sizes) * itemsize(c.dtype)
+        return found
 
     def evaluate(
         self,
@@ -195,8 +205,8 @@ class CostModel:
                 product_flops = 2 * self._count(c.sizes) * self._count(node.bound)
                 flops += product_flops
                 time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
-            elif node.op in (INVERSE, SOLVE):
-                product_flops = self._solve_flops(g, cls, node)
+            elif node.op in (INVERSE, SOLVE, CONV):
+                product_flops = self._library_flops(g, cls, node)
                 flops += product_flops
                 time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
             else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import CONCAT, CUMSUM, LEAF, NATIVE, Axes, Node, Ref, canonical
+from symjax_rewrite.ir import CONCAT, CONV, CUMSUM, LEAF, NATIVE, Axes, Node, Ref, canonical
 
 
 class Reason(NamedTuple):
@@ -84,7 +84,10 @@ class EGraph:
         key = (node, slot_sizes, dtype)
         cls = self.memo.get(key)
         if cls is not None:
-            return self.find(Ref(cls, outs))
+            found = self.find(Ref(cls, outs))
+            if reason == ORIGINAL and found.cls == cls and found.axes == outs:
+                self._adopt(cls, node, reason)
+            return found
         cls = len(self.classes)
         self.classes.append(EClass(slot_sizes, dtype, {node: reason}))
         self.parent.append(None)
@@ -125,7 +128,7 @@ class EGraph:
 
     def _is_pinned(self, cls: int) -> bool:
         """Leaves and native equations have outputs in a fixed order."""
-        return any(n.op in (LEAF, NATIVE) for n in self.classes[cls].nodes)
+        return any(n.op in (LEAF, NATIVE, CONV) for n in self.classes[cls].nodes)
 
     def _self_union(self, a: Ref, b: Ref) -> bool:
         if a.axes == b.axes or sorted(a.axes) != sorted(b.axes):
@@ -150,7 +153,7 @@ class EGraph:
             for node, reason in old.nodes.items():
                 renamed = _rename_outputs(node, back)
                 if renamed is not None:
-                    new.nodes.setdefault(renamed, reason)
+                    self._adopt(keep, renamed, reason)
                     for arg in node.args:
                         self.uses[arg.cls].append((keep, renamed))
         old.nodes = {}
@@ -186,10 +189,16 @@ class EGraph:
             self.union(identity, ref, Reason("congruence", user))
             return
         mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the class's slots
-        if mine is not None and mine not in owner.nodes:
-            owner.nodes[mine] = reason
+        if mine is not None:
+            self._adopt(user, mine, reason)
             for arg in mine.args:
                 self.uses[arg.cls].append((user, mine))
+
+    def _adopt(self, cls: int, node: Node, reason: Reason) -> None:
+        """Give a class a node; one that a rule made too is still the written one."""
+        nodes = self.classes[cls].nodes
+        if node not in nodes or reason == ORIGINAL:
+            nodes[node] = reason
 
     def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
         """Union class `cls` with a reference over its own slots."""

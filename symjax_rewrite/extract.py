@@ -50,14 +50,12 @@ def extract(
     if g.count == len(original):
         return Extraction(before, before, original, False, "no other form was found")
     search = _Search(g, roots, model, free)
-    starts = [original, {**_greedy(g, model, free)}]
-    best: tuple[float, Choice] | None = None
-    for start in starts:
-        found = search.climb(start)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    assert best is not None
-    choice = search.simplify(best[1], original)
+    greedy = search.greedy
+    start = {**greedy, **original}
+    if search.seconds(greedy) < before.seconds:
+        start = greedy
+    best = search.climb(start)
+    choice = search.simplify(best, original)
     after = model.evaluate(g, choice, roots, free)
     taken, reason = worthwhile(before, after, any(free(c) for c in choice))
     return Extraction(before, after, choice, taken, reason)
@@ -99,10 +97,11 @@ def _options(g: EGraph, cls: int) -> list[Node]:
     return [n for n, r in g.classes[cls].nodes.items() if is_emittable(g, n, r == ORIGINAL)]
 
 
-def _greedy(g: EGraph, model: CostModel, free: Callable[[int], bool]) -> Choice:
+def _greedy(
+    g: EGraph, model: CostModel, free: Callable[[int], bool], options: dict[int, list[Node]]
+) -> Choice:
     """Cheapest trees, operands in memory, by relaxation to a fixed point."""
     best: dict[int, tuple[float, Node]] = {}
-    options = {c: _options(g, c) for c in g.live()}
     own = {(c, n): model.node_seconds(g, c, n) for c, ns in options.items() for n in ns}
     changed = True
     while changed:
@@ -129,6 +128,7 @@ class _Search:
     ) -> None:
         self.g, self.roots, self.model, self.free = g, roots, model, free
         self.options = {c: _options(g, c) for c in g.live()}
+        self.greedy = _greedy(g, model, free, self.options)
         self.evaluations = 0
 
     def seconds(self, choice: Choice) -> float:
@@ -139,12 +139,9 @@ class _Search:
             return float("inf")
         return cost.seconds
 
-    def climb(self, start: Choice) -> tuple[float, Choice] | None:
-        """Moves until none improves; classes a start lacks are filled in greedily."""
-        choice = {**_greedy(self.g, self.model, self.free), **start}
+    def climb(self, choice: Choice) -> Choice:
+        """Moves until none improves."""
         now = self.seconds(choice)
-        if now == float("inf"):
-            return None
         improved = True
         while improved and self.evaluations < MAX_EVALUATIONS:
             improved = False
@@ -155,7 +152,7 @@ class _Search:
                     choice, now, improved = trial, then, True
                 if self.evaluations >= MAX_EVALUATIONS:
                     break
-        return now, choice
+        return choice
 
     def _moves(self, choice: Choice) -> list[dict[int, Node]]:
         order = reachable(choice, self.roots, self.free)

@@ -53,6 +53,7 @@ CONST = "const"  # one scalar; attr: (value, dtype)
 INVERSE = (
     "inverse"  # matrix inverse over the two operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
 )
+CONV = "conv"  # a convolution; linear in operand 1, whose output features are output indices
 SOLVE = "solve"  # Σ over bound of C·operand 1, C the inverse (as above) of operand 0
 CUMSUM = "cumsum"  # prefix sum; attr: (output index, from the end)
 IOTA = "iota"  # the index itself
@@ -60,7 +61,7 @@ LEAF = "leaf"  # an input of the program or region; attr: its number
 NATIVE = "native"  # any other equation, positional; attr: (equation key, output number)
 
 UNORDERED = frozenset({CONTRACT, ADD})
-POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM})
+POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM, CONV})
 
 TIE_CAP = 24  # orders of tied operands tried before the first one is taken as it is
 
@@ -77,6 +78,11 @@ def canonical(
     if op in POSITIONAL:
         return Node(op, attr, args, out, bound), tuple(range(out))
     if op not in UNORDERED or len(args) == 1:
+        return _number(op, attr, args, out, bound)
+    if len(args) == 2 and args[0].cls != args[1].cls:
+        if args[0].cls > args[1].cls:
+            args = (args[1], args[0])
+            attr = attr[::-1] if op == ADD else attr  # type: ignore[index]
         return _number(op, attr, args, out, bound)
     payload = attr if op == ADD else (0,) * len(args)
     groups = _colour_order(args, payload, out, bound)  # type: ignore[arg-type]
@@ -144,11 +150,12 @@ def _number(
                 bounds.setdefault(i, len(bounds))
     n = len(outs)
     sizes = [bound[i - out] for i in bounds]
-    sizes += [size for k, size in enumerate(bound) if k + out not in bounds]
+    if len(bounds) < len(bound):
+        sizes += [size for k, size in enumerate(bound) if k + out not in bounds]
     to = dict(outs)
     for i, k in bounds.items():
         to[i] = n + k
-    new_args = tuple(Ref(cls, tuple(to[i] for i in axes)) for cls, axes in args)
+    new_args = tuple([Ref(cls, tuple([to[i] for i in axes])) for cls, axes in args])
     return Node(op, attr, new_args, n, tuple(sizes)), tuple(outs)
 
 

@@ -21,6 +21,7 @@ from symjax_rewrite.ir import (
     CONCAT,
     CONST,
     CONTRACT,
+    CONV,
     CUMSUM,
     DELTA,
     INVERSE,
@@ -356,6 +357,15 @@ def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
     return solved, (free, *(i for i in labels if i != summed))
 
 
+def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    params, left, right, left_shape, right_shape = node.attr  # type: ignore[misc]
+    (x, x_labels), (w, w_labels) = operands
+    x = lax.reshape(arrange(x, x_labels, left, sizes), left_shape)
+    w = lax.reshape(arrange(w, w_labels, right, sizes), right_shape)
+    out = compat.convolve(x, w, dict(params))
+    return lax.reshape(out, sizes[: node.out]), tuple(range(node.out))
+
+
 def _rest(data: Any) -> Any:
     out = 1
     for s in data.shape[1:]:
@@ -376,4 +386,5 @@ _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
     CUMSUM: _cumsum,
     INVERSE: _inverse,
     SOLVE: _solve,
+    CONV: _conv,
 }

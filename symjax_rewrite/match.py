@@ -38,11 +38,22 @@ class Pattern:
     left: Ref
     right: Ref
     out: int
+    shape: tuple
 
-    @property
-    def root(self) -> str:
-        """The kind of the left side's root."""
-        return node(self.terms.graph, self.left.cls).op
+
+def shape(g: EGraph, cls: int) -> tuple:
+    """What must agree before a match is tried: factors of a product, terms of a sum.
+
+    Scalar factors are left out: a coefficient may stand for one.
+    """
+    first = node(g, cls)
+    if first.op == ADD and len(first.args) > 1:
+        return (ADD, len(first.args))
+    if first.op not in (CONTRACT, ADD):
+        return (first.op,)
+    factors = [f for f in expand(g, cls, lambda d: True).factors if f.axes]
+    sums = [len(node(g, f.cls).args) for f in factors if node(g, f.cls).op == ADD]
+    return (CONTRACT, len(factors), tuple(sorted(sums)))
 
 
 def node(g: EGraph, cls: int) -> Node:
@@ -96,7 +107,8 @@ def compile_lemma(lemma: Lemma) -> Pattern:
         )
     left, right = (t.views[v] for v in t.program.outputs)  # type: ignore[index]
     assert left is not None and right is not None
-    return Pattern(lemma, t, left, right, len(t.sizes[t.program.outputs[0]]))  # type: ignore[index]
+    rank = len(t.sizes[t.program.outputs[0]])  # type: ignore[index]
+    return Pattern(lemma, t, left, right, rank, shape(t.graph, left.cls))
 
 
 Groups = dict[int, tuple[int, ...]]  # index of the pattern: the target's indices it stands for

@@ -20,6 +20,7 @@ from symjax_rewrite.ir import (
     CONCAT,
     CONST,
     CONTRACT,
+    CONV,
     DELTA,
     IOTA,
     MAP,
@@ -442,6 +443,31 @@ def _concatenate(s: Site) -> list[Ref] | None:
     return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
 
 
+def _conv(s: Site) -> list[Ref] | None:
+    """A convolution: output features are shared by the kernel and the result."""
+    spec, key = s.params["dimension_numbers"], params_key(s.params)
+    features, kernel = s.out_groups[0][spec.out_spec[1]], s.groups[1][spec.rhs_spec[0]]
+    if key is None or dtype_kind(s.dtype[0]) not in "fc" or len(features) != len(kernel):
+        return None
+    if [s.out_ids[0][i] for i in features] != [s.ids[1][i] for i in kernel]:
+        return None
+    if not all(isinstance(d, int) for shape in s.shapes for d in shape):
+        return None
+    out = len(s.out_sizes[0])
+    left = list(range(out, out + len(s.ids[0])))
+    to = dict(zip(kernel, features, strict=True))
+    rest = [i for i in range(len(s.ids[1])) if i not in to]
+    to.update({i: out + len(left) + n for n, i in enumerate(rest)})
+    right = [to[i] for i in range(len(s.ids[1]))]
+    args = (
+        Ref(s.refs[0].cls, tuple(left[i] for i in s.refs[0].axes)),
+        Ref(s.refs[1].cls, tuple(right[i] for i in s.refs[1].axes)),
+    )
+    bound = (*s.sizes[0], *(s.sizes[1][i] for i in rest))
+    attr = (key, tuple(left), tuple(right), tuple(s.shapes[0]), tuple(s.shapes[1]))
+    return [s.add(CONV, attr, args, bound)]
+
+
 def _linear_solve(s: Site) -> list[Ref] | None:
     """A solve; the matrix is the constant of `matvec`."""
     matrix = compat.solve_matrix(s.params)
@@ -502,6 +528,7 @@ ROWS: dict[str, Row] = {
     "split": _split,
     "concatenate": _concatenate,
     "custom_linear_solve": _linear_solve,
+    "conv_general_dilated": _conv,
 }
 
 VIEWS = frozenset(

@@ -157,7 +157,8 @@ class Optimiser:
         stops = set()
         solver = self._solver(t, result)
         found: list[tuple[Region, Solution]] = []
-        for region in find_regions(t, need, lambda c: (c in known, storage(t, c))):
+        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
+        for region in find_regions(t, need, tag, bool(frozen)):
             if time.perf_counter() - start > budget.seconds:
                 return Result(closed, t, stop=f"the clock of {budget.seconds} s ran out")
             solution = self.solved.get(region.key)

@@ -18,6 +18,7 @@ from symjax_rewrite.ir import (
     CONCAT,
     CONST,
     CONTRACT,
+    CONV,
     DELTA,
     INVERSE,
     IOTA,
@@ -32,7 +33,7 @@ from symjax_rewrite.ir import (
 )
 from symjax_rewrite.ops import RING, dtype_kind
 
-ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE})
+ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
 
@@ -118,13 +119,16 @@ def needed(t: TermGraph) -> Needed:
     return Needed(sorted(seen), uses, users, outside)
 
 
-def find_regions(t: TermGraph, need: Needed, tag: Callable[[int], tuple]) -> list[Region]:
+def find_regions(
+    t: TermGraph, need: Needed, tag: Callable[[int], tuple], frozen: bool = False
+) -> list[Region]:
     """The regions worth solving, in program order.
 
     Args:
         t: the lifted program.
         need: its needed classes.
         tag: what else tells leaves apart in keys (frozen, storage).
+        frozen: whether some inputs are frozen, so that scales and sums can be folded into them.
     """
     g = t.graph
     member = _members(t, need)
@@ -146,7 +150,7 @@ def find_regions(t: TermGraph, need: Needed, tag: Callable[[int], tuple]) -> lis
     regions = []
     for classes in groups.values():
         inside = set(classes)
-        if not _is_interesting(g, inside):
+        if not _is_interesting(g, inside, frozen):
             continue
         roots = [c for c in classes if _needed_outside(g, need, c, inside)]
         region = Region(classes, roots)
@@ -195,11 +199,13 @@ def _is_low_rank(g: EGraph, cls: int) -> bool:
     return True
 
 
-def _is_interesting(g: EGraph, inside: set[int]) -> bool:
+def _is_interesting(g: EGraph, inside: set[int], frozen: bool) -> bool:
     """Whether some law could apply: products of products or sums, sums of products, parts."""
     for c in inside:
         node = node_of(g, c)
         args = [a.cls for a in node.args if a.cls in inside]
+        if frozen and args and node.op in (CONTRACT, ADD):
+            return True
         if node.op == CONTRACT and node.bound:
             if args or any(_is_sparse(g, a.cls) for a in node.args):
                 return True

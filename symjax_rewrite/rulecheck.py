@@ -437,7 +437,6 @@ def _check_lemma(rule: Lemma) -> int:
             f"lemma {rule.name!r} does not match its own left side",
             where=line_of(rule),
             expected="a left side that is a product or a sum",
-            got=f"a {pattern.root}",
         )
     if not rule.proof and not is_derivable(rule):
         raise RuleError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from symjax_rewrite.config import Budget
 from symjax_rewrite.egraph import ORIGINAL, Reason
 from symjax_rewrite.ir import ADD, CONTRACT, Node
-from symjax_rewrite.match import Pattern, apply_lemma
+from symjax_rewrite.match import Pattern, apply_lemma, shape
 from symjax_rewrite.rule import Axiom, Context
 
 SATURATED = "saturated"
@@ -44,11 +44,14 @@ def saturate(
 
 
 def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None:
+    found: tuple | None = None
     for node in list(ctx.g.classes[cls].nodes):
         if node.op not in (CONTRACT, ADD) or _is_absorbed(ctx, cls, node):
             continue
+        if found is None:
+            found = shape(ctx.g, cls)
         for p in patterns:
-            if p.root == node.op and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
+            if p.shape == found and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
                 for ref in apply_lemma(ctx, p, cls):
                     ctx.g.add_to(cls, ref, Reason(p.lemma.name, cls))
 

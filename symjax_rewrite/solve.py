@@ -85,7 +85,7 @@ class Solver:
         g, to = region_graph(t, region)
         back = {g.find(ref).cls: c for c, ref in to.items()}
         uses = {r: need.uses.get(c, 1) for r, c in back.items()}
-        leaves = {r for r, c in back.items() if c in known and c in set(region.leaves)}
+        leaves = {g.find(to[c]).cls for c in region.leaves if c in known}
         storage = {g.find(to[c]).cls: _leaf_storage(region, c) for c in region.leaves}
         frozen = Frozen(g, leaves)
         contexts, stops = [], set()
@@ -107,7 +107,7 @@ class Solver:
         found = [extract(g, roots, ctx.model, frozen) for ctx in contexts]
         refused = {k: v for ctx in contexts for k, v in ctx.refused.items()}
         digest = hashlib.sha256(repr(region.key).encode()).hexdigest()[:12]
-        if len(self.samples) == 1 and not symbolic_names(t):
+        if not t.dim_env:
             best, crossovers = found[0], []
         else:
             best, crossovers = self._symbolic(g, roots, found, contexts[0].model)

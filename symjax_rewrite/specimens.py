@@ -79,7 +79,8 @@ class Specimen:
 
     name: what it is. shapes: one word per argument, one letter per axis; `n!7` is an array of n
     indices below 7 and around it. fun: the function. kinds: the dtypes it takes, as the first
-    letters of float, complex, int; F is float of at least 32 bits. small: letters of sizes that are small against the others.
+    letters of float, complex, int; F is float of at least 32 bits. small: letters of
+    sizes that are small against the others.
     """
 
     name: str

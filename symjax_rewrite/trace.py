@@ -11,17 +11,23 @@ from typing import Any
 
 from symjax_rewrite import compat, loops
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.ops import ROWS
 
 Value = int | compat.Literal  # a numbered value, or a literal
 
 
 @dataclass(slots=True)
 class Equation:
-    """One equation: the JAX equation it came from, and the values it reads and makes."""
+    """One equation: the JAX equation it came from, and the values it reads and makes.
+
+    same_as: for an equation that chooses an implementation by platform, the values of one of
+    them: what the result *is*, though the equation itself is what is emitted.
+    """
 
     eqn: JaxprEqn
     invals: tuple[Value, ...]
     outvals: tuple[int, ...]
+    same_as: tuple[Value, ...] = ()
 
     @property
     def name(self) -> str:
@@ -96,7 +102,20 @@ def _inline_equations(
             eqn, invals = _run_first(program, hoisted, eqn, invals)
         outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outvals, strict=True))
-        program.equations.append(Equation(eqn, invals, outvals))
+        same_as = _one_implementation(program, eqn, invals)
+        program.equations.append(Equation(eqn, invals, outvals, same_as))
+
+
+def _one_implementation(
+    program: Program, eqn: JaxprEqn, invals: tuple[Value, ...]
+) -> tuple[Value, ...]:
+    """Implementations for several platforms are equal: read the one made of known operations."""
+    for body in compat.platform_branches(eqn):
+        if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
+            continue
+        inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
+        return tuple(_inline(program, body.jaxpr, inner, eqn))
+    return ()
 
 
 def _run_first(

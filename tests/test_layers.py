@@ -20,11 +20,12 @@ LAYERS = {
     "ground": "errors config compat",
     "terms": "dims ir monoid",
     "graph": "egraph device",
-    "knowledge": "record ops cost product contract_order rule order",
+    "knowledge": "record ops analysis cost product contract_order rule order",
     "passes": "loops trace axes canonical match saturate regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
-    "faces": "route verify report summary prepare html testing prove audit guard",
+    "faces": "route verify report summary prepare html testing prove audit guard "
+    "reference specimens rulecheck",
     "door": "api __main__ __init__",
 }
 _ORDER = list(LAYERS)

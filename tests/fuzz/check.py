@@ -20,6 +20,7 @@ import numpy as np
 
 from symjax_rewrite import extract, solve, sym_optimize
 from symjax_rewrite import regions as regions_module
+from symjax_rewrite.egraph import ORIGINAL
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 from tests.fuzz.programs import Program
 
@@ -130,16 +131,32 @@ def random_extract(seed: int) -> Callable:
     def choose(g: Any, roots: tuple, model: Any, free: Callable) -> Any:
         original = extract.original_choice(g)
         before = model.evaluate(g, original, roots, free)
-        weight = {
-            (c, n): rng.random() ** 3 + 1e-3
-            for c in g.live()
-            for n in extract._options(g, c)
-        }
-        lowest = mock.Mock(node_seconds=lambda g, c, n: weight[c, n])
-        choice = {**original, **extract._greedy(g, lowest, free)}
+        choice = {**original, **_lightest(g, rng)}
         return extract.Extraction(before, before, choice, True, "fuzz")
 
     return choose
+
+
+def _lightest(g: Any, rng: random.Random) -> dict[int, Any]:
+    """The lightest tree of every class, where every node weighs something at random."""
+    nodes = [
+        (c, n, rng.random() ** 3 + 1e-3)
+        for c in g.live()
+        for n, reason in g.classes[c].nodes.items()
+        if extract.is_emittable(g, n, reason == ORIGINAL)
+    ]
+    best: dict[int, tuple[float, Any]] = {}
+    changed = True
+    while changed:
+        changed = False
+        for cls, node, weight in nodes:
+            args = {g.find(a).cls for a in node.args}
+            if all(a in best for a in args):
+                total = weight + sum(best[a][0] for a in args)
+                if total < best.get(cls, (float("inf"),))[0] - 1e-12:
+                    best[cls] = (total, node)
+                    changed = True
+    return {c: node for c, (_, node) in best.items()}
 
 
 @contextlib.contextmanager
@@ -150,7 +167,7 @@ def choosing(mode: Mode) -> Iterator[None]:
             stack.enter_context(mock.patch.object(solve, "extract", random_extract(mode.seed)))
         if mode.choice == "wide":
             stack.enter_context(
-                mock.patch.object(regions_module, "_is_interesting", lambda g, inside: True)
+                mock.patch.object(regions_module, "_is_interesting", lambda *a: True)
             )
         if mode.choice == "always":
             stack.enter_context(

@@ -275,7 +275,7 @@ def blocks(b: Builder) -> int:
     if kind == 1:
         w = b.step("jnp.concatenate([{0}, {1}], 1)", b.get((d, o)), b.get((d, e)))
         y = b.step("{0} @ {1}", b.get((n, d)), w)
-        return b.step(f"{{0}}[:, {b.r.integer(0, o)}:{b.r.integer(1, o + e)}]", y)
+        return b.step(f"{{0}}[:, {b.r.integer(0, o)}:{b.r.integer(1, max(o + e, 1))}]", y)
     if kind == 2:
         x = b.step("jnp.concatenate([{0}, {1}], 1)", b.get((n, d)), b.get((n, e)))
         w = b.step("jnp.concatenate([{0}, {1}], 0)", b.get((d, o)), b.get((e, o)))

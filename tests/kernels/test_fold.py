@@ -11,8 +11,9 @@ from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, cuda_backend, fold
 from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold_cost import block_bytes, bytes_moved, flops, tile_bytes
 from symjax_rewrite.pallas_kernels.fold_reference import fold_reference, result_shapes
-from symjax_rewrite.pallas_kernels.fold_spec import Band, Contraction, flops
+from symjax_rewrite.pallas_kernels.fold_spec import Band, Contraction
 from symjax_rewrite.pallas_kernels.fold_triton import fold_triton, supports
 from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
 from tests.kernels.cases import CASES, Case
@@ -179,4 +180,10 @@ def test_specs_are_hashed_by_what_they_say():
     assert forward(a) == forward(a)
     assert hash(forward(a)) == hash(forward(a))
     assert forward(a) != forward(replace(a, causal=True))
-    assert flops(forward(a)) == 4 * 32 * 32 * 16
+
+
+def test_costs():
+    spec = forward(Attention(2, 4096, 4096, 4, 64))
+    assert flops(spec) == 2 * 4 * 4 * 4096 * 4096 * 64
+    assert bytes_moved(spec) == 4 * 2 * 4096 * 4 * (4 * 64 + 1)
+    assert block_bytes(spec) < 0.02 * tile_bytes(spec)

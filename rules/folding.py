@@ -1,0 +1,115 @@
+"""Folding into frozen weights: scales and shifts of a layer become part of its weights.
+
+Instances of `Σ_k a·b = a·Σ_k b` and of distributivity, taken only where what they are folded into
+is computed beforehand (`.prepare`), so that it costs nothing at run time. BatchNorm after a
+convolution or a linear layer disappears this way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from symjax_rewrite.ir import ADD, CONTRACT, CONV, Node, Ref
+from symjax_rewrite.order import order_product
+from symjax_rewrite.product import Product, expand_node, is_half
+from symjax_rewrite.rule import REDUNDANCY, Context, axiom
+from symjax_rewrite.rules.distributivity import sum_node
+
+
+def _scaled_by_frozen(ctx: Context, cls: int, node: Node) -> tuple[Ref, list[Ref], Product] | None:
+    """`(x, scales)` of an elementwise product of frozen scales and one thing that varies."""
+    if node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
+        return None
+    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1 and not _has_sum(ctx, d))
+    varying = [f for f in p.factors if not ctx.frozen(f.cls)]
+    if p.bound or len(varying) != 1 or len(p.factors) < 2 or ctx.uses(varying[0].cls) > 1:
+        return None
+    return varying[0], [f for f in p.factors if ctx.frozen(f.cls)], p
+
+
+def _has_sum(ctx: Context, cls: int) -> bool:
+    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
+
+
+@axiom("s·(a + b) = s·a + s·b  (s frozen)", property=REDUNDANCY, on=(CONTRACT,))
+def fold_scale(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A frozen elementwise factor moves into a sum, towards the weights its terms hold."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    found = _scaled_by_frozen(ctx, cls, node)
+    total = sum_node(ctx, found[0].cls) if found else None
+    if found is None or total is None:
+        return
+    other, scales, p = found
+    why = fold_scale.reason(cls)
+    terms = []
+    for arg in total.args:
+        over = Ref(arg.cls, tuple(other.axes[i] for i in arg.axes))
+        factors = (*scales, over)
+        terms.append(g.add(CONTRACT, p.precision, factors, c.sizes, (), c.dtype, why))
+    coefficients = tuple(k * p.coefficient for k in total.attr)  # type: ignore[union-attr]
+    yield g.add(ADD, coefficients, tuple(terms), c.sizes, (), c.dtype, why)
+
+
+@axiom("a + (b + c) = a + d,  d = b + c frozen", property=REDUNDANCY, on=(ADD,))
+def fold_shift(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """Frozen terms of a sum are one term."""
+    frozen = [k for k, a in enumerate(node.args) if ctx.frozen(a.cls)]
+    if len(frozen) < 2 or len(frozen) == len(node.args):
+        return
+    g, c = ctx.g, ctx.g.classes[cls]
+    why = fold_shift.reason(cls)
+    shift = g.add(
+        ADD,
+        tuple(node.attr[k] for k in frozen),  # type: ignore[index]
+        tuple(node.args[k] for k in frozen),
+        c.sizes,
+        (),
+        c.dtype,
+        why,
+    )
+    rest = [k for k in range(len(node.args)) if k not in frozen]
+    coefficients = (*(node.attr[k] for k in rest), 1)  # type: ignore[index]
+    args = (*(node.args[k] for k in rest), shift)
+    yield g.add(ADD, coefficients, args, c.sizes, (), c.dtype, why)
+
+
+@axiom("s·(x·W) = x·(s·W)  (s, W frozen)", property=REDUNDANCY, on=(CONTRACT,))
+def fold_into_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A frozen scale of a product scales the frozen weight in it."""
+    found = _scaled_by_frozen(ctx, cls, node)
+    if found is None or not _has_sum(ctx, found[0].cls):
+        return
+    c = ctx.g.classes[cls]
+    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
+    ref = order_product(ctx, p, c.sizes, c.dtype, fold_into_product.reason(cls))
+    if ref is not None:
+        yield ref
+
+
+@axiom("s·conv(x, w) = conv(x, s·w)  (s, w frozen)", property=REDUNDANCY, on=(CONTRACT,))
+def fold_into_kernel(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A frozen scale of the output features of a convolution scales its kernel."""
+    g, c = ctx.g, ctx.g.classes[cls]
+    found = _scaled_by_frozen(ctx, cls, node)
+    if found is None or found[2].coefficient != 1:
+        return
+    other, scales, _ = found
+    for conv in list(g.classes[other.cls].nodes):
+        if conv.op != CONV or not ctx.frozen(conv.args[1].cls):
+            continue
+        x, w = conv.args
+        features = {other.axes[i]: i for i in w.axes if i < conv.out}
+        if any(not set(s.axes) <= set(features) for s in scales):
+            continue
+        why = fold_into_kernel.reason(cls)
+        order = sorted(set(w.axes))
+        local = {i: n for n, i in enumerate(order)}
+        sizes = (*g.classes[other.cls].sizes, *conv.bound)
+        factors = [Ref(w.cls, tuple(local[i] for i in w.axes))]
+        factors += [Ref(s.cls, tuple(local[features[i]] for i in s.axes)) for s in scales]
+        kernel_sizes = tuple(sizes[i] for i in order)
+        folded = g.add(CONTRACT, None, tuple(factors), kernel_sizes, (), c.dtype, why)
+        kernel = Ref(folded.cls, tuple(order[i] for i in folded.axes))
+        out_sizes = g.classes[other.cls].sizes
+        made = g.add(CONV, conv.attr, (x, kernel), out_sizes, conv.bound, c.dtype, why)
+        yield Ref(made.cls, tuple(other.axes[i] for i in made.axes))

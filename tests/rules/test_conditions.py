@@ -1,0 +1,87 @@
+"""Samples that break a rule's condition: there it must not fire."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from symjax_rewrite import keep, packs
+from symjax_rewrite.rulecheck import fires
+from symjax_rewrite.specimens import SPECIMENS, Specimen
+
+RULES = {r.name: r for r in packs.default.axioms}
+
+
+def _diff(x, y):
+    return x[:, None] - y[None]
+
+
+MUST_NOT = [
+    # rule, why, shapes, program, dtype
+    ("contraction_order", "two factors, no index of their own", "ij,jk", lambda a, b: a @ b, "float32"),
+    ("contraction_order", "a fence between", "ij,jk,kl", lambda a, b, c: keep(a @ b) @ c, "float32"),
+    ("contraction_order", "a barrier between", "ij,jk,kl",
+     lambda a, b, c: lax.optimization_barrier(a @ b) @ c, "float32"),
+    ("contraction_order", "a nonlinearity between", "ij,jk,kl",
+     lambda a, b, c: jnp.tanh(a @ b) @ c, "float32"),
+    ("contraction_order", "a rounding between", "ij,jk,kl",
+     lambda a, b, c: (a @ b).astype(jnp.bfloat16).astype(jnp.float32) @ c, "float32"),
+    ("contraction_order", "below float32 a scale stays in the sum", "ij,jk",
+     lambda a, b: (a * jnp.bfloat16(3)) @ b, "bfloat16"),
+    ("distribute", "terms of unknown sign", "nd,do,do", lambda x, V, W: x @ (V - W), "float32"),
+    ("distribute", "squares of sums", "ij,jk,ik",
+     lambda a, b, c: jnp.sum((a @ b - c) ** 2), "float32"),
+    ("distribute", "nothing is summed", "ij,ij,jk", lambda x, a, b: x * (1 + a), "float32"),
+    ("distribute", "a fence", "nd,do,dr,ro", lambda x, W, A, B: x @ keep(W + A @ B), "float32"),
+    ("factor", "nothing is shared", "ij,jk,ij,jk", lambda a, b, c, d: a @ b + c @ d, "float32"),
+    ("factor", "a low-rank remainder would become dense", "nd,do,dr,ro",
+     lambda x, W, A, B: x @ W + (x @ A) @ B, "float32"),
+    ("factor", "weights stored differently", "nd,do,do",
+     lambda x, V, W: x @ V + x @ keep(W.astype(jnp.bfloat16)).astype(jnp.float32), "float32"),
+    ("factor", "other indices of the same array", "dd,dd,dd",
+     lambda x, V, W: x @ V + W @ x, "float32"),
+    ("flatten_sum", "terms cancel", "ij,ij", lambda a, b: (a + b) - a, "float32"),
+    ("flatten_sum", "the inner sum is used twice", "ij,ij,ij",
+     lambda a, b, c: ((a + b) + c, jnp.sin(a + b)), "float32"),
+    ("partial_access", "everything is read", "ij,jk", lambda a, b: (a @ b)[:], "float32"),
+    ("partial_access", "a fence", "ij,jk", lambda a, b: keep(a @ b)[0], "float32"),
+    ("block_products", "the concatenated index is not summed with a part", "ij,ik",
+     lambda a, b: jnp.exp(jnp.concatenate([a, b], 1)), "float32"),
+    ("pairwise_squares", "integers", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 2), "int32"),
+    ("pairwise_squares", "below float32", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 2), "bfloat16"),
+    ("pairwise_squares", "one side only", "nd", lambda x: jnp.sum((x - x[:1]) ** 2), "float32"),
+    ("pairwise_squares", "a sum, not a difference", "nd,md",
+     lambda x, y: jnp.sum((x[:, None] + 2 * y[None]) ** 2), "float32"),
+    ("pairwise_squares", "every distance is needed", "nd,md",
+     lambda x, y: jnp.sqrt(jnp.sum(_diff(x, y) ** 2, -1)), "float32"),
+    ("pairwise_squares", "a cube", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 3), "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "shapes", "fun", "dtype"), MUST_NOT, ids=[f"{r[0]}: {r[1]}" for r in MUST_NOT]
+)
+def test_does_not_fire(name, why, shapes, fun, dtype):
+    assert not fires(RULES[name], Specimen(why, tuple(shapes.split(",")), fun), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_exact_leaves_floats_alone(name):
+    if RULES[name].numerics == "exact":
+        return
+    assert not any(
+        fires(RULES[name], p, numerics="exact", axioms=packs.default.axioms)
+        for p in SPECIMENS[: len(SPECIMENS) // 2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "fun"),
+    [
+        ("distribute", "nd,do,dr,ro", lambda x, W, A, B: x @ (W - A @ B)),
+        ("factor", "nd,do,do", lambda x, V, W: x @ V + x @ W),
+        ("contraction_order", "ij,jk,kl", lambda a, b, c: (a @ b) @ c),
+    ],
+)
+def test_integers_are_a_ring_at_every_level(name, shapes, fun):
+    ring = Specimen("ring", tuple(shapes.split(",")), fun)
+    assert fires(RULES[name], ring, dtype="int32", numerics="exact")
