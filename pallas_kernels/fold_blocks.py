@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, terms_of
+from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,17 @@ class Cut:
     pairs: int = 2**19
 
 
-# time against the plain program at the cut chosen, where it was measured
+# beside each the time against the plain program's, where it was measured
 XLA_CUTS = {
-    "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17
-    "elementwise": Cut(128, 512),  # N-body of 8192: 0.07
-    "paired": Cut(512, 512),  # gradients of attention, H = 4, d = 64, T = 512: 0.59, 4096: 0.37
-    "banded": Cut(256, 512),  # causal attention, H = 4, d = 64, T = 4096: 0.16
-    "narrow": Cut(256, 2048),  # attention, H = 4, d = 64, T = 512: 0.5, 4096: 0.15
-    "wide": Cut(512, 1024),  # cross-entropy, 1024 rows, d = 512, 50,000 words: 0.59
+    "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
+    "elementwise": Cut(128, 512),  # N-body of 8192: 0.06 to 0.17
+    "banded": Cut(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
+    "paired": Cut(512, 512),  # gradients of attention: T = 512 0.59, 4096 0.37
+    "plain": Cut(
+        512, 1024
+    ),  # attention: T = 512 0.54, 4096 0.35; cross-entropy of 50,000 words: 0.33 to 0.59
 }
-NARROW = 128  # features contracted, at most
+NARROWEST = 128  # rows and columns per block of a narrow band
 
 
 def xla_cut(spec: FoldSpec) -> Cut:
@@ -63,12 +64,14 @@ def xla_cut(spec: FoldSpec) -> Cut:
         return XLA_CUTS["top-k"]
     if not spec.contractions:
         return XLA_CUTS["elementwise"]
-    if len(spec.contractions) > 1:
-        return XLA_CUTS["paired"]
-    if spec.band != Band():
+    cut = XLA_CUTS["paired" if len(spec.contractions) > 1 else "plain"]
+    if spec.band == Band():
+        return cut
+    lower, upper = spec.band.lower, spec.band.upper
+    if lower is None or upper is None:
         return XLA_CUTS["banded"]
-    widest = max(spec.width(c.row) for c in spec.contractions)
-    return XLA_CUTS["narrow" if widest <= NARROW else "wide"]
+    side = min(max(power_of_two(upper - lower + 1), NARROWEST), XLA_CUTS["banded"].rows)
+    return Cut(side, side)
 
 
 def xla_blocks(spec: FoldSpec) -> Blocks:
@@ -97,6 +100,7 @@ class TritonBlocks:
         warps: warps per program.
         stages: depth of the load pipeline.
         splits: programs that share the columns of one block of rows.
+        features: features of the weights per program; 0 for all of them.
     """
 
     rows: int = 64
@@ -105,6 +109,7 @@ class TritonBlocks:
     warps: int = 4
     stages: int = 2
     splits: int = 1
+    features: int = 0
 
 
 # (bytes held per pair of a row and a column, at most) and the cut: what an H200 compiles without
@@ -119,7 +124,12 @@ TRITON_CUTS = (
 )
 TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
 TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
-WIDE = 256  # features contracted in one step, at most
+TRITON_SLICED = (  # weights too wide for one program: (rows at most, cut)
+    (16, TritonBlocks(16, 128, warps=4, stages=3, features=32)),
+    (64, TritonBlocks(64, 64, warps=4, stages=3, features=64)),
+    (2**31, TritonBlocks(128, 64, warps=8, stages=3, features=128)),
+)
+WIDE = 256  # features contracted, or summed, in one step, at most
 MULTIPROCESSORS = 132
 
 
@@ -130,6 +140,8 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
     cols = min(blocks.cols, power_of_two(spec.cols))
     programs = math.prod(spec.batch_shape) * -(-spec.rows // rows)
     splits = 1
+    if blocks.features:
+        return replace(blocks, rows=rows, cols=cols)
     if 4 * programs <= MULTIPROCESSORS:  # too few to be worth a second kernel else
         most = max(1, spec.cols // (4 * cols))
         splits = min(-(-2 * MULTIPROCESSORS // programs), most, 32)
@@ -137,6 +149,8 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
 
 
 def _triton_cut(spec: FoldSpec) -> TritonBlocks:
+    if any(spec.width(k) > WIDE for k in weights_of(spec)):
+        return next(b for limit, b in TRITON_SLICED if spec.rows <= limit)
     if not spec.contractions:
         return TRITON_ELEMENTWISE
     if any(spec.width(c.row) > WIDE for c in spec.contractions):
@@ -148,7 +162,7 @@ def _triton_cut(spec: FoldSpec) -> TritonBlocks:
 def bytes_held(spec: FoldSpec) -> int:
     """Bytes of features that one row and one column bring: contracted, and summed."""
     numbers = [c.col for c in spec.contractions]
-    numbers += [t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None]
+    numbers += weights_of(spec)
     return sum(power_of_two(spec.width(k)) * _itemsize(spec.operands[k].dtype) for k in numbers)
 
 

@@ -157,8 +157,8 @@ class Epilogue:
         fun: `fun(results, values)`: per output its results, then the operands named in `reads`,
             each as [.., m, f] with f its merged features or 1, so that they broadcast. Returns a
             tuple, broadcastable likewise.
-        axes: the axes of each result, in the order wanted: the batch axes, the row axis, and any
-            feature axes.
+        axes: the axes of each result, in the order wanted: the batch axes, the row axis, and none
+            or all feature axes of one of the weights (or of an operand read), in its order.
         reads: numbers of row and batch operands.
         key: what equality and hashing compare beside these; `fun` itself if left out.
     """
@@ -295,6 +295,12 @@ def terms_of(output: Output) -> tuple[Term, ...]:
     return output.terms if isinstance(output, (Sums, ExpSums)) else ()
 
 
+def weights_of(spec: FoldSpec) -> tuple[int, ...]:
+    """Numbers of the operands that are weights of some sum, each once."""
+    terms = [t for o in spec.outputs for t in terms_of(o)]
+    return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
+
+
 def from_scalars(fun: TileFunction) -> TileFunction:
     """A tile function from one of scalars, by mapping it over rows, columns and batches.
 
@@ -359,9 +365,12 @@ def _validate(spec: FoldSpec) -> None:
         if isinstance(output, Extremum):
             check(output.kind in ("max", "min", "any", "all"), "no such extremum", output.kind)
     if spec.epilogue is not None:
+        features = {(), *map(spec.features, (*weights_of(spec), *spec.epilogue.reads))}
         for axes in spec.epilogue.axes:
             check({*spec.batch, spec.row} <= set(axes), "a result lacks a batch or row axis", axes)
             check(spec.col not in axes and len(set(axes)) == len(axes), "a result's axes", axes)
+            wide = tuple(a for a in axes if a not in shared)
+            check(wide in features, "a result's features are those of no operand", axes)
         for number in spec.epilogue.reads:
             check(spec.col not in spec.operands[number].axes, "an epilogue reads columns", number)
     length = spec.band.length

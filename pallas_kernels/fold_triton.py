@@ -25,16 +25,18 @@ from symjax_rewrite.pallas_kernels.fold_blocks import (
 )
 from symjax_rewrite.pallas_kernels.fold_layout import (
     Result,
+    feature_order,
     kind,
     loadable,
     merge_features,
 )
 from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold_spec import (
+    Contraction,
     FoldSpec,
     TopK,
     result_axes,
-    terms_of,
+    weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold_tile import (
     arrange,
@@ -53,16 +55,23 @@ MAX_ELEMENTS = 2**31 - 1
 
 def supports(spec: FoldSpec) -> Support:
     """Whether this backend runs the fold on a GPU of compute capability 8.0 or newer."""
-    terms = [t for o in spec.outputs for t in terms_of(o)]
-    widths = [spec.width(t.weights) for t in terms if t.weights is not None]
+    weights = weights_of(spec)
+    widths = [spec.width(k) for k in weights]
     used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
     dtypes = {o.dtype for o in spec.operands}
     return first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
-        (any(w > WIDE for w in widths), f"weights wider than {WIDE} features"),
-        (sum(map(power_of_two, widths)) > 2 * WIDE, "sums too wide for one multiprocessor"),
+        (not _sliceable(spec), f"weights wider than {WIDE} features beside others"),
+        (
+            max(widths, default=0) <= WIDE and sum(map(power_of_two, widths)) > 2 * WIDE,
+            "sums too wide for one multiprocessor",
+        ),
+        (
+            any(spec.features(c.row) and not _one_order(spec, c) for c in spec.contractions),
+            "an operand's features are read in two orders",
+        ),
         (
             any(kind(spec.operands[k].dtype) != "f" for k in used),
             "a contraction of integers",
@@ -71,6 +80,26 @@ def supports(spec: FoldSpec) -> Support:
             any(math.prod(spec.shape(k)) > MAX_ELEMENTS for k in range(len(spec.operands))),
             "an operand has more than 2^31 elements",
         ),
+    )
+
+
+def _sliceable(spec: FoldSpec) -> bool:
+    """Whether wide weights can be cut along their features, one slice per program."""
+    weights = weights_of(spec)
+    widths = {spec.width(k) for k in weights}
+    if max(widths, default=0) <= WIDE:
+        return True
+    reads = spec.epilogue.reads if spec.epilogue else ()
+    widths |= {spec.width(k) for k in reads if spec.features(k)}
+    contracted = {k for c in spec.contractions for k in (c.row, c.col)}
+    return len(widths) == 1 and not contracted & {*weights, *reads}
+
+
+def _one_order(spec: FoldSpec, c: Contraction) -> bool:
+    weights = weights_of(spec)
+    return all(
+        feature_order(spec, k) == c.over and (k not in weights or spec.features(k) == c.over)
+        for k in (c.row, c.col)
     )
 
 
@@ -101,7 +130,7 @@ def fold_triton(
     kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
     out = pl.pallas_call(
         kernel.run,
-        grid=(kernel.row_blocks * math.prod(spec.batch_shape), blocks.splits),
+        grid=kernel.grid,
         in_specs=[kernel.operand_spec(k) for k in range(len(operands))],
         out_specs=[kernel.result_spec(r) for r in results],
         out_shape=[r.stored(inside, blocks.splits) for r in results],

@@ -33,6 +33,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     Term,
     state_axes,
     terms_of,
+    weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold_tile import accumulator, bundle, monoid_of
 
@@ -52,9 +53,25 @@ class Kernel:
     def row_blocks(self) -> int:
         return pl.cdiv(self.spec.rows, self.blocks.rows)
 
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Row blocks of every batch element, splits of the columns, slices of the features."""
+        widths = [self.spec.width(k) for k in weights_of(self.spec)]
+        slices = pl.cdiv(max(widths), self.blocks.features) if self.blocks.features else 1
+        return self.row_blocks * math.prod(self.spec.batch_shape), self.blocks.splits, slices
+
+    def sliced(self, number: int) -> bool:
+        """Whether each program has its own slice of the operand's features."""
+        reads = self.spec.epilogue.reads if self.spec.epilogue else ()
+        return self.blocks.features > 0 and number in (*weights_of(self.spec), *reads)
+
+    def held(self, width: int, sliced: bool) -> int:
+        """How many features a program holds of `width`."""
+        return self.blocks.features if sliced else power_of_two(width)
+
     def chunked(self, number: int) -> bool:
         """Whether the operand's features are read in chunks inside the column loop."""
-        return self.spec.width(number) > WIDE
+        return self.spec.width(number) > WIDE and not self.sliced(number)
 
     def place(self, step: Any) -> dict[str, Any]:
         """Batch place and row block of a program; late rows first where they have more to do."""
@@ -74,7 +91,7 @@ class Kernel:
         features = (
             pl.cdiv(width, blocks.chunk) * blocks.chunk
             if self.chunked(number)
-            else power_of_two(width)
+            else self.held(width, self.sliced(number))
         )
         extent = {
             spec.row: blocks.rows,
@@ -83,18 +100,19 @@ class Kernel:
         }
         shape = tuple(extent.get(a) for a in self.axes[number])
 
-        def index(step: Any, split: Any) -> tuple[Any, ...]:
+        def index(step: Any, split: Any, part: Any) -> tuple[Any, ...]:
             del split
-            place = self.place(step)
+            place = self.place(step) | ({FEATURE: part} if self.sliced(number) else {})
             return tuple(place.get(a, 0) for a in self.axes[number])
 
         return pl.BlockSpec(shape, index)
 
     def result_spec(self, result: Result) -> pl.BlockSpec:
-        extent = {self.spec.row: self.blocks.rows, FEATURE: power_of_two(result.width(self.spec))}
+        features = self.held(result.width(self.spec), self.blocks.features > 0)
+        extent = {self.spec.row: self.blocks.rows, FEATURE: features}
 
-        def index(step: Any, split: Any) -> tuple[Any, ...]:
-            place = self.place(step)
+        def index(step: Any, split: Any, part: Any) -> tuple[Any, ...]:
+            place = self.place(step) | ({FEATURE: part} if self.blocks.features else {})
             return (split, *(place.get(a, 0) for a in result.axes))
 
         return pl.BlockSpec((None, *(extent.get(a) for a in result.axes)), index)
@@ -124,8 +142,9 @@ class Kernel:
                 partial = spec.cols % blocks.cols != 0
             else:
                 limit = spec.width(number)
-                size = blocks.chunk if chunk is not None else power_of_two(limit)
-                first = offset = 0 if chunk is None else chunk * size
+                size = self._extent([FEATURE], number, chunk)[0]
+                first = 0 if chunk is None else chunk * size
+                offset = first + (at[FEATURE] if self.sliced(number) else 0)
                 partial = limit % size != 0
             where.append(pl.ds(first, size))
             if partial:
@@ -142,7 +161,8 @@ class Kernel:
         return self._ordered(plgpu.load(block, mask=mask, other=0), kept, number)
 
     def _extent(self, kept: Sequence[str], number: int, chunk: Any) -> tuple[int, ...]:
-        features = self.blocks.chunk if chunk is not None else power_of_two(self.spec.width(number))
+        features = self.held(self.spec.width(number), self.sliced(number))
+        features = self.blocks.chunk if chunk is not None else features
         sizes = {self.spec.row: self.blocks.rows, self.spec.col: self.blocks.cols}
         return tuple(sizes.get(a, features) for a in kept)
 
@@ -218,12 +238,15 @@ class Kernel:
         spec, blocks = self.spec, self.blocks
         inputs, results = refs[: len(spec.operands)], refs[len(spec.operands) :]
         row = self.place(pl.program_id(0))[spec.row] * blocks.rows
-        here = {spec.row: row}
+        here = {spec.row: row, FEATURE: pl.program_id(2) * blocks.features}
         i = (row + jnp.arange(blocks.rows, dtype=jnp.int32))[:, None]
         contracted = {k for c in spec.contractions for k in (c.row, c.col)}
-        weights = {t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None}
         last = spec.epilogue.reads if spec.epilogue else ()
-        needed = {*spec.tile.reads, *weights, *(k for k in contracted if not self.chunked(k))}
+        needed = {
+            *spec.tile.reads,
+            *weights_of(spec),
+            *(k for k in contracted if not self.chunked(k)),
+        }
         fixed = {
             k: self.load(inputs[k], k, here) for k in sorted(needed) if spec.col not in self.axes[k]
         }
@@ -251,7 +274,7 @@ class Kernel:
         states = lax.fori_loop(low, high, step, self.start())
         rows = [self._as_row(fixed.get(k, self.load(inputs[k], k, here)), k) for k in last]
         for k, value in enumerate(self.finish(states, rows)):
-            self.store(results[k], k, value, row)
+            self.store(results[k], k, value, here)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Everything stored, flat: [rows] or [rows, features]."""
@@ -265,7 +288,8 @@ class Kernel:
         out = []
         for x, r in zip(self.spec.epilogue.fun(wide, tuple(rows)), self.results, strict=True):
             if FEATURE in r.axes:
-                x = jnp.broadcast_to(x, (self.blocks.rows, power_of_two(r.width(self.spec))))
+                wide = self.held(r.width(self.spec), self.blocks.features > 0)
+                x = jnp.broadcast_to(x, (self.blocks.rows, wide))
             else:
                 x = jnp.sum(x, axis=1, dtype=x.dtype) if x.ndim == 2 else x
                 x = jnp.broadcast_to(x, (self.blocks.rows,))
@@ -313,7 +337,8 @@ class Kernel:
         avals = []
         for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
             features = math.prod(shape.shape[len(self.spec.batch) + 1 :])
-            wide = (power_of_two(features),) if len(axes) > len(self.spec.batch) + 1 else ()
+            wide = (self.held(features, self.blocks.features > 0),)
+            wide = wide if len(axes) > len(self.spec.batch) + 1 else ()
             dtype = jnp.int32 if shape.dtype == jnp.bool_ else shape.dtype
             avals.append(jax.ShapeDtypeStruct((self.blocks.rows, *wide), dtype))
         return tuple(
@@ -321,7 +346,7 @@ class Kernel:
             for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
         )
 
-    def store(self, ref: Any, number: int, value: Array, row: Any) -> None:
+    def store(self, ref: Any, number: int, value: Array, here: dict[str, Any]) -> None:
         """Write a block of result `number`, but nothing past its ends."""
         result = self.results[number]
         value = value.astype(ref.dtype)
@@ -329,17 +354,17 @@ class Kernel:
         masks = []
         for position, axis in enumerate(kept):
             if axis == self.spec.row:
-                at, size, limit = row, self.blocks.rows, self.spec.rows
+                size, limit = self.blocks.rows, self.spec.rows
             else:
-                at, limit = 0, result.width(self.spec)
-                size = power_of_two(limit)
+                limit = result.width(self.spec)
+                size = self.held(limit, self.blocks.features > 0)
             if limit % size:
                 shape = (
                     value.shape
                     if value.ndim == 1 or kept[0] == self.spec.row
                     else value.shape[::-1]
                 )
-                inside = at + jnp.arange(size, dtype=jnp.int32) < limit
+                inside = here[axis] + jnp.arange(size, dtype=jnp.int32) < limit
                 masks.append(lax.broadcast_in_dim(inside, shape, (position,)))
         if value.ndim == 2 and kept[0] != self.spec.row:
             value = value.T

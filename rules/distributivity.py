@@ -53,18 +53,21 @@ def sum_node(ctx: Context, cls: int) -> Node | None:
 
 
 def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
-    """Terms of one sign; or all but one are contractions over the full index space."""
+    """Terms of one sign; or all but one are contractions over the full index space.
+
+    The one that is not may be spread over indices it does not read (one weight, many adapters).
+    """
     c = ctx.g.classes[cls]
     if ctx.permits("cancels", c.dtype):
         return True
-    if all(k > 0 for k in total.attr) and all(nonnegative(ctx.g, a.cls) for a in total.args):  # type: ignore[union-attr]
+    if all(_is_positive(k) for k in total.attr) and all(nonnegative(ctx.g, a.cls) for a in total.args):  # type: ignore[union-attr]
         return True
     plain = 0
     for arg in total.args:
-        if len(set(arg.axes)) < len(c.sizes):
-            return False
         p = expand(ctx.g, arg.cls, lambda d: True)
         plain += not p.bound
+        if p.bound and len(set(arg.axes)) < len(c.sizes):
+            return False
     return plain <= 1
 
 
@@ -148,7 +151,13 @@ def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
 
 
 def _same_sign(a: Any, b: Any, dtype: str) -> bool:
-    return is_ring(dtype) or (isinstance(a, complex) and a == b) or (a > 0) == (b > 0)
+    if isinstance(a, complex) or isinstance(b, complex):
+        return a == b
+    return is_ring(dtype) or (a > 0) == (b > 0)
+
+
+def _is_positive(coefficient: Any) -> bool:
+    return not isinstance(coefficient, complex) and coefficient > 0
 
 
 @axiom("Σ a·b + Σ a·c = Σ a·(b + c)", property=DISTRIBUTIVITY, on=(ADD,))

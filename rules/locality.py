@@ -23,18 +23,15 @@ Entry = tuple[object, int]  # what a slot is sliced by (None: not at all), the i
 def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
-    source = g.find(node.args[0])
-    by_slot = {
-        slot: (attr, index)
-        for slot, (attr, index) in enumerate(zip(node.attr, source.axes, strict=True))  # type: ignore[call-overload]
-    }
+    attrs, (source,) = g.canonical_args(SLICE, node.attr, node.args)
+    by_slot = dict(enumerate(zip(attrs, source.axes, strict=True)))  # type: ignore[call-overload]
     for inner, reason in list(g.classes[source.cls].nodes.items()):
         if reason.rule == "contraction_order":
             continue
         if inner.op in (CONTRACT, ADD, MAP, REDUCE):
             yield from _through(ctx, cls, inner, by_slot, len(c.sizes))
         elif inner.op == SLICE:
-            yield from _compose(ctx, cls, node, inner)
+            yield from _compose(ctx, cls, by_slot, inner)
         elif inner.op == CONCAT:
             yield from _one_piece(ctx, cls, inner, by_slot)
 
@@ -74,11 +71,11 @@ def sliced(
     return Ref(made.cls, tuple(used[a] for a in made.axes))
 
 
-def _compose(ctx: Context, cls: int, outer: Node, inner: Node) -> Iterator[Ref]:
+def _compose(
+    ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node
+) -> Iterator[Ref]:
     """a[s][t] = a[s∘t]."""
     c = ctx.g.classes[cls]
-    source = ctx.g.find(outer.args[0])
-    by_slot = dict(enumerate(zip(outer.attr, source.axes, strict=True)))  # type: ignore[call-overload]
     attrs, axes = [], []
     for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):  # type: ignore[call-overload]
         if index < 0:

@@ -14,7 +14,7 @@ from symjax_rewrite.rules.distributivity import sum_node
 @axiom(
     "Σij (uᵢ − vⱼ)² = |J|·Σ (uᵢ−μ)² + |I|·Σ (vⱼ−μ)² − 2·Σ (uᵢ−μ)·Σ (vⱼ−μ),  μ = mean u",
     property=SEPARABILITY,
-    on=(CONTRACT,),
+    on=(CONTRACT, ADD),
 )
 def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of squared differences over all pairs, emitted shifted by a mean.
@@ -23,6 +23,8 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     u−μ, v−μ: at an offset of 1e4 the unshifted form has no correct digit in float32.
     """
     c = ctx.g.classes[cls]
+    if node.op == ADD and len(node.args) != 1:
+        return
     if is_half(c.dtype) or is_ring(c.dtype) or c.dtype.startswith("complex"):
         return
     p = expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)

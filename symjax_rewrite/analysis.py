@@ -114,7 +114,7 @@ def log_linear(g: EGraph, cls: int) -> LogLinear:
         name = node.attr[0]  # type: ignore[index]
         first = node.args[0]
         if name == "exp":
-            return LogLinear((), tuple(_sum_terms(g, first, 1.0)))
+            return LogLinear((), tuple(sum_terms(g, first, 1.0)))
         if name == "div":
             top, bottom = (log_linear(g, a.cls).over(a.axes) for a in node.args)
             return top.times(bottom, Fraction(-1))
@@ -124,7 +124,7 @@ def log_linear(g: EGraph, cls: int) -> LogLinear:
     return LogLinear(((own, Fraction(1)),), ())
 
 
-def _sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
+def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
     """A sum's terms with their coefficients, nested sums opened."""
     node = next(iter(g.classes[ref.cls].nodes))
     if node.op != ADD:
@@ -132,6 +132,6 @@ def _sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
     out: dict[Ref, float] = {}
     for c, a in zip(node.attr, node.args, strict=True):  # type: ignore[call-overload]
         over = Ref(a.cls, tuple(ref.axes[i] for i in a.axes))
-        for term, k in _sum_terms(g, over, scale * c):
+        for term, k in sum_terms(g, over, scale * c):
             out[term] = out.get(term, 0.0) + k
     return list(out.items())

@@ -18,6 +18,7 @@ from symjax_rewrite.errors import RuleError, SymjaxError, UnsupportedError, Usag
 from symjax_rewrite.pipeline import Optimiser, Result
 from symjax_rewrite.prepare import prepare
 from symjax_rewrite.report import Report
+from symjax_rewrite.route import Router
 from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import packs
 from symjax_rewrite.summary import make_report
@@ -194,7 +195,7 @@ class _Worker:
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
-            self._optimiser = Optimiser(self.options, rules, device)
+            self._optimiser = Optimiser(self.options, rules, device, Router(self.options.kernels))
         return self._optimiser
 
     def wrapper(self) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import CONCAT, CONV, CUMSUM, LEAF, NATIVE, Axes, Node, Ref, canonical
+from symjax_rewrite.ir import CONCAT, CONV, CUMSUM, LEAF, NATIVE, SLICE, Axes, Node, Ref, canonical
 
 
 class Reason(NamedTuple):
@@ -78,7 +78,7 @@ class EGraph:
         reason: Reason = ORIGINAL,
     ) -> Ref:
         """Add a term over output indices of `sizes`; returns its value over these indices."""
-        args = tuple([self._canonical_ref(a) for a in args])
+        attr, args = self.canonical_args(op, attr, args)
         node, outs = canonical(op, attr, args, len(sizes), bound)
         slot_sizes = tuple([sizes[i] for i in outs])
         key = (node, slot_sizes, dtype)
@@ -97,6 +97,17 @@ class EGraph:
         for arg in node.args:
             self.uses[arg.cls].append((cls, node))
         return Ref(cls, outs)
+
+    def canonical_args(
+        self, op: str, attr: object, args: tuple[Ref, ...]
+    ) -> tuple[object, tuple[Ref, ...]]:
+        """Operands by canonical class; what a slice says about slots follows them."""
+        if op != SLICE:
+            return attr, tuple([self._canonical_ref(a) for a in args])
+        (ref,) = args
+        cls, slots = self.find(Ref(ref.cls, tuple(range(len(ref.axes)))))
+        kept = tuple([attr[s] for s in slots])  # type: ignore[index]
+        return kept, (Ref(cls, tuple([ref.axes[s] for s in slots])),)
 
     def _canonical_ref(self, ref: Ref) -> Ref:
         ref = self.find(ref)
@@ -117,6 +128,8 @@ class EGraph:
             return False
         if len(set(b.axes)) != len(b.axes):
             return False
+        if len(a.axes) < len(b.axes) and ORIGINAL in self.classes[b.cls].nodes.values():
+            return False  # what was written stays a choice, over the indices it was written with
         if len(a.axes) == len(b.axes) and a.axes != b.axes and self._is_pinned(b.cls):
             if self._is_pinned(a.cls):
                 return False
@@ -175,13 +188,13 @@ class EGraph:
         if reason is None:
             return
         sizes = owner.sizes
-        args = tuple([self._canonical_ref(a) for a in node.args])
-        fresh, outs = canonical(node.op, node.attr, args, node.out, node.bound)
+        attr, args = self.canonical_args(node.op, node.attr, node.args)
+        fresh, outs = canonical(node.op, attr, args, node.out, node.bound)
         if fresh == node:
             for arg in args:
                 self.uses[arg.cls].append((user, node))
             return
-        ref = self.add(node.op, node.attr, args, sizes, node.bound, owner.dtype, reason)
+        ref = self.add(node.op, attr, args, sizes, node.bound, owner.dtype, reason)
         kept = {n: r for n, r in owner.nodes.items() if n != node}
         owner.nodes = kept
         identity = Ref(user, tuple(range(len(sizes))))

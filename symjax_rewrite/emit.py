@@ -51,11 +51,13 @@ class Plan:
     """What to emit instead of the original.
 
     rewritten: program class to (solution, reference in its e-graph over the class's slots).
-    equations: equations replaced by number (loops with optimised bodies).
+    equations: equations replaced by number (loops with optimised bodies). routed: program class
+    to the kernel that computes it. shared: classes spelled twice.
     """
 
     rewritten: dict[int, tuple[Rewritten, Ref]] = field(default_factory=dict)
     equations: dict[int, JaxprEqn] = field(default_factory=dict)
+    routed: dict[int, Any] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
 
 
@@ -67,6 +69,7 @@ class Emitter:
         self.values: dict[int, Any] = {}
         self.arrays: dict[int, Array] = {}
         self.solutions: dict[int, dict[int, Array]] = {}
+        self.folds: dict[int, list[Any]] = {}
         self.maker: dict[int, int] = {}
         for number, e in enumerate(t.program.equations):
             for v in e.outvals:
@@ -109,10 +112,10 @@ class Emitter:
     def _needs(self, v: int) -> list[int]:
         """Values that must be there before v is made (its region's leaves, or its operands)."""
         cls = self.t.views[v].cls  # type: ignore[union-attr]
-        if cls in self.plan.rewritten:
-            if cls in self.arrays:
-                return []
-            return self._region_needs(*self.plan.rewritten[cls])
+        if cls in self.arrays:
+            return []
+        if cls in self.plan.routed or cls in self.plan.rewritten:
+            return self._class_needs(cls)
         home = self._home(v, cls)
         if home is not None:
             return [home]
@@ -135,6 +138,9 @@ class Emitter:
         return needs
 
     def _class_needs(self, cls: int) -> list[int]:
+        if cls in self.plan.routed:
+            needs = self.plan.routed[cls].needs(cls)
+            return [u for c in needs if c not in self.arrays for u in self._class_needs(c)]
         if cls in self.plan.rewritten:
             return self._region_needs(*self.plan.rewritten[cls])
         home = self._value_of(cls)
@@ -148,12 +154,16 @@ class Emitter:
             return self.t.leaf_value[cls]
         if cls in self.t.made_by:
             number, k = self.t.made_by[cls]
-            return self.t.program.equations[number].outvals[k]
+            v = self.t.program.equations[number].outvals[k]
+            read = self.t.views[v].axes  # type: ignore[union-attr]
+            if all(size != 0 or i in read for i, size in enumerate(self.t.sizes[v])):
+                return v  # nothing can be read from an array that was spread over no elements
         return None
 
     def _make(self, v: int) -> None:
         cls = self.t.views[v].cls  # type: ignore[union-attr]
-        if cls in self.plan.rewritten or self._home(v, cls) is not None:
+        special = cls in self.plan.rewritten or cls in self.plan.routed
+        if special or self._home(v, cls) is not None:
             self.values[v] = self._from_array(v, self.array(cls))
             return
         number = self.maker[v]
@@ -193,7 +203,16 @@ class Emitter:
             found = self.arrays[cls] = self._make_array(cls)
         return found
 
+    def folded(self, route: Any) -> list[Any]:
+        """The results of a routed fold, run once."""
+        if id(route) not in self.folds:
+            self.folds[id(route)] = route.run(self)
+        return self.folds[id(route)]
+
     def _make_array(self, cls: int) -> Array:
+        if cls in self.plan.routed:
+            data, slots = self.plan.routed[cls].array(self, cls)
+            return Array(data, slots)
         if cls in self.plan.rewritten:
             solution, ref = self.plan.rewritten[cls]
             made = self._solve(solution, ref.cls)

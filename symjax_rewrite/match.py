@@ -22,7 +22,7 @@ from symjax_rewrite.egraph import EGraph, Reason
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.product import Product, expand, scaled
-from symjax_rewrite.rule import Context, Lemma
+from symjax_rewrite.rule import Context, Lemma, line_of
 from symjax_rewrite.trace import flatten
 
 SUMMED = 1000  # indices from here on are summed over; below, they are outputs
@@ -89,6 +89,7 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     except Exception as error:
         raise RuleError(
             f"lemma {lemma.name!r} does not trace",
+            where=line_of(lemma),
             expected=f"a function of arrays of shapes {', '.join(lemma.shapes)}",
             got=str(error).splitlines()[0] if str(error) else type(error).__name__,
         ) from error
@@ -96,6 +97,7 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     if len(outs) != 2 or outs[0].shape != outs[1].shape or outs[0].dtype != outs[1].dtype:
         raise RuleError(
             f"the sides of lemma {lemma.name!r} differ",
+            where=line_of(lemma),
             expected="two arrays of one shape and dtype",
             got=", ".join(str(o) for o in outs),
         )
@@ -103,6 +105,7 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     if _numbers(t) != _numbers(build(flatten(jax.make_jaxpr(lemma.sides)(*lemma_avals(lemma, 1))))):
         raise RuleError(
             f"a number in lemma {lemma.name!r} depends on sizes",
+            where=line_of(lemma),
             remedy="state it as an axiom: a pattern's numbers are the same at every size",
         )
     left, right = (t.views[v] for v in t.program.outputs)  # type: ignore[index]

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
@@ -55,7 +55,7 @@ class Result:
     @property
     def taken(self) -> bool:
         """Whether anything is emitted differently."""
-        if self.plan.rewritten or self.plan.equations or self.plan.shared:
+        if self.plan.rewritten or self.plan.equations or self.plan.shared or self.plan.routed:
             return True
         return self.terms is not None and bool(self.terms.program.hoisted)
 
@@ -98,11 +98,21 @@ def fingerprint(closed: ClosedJaxpr) -> str:
     return hashlib.sha256(str(closed.jaxpr).encode()).hexdigest()[:16]
 
 
+class Router(Protocol):
+    """Finds what a kernel should compute."""
+
+    def find(self, t: TermGraph, need: Needed) -> tuple[list[Any], list[RouteUse]]:
+        """The kernels to route to, and what was considered."""
+        ...
+
+
 class Optimiser:
     """Optimises jaxprs under one set of options; solved regions are kept and reused."""
 
-    def __init__(self, options: Options, rules: RulePack, device: Device) -> None:
-        self.options, self.rules, self.device = options, rules, device
+    def __init__(
+        self, options: Options, rules: RulePack, device: Device, router: Router | None = None
+    ) -> None:
+        self.options, self.rules, self.device, self.router = options, rules, device, router
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
         self.solved: dict[tuple, Solution] = {}
@@ -154,6 +164,7 @@ class Optimiser:
         result.terms = t
         need = needed(t)
         known = result.known = _frozen_classes(t, need, frozen)
+        self._route(result, t, need)
         stops = set()
         solver = self._solver(t, result)
         found: list[tuple[Region, Solution]] = []
@@ -166,7 +177,9 @@ class Optimiser:
                 solution = solver.solve(t, need, region, known)
                 self.solved[region.key] = solution
             stops.add(solution.stop)
-            if allowed is None or solution.digest in allowed:
+            if allowed is not None and solution.digest not in allowed:
+                continue
+            if not any(c in result.plan.routed for c in region.local):
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
         self._bodies(result, t, allowed, start)
@@ -179,6 +192,14 @@ class Optimiser:
             self._note(result, "loop_invariant", REDUNDANCY, loop)
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
         return result
+
+    def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
+        if self.router is None:
+            return
+        routes, uses = self.router.find(t, need)
+        result.routes.extend(uses)
+        for route in routes:
+            result.plan.routed.update(dict.fromkeys(route.classes(), route))
 
     def _apply_all(
         self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]

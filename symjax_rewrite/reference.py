@@ -87,7 +87,7 @@ def _dot_general(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     out += [x for k, x in enumerate(la) if k not in {*ca, *ba}]
     out += [x for k, x in enumerate(lb) if k not in {*cb, *bb}]
     text = f"{''.join(la)},{''.join(lb)}->{''.join(out)}"
-    return np.einsum(text, _wide(a), _wide(b))
+    return np.einsum(text, _wide(a), _wide(b), optimize=a.size * b.size > 1 << 16)
 
 
 def _wide(a: np.ndarray) -> np.ndarray:

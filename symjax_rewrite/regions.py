@@ -295,5 +295,8 @@ def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
         args = tuple(
             Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
         )
-        to[c] = g.add(node.op, node.attr, args, info.sizes, node.bound, info.dtype)
+        attr = node.attr
+        if node.op == SLICE:  # what it says is said slot by slot
+            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])  # type: ignore[index]
+        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
     return g, to

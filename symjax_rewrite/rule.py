@@ -191,6 +191,12 @@ def lemma(
     return make
 
 
+def line_of(rule: Axiom | Lemma) -> str:
+    """`file.py:12 (name)` of the function a rule was made from."""
+    code = getattr(rule.sides if isinstance(rule, Lemma) else rule.apply, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name
+
+
 @dataclass(frozen=True, slots=True)
 class RulePack:
     """A named set of rules; packs compose with `+` and lose rules with `-`.

@@ -9,7 +9,6 @@ must follow from the axioms or cite its proof.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,9 +46,10 @@ from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pipeline import storage
 from symjax_rewrite.reference import evaluate, tolerance
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, region_graph
-from symjax_rewrite.rule import Axiom, Context, Lemma
+from symjax_rewrite.rule import Axiom, Context, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.saturate import saturate
+from symjax_rewrite.solve import Frozen
 from symjax_rewrite.specimens import SPECIMENS, Sizes, Specimen, arguments, size_tables
 from symjax_rewrite.trace import flatten
 
@@ -90,16 +90,17 @@ def all_forms(
     axioms: tuple[Axiom, ...],
     patterns: tuple[Pattern, ...] = (),
     numerics: str = "reassoc",
-    frozen: bool = False,
+    frozen: Iterable[int] = (),
 ) -> list[Forms]:
     """Trace, cut into regions and saturate, keeping everything that was found."""
     closed, _ = compat.make_jaxpr(fun, *avals)
     t = build(flatten(closed))
     need = needed(t)
     out = []
-    for region in find_regions(t, need, lambda c: (False, storage(t, c))):
+    known = Frozen(t.graph, {t.views[t.program.inputs[k]].cls for k in frozen})  # type: ignore[union-attr]
+    for region in find_regions(t, need, lambda c: (known(c), storage(t, c)), bool(known.leaves)):
         g, to = region_graph(t, region)
-        ctx = _context(t, need, region, g, to, numerics, frozen)
+        ctx = _context(t, need, region, g, to, numerics, known)
         stop = saturate(ctx, axioms, patterns, BUDGET)
         out.append(Forms(t, region, g, stop))
     return out
@@ -112,7 +113,7 @@ def _context(
     g: EGraph,
     to: dict[int, Any],
     numerics: str,
-    frozen: bool,
+    known: Frozen,
 ) -> Context:
     back = {g.find(ref).cls: c for c, ref in to.items()}
     uses = {r: need.uses.get(c, 1) for r, c in back.items()}
@@ -122,7 +123,7 @@ def _context(
         model=CostModel(CPU, lambda d: value(d, {})),
         numerics=Numerics.of(numerics),
         uses=lambda c: uses.get(c, 1),
-        frozen=lambda c: frozen,
+        frozen=Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)}),
         storage=lambda c: stored.get(c) or g.classes[c].dtype,
         pairs=20_000,
     )
@@ -375,7 +376,8 @@ def fires(
         return False
     level = numerics or rule.numerics
     with _mode(dtype):
-        forms = all_forms(specimen.fun, specimen.avals(sizes, dtype), axioms or (rule,), (), level)
+        avals = specimen.avals(sizes, dtype)
+        forms = all_forms(specimen.fun, avals, axioms or (rule,), (), level, specimen.frozen())
     return any(f.made_by(rule.name) for f in forms)
 
 
@@ -394,7 +396,8 @@ def _check_at(
     if not specimen.takes(dtype):
         return
     avals = specimen.avals(sizes, dtype)
-    for frozen in (False, True) if dtype == "float64" else (False,):
+    everything = frozenset(range(len(avals)))
+    for frozen in {specimen.frozen(), everything if dtype == "float64" else specimen.frozen()}:
         with _mode(dtype):
             forms = all_forms(specimen.fun, avals, axioms, (), rule.numerics, frozen)
             wrong = differences(forms, avals, arguments(specimen, sizes, dtype, _scales(dtype)))
@@ -425,8 +428,7 @@ def _differ(
 
 
 def _check_lemma(rule: Lemma) -> int:
-    with _located(rule):
-        pattern = compile_lemma(rule)
+    pattern = compile_lemma(rule)
     fired = 0
     for dtype, sizes in _lemma_cases(rule):
         with _mode(dtype):
@@ -470,18 +472,6 @@ def _side(rule: Lemma, side: int | None = 0) -> Specimen:
         return sides if side is None else sides[side]
 
     return Specimen(rule.name, words, program, small=rule.small)
-
-
-@contextlib.contextmanager
-def _located(rule: Axiom | Lemma) -> Iterator[None]:
-    """Errors about a rule say where it stands."""
-    try:
-        yield
-    except RuleError as error:
-        if error.where:
-            raise
-        more = {k: getattr(error, k) for k in ("expected", "got", "remedy")}
-        raise RuleError(error.what, where=line_of(rule), **more) from error
 
 
 def _check_pattern(rule: Lemma, pattern: Pattern, sizes: Sizes, dtype: str) -> bool:
@@ -563,7 +553,7 @@ def _meet(t: TermGraph, axioms: tuple[Axiom, ...]) -> bool:
         )
         attr = leaves.setdefault(c, len(leaves)) if node.op == LEAF else node.attr
         to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
-    ctx = _context(t, need, whole, g, to, "reassoc", False)
+    ctx = _context(t, need, whole, g, to, "reassoc", Frozen(t.graph, set()))
     saturate(ctx, axioms, (), BUDGET)
     views = [t.views[v] for v in t.program.outputs]  # type: ignore[index]
     ends = []
@@ -572,9 +562,3 @@ def _meet(t: TermGraph, axioms: tuple[Axiom, ...]) -> bool:
         ref = to[view.cls]
         ends.append(g.find(ref._replace(axes=tuple(view.axes[i] for i in ref.axes))))
     return all(a == b for a, b in pairwise(ends))
-
-
-def line_of(rule: Axiom | Lemma) -> str:
-    """`file.py:12 (name)` of the function a rule was made from."""
-    code = getattr(rule.sides if isinstance(rule, Lemma) else rule.apply, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name

@@ -78,8 +78,8 @@ class Specimen:
     """A program a rule may fire in.
 
     name: what it is. shapes: one word per argument, one letter per axis; `n!7` is an array of n
-    indices below 7 and around it. fun: the function. kinds: the dtypes it takes, as the first
-    letters of float, complex, int; F is float of at least 32 bits. small: letters of
+    indices below 7 and around it, `*do` is frozen. fun: the function. kinds: the dtypes it takes,
+    as the first letters of float, complex, int; F is float of at least 32 bits. small: letters of
     sizes that are small against the others.
     """
 
@@ -98,14 +98,18 @@ class Specimen:
 
     def letters(self) -> list[str]:
         """The named sizes."""
-        return sorted({c for word in self.shapes for c in word.split("!")[0]})
+        return sorted({c for word in self.shapes for c in word.split("!")[0].lstrip("*")})
+
+    def frozen(self) -> frozenset[int]:
+        """The numbers of its frozen arguments."""
+        return frozenset(k for k, word in enumerate(self.shapes) if word.startswith("*"))
 
     def avals(self, sizes: Sizes | None, dtype: str) -> list[jax.ShapeDtypeStruct]:
         """Its arguments' shapes and dtypes; sizes default to the usual ones."""
         table = sizes or size_tables(self, 0)[0]
         out = []
         for word in self.shapes:
-            letters, _, limit = word.partition("!")
+            letters, _, limit = word.lstrip("*").partition("!")
             shape = tuple(table[c] for c in letters)
             out.append(jax.ShapeDtypeStruct(shape, jnp.dtype("int32" if limit else dtype)))
         return out
@@ -295,8 +299,33 @@ def _inverses(s: Spelling) -> Iterator[Specimen]:
     )
 
 
+def _frozen(s: Spelling) -> Iterator[Specimen]:
+    yield _of("scaled linear layer", "nd,*do,*o", lambda x, W, g: s.mm(x, W) * g)
+    yield _of("linear layer with two biases", "nd,*do,*o,*o", lambda x, W, b, c: s.mm(x, W) + b + c)
+    yield _of("normalised linear layer", "nd,*do,*o,*o,*o", _batch_norm(s.mm), kinds="F")
+    yield _of("gain before a linear layer", "nd,*d,*do", lambda x, g, W: s.mm(x * g, W))
+    yield _of(
+        "normalised convolution", "bhwc,*xycf,*f,*f,*f", _batch_norm(_convolve), True, kinds="F"
+    )
+    yield _of("scaled convolution", "bhwc,*xycf,*f", lambda x, w, g: _convolve(x, w) * g, True, "F")
+    yield _of("merged adapter", "nd,*do,*dr,*ro", lambda x, W, A, B: s.mm(x, W + s.mm(A, B)))
+
+
+def _batch_norm(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def program(x: Any, w: Any, gain: Any, shift: Any, mean: Any) -> Any:
+        return (layer(x, w) - mean) * gain + shift
+
+    return program
+
+
+def _convolve(x: Any, w: Any) -> Any:
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
 def _of(
-    name: str, shapes: str, fun: Callable[..., Any], kinds: str = "fci", at_least_one: bool = False
+    name: str, shapes: str, fun: Callable[..., Any], at_least_one: bool = False, kinds: str = "fci"
 ) -> Specimen:
     if at_least_one:
         return Specimen(name, tuple(shapes.split(",")), _guarded(fun), kinds)
@@ -315,7 +344,7 @@ def _guarded(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _all() -> tuple[Specimen, ...]:
     out = []
     for seed in range(SPELLINGS):
-        for family in (_chains, _sums, _parts, _blocks, _sparse, _inverses):
+        for family in (_chains, _sums, _parts, _blocks, _sparse, _inverses, _frozen):
             names = [p.name for p in family(Spelling(0))]
             for k, name in enumerate(names):
                 out.append(_respelled(family, k, name, seed))

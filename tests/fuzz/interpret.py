@@ -83,7 +83,10 @@ class Machine:
             xs = [self.jitter(x, v.aval) for x, v in zip(xs, eqn.invars, strict=True)]
         if not self.wide:
             xs = [x.astype(np.float32) if str(x.dtype) in HALF else x for x in xs]
-        out = row(eqn.params, *xs)
+        try:
+            out = row(eqn.params, *xs)
+        except TypeError as error:  # numpy has no such loop
+            raise UnsupportedPrimitiveError(f"{name} of {xs[0].dtype}") from error
         outs = list(out) if eqn.primitive.multiple_results else [out]
         made = []
         for x, v in zip(outs, eqn.outvars, strict=True):
@@ -354,7 +357,7 @@ ROWS: dict[str, Callable] = {
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)), "cbrt": _plain(np.cbrt),
     "logistic": _plain(lambda x: 1 / (1 + np.exp(-x))), "erf": _plain(_erf),
     "square": _plain(lambda x: x * x), "integer_pow": _integer_pow,
-    "is_finite": _plain(np.isfinite), "not": _plain(np.invert), "and": _plain(np.bitwise_and),
+    "one_minus_square": _plain(lambda x: 1 - x * x), "is_finite": _plain(np.isfinite), "not": _plain(np.invert), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "atan2": _plain(np.arctan2),
     "eq": _plain(np.equal), "ne": _plain(np.not_equal), "lt": _plain(np.less),
     "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal),

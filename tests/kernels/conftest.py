@@ -1,6 +1,6 @@
 """Compiling for an H200 without one (the description of the device lies beside this file)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,19 @@ TO_RUN = (
 )
 
 
+def lower(jitted: Any, avals: Sequence[Any], platform: str = "cuda") -> Any:
+    """Lowered as for an H200; from jax 0.11 on Pallas wants to be told of the device."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        return jitted.trace(*avals).lower(lowering_platforms=(platform,))
+
+
+@pytest.fixture(scope="session", name="lower")
+def lower_fixture() -> Callable[..., Any]:
+    """`lower(jitted, avals, platform)`."""
+    return lower
+
+
 @pytest.fixture(scope="session")
 def compile_h200() -> Callable[..., Any]:
     """`compile_h200(f, *avals)`: `f` for an H200; an error if a kernel spills registers."""
@@ -29,14 +42,10 @@ def compile_h200() -> Callable[..., Any]:
     except Exception as error:
         pytest.skip(f"{TO_RUN} ({type(error).__name__})")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    mesh = AbstractMesh((), (), (), abstract_device=device)
 
     def compiled(f: Callable, *avals: Any, may_spill: bool = False) -> Any:
         placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in avals]
-        with jax.sharding.use_abstract_mesh(mesh):  # Pallas from jax 0.11 on needs it
-            lowered = jax.jit(f).trace(*placed).lower(lowering_platforms=("cuda",))
-        return lowered.compile(
+        return lower(jax.jit(f), placed).compile(
             compiler_options={"xla_gpu_fail_ptx_compilation_on_register_spilling": not may_spill}
         )
 

@@ -30,16 +30,16 @@ def avals(spec: FoldSpec) -> list[jax.ShapeDtypeStruct]:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
-def test_triton_lowers(case):
-    traced = jax.jit(lambda *xs: fold_triton(case.spec, *xs)).trace(*avals(case.spec))
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+def test_triton_lowers(case, lower):
+    jitted = jax.jit(lambda *xs: fold_triton(case.spec, *xs))
+    assert "triton" in lower(jitted, avals(case.spec)).as_text()
 
 
-def test_auto_is_a_kernel_on_cuda_and_a_loop_elsewhere():
+def test_auto_is_a_kernel_on_cuda_and_a_loop_elsewhere(lower):
     spec = forward(Attention(1, 1024, 1024, 2, 64, dtype="bfloat16"))
-    traced = jax.jit(lambda *xs: fold(spec, *xs)).trace(*avals(spec))
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    text = traced.lower(lowering_platforms=("cpu",)).as_text()
+    jitted = jax.jit(lambda *xs: fold(spec, *xs))
+    assert "triton" in lower(jitted, avals(spec)).as_text()
+    text = lower(jitted, avals(spec), "cpu").as_text()
     assert "triton" not in text
     assert "while" in text
 

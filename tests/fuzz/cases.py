@@ -1,0 +1,27 @@
+"""What a seed stands for: a program and a way to try it."""
+
+from __future__ import annotations
+
+import random
+
+from tests.fuzz.check import TRANSFORMS, Mode
+from tests.fuzz.grammar import RandomChooser, program
+from tests.fuzz.programs import Program
+
+# `value` leaves the program as it is: what grad and vmap make of it are programs too.
+WEIGHTS = {"value": 6, "in_grad": 3, "in_vmap": 2, "in_jvp": 1, "in_second": 1}
+CHOICES = ("random", "random", "random", "wide", "wide", "model", "always")
+LARGE_PERCENT = 15
+COMPILED_PERCENT = 2
+
+
+def case(seed: int) -> tuple[Program, Mode]:
+    """The program and mode of a seed; the same in every process."""
+    rng = random.Random(seed)
+    large = rng.randrange(100) < LARGE_PERCENT
+    weights = [WEIGHTS.get(t, 1) for t in TRANSFORMS]
+    transform = rng.choices(list(TRANSFORMS), weights)[0]
+    choice = "model" if large and rng.random() < 0.5 else rng.choice(CHOICES)
+    compiled = not large and rng.randrange(100) < COMPILED_PERCENT
+    mode = Mode(transform, choice, seed, "reassoc", compiled)
+    return program(RandomChooser(rng), large=large), mode

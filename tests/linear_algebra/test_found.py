@@ -1,0 +1,119 @@
+"""Every family is found in every spelling; what is emitted has the same value and is best.
+
+Nothing is compiled: FLOPs come from the report, values from both jaxprs, evaluated by NumPy.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.reference import evaluate
+from tests.linear_algebra.families import FAMILIES, MATRICES, random, same_values, specs
+
+CASES = [
+    pytest.param(
+        family,
+        spelling,
+        id=f"{name}: {spelling}",
+        marks=pytest.mark.xfail(strict=True, reason=why)
+        if (why := family.missing.get(spelling))
+        else (),
+    )
+    for name, family in FAMILIES.items()
+    for spelling in family.spellings
+]
+
+
+@pytest.mark.parametrize(("family", "spelling"), CASES)
+def test_found(family, spelling):
+    avals = specs(family.shapes, family.sizes)
+    report = sym_optimize(family.spellings[spelling], on_unsupported="error").explain(*avals)
+    before, after = (float(getattr(s, family.cost)) for s in (report.before, report.after))
+    assert before >= family.times * after, str(report)
+    same_values(report, random(avals))
+
+
+# Distances at an offset: the unshifted form has no correct digit in float32 there.
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
+def test_distances_are_accurate_at_an_offset(offset):
+    avals = specs("nd,md", {"n": 512, "m": 384, "d": 16})
+    f = FAMILIES["squared distances"].spellings["broadcast"]
+    report = sym_optimize(f).explain(*avals)
+    args = random(avals, offset=offset)
+    x, y = (a.astype(np.float64) for a in args)
+    exact = ((x[:, None] - y[None]) ** 2).sum()
+    (got,) = evaluate(report.after.jaxpr, args)
+    assert report.rules
+    assert abs(got - exact) <= 1e-5 * exact
+
+
+@pytest.mark.parametrize("name", [k for k in FAMILIES if k != "common subexpression"])
+def test_result_is_a_fixed_point(name):
+    """What was emitted is best: optimising it again does nothing."""
+    family = FAMILIES[name]
+    fun = next(iter(family.spellings.values()))
+    once = sym_optimize(fun).explain(*specs(family.shapes, family.sizes)).after.jaxpr
+    again = sym_optimize(partial(compat.eval_jaxpr, once)).explain(
+        *specs(family.shapes, family.sizes)
+    )
+    assert again.before.seconds <= 1.05 * again.after.seconds, str(again)
+
+
+DTYPES = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32, jnp.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.__name__)
+def test_dtypes_are_kept(dtype):
+    def f(a, b, v):
+        return (a @ b) @ v
+
+    report = sym_optimize(f).explain(*specs("ij,jk,k", MATRICES, dtype))
+    assert report.rules
+    assert [v.aval.dtype for v in report.after.jaxpr.jaxpr.outvars] == [dtype]
+
+
+def test_integers_are_exact():
+    def f(x, W, A, B):
+        return x @ (W - A @ B) + x @ W
+
+    avals = specs("nd,do,dr,ro", {"n": 8, "d": 256, "o": 256, "r": 4}, jnp.int32)
+    report = sym_optimize(f).explain(*avals)
+    info = np.iinfo(np.int32)
+    rng = np.random.default_rng(0)
+    args = [rng.integers(info.min, info.max, a.shape, np.int32) for a in avals]
+    assert report.rules
+    for x, y in zip(
+        evaluate(report.after.jaxpr, args), evaluate(report.before.jaxpr, args), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+# Inverses and solves.
+
+inv = jnp.linalg.inv
+INVERSES = {
+    "inverse times a vector": (lambda a, b, v: inv(a) @ v, 1.3),
+    "inverse of a transpose": (lambda a, b, v: inv(a.T) @ v, 1.3),
+    "vector times an inverse": (lambda a, b, v: v @ inv(a), 1.3),
+    "inverse of a product on a vector": (lambda a, b, v: inv(a @ b) @ v, 1.3),
+    "inverse twice": (lambda a, b, v: inv(a) @ (inv(b) @ v), 1.3),
+    "inverse between": (lambda a, b, v: b @ inv(a) @ v, 1.3),
+}
+
+
+@pytest.mark.parametrize("name", INVERSES)
+def test_inverse(name):
+    fun, times = INVERSES[name]
+    avals = specs("ii,ii,i", {"i": 128})
+    report = sym_optimize(fun, on_unsupported="error").explain(*avals)
+    assert report.before.seconds >= times * report.after.seconds, str(report)
+    a, b, v = random(avals)
+    well = np.eye(128, dtype=np.float32) * 40
+    with jax.default_matmul_precision("highest"):
+        same_values(report, [a + well, b + well, v], rtol=1e-3)

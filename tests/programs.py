@@ -1,0 +1,48 @@
+"""Small programs and arrays that many tests share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+
+
+def normal(*shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+X, W, A, B = normal(8, 512), normal(512, 512), normal(512, 4), normal(4, 512)
+
+
+def lora(x, w, a, b):
+    """What was written."""
+    return x @ (w + a @ b)
+
+
+def chain(a, b, v):
+    return (a @ b) @ v
+
+
+M, V = normal(256, 256), normal(256)
+
+
+def run_python(code, **env):
+    """A fresh process that has `chain`, `M`, `V`; its output."""
+    start = f"""
+import jax, jax.numpy as jnp, numpy as np
+from symjax_rewrite import sym_optimize
+def chain(a, b, v): return (a @ b) @ v
+M, V = jnp.ones((256, 256)), jnp.ones((256,))
+{code}
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **env}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", start],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr

@@ -1,0 +1,120 @@
+"""Bad input: each error names the argument or the line, and what to do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import Budget, errors, lemma, packs, sym_optimize
+from symjax_rewrite.rule import ASSOCIATIVITY
+from symjax_rewrite.testing import assert_equivalent
+from tests.programs import A, B, W, X, lora, normal, run_python
+
+
+@lemma("ij,jk", uses=(ASSOCIATIVITY,), source="nobody")
+def sides_differ(a, b):
+    return a @ b, b.T @ a.T
+
+
+@lemma("ij,jk", uses=(ASSOCIATIVITY,), source="nobody")
+def untraceable(a, b):
+    return float(a[0, 0]), b
+
+
+def _prepared(**values):
+    return sym_optimize(lora, frozen=("w", "a", "b")).prepare(**values)
+
+
+FOREIGN = {"format": 1, "program": "0" * 16, "regions": []}
+REFUSED = {
+    "no function": (lambda: sym_optimize(3), errors.UsageError, "int"),
+    "a string": (lambda: sym_optimize("f"), errors.UsageError, "sym_optimize"),
+    "not traceable": (
+        lambda: sym_optimize(lambda x: x if x > 0 else -x)(1.0), jax.errors.TracerBoolConversionError,
+        "traced array"),
+    "returns no array": (lambda: sym_optimize(lambda x: "text")(1.0), TypeError, "str"),
+    "unknown pack": (lambda: sym_optimize(lora, rules="lorra"), errors.RuleError, "lorra"),
+    "rules of no kind": (lambda: sym_optimize(lora, rules=3), errors.RuleError, "int"),
+    "no such rule": (lambda: packs.lora - "nothing", errors.RuleError, "nothing"),
+    "a rule whose sides differ in shape": (
+        lambda: sym_optimize(lora, rules=[sides_differ]).explain(X, W, A, B), errors.RuleError,
+        "test_api.py"),
+    "a rule that does not trace": (
+        lambda: sym_optimize(lora, rules=[untraceable]).explain(X, W, A, B), errors.RuleError,
+        "untraceable"),
+    "malformed shapes": (lambda: lemma("n d", uses=(), source=""), errors.RuleError, "n d"),
+    "zero budget": (lambda: Budget(nodes=0), errors.UsageError, "nodes"),
+    "negative seconds": (lambda: Budget(seconds=-1), errors.UsageError, "seconds"),
+    "no budget": (lambda: sym_optimize(lora, budget=3), errors.UsageError, "Budget"),
+    "frozen name that is no argument": (
+        lambda: sym_optimize(lora, frozen="q"), errors.FrozenError, "x, w, a, b"),
+    "prepare without a value": (lambda: _prepared(w=W), errors.FrozenError, "w, a, b"),
+    "prepare with another name": (lambda: _prepared(w=W, a=A, b=B, c=A), errors.FrozenError, "c"),
+    "prepare with nothing frozen": (
+        lambda: sym_optimize(lora).prepare(w=W), errors.FrozenError, "frozen="),
+    "prepare with another shape": (
+        lambda: _prepared(w=W[:5], a=A, b=B)(X), errors.FrozenError, "shapes"),
+    "prepared, called with another shape": (
+        lambda: _prepared(w=W, a=A, b=B)(X[:, :5]), errors.FrozenError, "shapes"),
+    "prepared, called with too much": (
+        lambda: _prepared(w=W, a=A, b=B)(X, W), errors.FrozenError, "x"),
+    "unknown numerics": (lambda: sym_optimize(lora, numerics="fast"), errors.UsageError, "fast"),
+    "approx of nothing": (
+        lambda: sym_optimize(lora, numerics="approx(x)"), errors.UsageError, "approx"),
+    "unknown verify": (lambda: sym_optimize(lora, verify="yes"), errors.UsageError, "verify"),
+    "unknown on_unsupported": (
+        lambda: sym_optimize(lora, on_unsupported="die"), errors.UsageError, "on_unsupported"),
+    "unknown device": (
+        lambda: sym_optimize(lora, device="abacus").explain(X, W, A, B), errors.UsageError, "abacus"),
+    "no assumption": (
+        lambda: sym_optimize(lora, assume="r small").explain(X, W, A, B), errors.UsageError, "r small"),
+    "corrupt plan": (
+        lambda: sym_optimize(lora, plan={"x": 1}).explain(X, W, A, B), errors.PlanError, "plan"),
+    "plan of another program": (
+        lambda: sym_optimize(lora, plan=FOREIGN).explain(X, W, A, B), errors.PlanError, "another"),
+    "plan of another version": (
+        lambda: sym_optimize(lora, plan={
+            **sym_optimize(lora).explain(X, W, A, B).plan, "regions": ["0123456789ab"],
+        }).explain(X, W, A, B), errors.PlanError, "0123456789ab"),
+    "unknown kernels": (lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
+}  # fmt: skip
+
+
+NOT_YET = {"unknown kernels": "kernels= is not looked at yet"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=NOT_YET[n]))
+        if n in NOT_YET
+        else n
+        for n in REFUSED
+    ],
+)
+def test_refused(name):
+    call, kind, says = REFUSED[name]
+    with pytest.raises(kind) as error:
+        call()
+    assert says in str(error.value)
+
+
+def test_an_unknown_log_topic_is_refused():
+    with pytest.raises(AssertionError, match="unknown SYMJAX_LOG topic"):
+        run_python("", SYMJAX_LOG="everything")
+
+
+def test_an_unknown_primitive_is_kept():
+    x = normal(5, 5)
+    f = lambda x: jnp.sort(jnp.fft.fft(x).real @ x, 0)  # noqa: E731
+    assert_equivalent(sym_optimize(f, on_unsupported="error"), f, x)
+
+
+def test_a_wrong_value_is_found_by_check_rule():
+    @lemma("ij,jk", uses=(ASSOCIATIVITY,), source="nobody")
+    def doubled(a, b):
+        return a @ b, 2 * (a @ b)
+
+    from symjax_rewrite.testing import check_rule
+
+    with pytest.raises(errors.RuleError, match=r"differ in value(.|\n)*test_api.py"):
+        check_rule(doubled)

@@ -1,0 +1,85 @@
+"""What each numerics level permits; compensated arithmetic survives the default one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from tests.programs import A, B, M, V, W, X, chain, lora, normal
+
+
+def split(x):
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def split_product(a, b):
+    """Three bfloat16 products that together are nearly a float32 one."""
+    (ah, al), (bh, bl) = split(a), split(b)
+    dot = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    return dot(ah, bh) + (dot(ah, bl) + dot(al, bh))
+
+
+def kahan(x):
+    def step(carry, value):
+        total, lost = carry
+        y = value - lost
+        t = total + y
+        return (t, (t - total) - y), None
+
+    return jax.lax.scan(step, (jnp.float32(0), jnp.float32(0)), x)[0][0]
+
+
+def two_sum(a, b):
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+COMPENSATED = {
+    "Kahan sum": (kahan, (normal(2000) * 10.0 ** np.random.default_rng(0).integers(-4, 5, 2000),)),
+    "two-sum": (two_sum, (normal(64) * 1e6, normal(64, seed=1))),
+    "error of a cast": (lambda x: x - x.astype(jnp.bfloat16).astype(jnp.float32), (X,)),
+    "split": (split, (X,)),
+    "split product": (split_product, (normal(32, 32), normal(32, 32, seed=1))),
+}
+
+
+@pytest.mark.parametrize("name", COMPENSATED)
+def test_compensated_arithmetic_survives(name):
+    f, args = COMPENSATED[name]
+    args = [jnp.asarray(a, jnp.float32) for a in args]
+    got, wanted = sym_optimize(f)(*args), jax.jit(f)(*args)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+LEVELS = ["exact", "reassoc", "finite", "cancels", "approx(1e-3)"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels(level):
+    rules = sym_optimize(chain, numerics=level).explain(M, M, V).rules
+    assert bool(rules) == (level != "exact")
+
+
+@pytest.mark.parametrize("f", [lora, chain], ids=lambda f: f.__name__)
+def test_exact_leaves_floats_as_written_and_rewrites_integers(f):
+    args = (X, W, A, B) if f is lora else (M, M, V)
+    exact = sym_optimize(f, numerics="exact")
+    assert str(exact.explain(*args).after.jaxpr) == str(jax.make_jaxpr(f)(*args))
+    whole = [(1e6 * x).astype(jnp.int32) for x in args]
+    assert exact.explain(*whole).rules
+    np.testing.assert_array_equal(exact(*whole), f(*whole))
+
+
+def test_cancelling_distribution_is_asked_for():
+    def f(x, v, w):
+        return (x @ (v - w[:, :1] @ w[:1]), x @ (v - w))
+
+    args = (X, W, normal(512, 512, seed=3))
+    levels = [sym_optimize(f, numerics=n).explain(*args) for n in ("reassoc", "cancels")]
+    assert all(r.after.flops <= r.before.flops for r in levels)

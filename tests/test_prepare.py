@@ -1,0 +1,78 @@
+"""Frozen arguments: what depends on them alone is computed once."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.testing import assert_equivalent
+from tests.programs import A, B, W, X, lora, normal
+
+
+def test_adapter_is_merged():
+    f = sym_optimize(lora, frozen=("w", "a", "b"))
+    prepared = f.prepare(w=W, a=A, b=B)
+    assert_equivalent(prepared, lambda x: lora(x, W, A, B), X)
+    assert [c.shape for c in prepared.constants(X)] == [(512, 512)]
+
+
+def test_gain_is_folded_into_the_weight():
+    def f(x, g, w):
+        return (x * g) @ w
+
+    g = normal(512)
+    prepared = sym_optimize(f, frozen=("g", "w")).prepare(g=g, w=W)
+    assert_equivalent(prepared, lambda x: f(x, g, W), X)
+    (constant,) = prepared.constants(X)
+    np.testing.assert_allclose(constant, g[:, None] * W, rtol=1e-6)
+
+
+def test_constants_are_a_pytree_that_can_be_saved(tmp_path):
+    prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
+    constants = jax.tree.map(np.asarray, prepared.constants(X))
+    file = tmp_path / "constants.pkl"
+    file.write_bytes(pickle.dumps(constants))
+    again = pickle.loads(file.read_bytes())
+    np.testing.assert_array_equal(again[0], constants[0])
+
+
+def test_frozen_pytrees_keywords_and_statics():
+    def f(params, x, *, mode, bias=0.0):
+        y = x @ (params["w"] + params["a"] @ params["b"]) + bias
+        return y if mode == "plain" else jnp.tanh(y)
+
+    g = sym_optimize(f, frozen="params", static_argnames="mode")
+    prepared = g.prepare(params={"w": W, "a": A, "b": B})
+    wanted = jnp.tanh(lora(X, W, A, B) + 1)
+    np.testing.assert_allclose(prepared(X, mode="tanh", bias=1.0), wanted, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(prepared(x=X, mode="plain"), lora(X, W, A, B), rtol=1e-3, atol=1e-2)
+    assert (prepared.__name__, prepared.__doc__) == ("f", None)
+
+
+def test_prepared_serves_several_shapes():
+    prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
+    for n in (1, 8, 16):
+        x = normal(n, 512)
+        np.testing.assert_allclose(prepared(x), lora(x, W, A, B), rtol=1e-3, atol=1e-2)
+
+
+def test_prepared_is_transformed():
+    prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
+    got = jax.grad(lambda x: jnp.sum(prepared(x) ** 2))(X)
+    wanted = jax.grad(lambda x: jnp.sum(lora(x, W, A, B) ** 2))(X)
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1.0)
+    np.testing.assert_allclose(jax.vmap(prepared)(X), lora(X, W, A, B), rtol=1e-3, atol=1e-2)
+
+
+def test_frozen_acts_only_in_prepare():
+    report = sym_optimize(lora, frozen=("w", "a", "b")).explain(X, W, A, B)
+    assert [r.name for r in report.rules] == ["lora"]
+
+
+@pytest.mark.xfail(strict=True, reason="the report counts the frozen part of both programs")
+def test_report_of_what_is_left():
+    prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
+    assert prepared.explain(X).after.flops == 2 * 8 * 512 * 512
