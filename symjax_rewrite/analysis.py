@@ -18,32 +18,34 @@ _NONNEGATIVE_MAPS = frozenset({"exp", "exp2", "abs", "square", "sqrt", "logistic
 _KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", "round", "cbrt"})
 
 
-def nonnegative(g: EGraph, cls: int) -> bool:
-    """Whether every value of a class is known to be ≥ 0 (or NaN)."""
-    return any(_nonnegative_node(g, n) for n in g.classes[cls].nodes)
+def nonnegative(g: EGraph, cls: int, path: tuple[int, ...] = ()) -> bool:
+    """Whether every value of a class is known to be ≥ 0 (or NaN); `path` is being asked already."""
+    if cls in path:
+        return False
+    return any(_nonnegative_node(g, n, (*path, cls)) for n in g.classes[cls].nodes)
 
 
-def _nonnegative_node(g: EGraph, n: Node) -> bool:
+def _nonnegative_node(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
     if n.op == CONST:
         value = n.attr[0]  # type: ignore[index]
         return not isinstance(value, complex) and value >= 0
     if n.op == DELTA:
         return True
     if n.op == CONTRACT:
-        return all(v % 2 == 0 or nonnegative(g, ref.cls) for ref, v in _powers(n.args))
+        return all(v % 2 == 0 or nonnegative(g, ref.cls, path) for ref, v in _powers(n.args))
     if n.op == ADD:
         coefficients = n.attr
-        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n)  # type: ignore[union-attr]
+        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, path)  # type: ignore[union-attr]
     if n.op in (REDUCE, SLICE, TAKE):
-        return nonnegative(g, n.args[0].cls)
+        return nonnegative(g, n.args[0].cls, path)
     if n.op != MAP:
         return False
     name = n.attr[0]  # type: ignore[index]
     if name == "max":
-        return any(nonnegative(g, a.cls) for a in n.args)
+        return any(nonnegative(g, a.cls, path) for a in n.args)
     if name == "select_n":
-        return all(nonnegative(g, a.cls) for a in n.args[1:])
-    return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n))
+        return all(nonnegative(g, a.cls, path) for a in n.args[1:])
+    return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, path))
 
 
 def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
@@ -53,8 +55,8 @@ def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
     return list(count.items())
 
 
-def _all(g: EGraph, n: Node) -> bool:
-    return all(nonnegative(g, a.cls) for a in n.args)
+def _all(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
+    return all(nonnegative(g, a.cls, path) for a in n.args)
 
 
 class LogLinear(NamedTuple):

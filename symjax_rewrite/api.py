@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import time
@@ -22,6 +23,7 @@ from symjax_rewrite.route import Router
 from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import packs
 from symjax_rewrite.summary import make_report
+from symjax_rewrite.verify import Verified
 
 
 def keep(x: Any) -> Any:
@@ -59,62 +61,53 @@ def sym_optimize(
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
 ) -> Any:
-    """Rewrite a JAX function into the cheapest equal program, when it is traced.
+    """Rewrite a JAX function, when it is traced, into the cheapest equal program.
 
     Args:
-        fun: a function of pytrees of arrays, jitted or not; the settings of a `jax.jit` it is
-            wrapped in (statics, donation, shardings) are kept.
+        fun: a function of pytrees of arrays; the settings of a `jax.jit` around it are kept.
         rules: a `RulePack`, its name, or rules; default `packs.default`.
-        kernels: `"auto"` routes by cost, `"always"` whatever is supported, `"off"`, or a backend.
-        numerics: `exact`, `reassoc`, `finite`, `cancels` or `approx(rtol)`: how far values may
-            differ from the written ones.
-        frozen: names of arguments that `.prepare` will be given once.
-        assume: facts about symbolic sizes, such as `"r < d/8"`.
+        kernels: `"auto"` routes by cost, `"always"` what is supported, `"off"`, or a backend.
+        numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
+        frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
         device: a key of `device.DEVICES`; default: the device JAX runs on.
         verify: `"first"` or `"always"` compares with the original at run time.
-        on_unsupported: `"keep"` keeps the original where a program can't be optimised, `"error"`
-            raises `UnsupportedError`.
-        plan: a saved `report.plan` to replay.
-        tune: measure candidates on the device instead of modelling them.
-        budget: how much work one optimisation may do.
+        on_unsupported: `"keep"` the original where a program can't be optimised, or `"error"`.
+        plan, budget: a saved `report.plan` to replay; how much work one optimisation may do.
+        tune: reserved; nothing is measured yet.
         static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
         A `jax.jit` object with `.explain(*args) -> Report` and `.prepare(**frozen)` attached.
 
     Raises:
-        UsageError: `fun` is no function, or an option is not understood.
-        RuleError: the rules are not known.
+        UsageError, RuleError, FrozenError: `fun` or an option is not understood.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> @sym_optimize
-        ... def lora(x, W, A, B):
-        ...     return x @ (W + A @ B)
-        >>> x, W = jnp.ones((8, 2048)), jnp.ones((2048, 2048))
-        >>> A, B = jnp.ones((2048, 16)), jnp.ones((16, 2048))
+        >>> lora = sym_optimize(lambda x, W, A, B: x @ (W + A @ B))
+        >>> x, W, A, B = (jnp.ones(s) for s in ((8, 2048), (2048, 2048), (2048, 16), (16, 2048)))
         >>> [r.name for r in lora.explain(x, W, A, B).rules]
         ['lora']
     """
-    names = (frozen,) if isinstance(frozen, str) else tuple(frozen)
-    options = Options(
-        rules=_rule_pack(rules),
-        kernels=kernels,
-        numerics=Numerics.of(numerics),
-        frozen=names,
-        assume=(assume,) if isinstance(assume, str) else tuple(assume),
-        device=device,
-        verify=verify,
-        on_unsupported=on_unsupported,
-        plan=plan,
-        tune=tune,
-        budget=budget,
-    )
+    options = _options({**locals()})
     statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     statics = {k: v for k, v in statics.items() if v is not None}
     if fun is None:
         return functools.partial(_optimized, options=options, statics=statics)
     return _optimized(fun, options=options, statics=statics)
+
+
+def _options(given: dict[str, Any]) -> Options:
+    """Validate what `sym_optimize` was given."""
+    if given["tune"]:
+        raise UsageError("tune=True is not available", remedy="leave it out: costs are modelled")
+    values = {f.name: given[f.name] for f in dataclasses.fields(Options)}
+    for name in ("frozen", "assume"):
+        value = values[name]
+        values[name] = (value,) if isinstance(value, str) else tuple(value)
+    values["rules"] = _rule_pack(values["rules"])
+    values["numerics"] = Numerics.of(values["numerics"])
+    return Options(**values)
 
 
 def _rule_pack(rules: Any) -> RulePack:
@@ -162,7 +155,10 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     jitted.__wrapped__ = base
     jitted.explain = explain
     jitted.prepare = prepared
-    return jitted
+    if options.verify == "off":
+        return jitted
+    names = lambda *a, **k: [r.name for r in explain(*a, **k).rules]  # noqa: E731
+    return Verified(jitted, plain, names, options)
 
 
 def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from symjax_rewrite import compat
@@ -203,6 +204,8 @@ class Assumptions:
             self._lower.append((left - right, 1 if op in ("<", ">") else 0))
             if op == "==":
                 self._lower.append((right - left, 0))
+        pairs = combinations(list(self._lower), 2)  # a < b and b < c give a < c
+        self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
 
     def nonnegative(self, p: Dim) -> bool:
         """Whether p ≥ 0 is provable for all sizes allowed (False: not proved).
@@ -306,7 +309,14 @@ def _parse(text: str, fact: str) -> Poly:
         ) from error
 
 
+_FACTOR = r"\s*(?:[A-Za-z_]\w*|\d+(?:\.\d+)?)\s*"
+_TERM = rf"{_FACTOR}(?:[*/]{_FACTOR})*"
+_SUM = re.compile(rf"\s*[+-]?{_TERM}(?:[+-]{_TERM})*")
+
+
 def _parse_sum(text: str) -> Poly:
+    if not _SUM.fullmatch(text):
+        raise ValueError(text)
     total = _constant(0)
     for sign, term in re.findall(r"([+-]?)\s*([^+-]+)", text):
         value = _constant(-1 if sign == "-" else 1)

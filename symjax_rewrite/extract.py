@@ -42,20 +42,25 @@ def original_choice(g: EGraph) -> Choice:
 
 
 def extract(
-    g: EGraph, roots: tuple[int, ...], model: CostModel, free: Callable[[int], bool]
+    g: EGraph,
+    roots: tuple[int, ...],
+    model: CostModel,
+    free: Callable[[int], bool],
+    before: Cost,
 ) -> Extraction:
-    """The cheapest choice for the roots, and whether it should be taken."""
+    """The cheapest choice for the roots, and whether it should be taken.
+
+    `before` is what the written program costs, priced before any union: afterwards a class may
+    have merged with one of its own operands (I·a = a).
+    """
     original = original_choice(g)
-    before = model.evaluate(g, original, roots, free)
-    if g.count == len(original):
+    if g.count == len(original) and not g.unions:
         return Extraction(before, before, original, False, "no other form was found")
     search = _Search(g, roots, model, free)
-    greedy = search.greedy
-    start = {**greedy, **original}
-    if search.seconds(greedy) < before.seconds:
-        start = greedy
-    best = search.climb(start)
-    choice = search.simplify(best, original)
+    start = {**search.greedy, **original}
+    if search.seconds(search.greedy) < search.seconds(start):
+        start = search.greedy
+    choice = search.simplify(search.climb(start), original)
     after = model.evaluate(g, choice, roots, free)
     taken, reason = worthwhile(before, after, any(free(c) for c in choice))
     return Extraction(before, after, choice, taken, reason)

@@ -6,6 +6,7 @@ order of axes is free until somebody asks for one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -109,13 +110,14 @@ def _guarded(
 ) -> Operand:
     order = tuple(range(len(sizes)))
     ones = (lax.full((), 1, np.dtype(dtype)), ())
-    data, labels = _multiply(plain or [ones], sizes, len(sizes))
+    data, labels = _multiply(_promoted(plain or [ones], dtype), sizes, len(sizes))
     data = arrange(data, labels, order, sizes)
     for mask, mask_labels in masks:
         inside = lax.ne(mask, lax.full_like(mask, 0))
         inside = arrange(inside, mask_labels, order, sizes)
         data = lax.select(inside, data, lax.full_like(data, 0))
-    return _sum_out((data, order), set(range(node.out)))
+    data, labels = _sum_out((data, order), set(range(node.out)))
+    return lax.convert_element_type(data, np.dtype(dtype)), labels
 
 
 def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
@@ -125,6 +127,9 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
         others = {i for j, o in enumerate(operands) if j != k for i in o[1]}
         needed.append(others | set(range(out)))
     read = {i for _, labels in operands for i in labels}
+    private = any(set(o[1]) - need for o, need in zip(operands, needed, strict=True))
+    if private or not is_dot(node):  # only a dot takes and gives other dtypes by itself
+        operands = _promoted(operands, dtype)
     operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
     left = {i for _, labels in operands for i in labels}
     if all(i < out for i in left):
@@ -134,7 +139,14 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
     else:
         data, labels = _multiply(operands, sizes, len(sizes))
         result = _sum_out((data, labels), set(range(out)))
+    result = (lax.convert_element_type(result[0], np.dtype(dtype)), result[1])
     return _times_counts(result, [sizes[i] for i in range(out, len(sizes)) if i not in read], dtype)
+
+
+def _promoted(operands: list[Operand], dtype: str) -> list[Operand]:
+    """The operands in one dtype that loses nothing of them nor of the result."""
+    common = functools.reduce(jnp.promote_types, [o[0].dtype for o in operands], np.dtype(dtype))
+    return [(lax.convert_element_type(data, common), labels) for data, labels in operands]
 
 
 def _times_counts(result: Operand, counts: list[Any], dtype: str) -> Operand:

@@ -9,7 +9,7 @@ from symjax_rewrite.contract_order import Tree, best_order
 from symjax_rewrite.cost import itemsize
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import CONTRACT, DELTA, Ref
+from symjax_rewrite.ir import CONTRACT, DELTA, MAP, Ref
 from symjax_rewrite.product import Product, is_half, scaled
 from symjax_rewrite.rule import Context
 
@@ -106,13 +106,23 @@ class _Builder:
         factors = [self._sum_private(k) for k in range(len(self.p.factors))]
         masks = [_mask(f) for f in factors]
         if len(factors) == 1:
-            return factors[0]
+            return self._in_dtype(factors[0])
         free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
         found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free)
         if found is None:
             self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
             return None
         return self._build(found[0], factors, masks)
+
+    def _in_dtype(self, f: Ref) -> Ref:
+        """A factor that is left alone is cast as the sum over it would have been."""
+        c = self.ctx.g.classes[f.cls]
+        if c.dtype == self.dtype:
+            return f
+        cast = ("convert_element_type", (("new_dtype", self.dtype),))
+        over = (Ref(f.cls, tuple(range(len(c.sizes)))),)
+        ref = self.ctx.g.add(MAP, cast, over, c.sizes, (), self.dtype, self.why)
+        return Ref(ref.cls, tuple(f.axes[i] for i in ref.axes))
 
     def _sum_private(self, k: int) -> Ref:
         """Σ over the bound indices that only factor k reads."""

@@ -41,12 +41,17 @@ def own_product(g: EGraph, cls: int) -> Product:
     return Product(1, (Ref(cls, tuple(range(n))),), n, ())
 
 
-def expand(g: EGraph, cls: int, may_open: Callable[[int], bool]) -> Product:
-    """The flattest product of a class; `may_open` says which factor classes are looked into."""
+def expand(
+    g: EGraph, cls: int, may_open: Callable[[int], bool], path: tuple[int, ...] = ()
+) -> Product:
+    """The flattest product of a class; `may_open` says which factor classes are looked into.
+
+    path: classes that are being opened, which are factors where they are met again (a = 1·a).
+    """
     node = product_node(g, cls)
     if node is None:
         return own_product(g, cls)
-    return expand_node(g, cls, node, may_open)
+    return expand_node(g, cls, node, may_open, path)
 
 
 def product_node(g: EGraph, cls: int) -> Node | None:
@@ -63,19 +68,26 @@ def product_node(g: EGraph, cls: int) -> Node | None:
     return best
 
 
-def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> Product:
+def expand_node(
+    g: EGraph,
+    cls: int,
+    node: Node,
+    may_open: Callable[[int], bool],
+    path: tuple[int, ...] = (),
+) -> Product:
     """The flattest product of one contraction or scaled term of a class."""
     dtype = g.classes[cls].dtype
     coefficient: Any = node.attr[0] if node.op == ADD else 1  # type: ignore[index]
     precision = node.attr if node.op == CONTRACT else None
     factors: list[Ref] = []
     bound = list(node.bound)
+    path = (*path, cls)
     for arg in node.args:
         arg = g.find(arg)
-        if g.classes[arg.cls].dtype != dtype or not may_open(arg.cls):
+        if g.classes[arg.cls].dtype != dtype or arg.cls in path or not may_open(arg.cls):
             factors.append(arg)
             continue
-        inner = expand(g, arg.cls, may_open)
+        inner = expand(g, arg.cls, may_open, path)
         merged = merge_precision(precision, inner.precision)
         if merged is _CLASH:
             factors.append(arg)

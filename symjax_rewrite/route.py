@@ -166,7 +166,7 @@ def _through_casts(g: EGraph, ref: Ref) -> Ref:
 
 def _tile(g: EGraph, terms: list, dtype: str, node: Node) -> Ref | None:
     """The sum of the terms as one class, so that equal tiles meet."""
-    if not terms or any(g.classes[r.cls].dtype != dtype for r, _ in terms):
+    if not terms or any(g.classes[r.cls].dtype != dtype for r, _ in terms) or "complex" in dtype:
         return None
     if len(terms) == 1 and terms[0][1] == 1:
         return terms[0][0]

@@ -88,11 +88,15 @@ class Solver:
         leaves = {g.find(to[c]).cls for c in region.leaves if c in known}
         storage = {g.find(to[c]).cls: _leaf_storage(region, c) for c in region.leaves}
         frozen = Frozen(g, leaves)
+        models = [CostModel(self.device, _at(sample)) for sample in self.samples]
+        first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
+        written = original_choice(g)
+        before = [model.evaluate(g, written, first, frozen) for model in models]
         contexts, stops = [], set()
-        for sample in self.samples:
+        for model in models:
             ctx = Context(
                 g=g,
-                model=CostModel(self.device, _at(sample)),
+                model=model,
                 numerics=self.options.numerics,
                 uses=lambda c: uses.get(c, 1),
                 frozen=frozen,
@@ -104,13 +108,16 @@ class Solver:
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
         local = {region.local[c]: ref for c, ref in to.items()}
-        found = [extract(g, roots, ctx.model, frozen) for ctx in contexts]
+        found = [
+            extract(g, roots, model, frozen, cost)
+            for model, cost in zip(models, before, strict=True)
+        ]
         refused = {k: v for ctx in contexts for k, v in ctx.refused.items()}
         digest = hashlib.sha256(repr(region.key).encode()).hexdigest()[:12]
         if not t.dim_env:
             best, crossovers = found[0], []
         else:
-            best, crossovers = self._symbolic(g, roots, found, contexts[0].model)
+            best, crossovers = self._symbolic(g, roots, found, models[0])
         log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
         changed = changed_classes(g, best.choice, roots) if best.taken else []
         gains = best.before.seconds > 1.02 * best.after.seconds

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from symjax_rewrite import Budget, RulePack, disabled, errors, keep, packs, sym_optimize
 from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate, assert_optimized
+from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -184,7 +185,7 @@ def test_report():
     report = sym_optimize(lora).explain(X, W, A, B)
     (rule,) = report.rules
     assert (rule.name, rule.property, rule.count) == ("lora", "distributivity", 1)
-    assert "test_api.py" in rule.where[0]
+    assert "programs.py" in rule.where[0]
     text = str(report)
     assert "lora" in text
     assert "flops" in text

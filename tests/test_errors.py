@@ -29,15 +29,15 @@ REFUSED = {
     "no function": (lambda: sym_optimize(3), errors.UsageError, "int"),
     "a string": (lambda: sym_optimize("f"), errors.UsageError, "sym_optimize"),
     "not traceable": (
-        lambda: sym_optimize(lambda x: x if x > 0 else -x)(1.0), jax.errors.TracerBoolConversionError,
-        "traced array"),
+        lambda: sym_optimize(lambda x: x if x > 0 else -x)(1.0),
+        jax.errors.TracerBoolConversionError, "traced array"),
     "returns no array": (lambda: sym_optimize(lambda x: "text")(1.0), TypeError, "str"),
     "unknown pack": (lambda: sym_optimize(lora, rules="lorra"), errors.RuleError, "lorra"),
     "rules of no kind": (lambda: sym_optimize(lora, rules=3), errors.RuleError, "int"),
     "no such rule": (lambda: packs.lora - "nothing", errors.RuleError, "nothing"),
     "a rule whose sides differ in shape": (
         lambda: sym_optimize(lora, rules=[sides_differ]).explain(X, W, A, B), errors.RuleError,
-        "test_api.py"),
+        "test_errors.py"),
     "a rule that does not trace": (
         lambda: sym_optimize(lora, rules=[untraceable]).explain(X, W, A, B), errors.RuleError,
         "untraceable"),
@@ -64,9 +64,11 @@ REFUSED = {
     "unknown on_unsupported": (
         lambda: sym_optimize(lora, on_unsupported="die"), errors.UsageError, "on_unsupported"),
     "unknown device": (
-        lambda: sym_optimize(lora, device="abacus").explain(X, W, A, B), errors.UsageError, "abacus"),
+        lambda: sym_optimize(lora, device="abacus").explain(X, W, A, B),
+        errors.UsageError, "abacus"),
     "no assumption": (
-        lambda: sym_optimize(lora, assume="r small").explain(X, W, A, B), errors.UsageError, "r small"),
+        lambda: sym_optimize(lora, assume="r small").explain(X, W, A, B),
+        errors.UsageError, "r small"),
     "corrupt plan": (
         lambda: sym_optimize(lora, plan={"x": 1}).explain(X, W, A, B), errors.PlanError, "plan"),
     "plan of another program": (
@@ -75,7 +77,8 @@ REFUSED = {
         lambda: sym_optimize(lora, plan={
             **sym_optimize(lora).explain(X, W, A, B).plan, "regions": ["0123456789ab"],
         }).explain(X, W, A, B), errors.PlanError, "0123456789ab"),
-    "unknown kernels": (lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
+    "unknown kernels": (
+        lambda: sym_optimize(lora, kernels="fastest"), errors.UsageError, "kernels"),
 }  # fmt: skip
 
 
@@ -116,5 +119,5 @@ def test_a_wrong_value_is_found_by_check_rule():
 
     from symjax_rewrite.testing import check_rule
 
-    with pytest.raises(errors.RuleError, match=r"differ in value(.|\n)*test_api.py"):
+    with pytest.raises(errors.RuleError, match=r"differ in value(.|\n)*test_errors.py"):
         check_rule(doubled)

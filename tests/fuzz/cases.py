@@ -13,6 +13,7 @@ WEIGHTS = {"value": 6, "in_grad": 3, "in_vmap": 2, "in_jvp": 1, "in_second": 1}
 CHOICES = ("random", "random", "random", "wide", "wide", "model", "always")
 LARGE_PERCENT = 15
 COMPILED_PERCENT = 2
+KERNELS_PERCENT = 25
 
 
 def case(seed: int) -> tuple[Program, Mode]:
@@ -23,5 +24,6 @@ def case(seed: int) -> tuple[Program, Mode]:
     transform = rng.choices(list(TRANSFORMS), weights)[0]
     choice = "model" if large and rng.random() < 0.5 else rng.choice(CHOICES)
     compiled = not large and rng.randrange(100) < COMPILED_PERCENT
-    mode = Mode(transform, choice, seed, "reassoc", compiled)
+    kernels = "always" if rng.randrange(100) < KERNELS_PERCENT else "auto"
+    mode = Mode(transform, choice, seed, "reassoc", compiled, kernels)
     return program(RandomChooser(rng), large=large), mode

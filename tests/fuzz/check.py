@@ -42,6 +42,7 @@ class Mode:
     seed: int = 0
     numerics: str = "reassoc"
     compiled: bool = False
+    kernels: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,9 +129,8 @@ def random_extract(seed: int) -> Callable:
     """An extraction that takes any equal form, whatever it costs."""
     rng = random.Random(seed)
 
-    def choose(g: Any, roots: tuple, model: Any, free: Callable) -> Any:
+    def choose(g: Any, roots: tuple, model: Any, free: Callable, before: Any) -> Any:
         original = extract.original_choice(g)
-        before = model.evaluate(g, original, roots, free)
         choice = {**original, **_lightest(g, rng)}
         return extract.Extraction(before, before, choice, True, "fuzz")
 
@@ -193,6 +193,7 @@ def check(program: Program, mode: Mode) -> Failure | str:
     except Exception as error:
         raise InvalidProgramError(f"{type(error).__name__}: {error}") from error
     settings: dict[str, Any] = {"on_unsupported": "error", "numerics": mode.numerics}
+    settings["kernels"] = mode.kernels
     try:
         with choosing(mode):
             if mode.transform.startswith(INSIDE):

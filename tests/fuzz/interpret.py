@@ -375,6 +375,8 @@ ROWS: dict[str, Callable] = {
         ),
         p["shape"],
     ),
+    "empty2": lambda p: np.zeros(p["shape"]), "tile": lambda p, x: np.tile(x, p["reps"]),
+    "unstack": lambda p, x: [np.take(x, k, p["axis"]) for k in range(x.shape[p["axis"]])],
     "stack": lambda p, *xs: np.stack(xs, p["axis"]),
     "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
     "slice": _slice, "dynamic_slice": _dynamic_slice, "split": _split, "pad": _pad,
@@ -430,6 +432,12 @@ def _scan(m: Machine, eqn: Any, xs: list) -> list:
     return [*carry, *stacked]
 
 
+def _platform_index(m: Machine, eqn: Any, xs: list) -> list:
+    named = [p is not None and "cpu" in p for p in eqn.params["platforms"]]
+    default = [p is None for p in eqn.params["platforms"]]
+    return [np.asarray((named if any(named) else default).index(True), np.int32)]
+
+
 def _while(m: Machine, eqn: Any, xs: list) -> list:
     p = eqn.params
     a, b = p["cond_nconsts"], p["body_nconsts"]
@@ -452,4 +460,5 @@ _CALLS: dict[str, Callable] = {
     "core_call": _call("call_jaxpr"), "remat2": _call("jaxpr"), "checkpoint": _call("jaxpr"),
     "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"), "scan": _scan, "while": _while, "cond": _cond,
+    "platform_index": _platform_index,
 }  # fmt: skip

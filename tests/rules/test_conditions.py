@@ -17,8 +17,10 @@ def _diff(x, y):
 
 MUST_NOT = [
     # rule, why, shapes, program, dtype
-    ("contraction_order", "two factors, no index of their own", "ij,jk", lambda a, b: a @ b, "float32"),
-    ("contraction_order", "a fence between", "ij,jk,kl", lambda a, b, c: keep(a @ b) @ c, "float32"),
+    ("contraction_order", "two factors, no index of their own", "ij,jk",
+     lambda a, b: a @ b, "float32"),
+    ("contraction_order", "a fence between", "ij,jk,kl",
+     lambda a, b, c: keep(a @ b) @ c, "float32"),
     ("contraction_order", "a barrier between", "ij,jk,kl",
      lambda a, b, c: lax.optimization_barrier(a @ b) @ c, "float32"),
     ("contraction_order", "a nonlinearity between", "ij,jk,kl",
@@ -47,7 +49,8 @@ MUST_NOT = [
     ("block_products", "the concatenated index is not summed with a part", "ij,ik",
      lambda a, b: jnp.exp(jnp.concatenate([a, b], 1)), "float32"),
     ("pairwise_squares", "integers", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 2), "int32"),
-    ("pairwise_squares", "below float32", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 2), "bfloat16"),
+    ("pairwise_squares", "below float32", "nd,md",
+     lambda x, y: jnp.sum(_diff(x, y) ** 2), "bfloat16"),
     ("pairwise_squares", "one side only", "nd", lambda x: jnp.sum((x - x[:1]) ** 2), "float32"),
     ("pairwise_squares", "a sum, not a difference", "nd,md",
      lambda x, y: jnp.sum((x[:, None] + 2 * y[None]) ** 2), "float32"),

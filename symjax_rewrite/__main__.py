@@ -1,0 +1,100 @@
+"""The command line: `python -m symjax_rewrite explain mod:fn --args "f32[8,64]" ...` (the door)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from typing import Any
+
+import jax
+from jax import export
+
+from symjax_rewrite import packs, sym_optimize
+from symjax_rewrite.errors import SymjaxError, UsageError
+
+DTYPES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
+    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8", "bool": "bool",
+}  # fmt: skip
+
+
+def parse_spec(text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
+    """`"f32[b,4096]"` as a ShapeDtypeStruct; letters are symbolic sizes.
+
+    Raises:
+        UsageError: the text is no spec.
+    """
+    match = re.fullmatch(r"\s*(\w+)\[([^\]]*)\]\s*", text)
+    if not match or match[1] not in DTYPES:
+        raise UsageError("not an argument spec", expected="such as f32[b,4096]", got=repr(text))
+    sizes = [s.strip() for s in match[2].split(",") if s.strip()]
+    if all(s.isdigit() for s in sizes):
+        return jax.ShapeDtypeStruct(tuple(map(int, sizes)), DTYPES[match[1]])
+    return jax.ShapeDtypeStruct(
+        export.symbolic_shape(",".join(sizes), scope=scope), DTYPES[match[1]]
+    )
+
+
+def load(name: str) -> Any:
+    """`"module:function"` as an object.
+
+    Raises:
+        UsageError: there is no such function.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError("no such function", expected="module:function", got=name) from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 0 if it succeeded."""
+    parser = argparse.ArgumentParser(prog="python -m symjax_rewrite", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="what is done to a function, and why")
+    explain.add_argument("function", help="module:function")
+    explain.add_argument("--args", nargs="+", default=[], help="such as f32[b,4096]")
+    explain.add_argument("--assume", nargs="*", default=[], help="facts about sizes: 'b <= 64'")
+    explain.add_argument("--numerics", default="reassoc")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument("--html", metavar="FILE", help="write HTML")
+    check = commands.add_parser("check-rules", help="test every rule of a pack on random values")
+    check.add_argument("pack", nargs="?", default="default")
+    options = parser.parse_args(argv)
+    try:
+        return _explain(options) if options.command == "explain" else _check(options.pack)
+    except SymjaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _explain(options: argparse.Namespace) -> int:
+    sys.path.insert(0, "")
+    scope = export.SymbolicScope()
+    fun = sym_optimize(
+        load(options.function), assume=tuple(options.assume), numerics=options.numerics
+    )
+    report = fun.explain(*(parse_spec(a, scope) for a in options.args))
+    if options.html:
+        report.save(options.html)
+    print(report.to_json() if options.json else report)
+    return 0
+
+
+def _check(name: str) -> int:
+    from symjax_rewrite.testing import check_rule
+
+    known = packs.by_name()
+    if name not in known:
+        raise UsageError("unknown rule pack", expected=sorted(known), got=name)
+    for rule in known[name].rules:
+        check_rule(rule)
+        print(f"{rule.name}: holds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
