@@ -10,13 +10,15 @@ from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
 from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand, is_half, is_ring
+from symjax_rewrite.product import Product, expand, expand_node, is_half, is_ring
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 
 MAX_SHARED = 4  # common factors of which every subset is tried
 
 
-@axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,))
+@axiom(
+    "Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True
+)
 def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A sum inside a contraction, where every term but one is itself a rounded product.
 
@@ -24,20 +26,20 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     left of the computed ones is already as uncertain (see `_is_safe`). LoRA is this case.
     """
     g, c = ctx.g, ctx.g.classes[cls]
-    p = expand(g, cls, lambda d: True)
+    p = expand_node(g, cls, node, lambda d: False)
     if not p.bound:
         return
     for k, f in enumerate(p.factors):
         total = sum_node(ctx, f.cls)
         if total is None or g.classes[f.cls].dtype != c.dtype:
             continue
+        if not _is_useful(ctx, p, f, total):
+            continue
         if sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype):
             ctx.refuse("distribute", "squares of sums cancel", cls)
             continue
         if not _is_safe(ctx, f.cls, total):
             ctx.refuse("distribute", "terms of unknown sign may cancel", cls)
-            continue
-        if not _is_useful(ctx, f.cls, total):
             continue
         ref = _distributed(ctx, cls, p, k, total)
         if ref is not None:
@@ -71,13 +73,15 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     return plain <= 1
 
 
-def _is_useful(ctx: Context, cls: int, total: Node) -> bool:
-    """Some term has structure that the sum hides: a product, or fewer indices."""
-    n = len(ctx.g.classes[cls].sizes)
+def _is_useful(ctx: Context, p: Product, f: Ref, total: Node) -> bool:
+    """Some term is smaller than the sum: a low-rank product, or constant along a summed index."""
+    dense = ctx.elements(f.cls)
     for arg in total.args:
-        if len(set(arg.axes)) < n:
+        read = {f.axes[i] for i in arg.axes}
+        if any(i >= p.out and i not in read for i in f.axes):
             return True
-        if len(expand(ctx.g, arg.cls, lambda d: True).factors) > 1:
+        factors = expand(ctx.g, arg.cls, lambda d: True).factors
+        if len(factors) > 1 and dense > sum(ctx.elements(x.cls) for x in factors):
             return True
     return False
 
@@ -160,7 +164,12 @@ def _is_positive(coefficient: Any) -> bool:
     return not isinstance(coefficient, complex) and coefficient > 0
 
 
-@axiom("Σ a·b + Σ a·c = Σ a·(b + c)", property=DISTRIBUTIVITY, on=(ADD,))
+@axiom(
+    "Σ a·b + Σ a·c = Σ a·(b + c)",
+    property=DISTRIBUTIVITY,
+    on=(ADD,),
+    not_after=("distribute", "factor"),
+)
 def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Factors that several products of a sum share are taken out of it.
 

@@ -241,6 +241,25 @@ def jaxpr_without(body: ClosedJaxpr, rest: list[JaxprEqn], n: int, extra: list[A
     return make_avals_jaxpr(run, [v.aval for v in order])
 
 
+def loop_constants(eqn: JaxprEqn) -> int:
+    """How many constants the body of a scan or while reads first."""
+    for key in ("num_consts", "body_nconsts"):
+        if key in eqn.params:
+            return eqn.params[key]
+    return len(list(eqn.params["ft_in"].unpack()[0]))  # a scan of jax 0.12
+
+
+def with_loop_constants(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The params of a scan or while whose body reads that many constants."""
+    for key in ("num_consts", "body_nconsts"):
+        if key in params:
+            return {**params, key: count}
+    from jax._src import flattree
+
+    _, carry, xs = params["ft_in"].unpack()
+    return {**params, "ft_in": flattree.pack((flattree.nones(count), carry, xs))}
+
+
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     """Run equations in order, reading and writing variables in `env`."""
     for eqn in eqns:

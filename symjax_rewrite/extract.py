@@ -78,6 +78,8 @@ def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, s
     ]
     if after.seconds >= before.seconds * 0.999:
         return False, "no equal form is predicted faster"
+    if not after.seconds:
+        return True, "nothing is left to compute"
     if before.seconds < GAIN * after.seconds:
         if any(b < a for b, a in pairs):
             return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"

@@ -38,12 +38,12 @@ def hoist(eqn: JaxprEqn) -> Hoisted | None:
     """Take invariant work out of a scan or while body; None where there is none worth it."""
     name = eqn.primitive.name
     if name == "scan" and eqn.params["length"] != 0:
-        key, count, first = "jaxpr", "num_consts", 0
+        key, first = "jaxpr", 0
     elif name == "while":
-        key, count, first = "body_jaxpr", "body_nconsts", eqn.params["cond_nconsts"]
+        key, first = "body_jaxpr", eqn.params["cond_nconsts"]
     else:
         return None
-    body, n = eqn.params[key], eqn.params[count]
+    body, n = eqn.params[key], compat.loop_constants(eqn)
     if body.jaxpr.constvars:
         return None
     moved = _invariant(body.jaxpr, n)
@@ -58,7 +58,7 @@ def hoist(eqn: JaxprEqn) -> Hoisted | None:
     if _bytes(results) > GROWTH * _bytes([*eqn.invars, *eqn.outvars]):
         return None
     smaller = compat.jaxpr_without(body, rest, n, results)
-    params = {**eqn.params, key: smaller, count: n + len(results)}
+    params = compat.with_loop_constants({**eqn.params, key: smaller}, n + len(results))
     return Hoisted(moved, results, eqn.replace(params=params), first + n)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -125,7 +127,8 @@ class Optimiser:
         """
         start = time.perf_counter()
         allowed = self._allowed(closed)
-        result = self._run(closed, frozen, allowed, start)
+        with _no_collection():
+            result = self._run(closed, frozen, allowed, start)
         if allowed is not None and not allowed <= set(result.regions):
             raise PlanError(
                 "the plan names rewrites that this program and version do not have",
@@ -296,6 +299,21 @@ class Optimiser:
                 result.bodies.append((body, spot.times))
             if eqn is not e.eqn:
                 result.plan.equations[number] = eqn
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No pass of the cycle collector meanwhile: with JAX loaded one takes longer than all of this.
+
+    Nothing here makes reference cycles.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _where(t: TermGraph, region: Region) -> str:

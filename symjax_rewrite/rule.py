@@ -93,6 +93,8 @@ class Axiom:
     numerics: str = "reassoc"
     source: str = ""
     again: bool = False
+    everywhere: bool = False
+    not_after: tuple[str, ...] = ()
 
     def reason(self, cls: int) -> Reason:
         """The explanation of what this rule adds at a class."""
@@ -107,6 +109,8 @@ def axiom(
     numerics: str = "reassoc",
     source: str = "",
     again: bool = False,
+    everywhere: bool = False,
+    not_after: tuple[str, ...] = (),
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
@@ -117,6 +121,8 @@ def axiom(
         numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
         source: where it is from, if it is not arithmetic.
         again: whether it looks at every node of its operands, so that new ones matter.
+        everywhere: whether it also looks at products that their user opens anyway.
+        not_after: rules whose results it would only undo.
 
     Raises:
         RuleError: the property is unknown.
@@ -125,7 +131,7 @@ def axiom(
         raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
 
     def make(apply: Apply) -> Axiom:
-        return Axiom(apply.__name__, law, property, on, apply, numerics, source, again)
+        return Axiom(apply.__name__, law, property, on, apply, numerics, source, again, everywhere, not_after)
 
     return make
 

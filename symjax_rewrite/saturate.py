@@ -61,12 +61,13 @@ def _apply_all(
 ) -> bool:
     g = ctx.g
     for node, reason in list(g.classes[cls].nodes.items()):
-        if reason.rule == FINAL:
-            continue
         rules = by_op.get(node.op)
-        if not rules or _is_absorbed(ctx, cls, node):
+        if not rules:
             continue
+        opened = reason.rule == FINAL or _is_absorbed(ctx, cls, node)
         for rule in rules:
+            if (opened and not rule.everywhere) or reason.rule in rule.not_after:
+                continue
             stamp = rule.again and sum(len(g.classes[g.find(a).cls].nodes) for a in node.args)
             key = (rule.name, cls, node, stamp)
             if key in done:

@@ -17,6 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
 
 from symjax_rewrite import extract, solve, sym_optimize
 from symjax_rewrite import regions as regions_module
@@ -24,6 +25,7 @@ from symjax_rewrite.egraph import ORIGINAL
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 from tests.fuzz.programs import Program
 
+check_jaxpr = getattr(jex_core, "check_jaxpr", None) or jax.core.check_jaxpr
 SLACK = 16.0  # times the error of the original
 NOISY_RUNS = 3
 HUGE = 1e18
@@ -182,8 +184,12 @@ def check(program: Program, mode: Mode) -> Failure | str:
     Raises:
         InvalidProgramError: the original does not run.
     """
-    f = program.function()
-    args = [jnp.asarray(a) for a in program.arguments(1)]
+    return check_function(program.function(), program.arguments(1), mode)
+
+
+def check_function(f: Callable, values: list[np.ndarray], mode: Mode) -> Failure | str:
+    """The same for a function at these arguments."""
+    args = [jnp.asarray(a) for a in values]
     transform = TRANSFORMS[mode.transform]
     try:
         original = transform(f, args)
@@ -201,20 +207,22 @@ def check(program: Program, mode: Mode) -> Failure | str:
             else:
                 ours = transform(sym_optimize(f, **settings), args)
             closed2, spec2 = jax.make_jaxpr(ours, return_shape=True)(*args)
-            jax.core.check_jaxpr(closed2.jaxpr) if hasattr(jax.core, "check_jaxpr") else None
+            check_jaxpr(closed2.jaxpr)
     except Exception as error:
         return Failure(f"exception {type(error).__name__}", _root_cause(error))
     difference = _avals_differ(closed, spec, closed2, spec2)
     if difference:
         return Failure("avals", difference)
     if mode.compiled:
-        return _run_compiled(program, original, ours, mode, args)
+        return _run_compiled(values, original, ours, mode, args)
     if _inner_text(closed2) == str(closed.jaxpr):
         return "unchanged"
     try:
-        return compare(closed, closed2, program.arguments(1))
+        return compare(closed, closed2, values)
     except UnsupportedPrimitiveError as error:
         return f"skipped: {error}"
+    except Exception as error:
+        return Failure("interpreter", f"{type(error).__name__}: {error}")
 
 
 def _root_cause(error: BaseException) -> str:
@@ -304,7 +312,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _run_compiled(
-    program: Program, original: Callable, ours: Callable, mode: Mode, args: list[Any]
+    values: list[np.ndarray], original: Callable, ours: Callable, mode: Mode, args: list[Any]
 ) -> Failure | str:
     """Both programs through XLA; the optimised one must run, and be as near."""
     closed = jax.make_jaxpr(original)(*args)
@@ -318,8 +326,8 @@ def _run_compiled(
     except Exception as error:
         return Failure(f"exception {type(error).__name__}", _root_cause(error))
     try:
-        wide = Machine(wide=True).run(closed, program.arguments(1))
-        noisy = [Machine(True, 1.0, k).run(closed, program.arguments(1)) for k in range(2)]
+        wide = Machine(wide=True).run(closed, values)
+        noisy = [Machine(True, 1.0, k).run(closed, values) for k in range(2)]
     except UnsupportedPrimitiveError as error:
         return f"skipped: {error}"
     for k, (a, x, y) in enumerate(zip(wide, mine, theirs, strict=True)):

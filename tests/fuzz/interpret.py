@@ -375,7 +375,7 @@ ROWS: dict[str, Callable] = {
         ),
         p["shape"],
     ),
-    "empty2": lambda p: np.zeros(p["shape"]), "tile": lambda p, x: np.tile(x, p["reps"]),
+    "tile": lambda p, x: np.tile(x, p["reps"]),
     "unstack": lambda p, x: [np.take(x, k, p["axis"]) for k in range(x.shape[p["axis"]])],
     "stack": lambda p, *xs: np.stack(xs, p["axis"]),
     "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
@@ -461,4 +461,5 @@ _CALLS: dict[str, Callable] = {
     "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"), "scan": _scan, "while": _while, "cond": _cond,
     "platform_index": _platform_index,
+    "empty2": lambda m, eqn, xs: [m.store(np.zeros(v.aval.shape), v.aval) for v in eqn.outvars],
 }  # fmt: skip

@@ -1,0 +1,135 @@
+"""Defects that were found once, each by name; any equal form may be chosen in these tests."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from tests.fuzz.check import Failure, Mode, check_function
+
+CHOICES = [("model", 0), ("always", 0), *(("random", k) for k in range(6)), ("wide", 0)]
+
+
+def agree(f: Callable[..., Any], *shapes: Any, transform: str = "value", **mode: Any) -> None:
+    """The function means the same whatever equal form of it is chosen."""
+    rng = np.random.default_rng(0)
+    args = [
+        np.asarray(rng.standard_normal(getattr(s, "shape", s)), getattr(s, "dtype", np.float32))
+        for s in shapes
+    ]
+    for choice, seed in CHOICES:
+        outcome = check_function(f, args, Mode(transform, choice, seed, **mode))
+        assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
+
+
+def f16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float16)
+
+
+def c64(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.complex64)
+
+
+def test_written_node_that_a_rule_makes_too_stays_written():
+    """The sum of a Gram matrix and its transpose: its class lost the written node (KeyError)."""
+
+    def f(x):
+        g = x.T @ x
+        return x @ (g + g.T)
+
+    agree(f, (8, 4))
+    agree(lambda x: (x.T @ x + (x.T @ x).T) @ (x.T @ x), (6, 5))
+
+
+def test_written_node_survives_a_lost_index():
+    """A product with constant blocks does not depend on an index it was written with (KeyError)."""
+
+    def f(a, b, x):
+        return x @ jnp.concatenate([a, b], 1)
+
+    agree(f, (4, 5), (4, 2), (2, 4), transform="in_second")
+
+
+def test_slice_of_a_class_whose_axes_were_renumbered():
+    """Starts of a slice were read in the axes of another class (negative shift, wrong starts)."""
+
+    def f(x, s):
+        p = jax.nn.softmax(s, -1)
+        return (p @ x)[0], p
+
+    def g(a, b, x):
+        w = jnp.concatenate([a, b], 1)
+        return (x @ w)[:, 1:7], w
+
+    agree(f, (3, 5), (3, 3))
+    agree(g, (8, 4), (8, 8), (4, 8), transform="in_jvp")
+    agree(lambda a, b: (jnp.block([[a, jnp.zeros((1, 1))], [jnp.zeros((1, 2)), b]]) @ b[0])[::-1],
+          (1, 2), (1, 3), transform="value")  # fmt: skip
+
+
+def test_block_diagonal_second_derivative():
+    """Slices of block matrices went out of bounds under second derivatives."""
+
+    def f(a, b, x):
+        zero = jnp.zeros((4, 4), a.dtype)
+        return jnp.block([[a, zero], [zero, b]]) @ x
+
+    agree(f, (4, 4), (4, 4), (8,), transform="in_second")
+
+
+def test_value_spread_over_no_elements():
+    """What is equal to an array with an axis of size 0 can't be read from that array."""
+
+    def f(c, w, v):
+        def step(i, carry):
+            y = jnp.einsum("dbe,b->e", w, v)
+            return carry * 0.5 + jnp.tanh(jnp.sum(y + y))
+
+        return jax.lax.fori_loop(0, 3, step, c)
+
+    agree(f, (), (8, 0, 0), (0,), transform="in_jvp")
+
+
+def test_complex_coefficients_have_no_sign():
+    """`distribute` compared complex coefficients with zero (TypeError)."""
+    agree(lambda x, w, a, b: x @ (w - (a @ b) * (1 + 2j)), c64(3, 4), c64(4, 5), c64(4, 1), c64(1, 5))
+
+
+def test_complex_softmax_has_no_fold():
+    agree(lambda x: jax.nn.softmax(x * 0.5, -1), c64(6, 4), kernels="always")
+
+
+def test_prefix_of_another_dtype():
+    """A triangle of float32 ones times float16 gave a float16 prefix sum."""
+    agree(lambda x: jnp.tri(3) @ x, f16(3, 3))
+    agree(lambda x: jnp.tri(3) @ x, f16(3, 3), transform="grad")
+
+
+def test_sum_in_the_dtype_of_the_result():
+    """A float16 operand summed alone for a float32 product is summed in float32."""
+
+    def f(x, y):
+        return jnp.einsum("ij,k->k", x, y, preferred_element_type=jnp.float32)
+
+    agree(f, f16(300, 8), f16(4))
+
+
+def test_class_that_is_a_product_of_its_own_product():
+    """a = 1·b and b = 1·a: opening products did not end (RecursionError)."""
+    agree(lambda x: jax.nn.one_hot(jnp.arange(3), 3) @ x, (3, 2), transform="in_grad")
+
+    def f(x, y, w):
+        return x @ w + (y - 1.0 * (x @ w))
+
+    agree(f, (32, 2), (32, 4), (2, 4), transform="in_grad")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, jnp.int32])
+def test_nothing_is_kept_because_of_an_error(dtype):
+    """The names above fail loudly, not by falling back to what was written."""
+    x = jnp.ones((8, 4), dtype)
+    sym_optimize(lambda x: x @ (x.T @ x + (x.T @ x).T), on_unsupported="error")(x)
