@@ -16,9 +16,7 @@ from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 MAX_SHARED = 4  # common factors of which every subset is tried
 
 
-@axiom(
-    "Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True
-)
+@axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True)
 def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A sum inside a contraction, where every term but one is itself a rounded product.
 
@@ -62,7 +60,9 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     c = ctx.g.classes[cls]
     if ctx.permits("cancels", c.dtype):
         return True
-    if all(_is_positive(k) for k in total.attr) and all(nonnegative(ctx.g, a.cls) for a in total.args):  # type: ignore[union-attr]
+    if all(_is_positive(k) for k in total.attr) and all(
+        nonnegative(ctx.g, a.cls) for a in total.args
+    ):  # type: ignore[union-attr]
         return True
     plain = 0
     for arg in total.args:
@@ -115,7 +115,9 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     )
 
 
-@axiom("(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,))
+@axiom(
+    "(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,)
+)
 def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of sums used once are one sum; like terms of one sign are counted."""
     g, c = ctx.g, ctx.g.classes[cls]

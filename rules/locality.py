@@ -71,9 +71,7 @@ def sliced(
     return Ref(made.cls, tuple(used[a] for a in made.axes))
 
 
-def _compose(
-    ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node
-) -> Iterator[Ref]:
+def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
     """a[s][t] = a[s∘t]."""
     c = ctx.g.classes[cls]
     attrs, axes = [], []

@@ -32,7 +32,9 @@ def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         ref = _gathered(ctx, cls, p, rest, label, index)
         if ref is not None:
             product = Product(1, tuple(ref), p.out, p.bound, p.precision)
-            found = order_product(ctx, _without(product, index), c.sizes, c.dtype, one_hot.reason(cls))
+            found = order_product(
+                ctx, _without(product, index), c.sizes, c.dtype, one_hot.reason(cls)
+            )
             if found is not None and p.coefficient == 1:
                 yield found
 

@@ -140,7 +140,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     base = compat.unwrap_jit(fun) if settings else fun
     settings = {**settings, **statics}
     _check_frozen(base, options.frozen)
-    worker = _Worker(base, options)
+    sharded = "in_shardings" in settings or "out_shardings" in settings
+    worker = _Worker(base, options, sharded)
     jitted: Any = jax.jit(worker.wrapper(), **settings)
     plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
 
@@ -180,8 +181,9 @@ def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
 class _Worker:
     """Traces, optimises and stages out one user function."""
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[..., Any], options: Options, sharded: bool) -> None:
         self.fun, self.options = fun, options
+        self.sharded = "jit with shardings: another form might need other collectives" if sharded else None
         self._optimiser: Optimiser | None = None
 
     def optimiser(self) -> Optimiser:
@@ -191,7 +193,9 @@ class _Worker:
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
-            self._optimiser = Optimiser(self.options, rules, device, Router(self.options.kernels))
+            self._optimiser = Optimiser(
+                self.options, rules, device, Router(self.options.kernels, self.options.numerics)
+            )
         return self._optimiser
 
     def wrapper(self) -> Callable[..., Any]:
@@ -223,7 +227,7 @@ class _Worker:
     def decide(self, closed: compat.ClosedJaxpr) -> Result:
         """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
         start = time.perf_counter()
-        reason = unsupported(closed)
+        reason = self.sharded or unsupported(closed)
         if reason is None:
             try:
                 return self.optimiser().run(closed)
@@ -249,7 +253,9 @@ def unsupported(closed: compat.ClosedJaxpr) -> str | None:
     if not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
         return "effects that no custom derivative rule may have"
     if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
-        return "explicitly sharded inputs"
+        return "sharded inputs: another form might need other collectives"
+    if compat.has_primitive(closed, "sharding_constraint"):
+        return "sharding constraints: another form might need other collectives"
     return None
 
 

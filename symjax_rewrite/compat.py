@@ -353,3 +353,19 @@ def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
 def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:
     """A convolution with the params of an equation."""
     return jax.lax.conv_general_dilated_p.bind(x, w, **params)
+
+
+def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
+    """Whether a primitive occurs in a jaxpr or in the bodies of its equations."""
+    return any(
+        e.primitive.name == name or any(has_primitive(b, name) for b in bodies(e))
+        for e in closed.jaxpr.eqns
+    )
+
+
+def may_be_partitioned() -> bool:
+    """Whether XLA may split what is traced here over devices: several of them, not all manual."""
+    if jax.device_count() == 1:
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or not mesh.are_all_axes_manual

@@ -117,7 +117,9 @@ class CostModel:
         """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
         if node.op == CONV:
             kernel = node.attr[4]  # type: ignore[index]
-            features = self._count(tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out))  # type: ignore[index]
+            features = self._count(
+                tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out)
+            )  # type: ignore[index]
             return 2 * self._count(g.classes[cls].sizes) * self._count(kernel) / max(features, 1)
         matrix = self._count(g.classes[node.args[0].cls].sizes)
         return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))

@@ -10,7 +10,7 @@ read twice.
 from __future__ import annotations
 
 from itertools import permutations, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symjax_rewrite.dims import Dim
 
@@ -35,7 +35,7 @@ class Node(NamedTuple):
     """
 
     op: str
-    attr: object
+    attr: Any
     args: tuple[Ref, ...]
     out: int
     bound: tuple[Dim, ...]
@@ -67,7 +67,7 @@ TIE_CAP = 24  # orders of tied operands tried before the first one is taken as i
 
 
 def canonical(
-    op: str, attr: object, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
+    op: str, attr: Any, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
 ) -> tuple[Node, Axes]:
     """The node in canonical form, and the caller's output index of each of its outputs.
 
@@ -138,7 +138,7 @@ def _pattern(axes: Axes) -> Axes:
 
 
 def _number(
-    op: str, attr: object, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
+    op: str, attr: Any, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
 ) -> tuple[Node, Axes]:
     outs: dict[int, int] = {}
     bounds: dict[int, int] = {}

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from symjax_rewrite import compat
 from symjax_rewrite.analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.canonical import TermGraph
-from symjax_rewrite.config import log
+from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.egraph import EGraph
-from symjax_rewrite.errors import KernelError
+from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.fold_route import FoldRoute, build_fold
 from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
+from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 
@@ -55,11 +57,17 @@ class Router:
 
     Args:
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        devices: how many devices a program may run on here.
+        numerics: folds change the order of sums, so they need `reassoc`.
+
+    Raises:
+        UsageError: no such backend.
     """
 
-    def __init__(self, kernels: str) -> None:
-        self.kernels = kernels
+    def __init__(self, kernels: str, numerics: Numerics) -> None:
+        if kernels not in ("auto", "always", "off", *BACKENDS):
+            known = ["auto", "always", "off", *BACKENDS]
+            raise UsageError("unknown kernels", expected=known, got=repr(kernels))
+        self.kernels = kernels if numerics.permits("reassoc") else "off"
 
     def find(self, t: TermGraph, need: Needed) -> tuple[list[FoldRoute], list[RouteUse]]:
         """The folds to route, and what was considered."""
@@ -75,9 +83,7 @@ class Router:
             uses.append(RouteUse("fold", found is not None, reason))
         return taken, uses
 
-    def _decide(
-        self, t: TermGraph, need: Needed, bundle: Bundle
-    ) -> tuple[FoldRoute | None, str]:
+    def _decide(self, t: TermGraph, need: Needed, bundle: Bundle) -> tuple[FoldRoute | None, str]:
         sizes = t.graph.classes[bundle.tile].sizes
         columns, pairs = sizes[bundle.slot], 1
         for s in sizes:
@@ -87,6 +93,8 @@ class Router:
         if all(s.is_max for s in bundle.sinks):
             return None, "a maximum alone is already one pass"
         small = columns < MIN_COLUMNS or pairs < MIN_PAIRS  # type: ignore[operator]
+        if self.kernels == "auto" and compat.may_be_partitioned():
+            return None, "several devices: XLA might gather a fold's operands"
         if small and self.kernels == "auto":
             return None, f"{columns} columns are too few to gain"
         held = used_elsewhere(t.graph, need, bundle)
@@ -130,9 +138,7 @@ def _sinks(g: EGraph, cls: int) -> Iterator[Sink]:
                 yield sink
 
 
-def _exp_sink(
-    g: EGraph, cls: int, node: Node, arg: Ref, weights: Ref | None
-) -> Sink | None:
+def _exp_sink(g: EGraph, cls: int, node: Node, arg: Ref, weights: Ref | None) -> Sink | None:
     """`Σ_n e^t·w` with row algebra, if the operand reads so."""
     index = node.out
     if index not in arg.axes or len(set(arg.axes)) != len(arg.axes):
@@ -172,9 +178,7 @@ def _tile(g: EGraph, terms: list, dtype: str, node: Node) -> Ref | None:
         return terms[0][0]
     used = sorted({i for r, _ in terms for i in r.axes})
     local = {i: n for n, i in enumerate(used)}
-    size_of = {
-        i: s for r, _ in terms for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)
-    }
+    size_of = {i: s for r, _ in terms for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
     args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r, _ in terms)
     coefficients = tuple(int(c) if c == int(c) else c for _, c in terms)
     sizes = tuple(size_of[i] for i in used)
@@ -207,5 +211,3 @@ def used_elsewhere(g: EGraph, need: Needed, bundle: Bundle) -> str | None:
         if outside:
             return f"the pairwise term is also used by {node_of(g, outside[0]).op}"
     return None
-
-

@@ -131,7 +131,9 @@ def axiom(
         raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
 
     def make(apply: Apply) -> Axiom:
-        return Axiom(apply.__name__, law, property, on, apply, numerics, source, again, everywhere, not_after)
+        return Axiom(
+            apply.__name__, law, property, on, apply, numerics, source, again, everywhere, not_after
+        )
 
     return make
 

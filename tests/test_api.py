@@ -5,7 +5,7 @@ import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,8 +151,9 @@ def test_shardings_are_lifted():
 
 
 def test_it_is_a_jit_object():
-    f = sym_optimize(lora)
-    assert type(f) is type(jax.jit(lora))
+    f: Any = sym_optimize(lora)
+    jitted: Any = type(jax.jit(lora))
+    assert type(f) is jitted
     assert f.__wrapped__ is lora
     assert (f.__name__, f.__doc__) == ("lora", "What was written.")
     assert f.lower(X, W, A, B).compile()(X, W, A, B).shape == (8, 512)
@@ -305,10 +306,10 @@ def test_threads_share_one_function():
 # Budgets.
 
 
-def wide(*xs):
+def wide(*xs: Any) -> Any:
     out = xs[0]
     for _ in range(6):
-        out = sum(x @ out for x in xs) @ sum(xs)
+        out = sum((x @ out for x in xs), jnp.zeros(())) @ sum(xs)
     return out
 
 

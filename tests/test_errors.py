@@ -1,5 +1,7 @@
 """Bad input: each error names the argument or the line, and what to do."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,16 +26,17 @@ def _prepared(**values):
     return sym_optimize(lora, frozen=("w", "a", "b")).prepare(**values)
 
 
+call: Any = sym_optimize  # for what a type checker refuses too
 FOREIGN = {"format": 1, "program": "0" * 16, "regions": []}
 REFUSED = {
-    "no function": (lambda: sym_optimize(3), errors.UsageError, "int"),
-    "a string": (lambda: sym_optimize("f"), errors.UsageError, "sym_optimize"),
+    "no function": (lambda: call(3), errors.UsageError, "int"),
+    "a string": (lambda: call("f"), errors.UsageError, "sym_optimize"),
     "not traceable": (
         lambda: sym_optimize(lambda x: x if x > 0 else -x)(1.0),
         jax.errors.TracerBoolConversionError, "traced array"),
     "returns no array": (lambda: sym_optimize(lambda x: "text")(1.0), TypeError, "str"),
     "unknown pack": (lambda: sym_optimize(lora, rules="lorra"), errors.RuleError, "lorra"),
-    "rules of no kind": (lambda: sym_optimize(lora, rules=3), errors.RuleError, "int"),
+    "rules of no kind": (lambda: call(lora, rules=3), errors.RuleError, "int"),
     "no such rule": (lambda: packs.lora - "nothing", errors.RuleError, "nothing"),
     "a rule whose sides differ in shape": (
         lambda: sym_optimize(lora, rules=[sides_differ]).explain(X, W, A, B), errors.RuleError,
@@ -44,7 +47,7 @@ REFUSED = {
     "malformed shapes": (lambda: lemma("n d", uses=(), source=""), errors.RuleError, "n d"),
     "zero budget": (lambda: Budget(nodes=0), errors.UsageError, "nodes"),
     "negative seconds": (lambda: Budget(seconds=-1), errors.UsageError, "seconds"),
-    "no budget": (lambda: sym_optimize(lora, budget=3), errors.UsageError, "Budget"),
+    "no budget": (lambda: call(lora, budget=3), errors.UsageError, "Budget"),
     "frozen name that is no argument": (
         lambda: sym_optimize(lora, frozen="q"), errors.FrozenError, "x, w, a, b"),
     "prepare without a value": (lambda: _prepared(w=W), errors.FrozenError, "w, a, b"),
@@ -95,9 +98,9 @@ NOT_YET = {"unknown kernels": "kernels= is not looked at yet"}
     ],
 )
 def test_refused(name):
-    call, kind, says = REFUSED[name]
+    refused, kind, says = REFUSED[name]
     with pytest.raises(kind) as error:
-        call()
+        refused()
     assert says in str(error.value)
 
 

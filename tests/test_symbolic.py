@@ -1,5 +1,7 @@
 """Sizes that are names: costs as expressions, crossovers in closed form, export to any size."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -42,10 +44,10 @@ def test_both_forms_and_the_crossover_are_printed():
     (crossover,) = report.crossovers
     written, other = crossover.split("written ")[1].split(" FLOPs", 1)
     other = other.split("other form ")[1].split(" FLOPs")[0]
-    assert sympy.expand(sympy.sympify(written, {"T": T, "d": d, "r": r})) == sympy.expand(
+    assert sympy.expand(sympy.parse_expr(written, {"T": T, "d": d, "r": r})) == sympy.expand(
         2 * d * d * r + 2 * T * d * d
     )
-    assert sympy.expand(sympy.sympify(other, {"T": T, "d": d, "r": r})) == sympy.expand(
+    assert sympy.expand(sympy.parse_expr(other, {"T": T, "d": d, "r": r})) == sympy.expand(
         2 * T * d * d + 4 * T * d * r
     )
 
@@ -89,7 +91,7 @@ def test_cheaper_for_all_sizes(name):
     assert report.rules, str(report)
     assert not report.crossovers
     if flops is not None:
-        assert sympy.expand(to_sympy(report.after.flops) - sympy.sympify(flops, SYMBOLS)) == 0
+        assert sympy.expand(to_sympy(report.after.flops) - sympy.parse_expr(flops, SYMBOLS)) == 0
 
 
 def shared(x, V, W):
@@ -151,10 +153,12 @@ def test_without_names_nothing_is_symbolic():
 # Polynomials.
 
 NAMES = ("a", "b", "c")
-monomials = st.lists(
+monomials: Any = st.lists(
     st.tuples(st.sampled_from(NAMES), st.integers(1, 2)), max_size=2, unique_by=lambda t: t[0]
 ).map(lambda ms: tuple(sorted(ms)))
-polys = st.dictionaries(monomials, st.integers(-4, 4), max_size=4).map(Poly)
+polys = st.dictionaries(monomials, st.integers(-4, 4), max_size=4).map(
+    lambda terms: Poly(dict(terms))
+)
 environments = st.fixed_dictionaries({n: st.integers(1, 50) for n in NAMES})
 
 

@@ -172,9 +172,7 @@ def choosing(mode: Mode) -> Iterator[None]:
                 mock.patch.object(regions_module, "_is_interesting", lambda *a: True)
             )
         if mode.choice == "always":
-            stack.enter_context(
-                mock.patch.object(extract, "worthwhile", lambda *a: (True, "fuzz"))
-            )
+            stack.enter_context(mock.patch.object(extract, "worthwhile", lambda *a: (True, "fuzz")))
         yield
 
 

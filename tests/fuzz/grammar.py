@@ -299,7 +299,9 @@ def diagonal(b: Builder) -> int:
 
 def outer(b: Builder) -> int:
     u, v = b.get((b.size(),)), b.get((b.size(),))
-    p = b.step(b.r.choice(("jnp.outer({0}, {1})", "{0}[:, None] * {1}", "jnp.kron({0}, {1})")), u, v)
+    p = b.step(
+        b.r.choice(("jnp.outer({0}, {1})", "{0}[:, None] * {1}", "jnp.kron({0}, {1})")), u, v
+    )
     if len(b.shape(p)) == 2 and b.chance(60):
         return b.step("{0} @ {1}", p, b.get((b.shape(p)[-1], b.size())))
     return p
@@ -377,7 +379,19 @@ def _number(b: Builder) -> str:
     if b.dtype.startswith("int"):
         return b.r.choice(("2", "-1", "3", "0", "1", "-2", "1000003"))
     return b.r.choice(
-        ("2.0", "-1.0", "0.5", "3", "(1 / 3)", "0.0", "1.0", "-0.25", "1e-3", "100.0", "jnp.float32(2.5)")
+        (
+            "2.0",
+            "-1.0",
+            "0.5",
+            "3",
+            "(1 / 3)",
+            "0.0",
+            "1.0",
+            "-0.25",
+            "1e-3",
+            "100.0",
+            "jnp.float32(2.5)",
+        )
     )
 
 
@@ -441,15 +455,27 @@ def prefix(b: Builder) -> int:
 def movement(b: Builder) -> int:
     x = b.ranked(0, 4)
     s = b.shape(x)
-    forms = ["{0}[None]", "jnp.ravel({0})", "{0}[..., None]", "jnp.broadcast_to({0}, (2, *{0}.shape))"]
+    forms = [
+        "{0}[None]",
+        "jnp.ravel({0})",
+        "{0}[..., None]",
+        "jnp.broadcast_to({0}, (2, *{0}.shape))",
+    ]
     if len(s) >= 2:
         forms += ["{0}.T", "jnp.swapaxes({0}, 0, -1)", "jnp.moveaxis({0}, 0, 1)",
                   f"{{0}}.reshape({s[0] * s[1]}, *{{0}}.shape[2:])", "{0}.reshape(-1)",
                   f"{{0}}.reshape({s[1]}, {s[0]}, *{{0}}.shape[2:])", "{0}.reshape({0}.shape[::-1])"]  # fmt: skip
     if len(s) >= 1:
         n = s[0]
-        forms += [f"{{0}}.reshape({k}, {n // k}, *{{0}}.shape[1:])" for k in (2, 3) if n % k == 0 and n]
-        forms += ["jnp.repeat({0}, 2, 0)", "jnp.tile({0}, 2)", "jnp.roll({0}, 1, 0)", "jnp.stack([{0}, {0}])"]
+        forms += [
+            f"{{0}}.reshape({k}, {n // k}, *{{0}}.shape[1:])" for k in (2, 3) if n % k == 0 and n
+        ]
+        forms += [
+            "jnp.repeat({0}, 2, 0)",
+            "jnp.tile({0}, 2)",
+            "jnp.roll({0}, 1, 0)",
+            "jnp.stack([{0}, {0}])",
+        ]
     if 1 in s:
         forms += ["jnp.squeeze({0})"] * 3
     return b.step(b.r.choice(forms), x)
@@ -533,7 +559,9 @@ def _body(b: Builder, inputs: Sequence[tuple[tuple[int, ...], str]], out: tuple 
         node = inner.nodes[last]
         if (node.shape, node.dtype) != (shape, dtype):
             dtype = "float32" if dtype == "bool" else dtype
-            text = f"({{0}} * 0.5 + jnp.tanh(jnp.sum({{1}}.astype(jnp.float32)))).astype(jnp.{dtype})"
+            text = (
+                f"({{0}} * 0.5 + jnp.tanh(jnp.sum({{1}}.astype(jnp.float32)))).astype(jnp.{dtype})"
+            )
             last = inner.step(text, given[0], last)
     return Program(tuple(inner.nodes), (last,), "single")
 
@@ -553,7 +581,14 @@ def called(b: Builder) -> int:
     x = b.ranked(0, 2)
     body = _body(b, [(b.shape(x), b.dtype)], None)
     rest = _given(b, body, 1)
-    wrap = b.r.choice(("jax.jit({body0})", "jax.checkpoint({body0})", "{body0}", "jax.jit(jax.checkpoint({body0}))"))
+    wrap = b.r.choice(
+        (
+            "jax.jit({body0})",
+            "jax.checkpoint({body0})",
+            "{body0}",
+            "jax.jit(jax.checkpoint({body0}))",
+        )
+    )
     return b.step(_call(b, f"{wrap}({{0}}", ")", 1, len(rest)), x, *rest, bodies=(body,))
 
 
@@ -562,7 +597,9 @@ def vmapped(b: Builder) -> int:
     body = _body(b, [(b.shape(x)[1:], b.dtype)], None)
     rest = _given(b, body, 1)
     axes = f"(0{', None' * len(rest)})" if rest else "0"
-    text = _call(b, f"jax.vmap({{body0}}, {axes}, {b.r.choice((0, 0, -1))})({{0}}", ")", 1, len(rest))
+    text = _call(
+        b, f"jax.vmap({{body0}}, {axes}, {b.r.choice((0, 0, -1))})({{0}}", ")", 1, len(rest)
+    )
     return b.step(text, x, *rest, bodies=(body,))
 
 
@@ -585,7 +622,12 @@ def loop(b: Builder) -> int:
         return b.step(text, c, *rest, bodies=(body,))
     if kind == "scan_const":
         inner = _call(b, "{body0}(c", ")", 1, len(rest))
-        return b.step(f"lax.scan(lambda c, _: ({inner}, c), {{0}}, length=3)[{b.r.integer(0, 1)}]", c, *rest, bodies=(body,))
+        return b.step(
+            f"lax.scan(lambda c, _: ({inner}, c), {{0}}, length=3)[{b.r.integer(0, 1)}]",
+            c,
+            *rest,
+            bodies=(body,),
+        )
     inner = _call(b, "{body0}(c, t", ")", 2, len(rest))
     if kind == "map":
         inner = _call(b, "{body0}({0}, t", ")", 2, len(rest))
@@ -593,7 +635,13 @@ def loop(b: Builder) -> int:
     out = {"scan": "None", "scan_stack": "c"}[kind]
     which = 0 if kind == "scan" else b.r.integer(0, 1)
     flags = b.r.choice(("", "", ", reverse=True"))
-    return b.step(f"lax.scan(lambda c, t: ({inner}, {out}), {{0}}, {{1}}{flags})[{which}]", c, xs, *rest, bodies=(body,))
+    return b.step(
+        f"lax.scan(lambda c, t: ({inner}, {out}), {{0}}, {{1}}{flags})[{which}]",
+        c,
+        xs,
+        *rest,
+        bodies=(body,),
+    )
 
 
 def branch(b: Builder) -> int:
@@ -628,7 +676,19 @@ ALGEBRA = (matmul, chain, einsum, dot_general, lora, shared_operand, moe, groupe
 SIMPLE = (matmul, einsum, arithmetic, arithmetic, scale, elementwise, reduction, movement, parts, sums,
           shared_operand, blocks)  # fmt: skip
 CONTROL = (called, vmapped, loop, branch)
-PRODUCTIONS = (*ALGEBRA, *ALGEBRA, *SIMPLE, *SIMPLE, prefix, gather, masks, cast, cast, repeated, repeated)
+PRODUCTIONS = (
+    *ALGEBRA,
+    *ALGEBRA,
+    *SIMPLE,
+    *SIMPLE,
+    prefix,
+    gather,
+    masks,
+    cast,
+    cast,
+    repeated,
+    repeated,
+)
 SIZES = (1, 2, 3, 4, 5, 6, 8)
 LARGE = (2, 4, 16, 32, 64, 96)
 

@@ -67,7 +67,9 @@ class Machine:
             return env[atom]
 
         for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars))), strict=True))
+            env.update(
+                zip(eqn.outvars, self.equation(eqn, list(map(read, eqn.invars))), strict=True)
+            )
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, eqn: Any, xs: list[np.ndarray]) -> list[np.ndarray]:
@@ -144,9 +146,7 @@ def _slice(p: dict, x: np.ndarray) -> np.ndarray:
 
 
 def _starts(x: np.ndarray, sizes: tuple[int, ...], starts: tuple) -> list[int]:
-    return [
-        int(np.clip(int(s), 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)
-    ]
+    return [int(np.clip(int(s), 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
 
 
 def _dynamic_slice(p: dict, x: np.ndarray, *starts: Any) -> np.ndarray:
@@ -273,7 +273,9 @@ def _gather(p: dict, x: np.ndarray, indices: np.ndarray) -> np.ndarray:
     out = np.empty((*batches, *(sizes[k] for k in kept)), x.dtype)
     fill = p["fill_value"]
     if fill is None:
-        fill = np.nan if x.dtype.kind in "fc" else np.iinfo(x.dtype).min if x.dtype.kind == "i" else 1
+        fill = (
+            np.nan if x.dtype.kind in "fc" else np.iinfo(x.dtype).min if x.dtype.kind == "i" else 1
+        )
     layout = (d.start_index_map, d.operand_batching_dims, d.start_indices_batching_dims)
     for at, cut, inside in _offsets(layout, str(p["mode"]), x.shape, indices, sizes):
         piece = x[cut] if inside else np.full(sizes, fill, x.dtype)
@@ -417,15 +419,17 @@ def _call(key: str) -> Callable:
 
 def _scan(m: Machine, eqn: Any, xs: list) -> list:
     p = eqn.params
-    consts, carry = xs[: p["num_consts"]], xs[p["num_consts"] : p["num_consts"] + p["num_carry"]]
-    slices = xs[p["num_consts"] + p["num_carry"] :]
-    steps = range(p["length"])[:: -1 if p["reverse"] else 1]
+    if "num_consts" in p:
+        n, c = p["num_consts"], p["num_carry"]
+    else:  # jax 0.12
+        n, c = (len(list(part)) for part in list(p["ft_in"].unpack())[:2])
+    consts, carry, slices = xs[:n], xs[n : n + c], xs[n + c :]
     made: dict[int, list] = {}
-    for k in steps:
+    for k in range(p["length"])[:: -1 if p["reverse"] else 1]:
         outs = m.closed(p["jaxpr"], [*consts, *carry, *(s[k] for s in slices)])
-        carry, made[k] = outs[: p["num_carry"]], outs[p["num_carry"] :]
+        carry, made[k] = outs[:c], outs[c:]
     stacked = []
-    for k, v in enumerate(eqn.outvars[p["num_carry"] :]):
+    for k, v in enumerate(eqn.outvars[c:]):
         rows = [made[j][k] for j in range(p["length"])]
         empty = np.empty(v.aval.shape, v.aval.dtype)
         stacked.append(np.stack(rows) if rows else m.store(empty, v.aval))

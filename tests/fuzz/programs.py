@@ -142,9 +142,7 @@ def smaller(p: Program) -> Iterator[Program]:
             yield tidy(dataclasses.replace(p, outputs=(k,)))
         if len(p.outputs) > 2:
             for k in range(len(p.outputs)):
-                yield tidy(
-                    dataclasses.replace(p, outputs=p.outputs[:k] + p.outputs[k + 1 :])
-                )
+                yield tidy(dataclasses.replace(p, outputs=p.outputs[:k] + p.outputs[k + 1 :]))
     if p.form != "tuple":
         yield dataclasses.replace(p, form="tuple")
     steps = [k for k, n in enumerate(p.nodes) if isinstance(n, Step)]
