@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.ir import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.ir import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node, is_half
 from symjax_rewrite.rule import ASSOCIATIVITY, Context, axiom
@@ -30,7 +30,7 @@ def contraction_order(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     seen: set[Product] = set()
     for may_open in openers(ctx, cls):
         p = expand_node(ctx.g, cls, node, may_open)
-        if p in seen or not _worth(p, node):
+        if p in seen or not _worth(ctx, p, node):
             continue
         seen.add(p)
         ref = order_product(ctx, p, c.sizes, c.dtype, contraction_order.reason(cls))
@@ -53,10 +53,12 @@ def _is_pure_dot(ctx: Context, cls: int) -> bool:
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
-def _worth(p: Product, node: Node) -> bool:
+def _worth(ctx: Context, p: Product, node: Node) -> bool:
     if not p.bound:
         return False
     if len(p.factors) > 2 or p.factors != node.args:
+        return True
+    if any(n.op == DELTA for f in p.factors for n in ctx.g.classes[f.cls].nodes):
         return True
     first, *rest = p.factors
     shared = set(first.axes).intersection(*(f.axes for f in rest)) if rest else set()

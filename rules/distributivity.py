@@ -62,7 +62,7 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
         return True
     if all(_is_positive(k) for k in total.attr) and all(
         nonnegative(ctx.g, a.cls) for a in total.args
-    ):  # type: ignore[union-attr]
+    ):
         return True
     plain = 0
     for arg in total.args:
@@ -90,7 +90,7 @@ def _distributed(ctx: Context, cls: int, p: Product, k: int, total: Node) -> Ref
     c = ctx.g.classes[cls]
     why = distribute.reason(cls)
     terms, coefficients = [], []
-    for coefficient, arg in zip(total.attr, total.args, strict=True):  # type: ignore[call-overload]
+    for coefficient, arg in zip(total.attr, total.args, strict=True):
         over = tuple(p.factors[k].axes[i] for i in arg.axes)
         inner = expand(ctx.g, arg.cls, lambda d: True)
         term = splice(p, k, Ref(arg.cls, over), inner)
@@ -122,14 +122,14 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of sums used once are one sum; like terms of one sign are counted."""
     g, c = ctx.g, ctx.g.classes[cls]
     terms: dict[Ref, Any] = {}
-    for coefficient, arg in zip(node.attr, node.args, strict=True):  # type: ignore[call-overload]
+    for coefficient, arg in zip(node.attr, node.args, strict=True):
         arg = g.find(arg)
         if _is_zero(ctx, arg.cls) and len(node.args) > 1:
             continue
         inner = _inner_sum(ctx, arg, c.dtype)
         if inner is None:
             inner = Node(ADD, (1,), (Ref(arg.cls, tuple(range(len(arg.axes)))),), 0, ())
-        for k, a in zip(inner.attr, inner.args, strict=True):  # type: ignore[call-overload]
+        for k, a in zip(inner.attr, inner.args, strict=True):
             ref = Ref(a.cls, tuple(arg.axes[i] for i in a.axes))
             if ref in terms and not _same_sign(terms[ref], k * coefficient, c.dtype):
                 return
@@ -144,7 +144,7 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _is_zero(ctx: Context, cls: int) -> bool:
-    return any(n.op == CONST and n.attr[0] == 0 for n in ctx.g.classes[cls].nodes)  # type: ignore[index]
+    return any(n.op == CONST and n.attr[0] == 0 for n in ctx.g.classes[cls].nodes)
 
 
 def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
@@ -181,7 +181,7 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     if len(node.args) < 2:
         return
     terms = []
-    for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):  # type: ignore[call-overload]
+    for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):
         if ctx.g.classes[arg.cls].dtype != ctx.g.classes[cls].dtype:
             continue
         inner = expand(ctx.g, arg.cls, lambda d: True)
@@ -321,7 +321,7 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
     others = [k for k in range(len(node.args)) if k not in inside]
     if not others:
         return product
-    coefficients = (1, *(node.attr[k] for k in others))  # type: ignore[index]
+    coefficients = (1, *(node.attr[k] for k in others))
     return ctx.g.add(
         ADD, coefficients, (product, *(node.args[k] for k in others)), c.sizes, (), c.dtype, why
     )

@@ -46,7 +46,7 @@ def fold_scale(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         over = Ref(arg.cls, tuple(other.axes[i] for i in arg.axes))
         factors = (*scales, over)
         terms.append(g.add(CONTRACT, p.precision, factors, c.sizes, (), c.dtype, why))
-    coefficients = tuple(k * p.coefficient for k in total.attr)  # type: ignore[union-attr]
+    coefficients = tuple(k * p.coefficient for k in total.attr)
     yield g.add(ADD, coefficients, tuple(terms), c.sizes, (), c.dtype, why)
 
 
@@ -60,7 +60,7 @@ def fold_shift(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     why = fold_shift.reason(cls)
     shift = g.add(
         ADD,
-        tuple(node.attr[k] for k in frozen),  # type: ignore[index]
+        tuple(node.attr[k] for k in frozen),
         tuple(node.args[k] for k in frozen),
         c.sizes,
         (),
@@ -68,7 +68,7 @@ def fold_shift(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         why,
     )
     rest = [k for k in range(len(node.args)) if k not in frozen]
-    coefficients = (*(node.attr[k] for k in rest), 1)  # type: ignore[index]
+    coefficients = (*(node.attr[k] for k in rest), 1)
     args = (*(node.args[k] for k in rest), shift)
     yield g.add(ADD, coefficients, args, c.sizes, (), c.dtype, why)
 

@@ -75,7 +75,7 @@ def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> 
     """a[s][t] = a[s∘t]."""
     c = ctx.g.classes[cls]
     attrs, axes = [], []
-    for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):  # type: ignore[call-overload]
+    for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):
         if index < 0:
             attrs.append(attr)
             axes.append(-1)
@@ -96,12 +96,12 @@ def _compose_entry(first: object, then: object) -> object:
     start, stride = first  # type: ignore[misc]
     if isinstance(then, tuple):
         return (start + stride * then[0], stride * then[1])
-    return start + stride * then  # type: ignore[operator]
+    return start + stride * then
 
 
 def _one_piece(ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]) -> Iterator[Ref]:
     """A slice that lies within one piece of a concatenation reads that piece."""
-    target, piece_sizes = inner.attr  # type: ignore[misc]
+    target, piece_sizes = inner.attr
     c = ctx.g.classes[cls]
     attr, index = by_slot[target]
     if attr is None or not all(isinstance(s, int) for s in piece_sizes):
@@ -134,10 +134,10 @@ def block_products(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         return
     for k, arg in enumerate(node.args):
         for inner in list(ctx.g.classes[ctx.g.find(arg).cls].nodes):
-            if inner.op != CONCAT or not _all_ints(inner.attr[1]):  # type: ignore[index]
+            if inner.op != CONCAT or not _all_ints(inner.attr[1]):
                 continue
             p = expand_node(ctx.g, cls, node, lambda d: False)
-            index = ctx.g.find(node.args[k]).axes[inner.attr[0]]  # type: ignore[index]
+            index = ctx.g.find(node.args[k]).axes[inner.attr[0]]
             if sum(i == index for f in p.factors for i in f.axes if f == p.factors[k]) != 1:
                 continue
             pieces = _pieces(ctx, cls, p, k, inner, index)
@@ -155,7 +155,7 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
     source = ctx.g.find(p.factors[k])
     summed = index >= p.out
     refs, begin = [], 0
-    for piece, size in zip(inner.args, inner.attr[1], strict=True):  # type: ignore[index]
+    for piece, size in zip(inner.args, inner.attr[1], strict=True):
         sizes = list((*c.sizes, *p.bound))
         sizes[index] = size
         same: dict[int, Entry] = {i: (None, i) for i in range(len(sizes))}
@@ -176,7 +176,7 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
             return None
         refs.append(ref)
     if not summed:
-        attr = (index, inner.attr[1])  # type: ignore[index]
+        attr = (index, inner.attr[1])
         return ctx.g.add(CONCAT, attr, tuple(refs), c.sizes, (), c.dtype, why)
     terms = [r for r in refs if not _is_zero(ctx, r.cls)]
     if not terms:
@@ -195,7 +195,7 @@ def _part(
     made = sliced(ctx, f, part, sizes, why)
     for inner in list(ctx.g.classes[ctx.g.find(f).cls].nodes):
         if inner.op == CONCAT and f.axes.count(index) == 1:
-            if f.axes[inner.attr[0]] == index and _all_ints(inner.attr[1]):  # type: ignore[index]
+            if f.axes[inner.attr[0]] == index and _all_ints(inner.attr[1]):
                 by_slot = {s: part[i] for s, i in enumerate(f.axes)}
                 for ref in _restrict(ctx, inner, by_slot, size, sizes, why):
                     return ref
@@ -205,7 +205,7 @@ def _part(
 def _restrict(
     ctx: Context, inner: Node, by_slot: dict[int, Entry], size: int, sizes: tuple, why: Reason
 ) -> Iterator[Ref]:
-    target, piece_sizes = inner.attr  # type: ignore[misc]
+    target, piece_sizes = inner.attr
     attr = by_slot[target][0]
     start = attr[0] if isinstance(attr, tuple) else attr
     begin = 0
@@ -241,7 +241,7 @@ def _drop(ctx: Context, f: Ref, index: int, dtype: str, why: Reason) -> Ref:
 
 def _is_zero(ctx: Context, cls: int) -> bool:
     nodes = ctx.g.classes[cls].nodes
-    return any(n.op == CONST and n.attr[0] == 0 for n in nodes)  # type: ignore[index]
+    return any(n.op == CONST and n.attr[0] == 0 for n in nodes)
 
 
 def _zero(ctx: Context, dtype: str, why: Reason) -> Ref:

@@ -32,7 +32,7 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         return
     d = p.factors[0]
     total = sum_node(ctx, d.cls)
-    if total is None or len(total.args) != 2 or sum(total.attr) != 0:  # type: ignore[call-overload]
+    if total is None or len(total.args) != 2 or sum(total.attr) != 0:
         return
     u, v = (Ref(a.cls, tuple(d.axes[i] for i in a.axes)) for a in total.args)
     if len(set(u.axes)) != len(u.axes) or len(set(v.axes)) != len(v.axes):
@@ -41,7 +41,7 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     only_v = [i for i in v.axes if i not in u.axes]
     if not only_u or not only_v or any(i < p.out for i in (*only_u, *only_v)):
         return
-    scale = total.attr[0] ** 2 * p.coefficient  # type: ignore[index]
+    scale = total.attr[0] ** 2 * p.coefficient
     yield from _separated(ctx, cls, p, (u, only_u), (v, only_v), scale)
 
 

@@ -8,8 +8,9 @@ times infinity does not arise.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from symjax_rewrite.ir import CONTRACT, CUMSUM, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, CUMSUM, IOTA, MAP, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node, is_half
@@ -22,7 +23,7 @@ def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     for k, f in enumerate(p.factors):
-        test = indicator(ctx, f, "eq")
+        test = one_hot_of(ctx, f)
         if test is None:
             continue
         label, index = test
@@ -39,28 +40,90 @@ def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
                 yield found
 
 
-def indicator(ctx: Context, f: Ref, kind: str) -> tuple[Ref, int] | None:
-    """`(x, v)` of a factor `[x kind v]`, both over the product's indices; v is an index."""
+class Test(NamedTuple):
+    """A factor `[left kind right]`, both sides over the product's indices; negated or not."""
+
+    left: Ref
+    kind: str
+    right: Ref
+    negated: bool
+
+
+def tests(ctx: Context, f: Ref) -> Iterator[Test]:
+    """The comparisons a factor is the indicator of."""
     for outer in ctx.g.classes[f.cls].nodes:
-        if outer.op != MAP or outer.attr[0] not in ("convert_element_type", "select_n"):  # type: ignore[index]
+        negated = _is_negated(ctx, outer)
+        if negated is None:
             continue
-        test = outer.args[0]
-        for inner in ctx.g.classes[test.cls].nodes:
-            if inner.op != MAP or inner.attr[0] != kind:  # type: ignore[index]
-                continue
-            axes = [f.axes[test_axis] for test_axis in test.axes]
-            left, right = (Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in inner.args)
-            if not _is_index(ctx, right):
-                if kind != "eq" or not _is_index(ctx, left):
-                    continue
-                left, right = right, left
-            if dtype_kind(ctx.g.classes[left.cls].dtype) in "iu":
-                return left, right.axes[0]
+        for inner in ctx.g.classes[outer.args[0].cls].nodes:
+            if inner.op == MAP and inner.attr[0] in ("eq", "ge", "gt", "le", "lt"):
+                axes = [f.axes[i] for i in outer.args[0].axes]
+                left, right = (Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in inner.args)
+                yield Test(left, inner.attr[0], right, negated)
+
+
+def _is_negated(ctx: Context, outer: Node) -> bool | None:
+    """False for 1 where a condition holds and 0 elsewhere, True for the contrary, else None."""
+    if outer.op != MAP:
+        return None
+    if outer.attr[0] == "convert_element_type":
+        return None if ctx.g.classes[outer.args[0].cls].dtype != "bool" else False
+    if outer.attr[0] != "select_n" or len(outer.args) != 3:
+        return None
+    cases = [_number(ctx, a.cls) for a in outer.args[1:]]
+    return False if cases == [0, 1] else True if cases == [1, 0] else None
+
+
+def _number(ctx: Context, cls: int) -> Any:
+    return next((n.attr[0] for n in ctx.g.classes[cls].nodes if n.op == CONST), None)
+
+
+def _index(ctx: Context, ref: Ref) -> tuple[int, int] | None:
+    """`(index, offset)` of a value that is an index plus a constant."""
+    for n in ctx.g.classes[ref.cls].nodes:
+        if n.op == IOTA:
+            return ref.axes[0], 0
+        if n.op == ADD and n.attr == (1, 1) and len(n.args) == 2:
+            offset = next((_number(ctx, a.cls) for a in n.args if not a.axes), None)
+            base = next((a for a in n.args if a.axes), None)
+            if base is not None and isinstance(offset, int):
+                if any(m.op == IOTA for m in ctx.g.classes[base.cls].nodes):
+                    return ref.axes[base.axes[0]], offset
     return None
 
 
-def _is_index(ctx: Context, ref: Ref) -> bool:
-    return any(n.op == IOTA for n in ctx.g.classes[ref.cls].nodes)
+def one_hot_of(ctx: Context, f: Ref) -> tuple[Ref, int] | None:
+    """`(x, v)` of a factor `[x = v]`: an integer value and an index."""
+    for test in tests(ctx, f):
+        if test.kind != "eq" or test.negated:
+            continue
+        for label, other in ((test.left, test.right), (test.right, test.left)):
+            found = _index(ctx, other)
+            if found and not found[1] and dtype_kind(ctx.g.classes[label.cls].dtype) in "iu":
+                return label, found[0]
+    return None
+
+
+def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
+    """`(i, j)` of a factor `[i ≥ j]` in two indices, in whatever way it is written."""
+    for test in tests(ctx, f):
+        left, right = _index(ctx, test.left), _index(ctx, test.right)
+        if left is None or right is None or test.kind == "eq":
+            continue
+        (i, a), (j, b) = left, right
+        # i - j ≥ least, or i - j ≤ most; the negation of one is the other.
+        strict = test.kind in ("gt", "lt")
+        if test.kind in ("ge", "gt"):
+            least, most = b - a + strict, None
+        else:
+            least, most = None, b - a - strict
+        if test.negated:
+            least, most = (None, least - 1) if least is not None else (most + 1, None)  # type: ignore[operator]
+        if least == 0:
+            return i, j
+        if most == 0:
+            return j, i
+    return None
 
 
 def _gathered(
@@ -111,32 +174,31 @@ def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         return
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     for k, f in enumerate(p.factors):
-        for kind, reverse in (("ge", False), ("le", True)):
-            test = indicator(ctx, f, kind)
-            if test is None or not _is_index(ctx, test[0]):
-                continue
-            i, j = test[0].axes[0], test[1]
-            if i >= p.out > j:
-                i, j, reverse = j, i, not reverse
-            rest = [g for m, g in enumerate(p.factors) if m != k]
-            if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
-                continue
-            # The prefix runs over j, which takes the place of output i.
-            swapped = tuple(Ref(g.cls, tuple(i if a == j else a for a in g.axes)) for g in rest)
-            if c.sizes[i] != p.bound[j - p.out] or p.coefficient != 1:
-                continue
-            inner = _without(Product(1, swapped, p.out, p.bound, p.precision), j)
-            ref = order_product(ctx, inner, c.sizes, c.dtype, triangular_prefix.reason(cls))
-            if ref is None or i not in ref.axes:
-                continue
-            local = {a: n for n, a in enumerate(ref.axes)}
-            made = ctx.g.add(
-                CUMSUM,
-                (local[i], reverse),
-                (Ref(ref.cls, tuple(range(len(ref.axes)))),),
-                tuple(c.sizes[a] for a in ref.axes),
-                (),
-                c.dtype,
-                triangular_prefix.reason(cls),
-            )
-            yield Ref(made.cls, tuple(ref.axes[a] for a in made.axes))
+        test = triangle_of(ctx, f)
+        if test is None:
+            continue
+        (i, j), reverse = test, False
+        if i >= p.out > j:
+            i, j, reverse = j, i, True
+        rest = [g for m, g in enumerate(p.factors) if m != k]
+        if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
+            continue
+        # The prefix runs over j, which takes the place of output i.
+        swapped = tuple(Ref(g.cls, tuple(i if a == j else a for a in g.axes)) for g in rest)
+        if c.sizes[i] != p.bound[j - p.out] or p.coefficient != 1:
+            continue
+        inner = _without(Product(1, swapped, p.out, p.bound, p.precision), j)
+        ref = order_product(ctx, inner, c.sizes, c.dtype, triangular_prefix.reason(cls))
+        if ref is None or i not in ref.axes:
+            continue
+        local = {a: n for n, a in enumerate(ref.axes)}
+        made = ctx.g.add(
+            CUMSUM,
+            (local[i], reverse),
+            (Ref(ref.cls, tuple(range(len(ref.axes)))),),
+            tuple(c.sizes[a] for a in ref.axes),
+            (),
+            c.dtype,
+            triangular_prefix.reason(cls),
+        )
+        yield Ref(made.cls, tuple(ref.axes[a] for a in made.axes))

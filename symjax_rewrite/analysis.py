@@ -27,7 +27,7 @@ def nonnegative(g: EGraph, cls: int, path: tuple[int, ...] = ()) -> bool:
 
 def _nonnegative_node(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
     if n.op == CONST:
-        value = n.attr[0]  # type: ignore[index]
+        value = n.attr[0]
         return not isinstance(value, complex) and value >= 0
     if n.op == DELTA:
         return True
@@ -35,12 +35,12 @@ def _nonnegative_node(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
         return all(v % 2 == 0 or nonnegative(g, ref.cls, path) for ref, v in _powers(n.args))
     if n.op == ADD:
         coefficients = n.attr
-        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, path)  # type: ignore[union-attr]
+        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, path)
     if n.op in (REDUCE, SLICE, TAKE):
         return nonnegative(g, n.args[0].cls, path)
     if n.op != MAP:
         return False
-    name = n.attr[0]  # type: ignore[index]
+    name = n.attr[0]
     if name == "max":
         return any(nonnegative(g, a.cls, path) for a in n.args)
     if name == "select_n":
@@ -112,8 +112,8 @@ def log_linear(g: EGraph, cls: int) -> LogLinear:
         for a in node.args:
             out = out.times(log_linear(g, a.cls).over(a.axes))
         return out
-    if node.op == MAP and node.attr[0] in ("exp", "exp2", "div", *_POWERS):  # type: ignore[index]
-        name = node.attr[0]  # type: ignore[index]
+    if node.op == MAP and node.attr[0] in ("exp", "exp2", "div", *_POWERS):
+        name = node.attr[0]
         first = node.args[0]
         if name == "exp":
             return LogLinear((), tuple(sum_terms(g, first, 1.0)))
@@ -132,7 +132,7 @@ def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
     if node.op != ADD:
         return [(ref, scale)]
     out: dict[Ref, float] = {}
-    for c, a in zip(node.attr, node.args, strict=True):  # type: ignore[call-overload]
+    for c, a in zip(node.attr, node.args, strict=True):
         over = Ref(a.cls, tuple(ref.axes[i] for i in a.axes))
         for term, k in sum_terms(g, over, scale * c):
             out[term] = out.get(term, 0.0) + k

@@ -116,10 +116,10 @@ class CostModel:
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
         if node.op == CONV:
-            kernel = node.attr[4]  # type: ignore[index]
+            kernel = node.attr[4]
             features = self._count(
                 tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out)
-            )  # type: ignore[index]
+            )
             return 2 * self._count(g.classes[cls].sizes) * self._count(kernel) / max(features, 1)
         matrix = self._count(g.classes[node.args[0].cls].sizes)
         return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))
@@ -282,9 +282,9 @@ def _nothing(cls: int) -> bool:
 
 def _weight(node: Node) -> float:
     if node.op == MAP:
-        return 4.0 if node.attr[0] in _SLOW_MAPS else 1.0  # type: ignore[index]
+        return 4.0 if node.attr[0] in _SLOW_MAPS else 1.0
     if node.op in (ADD, CONTRACT):
-        scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0  # type: ignore[union-attr]
+        scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
     return 1.0 if node.op == REDUCE else 0.5
 

@@ -237,9 +237,9 @@ def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
 
 def _rename_attr(node: Node, order: list[int]) -> object:
     if node.op == CONCAT:
-        index, sizes = node.attr  # type: ignore[misc]
+        index, sizes = node.attr
         return (order[index], sizes)
     if node.op == CUMSUM:
-        index, reverse = node.attr  # type: ignore[misc]
+        index, reverse = node.attr
         return (order[index], reverse)
     return node.attr

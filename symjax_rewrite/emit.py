@@ -248,7 +248,7 @@ class Emitter:
         """The program class to read for a region class, if it is computed as written."""
         node = solution.choice[cls]
         if node.op == LEAF:
-            program_cls = solution.leaves[node.attr]  # type: ignore[index]
+            program_cls = solution.leaves[node.attr]
             return Ref(program_cls, tuple(range(node.out)))
         if solution.g.classes[cls].nodes.get(node) != ORIGINAL:
             return None

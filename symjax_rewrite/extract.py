@@ -78,6 +78,8 @@ def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, s
     ]
     if after.seconds >= before.seconds * 0.999:
         return False, "no equal form is predicted faster"
+    if after.seconds == 0:
+        return True, "nothing is left to compute"
     if not after.seconds:
         return True, "nothing is left to compute"
     if before.seconds < GAIN * after.seconds:

@@ -136,7 +136,7 @@ class _TileBuilder:
     def _build(self, ref: Ref) -> int:
         node, dtype = node_of(self.g, ref.cls), self.g.classes[ref.cls].dtype
         if node.op == CONST:
-            return self._step("const", node.attr[0], (), dtype)  # type: ignore[index]
+            return self._step("const", node.attr[0], (), dtype)
         if node.op == IOTA and ref.axes[0] in (self.row, self.column):
             return self._step("index", ref.axes[0] == self.row, (), dtype)
         if node.op == DELTA and set(ref.axes) == {self.row, self.column}:
@@ -177,7 +177,7 @@ class _TileBuilder:
 
     def _contraction(self, ref: Ref, node: Node, dtype: str) -> int | None:
         axes = [*ref.axes, *(("sum", len(self.contractions), k) for k in range(len(node.bound)))]
-        sides = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]  # type: ignore[misc]
+        sides = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
         if self.column in sides[0].axes:
             sides.reverse()
         left, right = sides
@@ -186,7 +186,7 @@ class _TileBuilder:
         over = {i: f"s{i[1]}_{i[2]}" for i in axes if isinstance(i, tuple)}
         if any(not set(over) <= set(s.axes) or len(set(s.axes)) != len(s.axes) for s in sides):
             return None
-        precision = None if node.attr is None else str(node.attr[0]).lower()  # type: ignore[index]
+        precision = None if node.attr is None else str(node.attr[0]).lower()
         if is_half(dtype) or dtype not in ("float32", "float64"):
             accumulate = "float32"
         else:
@@ -252,7 +252,7 @@ def build_fold(t: TermGraph, bundle: Any, kernels: str) -> FoldRoute | str:
     rows = [s for s in slots if s not in shared and s != bundle.slot]
     if not rows:
         return "no index belongs to the rows alone"
-    row = max(rows, key=lambda s: (g.classes[bundle.tile].sizes[s], -s))  # type: ignore[arg-type,return-value]
+    row = max(rows, key=lambda s: (g.classes[bundle.tile].sizes[s], -s))
     roles = {s: f"b{s}" for s in slots}
     roles[row], roles[bundle.slot] = "m", "n"
     builder = _TileBuilder(t, roles, row, bundle.slot)
@@ -272,7 +272,7 @@ def build_fold(t: TermGraph, bundle: Any, kernels: str) -> FoldRoute | str:
     key = ("route", tuple((k, repr(d), a, x) for k, d, a, x in builder.steps))
     try:
         spec = FoldSpec(
-            sizes=tuple(sizes.items()),  # type: ignore[arg-type]
+            sizes=tuple(sizes.items()),
             batch=lead[:-1],
             row="m",
             col="n",

@@ -82,16 +82,16 @@ def canonical(
     if len(args) == 2 and args[0].cls != args[1].cls:
         if args[0].cls > args[1].cls:
             args = (args[1], args[0])
-            attr = attr[::-1] if op == ADD else attr  # type: ignore[index]
+            attr = attr[::-1] if op == ADD else attr
         return _number(op, attr, args, out, bound)
     payload = attr if op == ADD else (0,) * len(args)
-    groups = _colour_order(args, payload, out, bound)  # type: ignore[arg-type]
+    groups = _colour_order(args, payload, out, bound)
     best: tuple[Node, Axes] | None = None
     for count, order in enumerate(product(*(permutations(g) for g in groups))):
         if count >= TIE_CAP:
             break
         flat = [k for group in order for k in group]
-        new_attr = tuple(attr[k] for k in flat) if op == ADD else attr  # type: ignore[index]
+        new_attr = tuple(attr[k] for k in flat) if op == ADD else attr
         found = _number(op, new_attr, tuple(args[k] for k in flat), out, bound)
         if best is None or found[0].args < best[0].args:
             best = found

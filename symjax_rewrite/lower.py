@@ -232,7 +232,7 @@ def _elements(data: Any) -> int:
 def _add(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     order = _common_order(operands, node.out)
     total: Any = None
-    pairs = list(zip(node.attr, operands, strict=True))  # type: ignore[call-overload]
+    pairs = list(zip(node.attr, operands, strict=True))
     pairs.sort(key=lambda p: not _is_positive(p[0]))
     for coefficient, (data, labels) in pairs:
         term = arrange(data, labels, order, sizes)
@@ -270,7 +270,7 @@ def literal(value: Any, dtype: str) -> Any:
 def _map(
     node: Node, operands: list[Operand], sizes: Sizes, dtype: str, primitives: Mapping[str, Any]
 ) -> Operand:
-    name, params = node.attr  # type: ignore[misc]
+    name, params = node.attr
     order = _common_order(operands, node.out)
     arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
     if name == "reciprocal":
@@ -291,7 +291,7 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
     # An axis that is dropped carries a label of its own, so that it can be told apart.
     data, labels = operands[0]
     spec: dict[int, Any] = {}
-    for slot, (attr, index) in enumerate(zip(node.attr, node.args[0].axes, strict=True)):  # type: ignore[call-overload]
+    for slot, (attr, index) in enumerate(zip(node.attr, node.args[0].axes, strict=True)):
         spec[dropped_label(slot) if index < 0 else index] = attr
     starts, limits, strides, gone = [], [], [], []
     for axis, i in enumerate(labels):
@@ -312,7 +312,7 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
 
 
 def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    target, piece_sizes = node.attr  # type: ignore[misc]
+    target, piece_sizes = node.attr
     order = tuple(range(node.out))
     arrays = []
     for (data, labels), size in zip(operands, piece_sizes, strict=True):
@@ -323,7 +323,7 @@ def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
 
 
 def _const(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    return jnp.asarray(np.asarray(node.attr[0]).astype(np.dtype(dtype))), ()  # type: ignore[index]
+    return jnp.asarray(np.asarray(node.attr[0]).astype(np.dtype(dtype))), ()
 
 
 def _delta(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
@@ -346,7 +346,7 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 
 def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    index, reverse = node.attr  # type: ignore[misc]
+    index, reverse = node.attr
     data, labels = operands[0]
     return lax.cumsum(data, axis=labels.index(index), reverse=reverse), labels
 
@@ -370,7 +370,7 @@ def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
 
 
 def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    params, left, right, left_shape, right_shape = node.attr  # type: ignore[misc]
+    params, left, right, left_shape, right_shape = node.attr
     (x, x_labels), (w, w_labels) = operands
     x = lax.reshape(arrange(x, x_labels, left, sizes), left_shape)
     w = lax.reshape(arrange(w, w_labels, right, sizes), right_shape)

@@ -160,7 +160,7 @@ def _match(
         yield from _match_product(ctx, p, pref, tref, groups, binding)
     elif pnode.op == CONST:
         tnode = node(ctx.g, tref.cls)
-        if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:  # type: ignore[index]
+        if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:
             yield groups, binding
     else:
         for tnode in list(ctx.g.classes[tref.cls].nodes):
@@ -291,8 +291,8 @@ def _match_node(
     for order in permutations(range(len(theirs))):
         states = [(groups, binding)]
         for k, a in zip(order, mine, strict=True):
-            coefficient = tnode.attr[k]  # type: ignore[index]
-            wanted = pnode.attr[mine.index(a)]  # type: ignore[index]
+            coefficient = tnode.attr[k]
+            wanted = pnode.attr[mine.index(a)]
             states = [
                 s2
                 for s in states
@@ -371,7 +371,7 @@ class _RightSide:
             sizes.update(zip(axes, g.classes[made.cls].sizes, strict=True))
             refs.append((made, axes))
             if pnode.op == ADD:
-                coefficients.append(pnode.attr[k])  # type: ignore[index]
+                coefficients.append(pnode.attr[k])
         if not refs or (pnode.op == ADD and coefficient != 1):
             return None
         outs = sorted(i for i in sizes if i[0] < pnode.out)

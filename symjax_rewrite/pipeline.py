@@ -19,7 +19,7 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, value
 from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
-from symjax_rewrite.ir import LEAF, Ref
+from symjax_rewrite.ir import Ref
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.record import RouteUse, RuleUse
@@ -257,12 +257,11 @@ class Optimiser:
         changed = set(s.changed)
         for number, ref in s.to.items():
             ref = s.g.find(ref)
-            is_leaf = s.choice[ref.cls].op == LEAF if ref.cls in s.choice else False
-            if ref.cls in changed or (is_leaf and numbered[number] not in region.leaves):
+            if ref.cls in changed and numbered[number] not in region.leaves:
                 result.plan.rewritten[numbered[number]] = (solution, ref)
         result.saved.append((s.before, s.after))
         result.regions.append(s.digest)
-        for name in dict.fromkeys(s.g.classes[c].nodes[s.choice[c]].rule for c in s.changed):
+        for name in dict.fromkeys(s.rule_of(c) for c in s.changed):
             self._count(result, name, where)
             result.rules[name].count += 1
 

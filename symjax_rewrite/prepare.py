@@ -13,6 +13,7 @@ from symjax_rewrite.compat import ClosedJaxpr
 from symjax_rewrite.config import Options
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.pipeline import Optimiser, Result
+from symjax_rewrite.summary import make_report
 
 CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
 
@@ -49,9 +50,12 @@ class Prepared:
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """The report for arguments of these shapes, the frozen part costing nothing."""
-        from symjax_rewrite.summary import make_report
-
-        return make_report(self._case(args, kwargs)[0].result, self._optimiser)
+        case, _ = self._case(args, kwargs)
+        known = len(jax.tree.leaves(self._frozen))
+        written = case.result.closed
+        emitted = compat.make_avals_jaxpr(case.result.emit(), written.in_avals)
+        sides = tuple(_remaining(side, known) for side in (written, emitted))
+        return make_report(case.result, self._optimiser, sides)
 
     def _case(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
         bound = self._bind(args, kwargs)
@@ -133,6 +137,15 @@ def prepare(
     texts = settings.get("static_argnames") or ()
     texts = (texts,) if isinstance(texts, str) else texts
     return Prepared(optimiser, fun, options, {*texts, *(names[n] for n in numbers)}, dict(values))
+
+
+def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
+    """What is left to run of a program once its frozen part is computed."""
+    once, run = split(closed, known)
+    avals = closed.in_avals
+    constants = jax.eval_shape(once, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]])
+    moving = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[known:]]
+    return compat.make_jaxpr(run, list(constants), moving)[0]
 
 
 def _spec(x: Any) -> Any:

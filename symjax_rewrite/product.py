@@ -77,7 +77,7 @@ def expand_node(
 ) -> Product:
     """The flattest product of one contraction or scaled term of a class."""
     dtype = g.classes[cls].dtype
-    coefficient: Any = node.attr[0] if node.op == ADD else 1  # type: ignore[index]
+    coefficient: Any = node.attr[0] if node.op == ADD else 1
     precision = node.attr if node.op == CONTRACT else None
     factors: list[Ref] = []
     bound = list(node.bound)

@@ -72,9 +72,17 @@ def node_of(g: EGraph, cls: int) -> Node:
 def is_test(g: EGraph, cls: int) -> bool:
     """Whether a class compares integers with an index: `x == i`, `i >= j`."""
     node = node_of(g, cls)
-    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):  # type: ignore[index]
+    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):
         return False
-    return any(node_of(g, a.cls).op == IOTA for a in node.args)
+    return any(is_index(g, a.cls) for a in node.args)
+
+
+def is_index(g: EGraph, cls: int) -> bool:
+    """Whether a class is an index, or an index and a constant."""
+    node = node_of(g, cls)
+    if node.op == ADD and len(node.args) == 2 and node.attr == (1, 1):
+        return {node_of(g, a.cls).op for a in node.args} == {IOTA, CONST}
+    return node.op == IOTA
 
 
 def is_indicator(g: EGraph, cls: int) -> bool:
@@ -82,12 +90,17 @@ def is_indicator(g: EGraph, cls: int) -> bool:
     node = node_of(g, cls)
     if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
         return False
-    if node.attr[0] == "convert_element_type":  # type: ignore[index]
+    if node.attr[0] == "convert_element_type":
         return True
     cases = [node_of(g, a.cls) for a in node.args[1:]]
-    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):  # type: ignore[index]
+    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):
         return False
-    return [c.attr[0] for c in cases] == [0, 1]  # type: ignore[index]
+    return [c.attr[0] for c in cases] in ([0, 1], [1, 0])
+
+
+def is_condition(g: EGraph, cls: int) -> bool:
+    """Whether a class is a part of an indicator: such parts are copied into every region."""
+    return is_indicator(g, cls) or is_test(g, cls) or is_index(g, cls)
 
 
 def needed(t: TermGraph) -> Needed:
@@ -257,7 +270,7 @@ def _number(
             if c in local:
                 continue
             node = node_of(g, c)
-            inner = c in inside or node.op in NULLARY or is_indicator(g, c) or is_test(g, c)
+            inner = c in inside or node.op in NULLARY or is_condition(g, c)
             if not inner:
                 local[c] = len(local)
                 region.tags[c] = tag(c)
@@ -297,6 +310,6 @@ def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
         )
         attr = node.attr
         if node.op == SLICE:  # what it says is said slot by slot
-            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])  # type: ignore[index]
+            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
         to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
     return g, to

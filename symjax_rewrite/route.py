@@ -163,7 +163,7 @@ def _exp_sink(g: EGraph, cls: int, node: Node, arg: Ref, weights: Ref | None) ->
 def _through_casts(g: EGraph, ref: Ref) -> Ref:
     """The value before casts between floating types: probabilities rounded for the product."""
     node = node_of(g, ref.cls)
-    while node.op == MAP and node.attr[0] == "convert_element_type":  # type: ignore[index]
+    while node.op == MAP and node.attr[0] == "convert_element_type":
         arg = node.args[0]
         ref = Ref(arg.cls, tuple(ref.axes[i] for i in arg.axes))
         node = node_of(g, ref.cls)

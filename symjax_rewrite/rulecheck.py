@@ -216,7 +216,7 @@ class _Values:
     def _try(self, cls: int) -> bool:
         for node in self.g.classes[cls].nodes:
             if node.op == LEAF:
-                self.value[cls] = self.emitter.array(self.forms.region.leaves[node.attr])  # type: ignore[index]
+                self.value[cls] = self.emitter.array(self.forms.region.leaves[node.attr])
                 zero = jnp.zeros(self.value[cls].data.shape, _wide())
                 self.error[cls] = Array(zero, self.value[cls].slots)
                 return True
@@ -262,8 +262,8 @@ class _Values:
                 [*made, _times(self._write(cls, bare, plain, str(_wide())), eps)], c.sizes
             )
         if node.op == ADD:
-            absolute = node._replace(attr=tuple(abs(k) for k in node.attr))  # type: ignore[union-attr]
-            once = len(node.args) < 3 and all(k == 1 for k in absolute.attr)  # type: ignore[union-attr]
+            absolute = node._replace(attr=tuple(abs(k) for k in node.attr))
+            once = len(node.args) < 3 and all(k == 1 for k in absolute.attr)
             own = Array(_size(value.data), value.slots)
             own = own if once else self._write(cls, absolute, plain, str(_wide()))
             return self._total(

@@ -12,7 +12,7 @@ from symjax_rewrite.config import Options, log
 from symjax_rewrite.cost import Cost, CostModel
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, Dim, Poly, to_sympy, value
-from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.egraph import ORIGINAL, EGraph
 from symjax_rewrite.extract import Extraction, changed_classes, extract, original_choice
 from symjax_rewrite.ir import CONST, DELTA, IOTA, LEAF, Node, Ref
 from symjax_rewrite.match import Pattern
@@ -40,6 +40,13 @@ class Solution:
     stop: str
     digest: str
     crossovers: list[str] = field(default_factory=list)
+
+    def rule_of(self, cls: int) -> str:
+        """The rule that made what a class is computed by."""
+        reason = self.g.classes[cls].nodes[self.choice[cls]]
+        if reason != ORIGINAL:
+            return reason.rule
+        return next((why.rule for keep, _, why in self.g.unions if keep == cls), reason.rule)
 
 
 class Frozen:
@@ -120,6 +127,8 @@ class Solver:
             best, crossovers = self._symbolic(g, roots, found, models[0])
         log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
         changed = changed_classes(g, best.choice, roots) if best.taken else []
+        given = {_root(g, to[c].cls) for c in region.leaves}
+        changed += [r for r in roots if best.taken and r in given]  # I·a = a: a result is an input
         gains = best.before.seconds > 1.02 * best.after.seconds
         declined = best.reason if not best.taken and (gains or crossovers) else ""
         return Solution(

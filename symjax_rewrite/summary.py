@@ -13,15 +13,22 @@ from symjax_rewrite.regions import needed, node_of
 from symjax_rewrite.report import Report, Side
 
 
-def make_report(result: Result, optimiser: Optimiser) -> Report:
-    """The report of one decision, with both programs priced."""
+def make_report(
+    result: Result, optimiser: Optimiser, sides: tuple[ClosedJaxpr, ...] = ()
+) -> Report:
+    """The report of one decision, with both programs priced.
+
+    `sides` are the programs to show, where they are not the traced and the emitted one.
+    """
     before, after = program_costs(result, optimiser)
-    emitted = result.closed
-    if result.taken:
-        emitted = compat.make_avals_jaxpr(result.emit(), result.closed.in_avals)
+    if not sides:
+        emitted = result.closed
+        if result.taken:
+            emitted = compat.make_avals_jaxpr(result.emit(), result.closed.in_avals)
+        sides = (result.closed, emitted)
     return Report(
-        before=_side(result.closed, before),
-        after=_side(emitted, after),
+        before=_side(sides[0], before),
+        after=_side(sides[1], after),
         rules=sorted(result.rules.values(), key=lambda r: r.name),
         routes=result.routes,
         stop=result.stop,

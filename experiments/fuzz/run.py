@@ -11,8 +11,10 @@ import collections
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 BLOCK = 250  # programs per process: a fresh one forgets what JAX keeps of old traces
+PATIENCE = 60  # seconds per program, after which it counts as a failure
+
+
+class TooSlowError(BaseException):
+    """A program took longer than `PATIENCE`."""
+
+
+def _stop(*_: Any) -> None:
+    raise TooSlowError
+
+
+def where(error: BaseException) -> str:
+    """The frames of the optimiser in which the clock ran out."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in frames[:-8:-1])
 
 
 def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
@@ -31,6 +48,7 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     first, last, deadline = job
+    signal.signal(signal.SIGALRM, _stop)
     counts: collections.Counter[str] = collections.Counter()
     failures: list[dict[str, Any]] = []
     for seed in range(first, last):
@@ -38,7 +56,11 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
             break
         program, mode = case(seed)
         try:
+            signal.alarm(PATIENCE)
             outcome = check(program, mode)
+            signal.alarm(0)
+        except TooSlowError as error:
+            outcome = Failure("too slow", where(error))
         except InvalidProgramError as error:
             counts["invalid: " + str(error).split("\n")[0][:60]] += 1
             continue
@@ -47,7 +69,9 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
             continue
         assert isinstance(outcome, Failure)
         counts[outcome.kind] += 1
-        text = script(*shrink(program, mode, outcome))
+        text = script(program, mode, outcome)
+        if outcome.kind != "too slow":
+            text = script(*shrink(program, mode, outcome))
         failures.append({"seed": seed, "kind": outcome.kind, "program": text})
         print(f"# seed {seed}\n{text}\n", flush=True)
     return {"counts": counts, "failures": failures}
