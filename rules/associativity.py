@@ -1,7 +1,7 @@
 """Associativity: products may be computed in any order.
 
-`Σ_j (Σ_k a_ik b_kj) c_jl = Σ_k a_ik (Σ_j b_kj c_jl)`. With `Σ_k a·b = a·Σ_k b (k ∉ a)`, which is the
-same statement about a factor that does not carry the summed index, this one law gives
+`Σ_j (Σ_k a_ik b_kj) c_jl = Σ_k a_ik (Σ_j b_kj c_jl)`. With `Σ_k a·b = a·Σ_k b (k ∉ a)`, which is
+the same statement about a factor that does not carry the summed index, this one law gives
 matrix-chain order, low-rank products kept thin, scale hoisting, deferred normalisation and the
 mixture-of-experts sandwich.
 """
@@ -60,6 +60,6 @@ def _worth(ctx: Context, p: Product, node: Node) -> bool:
         return True
     if any(n.op == DELTA for f in p.factors for n in ctx.g.classes[f.cls].nodes):
         return True
-    first, *rest = p.factors
-    shared = set(first.axes).intersection(*(f.axes for f in rest)) if rest else set()
+    reads = [set(f.axes) for f in p.factors]
+    shared = set[int].intersection(*reads) if len(reads) > 1 else set[int]()
     return any(i >= p.out and i not in shared for f in p.factors for i in f.axes)

@@ -340,7 +340,7 @@ def _remainder(
         taken = {row[n] for row in shared}
         left = [f for k, f in enumerate(t.factors) if k not in taken]
         own = [b for b in t.sizes if maps[n].get(b) not in place]
-        index = {i: i for i in range(len(c.sizes))}
+        index: dict[Any, int] = {i: i for i in range(len(c.sizes))}
         index.update({b: len(out_sizes) + k for k, b in enumerate(own)})
         index.update({b: place[maps[n][b]] for b in t.sizes if maps[n].get(b) in place})
         factors = tuple(Ref(f, tuple(index[i] for i in a)) for f, a in left)

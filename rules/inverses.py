@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from symjax_rewrite.egraph import Reason
 from symjax_rewrite.ir import CONTRACT, DELTA, INVERSE, SOLVE, Node, Ref
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node
@@ -31,7 +32,7 @@ def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         yield g.add(CONTRACT, None, (inverse, right), c.sizes, node.bound, c.dtype, why)
 
 
-def _inverse(ctx: Context, matrix: int, dtype: str, why) -> Ref:  # noqa: ANN001
+def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:
     """The inverse of a matrix class over the class's slots."""
     sizes = ctx.g.classes[matrix].sizes
     return ctx.g.add(INVERSE, (0, 1), (Ref(matrix, (0, 1)),), sizes, (), dtype, why)

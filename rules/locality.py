@@ -7,6 +7,7 @@ concatenated index is the sum of contractions over its pieces (block matrices).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
@@ -16,7 +17,7 @@ from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node
 from symjax_rewrite.rule import LOCALITY, Context, axiom
 
-Entry = tuple[object, int]  # what a slot is sliced by (None: not at all), the index it then reads
+Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
 
 
 @axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,), again=True)
@@ -24,7 +25,7 @@ def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
     attrs, (source,) = g.canonical_args(SLICE, node.attr, node.args)
-    by_slot = dict(enumerate(zip(attrs, source.axes, strict=True)))  # type: ignore[call-overload]
+    by_slot = dict(enumerate(zip(attrs, source.axes, strict=True)))
     for inner, reason in list(g.classes[source.cls].nodes.items()):
         if reason.rule == "contraction_order":
             continue
@@ -88,12 +89,12 @@ def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> 
     yield ctx.g.add(SLICE, tuple(attrs), (arg,), c.sizes, (), c.dtype, why)
 
 
-def _compose_entry(first: object, then: object) -> object:
+def _compose_entry(first: Any, then: Any) -> Any:
     if first is None:
         return then
     if then is None:
         return first
-    start, stride = first  # type: ignore[misc]
+    start, stride = first
     if isinstance(then, tuple):
         return (start + stride * then[0], stride * then[1])
     return start + stride * then
@@ -156,7 +157,7 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
     summed = index >= p.out
     refs, begin = [], 0
     for piece, size in zip(inner.args, inner.attr[1], strict=True):
-        sizes = list((*c.sizes, *p.bound))
+        sizes = [*c.sizes, *p.bound]
         sizes[index] = size
         same: dict[int, Entry] = {i: (None, i) for i in range(len(sizes))}
         part = {**same, index: ((begin, 1) if size > 1 else begin, index if size > 1 else -1)}
@@ -194,11 +195,12 @@ def _part(
         return f
     made = sliced(ctx, f, part, sizes, why)
     for inner in list(ctx.g.classes[ctx.g.find(f).cls].nodes):
-        if inner.op == CONCAT and f.axes.count(index) == 1:
-            if f.axes[inner.attr[0]] == index and _all_ints(inner.attr[1]):
-                by_slot = {s: part[i] for s, i in enumerate(f.axes)}
-                for ref in _restrict(ctx, inner, by_slot, size, sizes, why):
-                    return ref
+        if inner.op != CONCAT or f.axes.count(index) != 1:
+            continue
+        if f.axes[inner.attr[0]] == index and _all_ints(inner.attr[1]):
+            by_slot = {s: part[i] for s, i in enumerate(f.axes)}
+            for ref in _restrict(ctx, inner, by_slot, size, sizes, why):
+                return ref
     return made
 
 

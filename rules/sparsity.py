@@ -86,9 +86,10 @@ def _index(ctx: Context, ref: Ref) -> tuple[int, int] | None:
         if n.op == ADD and n.attr == (1, 1) and len(n.args) == 2:
             offset = next((_number(ctx, a.cls) for a in n.args if not a.axes), None)
             base = next((a for a in n.args if a.axes), None)
-            if base is not None and isinstance(offset, int):
-                if any(m.op == IOTA for m in ctx.g.classes[base.cls].nodes):
-                    return ref.axes[base.axes[0]], offset
+            if base is None or not isinstance(offset, int):
+                continue
+            if any(m.op == IOTA for m in ctx.g.classes[base.cls].nodes):
+                return ref.axes[base.axes[0]], offset
     return None
 
 

@@ -1,4 +1,4 @@
-"""A tensor-program optimiser for JAX: `@sym_optimize` rewrites what is traced into what is cheap."""
+"""A tensor-program optimiser for JAX: `@sym_optimize` makes what is traced cheap to run."""
 
 from importlib.metadata import PackageNotFoundError, version
 

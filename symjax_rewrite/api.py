@@ -107,6 +107,7 @@ def _options(given: dict[str, Any]) -> Options:
         values[name] = (value,) if isinstance(value, str) else tuple(value)
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
+    Router(values["kernels"], values["numerics"])  # refuses what is no backend
     return Options(**values)
 
 
@@ -171,8 +172,9 @@ def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in frozen:
         if name not in parameters and not takes_any:
+            function = getattr(fun, "__name__", "the function")
             raise FrozenError(
-                f"frozen name {name!r} is no argument of {getattr(fun, '__name__', 'the function')}",
+                f"frozen name {name!r} is no argument of {function}",
                 expected=f"one of {', '.join(parameters)}",
                 got=repr(name),
             )
@@ -183,7 +185,9 @@ class _Worker:
 
     def __init__(self, fun: Callable[..., Any], options: Options, sharded: bool) -> None:
         self.fun, self.options = fun, options
-        self.sharded = "jit with shardings: another form might need other collectives" if sharded else None
+        self.sharded = (
+            "jit with shardings: another form might need other collectives" if sharded else None
+        )
         self._optimiser: Optimiser | None = None
 
     def optimiser(self) -> Optimiser:

@@ -44,6 +44,12 @@ class TermGraph:
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
     dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
 
+    def view(self, value: Value) -> Ref:
+        """The reference of a value that has one: a numbered value that is lifted already."""
+        view = self.views[value] if isinstance(value, int) else None
+        assert view is not None
+        return view
+
 
 def build(program: Program) -> TermGraph:
     """Lift every equation of a flat program."""
@@ -145,8 +151,7 @@ def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
     if not all(isinstance(u, int) and t.ids[u] == t.ids[v] for v, u in pairs):
         return False
     for k, (v, u) in enumerate(pairs):
-        view = t.views[u]  # type: ignore[index]
-        assert view is not None
+        view = t.view(u)
         t.views[v] = view
         t.made_by[view.cls] = (number, k)
     return True

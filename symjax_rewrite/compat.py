@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source
 from jax._src.lax import lax as _lax
-from jax._src.pjit import UNSPECIFIED as _UNSPECIFIED
+from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
 from jax.extend import core as jex_core
 
 Var = jex_core.Var
@@ -25,10 +25,10 @@ Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
 Atom = Any  # Var | Literal
-Tracer = jax.core.Tracer
+Tracer = _core.Tracer
 
 
-def is_literal(atom: Atom) -> bool:
+def is_literal(atom: Atom) -> TypeGuard[Literal]:
     """Whether an atom of a jaxpr is a literal."""
     return isinstance(atom, Literal)
 
@@ -66,7 +66,7 @@ def source_line(eqn: JaxprEqn) -> str:
 
 
 def make_jaxpr(fun: Callable, *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The closed jaxpr of `fun` at `args` (arrays, tracers or ShapeDtypeStructs), its output tree."""
+    """The closed jaxpr of `fun` at `args` (arrays, tracers or specs), and its output tree."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     return closed, jax.tree.structure(shape)
 
@@ -75,11 +75,6 @@ def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     """Stage `fun(*flat)` out at exact avals (weak types kept)."""
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
     return jax.make_jaxpr(fun)(*specs)
-
-
-def replace_jaxpr(eqn: JaxprEqn, **params: Any) -> JaxprEqn:
-    """The equation with some params replaced."""
-    return eqn.replace(params={**eqn.params, **params})
 
 
 def jit_settings(fun: Any) -> dict[str, Any] | None:
@@ -254,7 +249,7 @@ def with_loop_constants(params: dict[str, Any], count: int) -> dict[str, Any]:
     for key in ("num_consts", "body_nconsts"):
         if key in params:
             return {**params, key: count}
-    from jax._src import flattree
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  (jax 0.12)
 
     _, carry, xs = params["ft_in"].unpack()
     return {**params, "ft_in": flattree.pack((flattree.nones(count), carry, xs))}

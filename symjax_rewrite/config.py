@@ -55,7 +55,7 @@ class Budget:
                     f"Budget({name}=...) must be a positive number",
                     expected="> 0",
                     got=repr(value),
-                    remedy="to turn rewriting off use symjax_rewrite.disabled() or SYMJAX_DISABLE=1",
+                    remedy="symjax_rewrite.disabled() or SYMJAX_DISABLE=1 turns rewriting off",
                 )
 
 

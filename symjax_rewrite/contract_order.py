@@ -1,4 +1,4 @@
-"""The cheapest order of a contraction, by dynamic programming over connected subsets (a pass).
+"""The cheapest order of a contraction, by dynamic programming over connected subsets (no imports).
 
 Follows Moerkotte & Neumann, "Analysis of Two Existing and One New Dynamic Programming Algorithm
 for the Generation of Optimal Bushy Join Trees without Cross Products" (VLDB 2006): a chain of n

@@ -15,14 +15,11 @@ from symjax_rewrite.dims import Dim, product
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import (
     ADD,
-    CONCAT,
     CONST,
     CONTRACT,
     CONV,
     CUMSUM,
-    DELTA,
     INVERSE,
-    IOTA,
     LEAF,
     MAP,
     NATIVE,
@@ -35,11 +32,10 @@ from symjax_rewrite.ir import (
 
 _ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
 _SLOW_MAPS = frozenset(
-    "exp exp2 log log1p expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma lgamma "
-    "div reciprocal atan2 erf_inv".split()
+    "exp exp2 log log1p expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
+    "lgamma div reciprocal atan2 erf_inv".split()
 )
 FREE = frozenset({LEAF, CONST, NATIVE})
-FUSED = frozenset({ADD, MAP, DELTA, IOTA, SLICE, CONCAT, TAKE})
 
 
 def itemsize(dtype: str) -> int:
@@ -61,9 +57,9 @@ class Cost:
     largest: bytes of the largest value in memory, inputs included.
     """
 
-    flops: Dim = 0
-    elementwise: Dim = 0
-    bytes: Dim = 0
+    flops: Dim | float = 0
+    elementwise: Dim | float = 0
+    bytes: Dim | float = 0
     launches: int = 0
     seconds: float = 0.0
     largest: float = 0.0

@@ -31,8 +31,8 @@ class Poly:
 
     __slots__ = ("_hash", "terms")
 
-    def __init__(self, terms: Mapping[Monomial, int]) -> None:
-        self.terms: tuple[tuple[Monomial, int], ...] = tuple(
+    def __init__(self, terms: Mapping[Monomial, float]) -> None:
+        self.terms: tuple[tuple[Monomial, float], ...] = tuple(
             sorted((m, c) for m, c in terms.items() if c != 0)
         )
         self._hash = hash(self.terms)
@@ -52,7 +52,7 @@ class Poly:
             return self.terms == _constant(other).terms
         return NotImplemented
 
-    def __add__(self, other: Dim) -> Poly:
+    def __add__(self, other: Dim | float) -> Poly:
         out = dict(self.terms)
         for m, c in _poly(other).terms:
             out[m] = out.get(m, 0) + c
@@ -63,14 +63,14 @@ class Poly:
     def __neg__(self) -> Poly:
         return self * -1
 
-    def __sub__(self, other: Dim) -> Poly:
+    def __sub__(self, other: Dim | float) -> Poly:
         return self + _poly(other) * -1
 
-    def __rsub__(self, other: Dim) -> Poly:
+    def __rsub__(self, other: Dim | float) -> Poly:
         return _poly(other) - self
 
-    def __mul__(self, other: Dim) -> Poly:
-        out: dict[Monomial, int] = {}
+    def __mul__(self, other: Dim | float) -> Poly:
+        out: dict[Monomial, float] = {}
         for m1, c1 in self.terms:
             for m2, c2 in _poly(other).terms:
                 m = _monomial_product(m1, m2)
@@ -125,10 +125,10 @@ Dim = int | Poly
 
 
 def _constant(value: float) -> Poly:
-    return Poly({(): value})  # type: ignore[dict-item]
+    return Poly({(): value})
 
 
-def _poly(value: Dim) -> Poly:
+def _poly(value: Dim | float) -> Poly:
     return value if isinstance(value, Poly) else _constant(value)
 
 
@@ -143,7 +143,8 @@ def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
 def simplify(dim: Dim) -> Dim:
     """An int where the polynomial is a constant."""
     if isinstance(dim, Poly) and all(m == () for m, _ in dim.terms):
-        return dim.terms[0][1] if dim.terms else 0
+        constant: Any = dim.terms[0][1] if dim.terms else 0
+        return constant
     return dim
 
 
@@ -207,14 +208,15 @@ class Assumptions:
         pairs = combinations(list(self._lower), 2)  # a < b and b < c give a < c
         self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
 
-    def nonnegative(self, p: Dim) -> bool:
+    def nonnegative(self, p: Dim | float) -> bool:
         """Whether p ≥ 0 is provable for all sizes allowed (False: not proved).
 
         Sizes with a constant upper bound in which p is linear are tried at both ends; for the
         rest every name becomes its lower bound plus something ≥ 0, and all coefficients of the
         result must be ≥ 0.
         """
-        p = simplify(p)
+        if isinstance(p, Poly):
+            p = simplify(p)
         if not isinstance(p, Poly):
             return p >= 0
         for name, upper in self._upper().items():
@@ -329,11 +331,11 @@ def _parse_sum(text: str) -> Poly:
     return total
 
 
-def to_sympy(dim: Dim) -> Any:
+def to_sympy(dim: Dim | float) -> Any:
     """The size as a SymPy expression with positive integer symbols."""
     import sympy
 
-    if isinstance(dim, int):
-        return sympy.Integer(dim)
+    if not isinstance(dim, Poly):
+        return sympy.sympify(dim)
     names = {n: sympy.Symbol(n, positive=True, integer=True) for n in dim.variables()}
     return sympy.sympify(dim.at(names))

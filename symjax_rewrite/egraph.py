@@ -8,7 +8,7 @@ the rule that made it. A class that turns out not to depend on an index loses th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import CONCAT, CONV, CUMSUM, LEAF, NATIVE, SLICE, Axes, Node, Ref, canonical
@@ -99,14 +99,14 @@ class EGraph:
         return Ref(cls, outs)
 
     def canonical_args(
-        self, op: str, attr: object, args: tuple[Ref, ...]
-    ) -> tuple[object, tuple[Ref, ...]]:
+        self, op: str, attr: Any, args: tuple[Ref, ...]
+    ) -> tuple[Any, tuple[Ref, ...]]:
         """Operands by canonical class; what a slice says about slots follows them."""
         if op != SLICE:
             return attr, tuple([self._canonical_ref(a) for a in args])
         (ref,) = args
         cls, slots = self.find(Ref(ref.cls, tuple(range(len(ref.axes)))))
-        kept = tuple([attr[s] for s in slots])  # type: ignore[index]
+        kept = tuple([attr[s] for s in slots])
         return kept, (Ref(cls, tuple([ref.axes[s] for s in slots])),)
 
     def _canonical_ref(self, ref: Ref) -> Ref:
@@ -160,7 +160,7 @@ class EGraph:
     def _merge(self, keep: int, gone: int, edge: Axes) -> None:
         """Class `gone` is class `keep`, whose slot t is slot edge[t] of `gone`."""
         self.parent[gone] = Ref(keep, edge)
-        old, new = self.classes[gone], self.classes[keep]
+        old = self.classes[gone]
         back = {slot: t for t, slot in enumerate(edge)}
         if len(back) == len(old.sizes):
             for node, reason in old.nodes.items():

@@ -111,7 +111,7 @@ class Emitter:
 
     def _needs(self, v: int) -> list[int]:
         """Values that must be there before v is made (its region's leaves, or its operands)."""
-        cls = self.t.views[v].cls  # type: ignore[union-attr]
+        cls = self.t.view(v).cls
         if cls in self.arrays:
             return []
         if cls in self.plan.routed or cls in self.plan.rewritten:
@@ -155,13 +155,13 @@ class Emitter:
         if cls in self.t.made_by:
             number, k = self.t.made_by[cls]
             v = self.t.program.equations[number].outvals[k]
-            read = self.t.views[v].axes  # type: ignore[union-attr]
+            read = self.t.view(v).axes
             if all(size != 0 or i in read for i, size in enumerate(self.t.sizes[v])):
                 return v  # nothing can be read from an array that was spread over no elements
         return None
 
     def _make(self, v: int) -> None:
-        cls = self.t.views[v].cls  # type: ignore[union-attr]
+        cls = self.t.view(v).cls
         special = cls in self.plan.rewritten or cls in self.plan.routed
         if special or self._home(v, cls) is not None:
             self.values[v] = self._from_array(v, self.array(cls))

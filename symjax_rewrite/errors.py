@@ -61,7 +61,7 @@ class RuleError(SymjaxError, ValueError):
 
 
 class UnsupportedError(SymjaxError):
-    """A program was kept as written and the caller asked for an error (`on_unsupported="error"`)."""
+    """A program was kept as written where the caller set `on_unsupported="error"`."""
 
 
 class FrozenError(SymjaxError, ValueError):

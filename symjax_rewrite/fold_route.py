@@ -187,10 +187,7 @@ class _TileBuilder:
         if any(not set(over) <= set(s.axes) or len(set(s.axes)) != len(s.axes) for s in sides):
             return None
         precision = None if node.attr is None else str(node.attr[0]).lower()
-        if is_half(dtype) or dtype not in ("float32", "float64"):
-            accumulate = "float32"
-        else:
-            accumulate = dtype
+        accumulate = dtype if dtype == "float64" else "float32"
         row, col = self.operand(left, over), self.operand(right, over)  # type: ignore[arg-type]
         names = tuple(over.values())
         self.contractions.append(Contraction(row, col, names, accumulate, precision))

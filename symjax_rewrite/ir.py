@@ -127,8 +127,8 @@ def _colour_order(
     return list(groups.values())
 
 
-def _payload_key(value: object) -> tuple[float, float]:
-    number = complex(value)  # type: ignore[arg-type]
+def _payload_key(value: Any) -> tuple[float, float]:
+    number = complex(value)
     return (number.real, number.imag)
 
 
@@ -157,13 +157,3 @@ def _number(
         to[i] = n + k
     new_args = tuple([Ref(cls, tuple([to[i] for i in axes])) for cls, axes in args])
     return Node(op, attr, new_args, n, tuple(sizes)), tuple(outs)
-
-
-def substitute(ref: Ref, axes_of: dict[int, int] | Axes) -> Ref:
-    """The reference with each index replaced."""
-    return Ref(ref.cls, tuple(axes_of[i] for i in ref.axes))
-
-
-def index_sizes(node: Node, sizes: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Size of every index of a node whose class has slots of `sizes`."""
-    return sizes + node.bound

@@ -178,7 +178,7 @@ def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
 def _common_order(operands: list[Operand], out: int) -> Labels:
     widest = max(operands, key=lambda o: len(o[1]))[1]
     rest = sorted({i for _, labels in operands for i in labels} - set(widest))
-    return tuple([*rest, *widest]) if rest else widest
+    return (*rest, *widest) if rest else widest
 
 
 def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
@@ -212,7 +212,7 @@ def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
 
 
 def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
-    """Elements that are read across the grain: left wants its last axis contracted, right its first.
+    """Elements read across the grain: left wants its last axis contracted, right its first.
 
     Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis costs
     up to 40 times, a right operand contracted on its last hardly anything.
@@ -297,14 +297,18 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
     for axis, i in enumerate(labels):
         attr, n = spec[i], data.shape[axis]
         if attr is None:
-            starts.append(0), limits.append(n), strides.append(1)
+            starts.append(0)
+            limits.append(n)
+            strides.append(1)
         elif isinstance(attr, tuple):
             start, stride = attr
             starts.append(start)
             limits.append(start + stride * (sizes[i] - 1) + 1)
             strides.append(stride)
         else:
-            starts.append(attr), limits.append(attr + 1), strides.append(1)
+            starts.append(attr)
+            limits.append(attr + 1)
+            strides.append(1)
             gone.append(axis)
     data = lax.slice(data, starts, limits, strides)
     kept = tuple(i for a, i in enumerate(labels) if a not in gone)

@@ -1,4 +1,4 @@
-"""Lemmas as patterns: match the left side modulo the index normal form, build the right (engine).
+"""Lemmas as patterns: match the left side modulo the index normal form, build the right (a pass).
 
 Both sides are traced like any program, so a lemma is written as ordinary JAX code and matches
 every spelling with the same index terms: transposed operands, einsum or matmul, more axes.
@@ -108,9 +108,10 @@ def compile_lemma(lemma: Lemma) -> Pattern:
             where=line_of(lemma),
             remedy="state it as an axiom: a pattern's numbers are the same at every size",
         )
-    left, right = (t.views[v] for v in t.program.outputs)  # type: ignore[index]
-    assert left is not None and right is not None
-    rank = len(t.sizes[t.program.outputs[0]])  # type: ignore[index]
+    left, right = (t.view(v) for v in t.program.outputs)
+    first = t.program.outputs[0]
+    assert isinstance(first, int)
+    rank = len(t.sizes[first])
     return Pattern(lemma, t, left, right, rank, shape(t.graph, left.cls))
 
 

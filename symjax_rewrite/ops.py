@@ -432,7 +432,7 @@ def _concatenate(s: Site) -> list[Ref] | None:
             if axis == d:
                 if len(src) > 1:
                     return None
-                to.update(dict.fromkeys(src, target))
+                to.update((q, target) for q in src)
                 size = s.sizes[k][src[0]] if src else int(s.shapes[k][d])
                 sizes.append(size)
             elif [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
@@ -493,8 +493,9 @@ def _linear_solve(s: Site) -> list[Ref] | None:
 _MAPS = """
 abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
 digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma log
-log1p logistic lt max min ne nextafter not or population_count pow real reduce_precision rem round
-rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh xor""".split()
+log1p logistic lt max min ne nextafter not or population_count pow real reduce_precision rem
+round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh
+xor""".split()
 
 ROWS: dict[str, Row] = {
     **{name: _elementwise(name) for name in _MAPS},

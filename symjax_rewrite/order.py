@@ -1,4 +1,4 @@
-"""A flattened product as a tree of binary contractions in the cheapest order (imports engine).
+"""A flattened product as a tree of binary contractions in the cheapest order (imports rule).
 
 Contraction order is not saturated: only the tree that dynamic programming finds becomes nodes.
 """

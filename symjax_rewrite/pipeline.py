@@ -21,12 +21,11 @@ from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir import Ref
 from symjax_rewrite.match import compile_lemma
-from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.record import RouteUse, RuleUse
+from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.rule import REDUNDANCY, RulePack
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.trace import flatten
-
 
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 

@@ -143,7 +143,9 @@ def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
     """What is left to run of a program once its frozen part is computed."""
     once, run = split(closed, known)
     avals = closed.in_avals
-    constants = jax.eval_shape(once, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]])
+    constants = jax.eval_shape(
+        once, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]]
+    )
     moving = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[known:]]
     return compat.make_jaxpr(run, list(constants), moving)[0]
 

@@ -104,14 +104,14 @@ _CLASH = object()
 _LEVEL = {"DEFAULT": 0, "HIGH": 1, "HIGHEST": 2}
 
 
-def merge_precision(a: object, b: object) -> object:
+def merge_precision(a: Any, b: Any) -> Any:
     """The stronger of two precisions; `_CLASH` where they do not compare (dot algorithms)."""
     if a == b or b is None:
         return a
     if a is None:
         return b
     try:
-        return max(a, b, key=lambda p: [_LEVEL[str(x)] for x in p])  # type: ignore[union-attr]
+        return max(a, b, key=lambda p: [_LEVEL[str(x)] for x in p])
     except (KeyError, TypeError):
         return _CLASH
 

@@ -56,7 +56,10 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
     env.update(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
 
     def read(atom: Any) -> Any:
-        return np.asarray(atom.val, atom.aval.dtype) if compat.is_literal(atom) else env[atom]
+        if not compat.is_literal(atom):
+            return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype)
 
     with np.errstate(all="ignore"):
         for eqn in closed.jaxpr.eqns:

@@ -109,16 +109,16 @@ def needed(t: TermGraph) -> Needed:
     outside: set[int] = set()
     for v in t.program.outputs:
         if isinstance(v, int):
-            outside.add(t.views[v].cls)  # type: ignore[union-attr]
+            outside.add(t.view(v).cls)
     stack = list(outside)
     for e in t.program.equations:
         if e.eqn.effects:
             for v in e.outvals:
-                stack.append(t.views[v].cls)  # type: ignore[union-attr]
+                stack.append(t.view(v).cls)
             for v in e.invals:
                 if isinstance(v, int):
-                    stack.append(t.views[v].cls)  # type: ignore[union-attr]
-                    outside.add(t.views[v].cls)  # type: ignore[union-attr]
+                    stack.append(t.view(v).cls)
+                    outside.add(t.view(v).cls)
     users: dict[int, list[int]] = {}
     seen = set(stack)
     while stack:
@@ -207,8 +207,9 @@ def _is_low_rank(g: EGraph, cls: int) -> bool:
         return False
     out = product(g.classes[cls].sizes)
     parts = [product(g.classes[a.cls].sizes) for a in node.args]
-    if isinstance(out, int) and all(isinstance(p, int) for p in parts):
-        return out > sum(parts)  # type: ignore[operator]
+    numbers = [p for p in parts if isinstance(p, int)]
+    if isinstance(out, int) and len(numbers) == len(parts):
+        return out > sum(numbers)
     return True
 
 

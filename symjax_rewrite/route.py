@@ -8,6 +8,7 @@ outside, as they are written. Sinks with the same tile are one bundle, and one f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -85,14 +86,13 @@ class Router:
 
     def _decide(self, t: TermGraph, need: Needed, bundle: Bundle) -> tuple[FoldRoute | None, str]:
         sizes = t.graph.classes[bundle.tile].sizes
-        columns, pairs = sizes[bundle.slot], 1
-        for s in sizes:
-            if not isinstance(s, int):
-                return None, "a size of the tile is a name"
-            pairs *= s
+        numbers = [s for s in sizes if isinstance(s, int)]
+        if len(numbers) < len(sizes):
+            return None, "a size of the tile is a name"
+        columns, pairs = numbers[bundle.slot], math.prod(numbers)
         if all(s.is_max for s in bundle.sinks):
             return None, "a maximum alone is already one pass"
-        small = columns < MIN_COLUMNS or pairs < MIN_PAIRS  # type: ignore[operator]
+        small = columns < MIN_COLUMNS or pairs < MIN_PAIRS
         if self.kernels == "auto" and compat.may_be_partitioned():
             return None, "several devices: XLA might gather a fold's operands"
         if small and self.kernels == "auto":

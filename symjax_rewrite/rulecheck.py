@@ -97,7 +97,7 @@ def all_forms(
     t = build(flatten(closed))
     need = needed(t)
     out = []
-    known = Frozen(t.graph, {t.views[t.program.inputs[k]].cls for k in frozen})  # type: ignore[union-attr]
+    known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
     for region in find_regions(t, need, lambda c: (known(c), storage(t, c)), bool(known.leaves)):
         g, to = region_graph(t, region)
         ctx = _context(t, need, region, g, to, numerics, known)
@@ -555,10 +555,8 @@ def _meet(t: TermGraph, axioms: tuple[Axiom, ...]) -> bool:
         to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
     ctx = _context(t, need, whole, g, to, "reassoc", Frozen(t.graph, set()))
     saturate(ctx, axioms, (), BUDGET)
-    views = [t.views[v] for v in t.program.outputs]  # type: ignore[index]
     ends = []
-    for view in views:
-        assert view is not None
+    for view in map(t.view, t.program.outputs):
         ref = to[view.cls]
         ends.append(g.find(ref._replace(axes=tuple(view.axes[i] for i in ref.axes))))
     return all(a == b for a, b in pairwise(ends))

@@ -156,7 +156,7 @@ class Solver:
             if not candidate.taken:
                 continue
             after = model.symbolic(g, candidate.choice, roots)
-            gain, traffic = _minus(before.flops, after.flops), _minus(before.bytes, after.bytes)
+            gain, traffic = before.flops - after.flops, before.bytes - after.bytes
             if self.assumptions.nonnegative(gain) and self.assumptions.nonnegative(traffic):
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (_with(before, seconds[0]), _with(after, seconds[1]))
@@ -171,10 +171,6 @@ class Solver:
 
 def _with(cost: Cost, seconds: float) -> Cost:
     return Cost(cost.flops, cost.elementwise, cost.bytes, cost.launches, seconds)
-
-
-def _minus(a: Dim, b: Dim) -> Dim:
-    return a - b
 
 
 def _at(sample: dict[str, int]) -> Callable[[Dim], int]:

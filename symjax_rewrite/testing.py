@@ -187,9 +187,9 @@ def _intermediates(closed: ClosedJaxpr, is_result: list[bool]) -> Iterator[tuple
             )
 
 
-def _explain(f: Callable[..., Any], args: tuple[Any, ...]) -> Report:
+def _explain(f: Any, args: tuple[Any, ...]) -> Report:
     if hasattr(f, "explain"):
-        return f.explain(*args)  # type: ignore[attr-defined]
+        return f.explain(*args)
     optimiser = Optimiser(Options(rules=packs.default), packs.default, CPU)
     return make_report(optimiser.run(jax.make_jaxpr(f)(*args)), optimiser)
 

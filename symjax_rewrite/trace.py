@@ -62,8 +62,9 @@ def flatten(closed: ClosedJaxpr) -> Program:
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
     for var in jaxpr.invars:
-        env[var] = program.new_value(var.aval)
-        program.inputs.append(env[var])  # type: ignore[arg-type]
+        number = program.new_value(var.aval)
+        env[var] = number
+        program.inputs.append(number)
     _bind_consts(program, env, jaxpr.constvars, closed.consts)
     program.outputs = _inline(program, jaxpr, env, None)
     return program

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from symjax_rewrite.compat import Tracer
 from symjax_rewrite.config import Numerics, Options
 from symjax_rewrite.errors import EquivalenceError
 
@@ -42,7 +43,7 @@ class Verified:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             return self._optimised(*args, **kwargs)
         key = (tree, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves))
         if key in self._seen and self._mode == "first":

@@ -85,18 +85,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-NOT_YET = {"unknown kernels": "kernels= is not looked at yet"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=NOT_YET[n]))
-        if n in NOT_YET
-        else n
-        for n in REFUSED
-    ],
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     refused, kind, says = REFUSED[name]
     with pytest.raises(kind) as error:

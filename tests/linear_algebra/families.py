@@ -359,7 +359,6 @@ FAMILIES = {
             "scaled eye": lambda d, a, e: (3 * jnp.eye(256)) @ a,
             "masked": lambda d, a, e: (d[:, None] * jnp.eye(256)) @ a,
         },
-        missing={"eye": "I·a is a: the root is a leaf"},
     ),
     "triangle of ones": Family(
         "ij",
@@ -374,7 +373,6 @@ FAMILIES = {
             "tri": lambda a: jnp.tri(256) @ a,
             "einsum": lambda a: jnp.einsum("ts,sd->td", jnp.tril(jnp.ones((256, 256))), a),
         },
-        missing={"triu": "select_n with the cases swapped is no indicator yet"},
     ),
     "common subexpression": Family(
         "ij,jk",
