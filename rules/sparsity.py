@@ -112,18 +112,15 @@ def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
         if left is None or right is None or test.kind == "eq":
             continue
         (i, a), (j, b) = left, right
-        # i - j ≥ least, or i - j ≤ most; the negation of one is the other.
+        # i - j ≥ bound, or i - j ≤ bound; the negation of one is the other.
         strict = test.kind in ("gt", "lt")
-        if test.kind in ("ge", "gt"):
-            least, most = b - a + strict, None
-        else:
-            least, most = None, b - a - strict
+        from_below = test.kind in ("ge", "gt")
+        bound = b - a + strict if from_below else b - a - strict
         if test.negated:
-            least, most = (None, least - 1) if least is not None else (most + 1, None)  # type: ignore[operator]
-        if least == 0:
-            return i, j
-        if most == 0:
-            return j, i
+            bound = bound - 1 if from_below else bound + 1
+            from_below = not from_below
+        if bound == 0:
+            return (i, j) if from_below else (j, i)
     return None
 
 

@@ -258,6 +258,8 @@ def unsupported(closed: compat.ClosedJaxpr) -> str | None:
         return "effects that no custom derivative rule may have"
     if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
         return "sharded inputs: another form might need other collectives"
+    if compat.has_primitive(closed, "custom_vjp_call"):
+        return "custom_vjp rules: they have no forward mode to differentiate the original by"
     if compat.has_primitive(closed, "sharding_constraint"):
         return "sharding constraints: another form might need other collectives"
     return None

@@ -124,7 +124,7 @@ class _TileBuilder:
         self.specs: list[Operand] = []
         self.contractions: list[Contraction] = []
         self.reads: list[int] = []
-        self.features: dict[str, int] = {}
+        self.features: dict[str, Any] = {}
 
     def build(self, ref: Ref) -> int:
         """The number of the step that computes a reference over the tile's slots."""
@@ -160,12 +160,12 @@ class _TileBuilder:
         self.reads.append(self.operand(ref))
         return len(self.reads) - 1
 
-    def operand(self, ref: Ref, features: dict[int, str] | None = None) -> int:
+    def operand(self, ref: Ref, features: dict[Any, str] | None = None) -> int:
         """The number of an operand: a class with its axes named."""
         names = {**self.roles, **(features or {})}
         axes = tuple(names[i] for i in ref.axes)
         for slot, name in enumerate(axes):
-            self.features.setdefault(name, self.g.classes[ref.cls].sizes[slot])  # type: ignore[arg-type]
+            self.features.setdefault(name, self.g.classes[ref.cls].sizes[slot])
         entry = (ref.cls, tuple(range(len(ref.axes))))
         spec = Operand(axes, self.g.classes[ref.cls].dtype)
         for k, (known, shape) in enumerate(zip(self.operands, self.specs, strict=True)):
@@ -188,7 +188,7 @@ class _TileBuilder:
             return None
         precision = None if node.attr is None else str(node.attr[0]).lower()
         accumulate = dtype if dtype == "float64" else "float32"
-        row, col = self.operand(left, over), self.operand(right, over)  # type: ignore[arg-type]
+        row, col = self.operand(left, over), self.operand(right, over)
         names = tuple(over.values())
         self.contractions.append(Contraction(row, col, names, accumulate, precision))
         return len(self.contractions) - 1
@@ -322,9 +322,9 @@ def _term(builder: _TileBuilder, sink: Any, roles: dict[int, str]) -> tuple[Term
     slot = {index: s for s, index in enumerate(sink.tile.axes)}
     features = {i: f"f{i}" for i in sink.weights.axes if i not in slot}
     over = {i: slot[i] for i in sink.weights.axes if i in slot}
-    axes = tuple(over.get(i, ("f", i)) for i in sink.weights.axes)
+    axes: Any = tuple(over.get(i, ("f", i)) for i in sink.weights.axes)
     named = {("f", i): name for i, name in features.items()}
-    number = builder.operand(Ref(sink.weights.cls, axes), named)  # type: ignore[arg-type]
+    number = builder.operand(Ref(sink.weights.cls, axes), named)
     dtype = builder.g.classes[sink.weights.cls].dtype
     rounding = dtype if is_half(dtype) else None
     return Term(number, round_to=rounding), tuple(features.values())

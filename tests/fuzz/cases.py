@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import TRANSFORMS, Mode
-from tests.fuzz.grammar import RandomChooser, program
+from tests.fuzz.grammar import program
 from tests.fuzz.programs import Program
 
 # `value` leaves the program as it is: what grad and vmap make of it are programs too.

@@ -17,6 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 from jax.extend import core as jex_core
 
 from symjax_rewrite import extract, solve, sym_optimize
@@ -25,7 +26,7 @@ from symjax_rewrite.egraph import ORIGINAL
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 from tests.fuzz.programs import Program
 
-check_jaxpr = getattr(jex_core, "check_jaxpr", None) or jax.core.check_jaxpr
+check_jaxpr: Any = getattr(jex_core, "check_jaxpr", None) or jax_core.check_jaxpr
 SLACK = 16.0  # times the error of the original
 NOISY_RUNS = 3
 HUGE = 1e18
@@ -304,7 +305,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     if not np.array_equal(odd, ~np.isfinite(a)):
         return float("inf")
     finite = np.abs(np.where(odd, 0, a) - np.where(odd, 0, b))
-    if np.any(odd & (np.isinf(b.real) & (a.real != b.real))):
+    if np.any(odd & (np.isinf(np.real(b)) & (np.real(a) != np.real(b)))):
         return float("inf")
     return float(finite.max()) if finite.size else 0.0
 

@@ -63,7 +63,8 @@ class Machine:
 
         def read(atom: Any) -> np.ndarray:
             if isinstance(atom, Literal):
-                return self.store(np.asarray(atom.val).astype(atom.aval.dtype), atom.aval)
+                aval: Any = atom.aval
+                return self.store(np.asarray(atom.val).astype(aval.dtype), aval)
             return env[atom]
 
         for eqn in jaxpr.eqns:
@@ -216,7 +217,7 @@ def _remainder(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _convert(p: dict, x: np.ndarray) -> np.ndarray:
     dtype = np.dtype(p["new_dtype"])
     if x.dtype.kind == "c" and dtype.kind != "c" and dtype != np.bool_:
-        x = x.real
+        x = np.real(x)
     if dtype.kind in "iu" and x.dtype.kind not in "iub":
         info = np.iinfo(dtype)
         x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0)
@@ -224,16 +225,19 @@ def _convert(p: dict, x: np.ndarray) -> np.ndarray:
     return x if str(dtype) in FLOATS or dtype.kind == "c" else x.astype(dtype)
 
 
-def _select_n(p: dict, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    which = np.broadcast_to(which.astype(np.int64), cases[0].shape)
-    return np.choose(which, cases) if len(cases) > 2 else np.where(which == 1, cases[-1], cases[0])
+def _select_n(p: dict, which: np.ndarray, first: np.ndarray, *more: np.ndarray) -> np.ndarray:
+    which = np.broadcast_to(which.astype(np.int64), first.shape)
+    if len(more) == 1:
+        return np.where(which == 1, more[0], first)
+    return np.choose(which, (first, *more))
 
 
 def _sort(p: dict, *xs: np.ndarray) -> list[np.ndarray]:
     axis, keys = p["dimension"], xs[: p["num_keys"]]
-    order = np.lexsort(keys[::-1], axis=axis) if len(keys) > 1 else np.argsort(
-        keys[0], axis=axis, kind="stable"
-    )  # fmt: skip
+    if len(keys) > 1:
+        order = np.lexsort(keys[::-1], axis=axis)
+    else:
+        order = np.argsort(xs[0], axis=axis, kind="stable")
     return [np.take_along_axis(x, order, axis) for x in xs]
 
 
@@ -250,7 +254,7 @@ def _arg(f: Any) -> Callable:
 
 
 def _offsets(d: Any, mode: str, shape: tuple, indices: np.ndarray, sizes: tuple) -> Any:
-    """For every index vector: its position among batches, the slice's start, whether it is inside."""
+    """For every index vector: its position among batches, the slice's start, whether inside."""
     batches = indices.shape[:-1]
     for at in np.ndindex(*batches):
         start = [0] * len(shape)
@@ -359,7 +363,8 @@ ROWS: dict[str, Callable] = {
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)), "cbrt": _plain(np.cbrt),
     "logistic": _plain(lambda x: 1 / (1 + np.exp(-x))), "erf": _plain(_erf),
     "square": _plain(lambda x: x * x), "integer_pow": _integer_pow,
-    "one_minus_square": _plain(lambda x: 1 - x * x), "is_finite": _plain(np.isfinite), "not": _plain(np.invert), "and": _plain(np.bitwise_and),
+    "one_minus_square": _plain(lambda x: 1 - x * x), "is_finite": _plain(np.isfinite),
+    "not": _plain(np.invert), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "atan2": _plain(np.arctan2),
     "eq": _plain(np.equal), "ne": _plain(np.not_equal), "lt": _plain(np.less),
     "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal),
@@ -402,8 +407,9 @@ ROWS: dict[str, Callable] = {
 SUMS = frozenset({"dot_general", "reduce_sum", "cumsum", "scatter-add", "scatter_add"})
 EXACT = frozenset(
     """neg max min abs sign floor ceil round is_finite not and or xor eq ne lt le gt ge conj real
-    imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack concatenate
-    slice dynamic_slice split pad dynamic_update_slice gather scatter scatter-max scatter_max
+    imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack
+    concatenate slice dynamic_slice split pad dynamic_update_slice gather scatter scatter-max
+    scatter_max
     scatter-min scatter_min sort top_k reduce_max reduce_min reduce_and reduce_or argmax argmin
     cummax cummin stop_gradient copy copy_p optimization_barrier name""".split()
 )

@@ -23,7 +23,7 @@ class Input:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One line. text: a template over `{0}`, `{1}`, ... (operands) and `{body0}`, ... (functions)."""
+    """One line. text: a template over `{0}`, `{1}`, ... (operands), `{body0}`, ... (functions)."""
 
     text: str
     args: tuple[int, ...]
@@ -81,7 +81,7 @@ class Program:
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for the inputs."""
         rng = np.random.default_rng(seed)
-        return [draw(rng, self.nodes[k]) for k in self.inputs]  # type: ignore[arg-type]
+        return [draw(rng, n) for n in self.nodes if isinstance(n, Input)]
 
 
 def _result(form: str, names: list[str]) -> str:

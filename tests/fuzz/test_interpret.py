@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fuzz.check import Failure, InvalidProgramError, compare
 from tests.fuzz.cases import case
+from tests.fuzz.check import Failure, InvalidProgramError, compare
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 
 

@@ -6,7 +6,7 @@ Half are drawn by Hypothesis, which also makes failures small; half are programs
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -49,7 +49,7 @@ modes = st.builds(
 )
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(cast(Any, HealthCheck)))
 @given(program=programs(), mode=modes)
 def test_drawn_program_means_the_same(program: Program, mode: Mode):
     try:

@@ -1,0 +1,280 @@
+"""Functions × transformations: an optimised function is transformed like the original."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from symjax_rewrite import sym_optimize
+
+N, R = 32, 2
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+X, W = normal(4, N), normal(N, N, seed=1) / 4
+A, B2 = normal(N, R, seed=2), normal(R, N, seed=3) / 4
+
+
+def lora(x):
+    return x @ (W + A @ B2)
+
+
+def chain(x):
+    return ((W @ W) @ (W @ W)) @ x.T
+
+
+def attention(x):
+    return jax.nn.softmax(x @ x.T / 6) @ x
+
+
+def rms_linear(x):
+    return (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)) @ W
+
+
+def looped(x):
+    return lax.scan(lambda c, _: (jnp.tanh(c @ (W + A @ B2)), c.sum()), x, None, length=3)
+
+
+def safe_where(x):
+    y = x @ (W + A @ B2)
+    return jnp.where(y > 0, jnp.sqrt(jnp.where(y > 0, y, 1.0)), 0.0)
+
+
+def straight_through(x):
+    y = x @ (W + A @ B2)
+    return y + lax.stop_gradient(jnp.round(y) - y)
+
+
+def kink(x):
+    return jnp.maximum((x * 0) @ (W + A @ B2), 0)
+
+
+@jax.custom_jvp
+def doubled(x):
+    return x @ (W + A @ B2)
+
+
+doubled.defjvp(lambda p, t: (doubled(p[0]), 2 * t[0] @ W))
+
+
+@jax.custom_vjp
+def halved(x):
+    return x @ (W + A @ B2)
+
+
+halved.defvjp(lambda x: (halved(x), None), lambda _, g: (0.5 * g @ W.T,))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value", "none"], meta_fields=["name"]
+)
+@dataclasses.dataclass
+class Tagged:
+    value: Any
+    none: Any
+    name: str
+
+
+def trees(x):
+    return Pair(Tagged(lora(x), None, "kept"), {"trace": jnp.trace(x @ x.T), "n": 3})
+
+
+FUNCTIONS = {
+    f.__name__: f
+    for f in (lora, chain, attention, rms_linear, looped, safe_where, straight_through, kink, trees)
+} | {"custom_jvp": doubled, "custom_vjp": halved}
+GRADIENTS = ["lora", "chain", "attention", "rms_linear", "safe_where", "straight_through", "kink",
+             "custom_jvp", "custom_vjp"]  # fmt: skip
+
+
+def total(f):
+    return lambda x: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(x)))
+
+
+VALUES = {
+    "jit": jax.jit,
+    "twice": lambda f: sym_optimize(jax.jit(f)),
+    "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
+    "vmap out_axes": lambda f: (
+        lambda x: jax.vmap(lambda y: jax.tree.leaves(f(y))[0], 2, 1)(jnp.stack([x, 2 * x], 2))
+    ),
+    "nested vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None, None]),
+    "scan": lambda f: lambda x: lax.scan(lambda c, y: (c, f(y)), 0, jnp.stack([x, x]))[1],
+    "map": lambda f: lambda x: lax.map(f, x[None]),
+    "cond": lambda f: lambda x: lax.cond(x[0, 0] > 9, lambda y: f(2 * y), f, x),
+    "switch": lambda f: lambda x: lax.switch(1, [lambda y: f(-y), f], x),
+    "while": lambda f: lambda x: lax.fori_loop(0, 2, lambda i, c: c + total(f)(x + i), 0.0),
+    "checkpoint": jax.checkpoint,
+    "eval_shape": lambda f: (
+        lambda x: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, x))
+    ),
+    "disable_jit": lambda f: lambda x: _within(jax.disable_jit(), f, x),
+    "leaks": lambda f: lambda x: _within(jax.checking_leaks(), f, x),
+    "debug_nans": lambda f: lambda x: _within(jax.debug_nans(True), f, x),
+    "lowered": lambda f: lambda x: jax.jit(f).lower(x).compile()(x),
+    "exported": lambda f: (
+        lambda x: export.export(jax.jit(lambda y: jax.tree.leaves(f(y))))(x).call(x)
+    ),
+}
+
+
+def _within(context, f, x):
+    with context:
+        return f(x)
+
+
+FIRST = {
+    "grad": lambda f: jax.grad(total(f)),
+    "value_and_grad": lambda f: jax.value_and_grad(total(f)),
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](f(x)),
+    "jacrev": lambda f: jax.jacrev(f),
+    "jit grad": lambda f: jax.jit(jax.grad(total(f))),
+    "grad checkpoint": lambda f: jax.grad(total(jax.checkpoint(f))),
+    "grad vmap": lambda f: jax.grad(lambda x: total(jax.vmap(f))(x[None])),
+    "vmap grad": lambda f: lambda x: jax.vmap(jax.grad(total(f)))(x[None]),
+}
+FORWARD = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.ones_like(x),)),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+    "jacfwd": lambda f: jax.jacfwd(f),
+    "hessian": lambda f: lambda x: jax.hessian(total(f))(x[:1]),
+    "grad of grad": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(total(f))(x) ** 2)),
+}
+
+
+def check(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = jnp.asarray(a), jnp.asarray(b)
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+        np.testing.assert_allclose(a, b, 2e-4, 2e-4)
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    """Take every rewrite that the model says is no worse, and let launches cost nothing."""
+    from symjax_rewrite import api, device, extract, pipeline
+
+    free = dataclasses.replace(device.CPU, launch_s=0.0)
+    monkeypatch.setattr(api, "device_profile", lambda *_: free)
+
+    monkeypatch.setattr(extract, "DOMINATING_GAIN", 1.0)
+    monkeypatch.setattr(extract, "GAIN", 1.0)
+    monkeypatch.setattr(pipeline, "MIN_SHARE", 0.0)
+
+
+@pytest.mark.parametrize("transform", VALUES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values(name, transform):
+    f = FUNCTIONS[name]
+    if transform == "vmap out_axes" and name == "trees":
+        pytest.skip("the trace has no axis to put second")
+    ours = VALUES[transform](sym_optimize(f, kernels="always"))(X)
+    check(ours, VALUES[transform](f)(X))
+    if transform in ("jit", "vmap", "nested vmap", "scan", "cond", "checkpoint"):
+        check(sym_optimize(VALUES[transform](f), kernels="always")(X), VALUES[transform](f)(X))
+
+
+@pytest.mark.parametrize("transform", [*FIRST, *FORWARD])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_derivatives_are_the_originals(name, transform):
+    f = FUNCTIONS[name]
+    make = {**FIRST, **FORWARD}[transform]
+    if name == "custom_vjp" and transform in FORWARD:
+        pytest.skip("a custom_vjp function has no forward mode")
+    check(make(sym_optimize(f))(X), make(f)(X))
+    if transform in ("grad", "value_and_grad", "jit grad", "hessian"):
+        check(sym_optimize(make(f))(X), make(f)(X))
+
+
+def test_the_functions_are_rewritten():
+    """Else the tables above would compare a program with itself."""
+    for name in ("lora", "chain", "looped", "safe_where", "custom_jvp", "trees"):
+        assert sym_optimize(FUNCTIONS[name]).explain(X).rules, name
+
+
+def test_symbolic_export():
+    (b,) = export.symbolic_shape("b")
+    spec = jax.ShapeDtypeStruct((b, N), jnp.float32)
+    exported = export.export(sym_optimize(lora, assume="b <= 8"))(spec)
+    check(exported.call(normal(7, N)), lora(normal(7, N)))
+
+
+def test_x64():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((4, N)))
+        check(sym_optimize(lora)(x), lora(x))
+
+
+def test_effects_and_order(capfd):
+    def f(x):
+        jax.debug.print("first {}", x[0, 0].astype(int) * 0)
+        y = x @ (W + A @ B2)
+        jax.debug.print("second {}", y[0, 0].astype(int) * 0)
+        return y
+
+    check(sym_optimize(f)(X), f(X))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split() == ["first", "0", "second", "0"] * 2
+
+
+def test_callbacks():
+    def f(x):
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return y @ (W + A @ B2)
+
+    check(sym_optimize(f)(X), f(X))
+
+
+def test_random_streams():
+    f = lambda key, x: jax.random.normal(key, x.shape) @ (W + A @ B2)  # noqa: E731
+    check(sym_optimize(f)(jax.random.key(0), X), f(jax.random.key(0), X))
+
+
+def test_donation_is_lifted():
+    f = sym_optimize(jax.jit(lambda x: x @ (W + A @ B2), donate_argnums=0))
+    assert "tf.aliasing_output" in f.lower(normal(N, N)).as_text()
+
+
+@pytest.fixture
+def mesh():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
+    return Mesh(np.array(jax.devices()[:8]), ("d",))
+
+
+def test_shardings(mesh):
+    rows = NamedSharding(mesh, PartitionSpec("d"))
+    x = jax.device_put(normal(8, N), rows)
+    f = sym_optimize(jax.jit(lora, in_shardings=rows, out_shardings=rows))
+    assert f(x).sharding == rows
+    check(f(x), lora(x))
+    g = lambda x: lax.with_sharding_constraint(lora(x), rows)  # noqa: E731
+    assert sym_optimize(g)(x).sharding.is_equivalent_to(rows, 2)
+
+
+def test_shard_map_and_collectives(mesh):
+    def local(f):
+        return lambda x: lax.psum(f(x), "d")
+
+    def mapped(f):
+        spec = PartitionSpec("d")
+        return jax.shard_map(local(f), mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+
+    x = normal(8, N)
+    check(mapped(sym_optimize(lora))(x), mapped(lora)(x))
+    check(sym_optimize(mapped(lora))(x), mapped(lora)(x))
