@@ -10,7 +10,7 @@ from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
 from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand, expand_node, is_half, is_ring
+from symjax_rewrite.product import Product, expand_node, flattest, is_half, is_ring
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 
 MAX_SHARED = 4  # common factors of which every subset is tried
@@ -66,7 +66,7 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
         return True
     plain = 0
     for arg in total.args:
-        p = expand(ctx.g, arg.cls, lambda d: True)
+        p = flattest(ctx.g, arg.cls)
         plain += not p.bound
         if p.bound and len(set(arg.axes)) < len(c.sizes):
             return False
@@ -80,7 +80,7 @@ def _is_useful(ctx: Context, p: Product, f: Ref, total: Node) -> bool:
         read = {f.axes[i] for i in arg.axes}
         if any(i >= p.out and i not in read for i in f.axes):
             return True
-        factors = expand(ctx.g, arg.cls, lambda d: True).factors
+        factors = flattest(ctx.g, arg.cls).factors
         if len(factors) > 1 and dense > sum(ctx.elements(x.cls) for x in factors):
             return True
     return False
@@ -92,7 +92,7 @@ def _distributed(ctx: Context, cls: int, p: Product, k: int, total: Node) -> Ref
     terms, coefficients = [], []
     for coefficient, arg in zip(total.attr, total.args, strict=True):
         over = tuple(p.factors[k].axes[i] for i in arg.axes)
-        inner = expand(ctx.g, arg.cls, lambda d: True)
+        inner = flattest(ctx.g, arg.cls)
         term = splice(p, k, Ref(arg.cls, over), inner)
         ref = order_product(ctx, term._replace(coefficient=1), c.sizes, c.dtype, why)
         if ref is None:
@@ -184,7 +184,7 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):
         if ctx.g.classes[arg.cls].dtype != ctx.g.classes[cls].dtype:
             continue
-        inner = expand(ctx.g, arg.cls, lambda d: True)
+        inner = flattest(ctx.g, arg.cls)
         if inner.bound:
             terms.append(Term(k, coefficient * inner.coefficient, arg, inner))
     if len(terms) < 2:

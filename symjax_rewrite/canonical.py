@@ -83,10 +83,15 @@ def build(program: Program) -> TermGraph:
 
 
 def _positions(groups: tuple[tuple[int, ...], ...]) -> ops.Groups:
+    return _numbered(tuple([len(g) for g in groups]))
+
+
+@functools.cache
+def _numbered(lengths: tuple[int, ...]) -> ops.Groups:
     out, n = [], 0
-    for g in groups:
-        out.append(tuple(range(n, n + len(g))))
-        n += len(g)
+    for length in lengths:
+        out.append(tuple(range(n, n + length)))
+        n += length
     return tuple(out)
 
 

@@ -53,6 +53,8 @@ class EGraph:
         self.uses: list[list[tuple[int, Node]]] = []
         self.unions: list[tuple[int, int, Reason]] = []
         self.count = 0
+        self.flat: dict[int, Any] = {}  # `product.flattest` keeps its results here,
+        self.flat_at = 0  # as long as there are this many unions
         self._dirty: list[int] = []
 
     def find(self, ref: Ref) -> Ref:

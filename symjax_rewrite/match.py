@@ -21,7 +21,7 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph, Reason
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
-from symjax_rewrite.product import Product, expand, scaled
+from symjax_rewrite.product import Product, flattest, scaled
 from symjax_rewrite.rule import Context, Lemma, line_of
 from symjax_rewrite.trace import flatten
 
@@ -51,7 +51,7 @@ def shape(g: EGraph, cls: int) -> tuple:
         return (ADD, len(first.args))
     if first.op not in (CONTRACT, ADD):
         return (first.op,)
-    factors = [f for f in expand(g, cls, lambda d: True).factors if f.axes]
+    factors = [f for f in flattest(g, cls).factors if f.axes]
     sums = [len(node(g, f.cls).args) for f in factors if node(g, f.cls).op == ADD]
     return (CONTRACT, len(factors), tuple(sorted(sums)))
 
@@ -226,8 +226,8 @@ def _partitions(letters: list[int], axes: list[int]) -> Iterator[Groups]:
 def _match_product(
     ctx: Context, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
-    mine = _over(ctx, expand(p.terms.graph, pref.cls, lambda d: True), pref)
-    theirs = _over(ctx, expand(ctx.g, tref.cls, lambda d: True), tref)
+    mine = _over(ctx, flattest(p.terms.graph, pref.cls), pref)
+    theirs = _over(ctx, flattest(ctx.g, tref.cls), tref)
     scalars = [f for f in mine[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
     factors = [f for f in mine[1] if f not in scalars]
     if len(factors) != len(theirs[1]) or len(mine[2]) > len(theirs[2]) or len(scalars) > 1:
@@ -317,9 +317,9 @@ def _match_scaled(
         yield from _match(ctx, p, a, b, groups, binding)
     pnode = node(p.terms.graph, a.cls)
     if wanted == 1 and pnode.op == CONTRACT:
-        inner = _over(ctx, expand(p.terms.graph, a.cls, lambda d: True), a)
+        inner = _over(ctx, flattest(p.terms.graph, a.cls), a)
         scalars = [f for f in inner[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
-        theirs = _over(ctx, expand(ctx.g, b.cls, lambda d: True), b)
+        theirs = _over(ctx, flattest(ctx.g, b.cls), b)
         value = theirs[0] * got
         if len(scalars) == 1 and binding.get(scalars[0].cls, value) == value and got != 1:
             rest = [f for f in inner[1] if f != scalars[0]]

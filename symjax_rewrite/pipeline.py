@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from symjax_rewrite.rule import REDUNDANCY, RulePack
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.trace import flatten
 
+FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
 
@@ -171,7 +173,11 @@ class Optimiser:
         solver = self._solver(t, result)
         found: list[tuple[Region, Solution]] = []
         tag = lambda c: (c in known, storage(t, c))  # noqa: E731
-        for region in find_regions(t, need, tag, bool(frozen)):
+        regions = find_regions(t, need, tag, bool(frozen))
+        small = set() if allowed is not None else self._small(result, t, need, regions)
+        for region in regions:
+            if region.key in small:
+                continue
             if time.perf_counter() - start > budget.seconds:
                 return Result(closed, t, stop=f"the clock of {budget.seconds} s ran out")
             solution = self.solved.get(region.key)
@@ -217,6 +223,25 @@ class Optimiser:
         for region, s in found:
             small = bool(s.changed) and gains[s.digest] < least and not result.known
             self._apply(result, t, region, s, small)
+
+    def _small(
+        self, result: Result, t: TermGraph, need: Needed, regions: list[Region]
+    ) -> set[tuple]:
+        """Keys of regions that make up too little of the program to be worth a search."""
+        places = Counter(r.key for r in regions)
+        if len(places) < FEW_REGIONS or result.known:
+            return set()
+        total = self._program_seconds(result, t, need)
+        model = CostModel(self.device, lambda d: value(d, result.sample))
+        out: set[tuple] = set()
+        for region in {r.key: r for r in regions}.values():
+            choice = {c: node_of(t.graph, c) for c in region.local}
+            leaves = set(region.leaves)
+            cost = model.evaluate(t.graph, choice, tuple(region.roots), leaves.__contains__)
+            if places[region.key] * cost.seconds < MIN_SHARE * total:
+                out.add(region.key)
+                result.declined("search", "less than 1 % of the program's time", _where(t, region))
+        return out
 
     def _program_seconds(self, result: Result, t: TermGraph, need: Needed) -> float:
         sample, known = result.sample, result.known

@@ -54,6 +54,21 @@ def expand(
     return expand_node(g, cls, node, may_open, path)
 
 
+def flattest(g: EGraph, cls: int) -> Product:
+    """The class as a product with every factor opened; kept until the next union."""
+    if g.flat_at != len(g.unions):
+        g.flat.clear()
+        g.flat_at = len(g.unions)
+    found = g.flat.get(cls)
+    if found is None:
+        found = g.flat[cls] = expand(g, cls, _always)
+    return found
+
+
+def _always(cls: int) -> bool:
+    return True
+
+
 def product_node(g: EGraph, cls: int) -> Node | None:
     """The node of a class that reads as a product: a contraction, or a scaled single term."""
     best: Node | None = None
