@@ -166,28 +166,28 @@ def _site(t: TermGraph, e: Equation) -> ops.Site | None:
     s = ops.Site()
     s.g, s.params = t.graph, e.eqn.params
     s.refs, s.ids, s.sizes, s.groups, s.shapes = [], [], [], [], []
+    avals = t.program.avals
     for v in e.invals:
         if isinstance(v, int):
             view = t.views[v]
             if view is None:
                 return None
-            s.refs.append(view)
-            s.ids.append(t.ids[v])
-            s.sizes.append(t.sizes[v])
-            s.groups.append(t.positions[v])
-            s.shapes.append(getattr(t.program.avals[v], "shape", ()))
+            row = (view, t.ids[v], t.sizes[v], t.positions[v], getattr(avals[v], "shape", ()))
         elif ops.is_number(v.val):
-            s.refs.append(_literal(t, v))
-            s.ids.append(())
-            s.sizes.append(())
-            s.groups.append(())
-            s.shapes.append(())
+            row = (_literal(t, v), (), (), (), ())
         else:
             return None
-    s.out_ids = [t.ids[v] for v in e.outvals]
-    s.out_sizes = [t.sizes[v] for v in e.outvals]
-    s.out_groups = [t.positions[v] for v in e.outvals]
-    s.dtype = [dtype_of(t.program.avals[v]) for v in e.outvals]
+        ref, ids, sizes, groups, shape = row
+        s.refs.append(ref)
+        s.ids.append(ids)
+        s.sizes.append(sizes)
+        s.groups.append(groups)
+        s.shapes.append(shape)
+    outvals = e.outvals
+    s.out_ids = [t.ids[v] for v in outvals]
+    s.out_sizes = [t.sizes[v] for v in outvals]
+    s.out_groups = [t.positions[v] for v in outvals]
+    s.dtype = [dtype_of(avals[v]) for v in outvals]
     return s
 
 

@@ -137,9 +137,28 @@ def _pattern(axes: Axes) -> Axes:
     return tuple(seen.setdefault(i, len(seen)) for i in axes)
 
 
+def _is_numbered(args: tuple[Ref, ...], out: int, bound: int) -> bool:
+    """Whether outputs and bound indices already stand in the order of their first use."""
+    next_out, next_bound = 0, out
+    for _, axes in args:
+        for i in axes:
+            if i < out:
+                if i == next_out:
+                    next_out += 1
+                elif i > next_out:
+                    return False
+            elif i == next_bound:
+                next_bound += 1
+            elif i > next_bound:
+                return False
+    return next_out == out and next_bound == out + bound
+
+
 def _number(
     op: str, attr: Any, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
 ) -> tuple[Node, Axes]:
+    if _is_numbered(args, out, len(bound)):
+        return Node(op, attr, args, out, bound), tuple(range(out))
     outs: dict[int, int] = {}
     bounds: dict[int, int] = {}
     for _, axes in args:
