@@ -31,7 +31,7 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         total = sum_node(ctx, f.cls)
         if total is None or g.classes[f.cls].dtype != c.dtype:
             continue
-        if not _is_useful(ctx, p, f, total):
+        if not _is_useful(ctx, cls, p, f, total):
             continue
         if sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype):
             ctx.refuse("distribute", "squares of sums cancel", cls)
@@ -73,15 +73,19 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     return plain <= 1
 
 
-def _is_useful(ctx: Context, p: Product, f: Ref, total: Node) -> bool:
-    """Some term is smaller than the sum: a low-rank product, or constant along a summed index."""
+def _is_useful(ctx: Context, cls: int, p: Product, f: Ref, total: Node) -> bool:
+    """Some term need not be made: a low-rank product, or any product where the result is smaller.
+
+    Or it is constant along a summed index.
+    """
     dense = ctx.elements(f.cls)
+    thin = ctx.elements(cls) < dense
     for arg in total.args:
         read = {f.axes[i] for i in arg.axes}
         if any(i >= p.out and i not in read for i in f.axes):
             return True
         factors = flattest(ctx.g, arg.cls).factors
-        if len(factors) > 1 and dense > sum(ctx.elements(x.cls) for x in factors):
+        if len(factors) > 1 and (thin or dense > sum(ctx.elements(x.cls) for x in factors)):
             return True
     return False
 
