@@ -230,18 +230,28 @@ def _match_product(
     theirs = _over(ctx, flattest(ctx.g, tref.cls), tref)
     scalars = [f for f in mine[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
     factors = [f for f in mine[1] if f not in scalars]
-    if len(factors) != len(theirs[1]) or len(mine[2]) > len(theirs[2]) or len(scalars) > 1:
+    loose = sum(not f.axes for f in theirs[1]) if scalars else 0
+    if loose > 1 or (loose and theirs[0] != 1):
+        return
+    if len(factors) != len(theirs[1]) - loose or len(mine[2]) > len(theirs[2]) or len(scalars) > 1:
         return
     if scalars:
-        if binding.get(scalars[0].cls, theirs[0]) != theirs[0]:
+        value = _scalar_of(theirs)
+        if binding.get(scalars[0].cls, value) != value:
             return
-        binding = {**binding, scalars[0].cls: theirs[0]}
+        binding = {**binding, scalars[0].cls: value}
+        theirs = (1, [f for f in theirs[1] if f.axes], theirs[2])
     elif mine[0] != theirs[0]:
         return
     for groups2, binding2 in _assign(ctx, p, factors, list(theirs[1]), groups, binding):
         summed = {i for q in mine[2] for i in groups2.get(q, ())}
         if summed == set(theirs[2]):
             yield groups2, binding2
+
+
+def _scalar_of(theirs: tuple[Any, list[Ref], list[int]]) -> Any:
+    """What a lemma's scalar argument stands for: a scalar factor, or the coefficient."""
+    return next((Bound(f.cls, ()) for f in theirs[1] if not f.axes), theirs[0])
 
 
 def _over(ctx: Context, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
