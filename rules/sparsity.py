@@ -28,8 +28,8 @@ def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             continue
         label, index = test
         rest = [g for j, g in enumerate(p.factors) if j != k]
-        if index < p.out or not rest or index in label.axes:
-            continue
+        if index < p.out or index in label.axes or not any(index in g.axes for g in rest):
+            continue  # alone, Σᵥ [x = v] is 1 only where x is in range
         ref = _gathered(ctx, cls, p, rest, label, index)
         if ref is not None:
             product = Product(1, tuple(ref), p.out, p.bound, p.precision)
@@ -134,7 +134,7 @@ def _gathered(
         if index not in f.axes:
             out.append(f)
             continue
-        if f.axes.count(index) != 1 or set(f.axes) & set(label.axes) or _is_half_int(ctx, f):
+        if f.axes.count(index) != 1 or set(f.axes) & set(label.axes):
             return None
         kept = [i for i in dict.fromkeys((*f.axes, *label.axes)) if i != index]
         local = {i: n for n, i in enumerate([*kept, index])}
@@ -152,10 +152,6 @@ def _gathered(
         )
         out.append(Ref(made.cls, tuple(kept[i] for i in made.axes)))
     return out
-
-
-def _is_half_int(ctx: Context, f: Ref) -> bool:
-    return dtype_kind(ctx.g.classes[f.cls].dtype) not in "fciu"
 
 
 def _without(p: Product, index: int) -> Product:

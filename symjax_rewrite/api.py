@@ -221,12 +221,28 @@ class _Worker:
 
             values = [leaves[k] for k in dynamic]
             closed, out_tree = compat.make_jaxpr(flat, *values)
-            result = self.decide(closed)
-            if not result.taken:
-                return jax.tree.unflatten(out_tree, compat.eval_jaxpr(closed, *values))
-            return jax.tree.unflatten(out_tree, call(result, values))
+            return jax.tree.unflatten(out_tree, self.stage(closed, values))
 
         return traced
+
+    def stage(self, closed: compat.ClosedJaxpr, values: list[Any]) -> list[Any]:
+        """Stage out what was decided; the original where that fails."""
+        result = self.decide(closed)
+        if result.taken:
+            try:
+                return call(result, values)
+            except SymjaxError:
+                raise
+            except Exception as error:
+                self._keep_or_raise(error)
+        return compat.eval_jaxpr(closed, *values)
+
+    def _keep_or_raise(self, error: Exception) -> str:
+        """Log an error of ours and say why the original is kept, unless errors were asked for."""
+        if self.options.on_unsupported == "error":
+            raise UnsupportedError("the program could not be optimised") from error
+        config.logger.warning("kept as written: %s", error, exc_info=True)
+        return f"internal error: {type(error).__name__}: {error}"
 
     def decide(self, closed: compat.ClosedJaxpr) -> Result:
         """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
@@ -238,10 +254,7 @@ class _Worker:
             except SymjaxError:
                 raise
             except Exception as error:
-                if self.options.on_unsupported == "error":
-                    raise UnsupportedError("the program could not be optimised") from error
-                config.logger.warning("kept as written: %s", error, exc_info=True)
-                reason = f"internal error: {type(error).__name__}: {error}"
+                reason = self._keep_or_raise(error)
         elif self.options.on_unsupported == "error":
             raise UnsupportedError(reason)
         return Result(closed, stop=reason, time_s=time.perf_counter() - start)

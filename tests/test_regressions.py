@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import errors, sym_optimize
 from tests.fuzz.check import Failure, Mode, check_function
 
 CHOICES = [("model", 0), ("always", 0), *(("random", k) for k in range(6)), ("wide", 0)]
@@ -139,3 +139,28 @@ def test_nothing_is_kept_because_of_an_error(dtype):
     """The names above fail loudly, not by falling back to what was written."""
     x = jnp.ones((8, 4), dtype)
     sym_optimize(lambda x: x @ (x.T @ x + (x.T @ x).T), on_unsupported="error")(x)
+
+
+def test_a_sum_of_a_one_hot_is_zero_out_of_range():
+    labels = jnp.array([-1, 0, 3, 9])
+    y = jnp.arange(1.0, 5.0)
+
+    def f(labels, y):
+        return jnp.einsum("bv,b->b", jax.nn.one_hot(labels, 4), y)
+
+    np.testing.assert_array_equal(sym_optimize(f, device="h200")(labels, y), f(labels, y))
+    np.testing.assert_array_equal(f(labels, y), [0, 2, 3, 0])
+
+
+def test_an_error_while_emitting_keeps_the_original(monkeypatch):
+    from symjax_rewrite import lower
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    f = lambda a, b, x: (a @ b) @ x  # noqa: E731
+    args = (jnp.ones((256, 256)), jnp.ones((256, 256)), jnp.ones(256))
+    monkeypatch.setitem(lower._LOWER, "contract", broken)
+    np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-6)
+    with pytest.raises(errors.UnsupportedError):
+        sym_optimize(f, on_unsupported="error")(*args)
