@@ -38,7 +38,7 @@ def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:
     return ctx.g.add(INVERSE, (0, 1), (Ref(matrix, (0, 1)),), sizes, (), dtype, why)
 
 
-@axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True)
+@axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True, needs=(INVERSE,))
 def solve_instead(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A product with an inverse is a solve: a third of the work, and backward stable."""
     g = ctx.g

@@ -128,6 +128,7 @@ def _one_piece(ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]) -
     property=LOCALITY,
     on=(CONTRACT,),
     again=True,
+    needs=(CONCAT,),
 )
 def block_products(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""

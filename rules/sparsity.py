@@ -17,7 +17,12 @@ from symjax_rewrite.product import Product, expand_node, is_half
 from symjax_rewrite.rule import SPARSITY, Context, axiom
 
 
-@axiom("Σᵥ [x = v]·W(v) = W(x) if 0 ≤ x < n else 0", property=SPARSITY, on=(CONTRACT,))
+@axiom(
+    "Σᵥ [x = v]·W(v) = W(x) if 0 ≤ x < n else 0",
+    property=SPARSITY,
+    on=(CONTRACT,),
+    needs=(IOTA,),
+)
 def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
     c = ctx.g.classes[cls]
@@ -160,7 +165,7 @@ def _without(p: Product, index: int) -> Product:
     return p._replace(factors=factors, bound=bound)
 
 
-@axiom("Σⱼ [i ≥ j]·f(j) = prefix sum of f at i", property=SPARSITY, on=(CONTRACT,))
+@axiom("Σⱼ [i ≥ j]·f(j) = prefix sum of f at i", property=SPARSITY, on=(CONTRACT,), needs=(IOTA,))
 def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
     c = ctx.g.classes[cls]

@@ -14,6 +14,7 @@ from typing import Any
 from symjax_rewrite.dims import Dim, divide, from_jax, value
 from symjax_rewrite.trace import Equation, Program
 
+Axes = tuple[int, ...]
 Atoms = tuple[int, ...]
 
 ELEMENTWISE = frozenset(
@@ -100,54 +101,87 @@ class AxisSolver:
 
 
 class AxisMap:
-    """The solved axes of a program: for every value, for every axis, its atoms."""
+    """The solved axes of a program: for every value, for every axis, its atoms.
+
+    An output shares the axes it takes over from an operand, so most equations make none.
+    """
 
     def __init__(self, program: Program) -> None:
         self.solver = AxisSolver()
-        self.axes: list[tuple[int, ...]] = []
-        cache: dict[Any, Dim] = {}
-        for aval in program.avals:
-            shape = getattr(aval, "shape", ())
-            self.axes.append(tuple([self.solver.new(self._dim(d, cache)) for d in shape]))
+        self.axes: list[Axes] = [()] * len(program.avals)
+        self._dims: dict[Any, Dim] = {}
+        self._avals = program.avals
+        for v in (*program.inputs, *program.consts):
+            self.axes[v] = self._fresh(v)
         for equation in program.equations:
             self._constrain(equation)
 
-    @staticmethod
-    def _dim(size: Any, cache: dict[Any, Dim]) -> Dim:
+    def _dim(self, size: Any) -> Dim:
         if isinstance(size, int):
             return size
-        if size not in cache:
-            cache[size] = from_jax(size)
-        return cache[size]
+        if size not in self._dims:
+            self._dims[size] = from_jax(size)
+        return self._dims[size]
 
-    def groups(self, val: int) -> tuple[Atoms, ...]:
-        """For every axis of a value, its atoms."""
-        return tuple([self.solver.atoms(a) for a in self.axes[val]])
+    def _fresh(self, v: int) -> Axes:
+        shape = getattr(self._avals[v], "shape", ())
+        return tuple([self.solver.new(self._dim(d)) for d in shape])
+
+    def groups(self, axes: Axes) -> tuple[Atoms, ...]:
+        """For every axis, its atoms."""
+        return tuple([self.solver.atoms(a) for a in axes])
 
     def atom_size(self, atom: int) -> Dim:
         """The size of an atom."""
         return self.solver.size[self.solver.find(atom)]
 
     def _constrain(self, e: Equation) -> None:
-        name = e.name
+        """Give the outputs of an equation their axes."""
+        name, axes = e.name, self.axes
+        if name in ELEMENTWISE:
+            axes[e.outvals[0]] = self._elementwise(e)
+        else:
+            row = _OUTPUTS.get(name)
+            made: Axes | None = None
+            if row is not None and all(isinstance(v, int) for v in e.invals[:1]):
+                ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
+                made = row(self, e.eqn.params, ins)
+            if made is not None:
+                axes[e.outvals[0]] = made
+            else:
+                for v in e.outvals:
+                    axes[v] = self._fresh(v)
+                relate = _CONSTRAINTS.get(name)
+                if relate is not None and isinstance(e.invals[0], int):
+                    ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
+                    relate(self, e.eqn.params, ins, [axes[v] for v in e.outvals])
         for v, same in zip(e.outvals, e.same_as, strict=False):
             if isinstance(same, int):
-                self._zip(self.axes[same], self.axes[v])
-        if name in ELEMENTWISE:
-            for v in e.invals:
-                if isinstance(v, int) and self.axes[v]:
-                    self._zip(self.axes[v], self.axes[e.outvals[0]])
-            return
-        rule = _CONSTRAINTS.get(name)
-        if rule is None or not all(isinstance(v, int) for v in e.invals[:1]):
-            return
-        ins = [self.axes[v] if isinstance(v, int) else () for v in e.invals]
-        outs = [self.axes[v] for v in e.outvals]
-        rule(self, e.eqn.params, ins, outs)
+                self._zip(axes[same], axes[v])
+
+    def _elementwise(self, e: Equation) -> Axes:
+        """The axes of the first operand as large as the output; the others are made one with it."""
+        shape = getattr(self._avals[e.outvals[0]], "shape", ())
+        if not shape:
+            return ()
+        out: Axes = ()
+        others = []
+        for v in e.invals:
+            if not isinstance(v, int) or not (mine := self.axes[v]) or mine == out:
+                continue
+            if not out and self._avals[v].shape == shape:
+                out = mine
+            else:
+                others.append(mine)
+        out = out or self._fresh(e.outvals[0])
+        for mine in others:
+            self._zip(mine, out)
+        return out
 
     def _zip(self, xs: Sequence[int], ys: Sequence[int]) -> None:
         for x, y in zip(xs, ys, strict=False):
-            self.solver.unify(x, y)
+            if x != y:
+                self.solver.unify(x, y)
 
     def _same_sizes(self, xs: Sequence[int], ys: Sequence[int]) -> None:
         for x, y in zip(xs, ys, strict=True):
@@ -155,33 +189,51 @@ class AxisMap:
                 self.solver.unify(x, y)
 
 
-def _dot_general(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+def _dot_general(m: AxisMap, p: dict, ins: list[Axes]) -> Axes | None:
     (lc, rc), (lb, rb) = p["dimension_numbers"]
-    left, right, out = ins[0], ins[1], outs[0]
+    left, right = ins[0], ins[1]
     if not left or not right:
-        return
+        return None
     m._zip([left[i] for i in lc], [right[i] for i in rc])
     m._zip([left[i] for i in lb], [right[i] for i in rb])
-    free = [left[i] for i in range(len(left)) if i not in set(lc) | set(lb)]
-    free += [right[i] for i in range(len(right)) if i not in set(rc) | set(rb)]
-    m._zip([left[i] for i in lb] + free, out)
+    out = [left[i] for i in lb]
+    out += [left[i] for i in range(len(left)) if i not in lc and i not in lb]
+    out += [right[i] for i in range(len(right)) if i not in rc and i not in rb]
+    return tuple(out)
 
 
-def _transpose(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    m._zip([ins[0][i] for i in p["permutation"]], outs[0])
+def _transpose(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
+    return tuple([ins[0][i] for i in p["permutation"]])
+
+
+def _squeeze(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
+    gone = {int(d) % len(ins[0]) for d in p["dimensions"]}
+    return tuple([a for i, a in enumerate(ins[0]) if i not in gone])
+
+
+def _reduce(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
+    return tuple([a for i, a in enumerate(ins[0]) if i not in p["axes"]])
+
+
+def _first(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
+    return ins[0]
+
+
+_OUTPUTS: dict[str, Callable[[AxisMap, dict, list[Axes]], Axes | None]] = {
+    "dot_general": _dot_general,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _first),
+    **dict.fromkeys(
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+        _reduce,
+    ),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+}
 
 
 def _broadcast(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     m._same_sizes(ins[0], [outs[0][int(i)] for i in p["broadcast_dimensions"]])
-
-
-def _squeeze(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    gone = {int(d) % len(ins[0]) for d in p["dimensions"]}
-    m._zip([a for i, a in enumerate(ins[0]) if i not in gone], outs[0])
-
-
-def _reduce(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    m._zip([a for i, a in enumerate(ins[0]) if i not in set(p["axes"])], outs[0])
 
 
 def _same(m: AxisMap, p: dict, ins: list, outs: list) -> None:
@@ -200,10 +252,6 @@ def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
         for i, (x, y) in enumerate(zip(ins[0], out, strict=True)):
             if i != p["axis"]:
                 m.solver.unify(x, y)
-
-
-def _cumulative(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    m._zip(ins[0], outs[0])
 
 
 def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
@@ -247,10 +295,7 @@ def _reshape(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 
 _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
-    "dot_general": _dot_general,
-    "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
-    "squeeze": _squeeze,
     "reshape": _reshape,
     "concatenate": _concatenate,
     "split": _split,
@@ -261,10 +306,4 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "rev": _same,
     "conv_general_dilated": _conv,
     "custom_linear_solve": _solve,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        _reduce,
-    ),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
 }

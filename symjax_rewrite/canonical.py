@@ -29,7 +29,9 @@ class TermGraph:
 
     views: for every value, its reference over its atom positions.
     positions: for every value, for every axis, the positions of its atoms.
-    sizes: for every value, the size of each atom position.
+    sizes, ids: for every value, the size and the solved atom of each atom position.
+    rows: for every value, its ids, sizes, positions and shape.
+    dtypes: for every value, its dtype's name.
     made_by: for every class that an equation computes, (equation number, output number).
     """
 
@@ -39,6 +41,8 @@ class TermGraph:
     positions: list[ops.Groups] = field(default_factory=list)
     sizes: list[tuple[Dim, ...]] = field(default_factory=list)
     ids: list[tuple[int, ...]] = field(default_factory=list)
+    rows: list[tuple] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
     made_by: dict[int, tuple[int, int]] = field(default_factory=dict)
     leaf_value: dict[int, int] = field(default_factory=dict)  # leaf class to value
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
@@ -53,23 +57,9 @@ class TermGraph:
 
 def build(program: Program) -> TermGraph:
     """Lift every equation of a flat program."""
-    axes = AxisMap(program)
     t = TermGraph(program)
-    size_of: dict[int, Dim] = {}
-    for v in range(len(program.avals)):
-        groups = axes.groups(v)
-        ids = tuple([a for g in groups for a in g])
-        t.ids.append(ids)
-        t.positions.append(_positions(groups))
-        for a in ids:
-            if a not in size_of:
-                size_of[a] = axes.atom_size(a)
-        t.sizes.append(tuple([size_of[a] for a in ids]))
+    _name_atoms(t, AxisMap(program))
     t.views = [None] * len(program.avals)
-    for aval in program.avals:
-        for d in getattr(aval, "shape", ()):
-            if compat.is_symbolic(d):
-                t.dim_env.update(compat.dim_variables(d))
     for v in program.inputs:
         _leaf(t, v)
     for v, const in program.consts.items():
@@ -82,8 +72,30 @@ def build(program: Program) -> TermGraph:
     return t
 
 
-def _positions(groups: tuple[tuple[int, ...], ...]) -> ops.Groups:
-    return _numbered(tuple([len(g) for g in groups]))
+def _name_atoms(t: TermGraph, axes: AxisMap) -> None:
+    """Atoms, their sizes and positions for every value; values with the same axes share them."""
+    rows: dict[tuple[int, ...], tuple] = {}
+    size_of: dict[int, Dim] = {}
+    for v, aval in enumerate(t.program.avals):
+        mine = axes.axes[v]
+        row = rows.get(mine)
+        if row is None:
+            groups = axes.groups(mine)
+            ids = tuple([a for g in groups for a in g])
+            for a in ids:
+                if a not in size_of:
+                    size_of[a] = axes.atom_size(a)
+            sizes = tuple([size_of[a] for a in ids])
+            shape = getattr(aval, "shape", ())
+            row = rows[mine] = (ids, sizes, _numbered(tuple([len(g) for g in groups])), shape)
+            for d in shape:
+                if compat.is_symbolic(d):
+                    t.dim_env.update(compat.dim_variables(d))
+        t.ids.append(row[0])
+        t.sizes.append(row[1])
+        t.positions.append(row[2])
+        t.rows.append(row)
+        t.dtypes.append(dtype_of(aval))
 
 
 @functools.cache
@@ -107,7 +119,7 @@ def dtype_of(aval: Any) -> str:
 
 
 def _leaf(t: TermGraph, v: int) -> None:
-    ref = t.graph.add(LEAF, v, (), t.sizes[v], (), dtype_of(t.program.avals[v]))
+    ref = t.graph.add(LEAF, v, (), t.sizes[v], (), t.dtypes[v])
     t.views[v] = ref
     t.leaf_value[ref.cls] = v
 
@@ -163,31 +175,25 @@ def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
 
 
 def _site(t: TermGraph, e: Equation) -> ops.Site | None:
-    s = ops.Site()
-    s.g, s.params = t.graph, e.eqn.params
-    s.refs, s.ids, s.sizes, s.groups, s.shapes = [], [], [], [], []
-    avals = t.program.avals
+    rows = []
     for v in e.invals:
         if isinstance(v, int):
             view = t.views[v]
             if view is None:
                 return None
-            row = (view, t.ids[v], t.sizes[v], t.positions[v], getattr(avals[v], "shape", ()))
+            rows.append((view, *t.rows[v]))
         elif ops.is_number(v.val):
-            row = (_literal(t, v), (), (), (), ())
+            rows.append((_literal(t, v), (), (), (), ()))
         else:
             return None
-        ref, ids, sizes, groups, shape = row
-        s.refs.append(ref)
-        s.ids.append(ids)
-        s.sizes.append(sizes)
-        s.groups.append(groups)
-        s.shapes.append(shape)
+    s = ops.Site()
+    s.g, s.params = t.graph, e.eqn.params
+    s.refs, s.ids, s.sizes, s.groups, s.shapes = zip(*rows, strict=True) if rows else ((),) * 5
     outvals = e.outvals
     s.out_ids = [t.ids[v] for v in outvals]
     s.out_sizes = [t.sizes[v] for v in outvals]
     s.out_groups = [t.positions[v] for v in outvals]
-    s.dtype = [dtype_of(avals[v]) for v in outvals]
+    s.dtype = [t.dtypes[v] for v in outvals]
     return s
 
 
@@ -204,7 +210,7 @@ def _native(t: TermGraph, number: int, e: Equation) -> None:
                 assert view is not None
                 args.append(Ref(view.cls, tuple([start + i for i in view.axes])))
                 bound.extend(t.sizes[u])
-        dtype = dtype_of(t.program.avals[v])
+        dtype = t.dtypes[v]
         ref = t.graph.add(NATIVE, (key, k), tuple(args), t.sizes[v], tuple(bound), dtype)
         t.views[v] = ref
         t.made_by.setdefault(ref.cls, (number, k))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Dim, product
@@ -82,12 +83,29 @@ def is_kernel(node: Node) -> bool:
     return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM, CONV)
 
 
+class Facts(NamedTuple):
+    """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs."""
+
+    node: Node
+    args: tuple[int, ...]
+    is_kernel: bool
+    is_free: bool
+    bytes: float
+    work: float
+    flops: float | None  # None where it is a fused loop
+
+
+def _nothing(cls: int) -> bool:
+    return False
+
+
 class CostModel:
     """Prices nodes of one e-graph on one device at one sample of the named sizes."""
 
     def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
         self.device, self.at = device, at
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
+        self._facts: dict[int, Facts] = {}  # by the node's id; the node is kept, so ids stay
 
     def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
         """Seconds of one matrix product."""
@@ -143,85 +161,82 @@ class CostModel:
         g: EGraph,
         choice: Mapping[int, Node],
         roots: tuple[int, ...],
-        free: Callable[[int], bool] = lambda cls: False,
+        free: Callable[[int], bool] = _nothing,
     ) -> Cost:
         """The cost of computing the roots once, with sharing and fusion, in numbers."""
         order = reachable(choice, roots, free)
-        return self._total(g, choice, order, set(roots), free)
-
-    def kernels(
-        self,
-        g: EGraph,
-        choice: Mapping[int, Node],
-        order: list[int],
-        roots: set[int],
-        free: Callable[[int], bool],
-    ) -> set[int]:
-        """Classes whose values are written to memory."""
-        consumers: dict[int, int] = {}
-        written = set(roots)
-        for cls in order:
-            if free(cls):
-                continue
-            node = choice[cls]
-            kernel = is_kernel(node)
-            if kernel:
-                written.add(cls)
-            for arg in {a.cls for a in node.args}:
-                consumers[arg] = consumers.get(arg, 0) + 1
-                if kernel:
-                    written.add(arg)
-        for cls, count in consumers.items():
-            if count > 1:
-                written.add(cls)
-        return written
-
-    def _total(
-        self,
-        g: EGraph,
-        choice: Mapping[int, Node],
-        order: list[int],
-        roots: set[int],
-        free: Callable[[int], bool],
-    ) -> Cost:
-        written = self.kernels(g, choice, order, roots, free)
+        facts = {cls: self._facts_of(g, cls, choice[cls]) for cls in order}
+        written = self._written(facts, roots, free)
         d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
         launches = 0
-        for cls in order:
-            node = choice[cls]
-            if cls not in written and node.op not in FREE:
+        for cls, f in facts.items():
+            if not f.is_free and cls not in written:
                 continue
-            c = g.classes[cls]
-            out_bytes = self._class_bytes(g, cls)
-            largest = max(largest, out_bytes)
-            if free(cls) or node.op in FREE:
+            if f.bytes > largest:
+                largest = f.bytes
+            if f.is_free or free(cls):
                 continue
-            read, work = self._tree(g, choice, cls, written, free)
-            kernel_bytes = out_bytes + read
-            if is_dot(node):
-                product_flops = 2 * self._count(c.sizes) * self._count(node.bound)
-                flops += product_flops
-                time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
-            elif node.op in (INVERSE, SOLVE, CONV):
-                product_flops = self._library_flops(g, cls, node)
-                flops += product_flops
-                time = max(product_flops / d.peak(c.dtype), kernel_bytes / d.bytes_per_s)
-            else:
+            read, work = self._tree(facts, cls, written, free)
+            kernel_bytes = f.bytes + read
+            if f.flops is None:
                 elementwise += work
                 time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
+            else:
+                flops += f.flops
+                peak = d.peak(g.classes[cls].dtype)
+                time = max(f.flops / peak, kernel_bytes / d.bytes_per_s)
             launches += 1
             moved += kernel_bytes
             seconds += time + d.launch_s
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
+    def _facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
+        """What a node costs whatever is chosen beside it; kept as long as the model."""
+        found = self._facts.get(id(node))
+        if found is not None and found.node is node:
+            return found
+        sizes = g.classes[cls].sizes
+        flops = None
+        if is_dot(node):
+            flops = 2 * self._count(sizes) * self._count(node.bound)
+        elif node.op in (INVERSE, SOLVE, CONV):
+            flops = self._library_flops(g, cls, node)
+        found = Facts(
+            node,
+            tuple({a.cls: None for a in node.args}),
+            is_kernel(node),
+            node.op in FREE,
+            self._class_bytes(g, cls),
+            self._count(sizes) * self._steps(node) * _weight(node),
+            flops,
+        )
+        self._facts[id(node)] = found
+        return found
+
+    @staticmethod
+    def _written(
+        facts: dict[int, Facts], roots: tuple[int, ...], free: Callable[[int], bool]
+    ) -> set[int]:
+        """Classes whose values are written to memory."""
+        seen: set[int] = set()
+        written = set(roots)
+        for cls, f in facts.items():
+            if free(cls):
+                continue
+            if f.is_kernel:
+                written.add(cls)
+                written.update(f.args)
+            for arg in f.args:
+                if arg in seen:
+                    written.add(arg)
+                else:
+                    seen.add(arg)
+        return written
+
+    @staticmethod
     def _tree(
-        self,
-        g: EGraph,
-        choice: Mapping[int, Node],
-        root: int,
-        written: set[int],
-        free: Callable[[int], bool],
+        facts: dict[int, Facts], root: int, written: set[int], free: Callable[[int], bool]
     ) -> tuple[float, float]:
         """Bytes read and elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
@@ -229,27 +244,26 @@ class CostModel:
         stack = [root]
         seen = {root}
         while stack:
-            cls = stack.pop()
-            node = choice[cls]
-            work += self._count(g.classes[cls].sizes) * self._steps(node) * _weight(node)
-            for arg in node.args:
-                op = choice[arg.cls].op if arg.cls in choice else LEAF
-                if op == CONST:
+            f = facts[stack.pop()]
+            work += f.work
+            op = f.node.op
+            for arg in f.args:
+                below = facts[arg]
+                if below.node.op == CONST:
                     continue
-                if arg.cls in written or op in FREE or free(arg.cls):
-                    size = self._class_bytes(g, arg.cls)
-                    if node.op in (SLICE, TAKE):
-                        size = min(size, self._class_bytes(g, cls))
-                    read[arg.cls, node.op == SLICE] = size
-                elif arg.cls not in seen:
-                    seen.add(arg.cls)
-                    stack.append(arg.cls)
+                if arg in written or below.is_free or free(arg):
+                    size = min(below.bytes, f.bytes) if op in (SLICE, TAKE) else below.bytes
+                    read[arg, op == SLICE] = size
+                elif arg not in seen:
+                    seen.add(arg)
+                    stack.append(arg)
         return sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """The same totals with sizes left as polynomials."""
         order = reachable(choice, roots, _nothing)
-        written = self.kernels(g, choice, order, set(roots), _nothing)
+        facts = {cls: self._facts_of(g, cls, choice[cls]) for cls in order}
+        written = self._written(facts, roots, _nothing)
         flops: Dim = 0
         elementwise: Dim = 0
         moved: Dim = 0
@@ -270,10 +284,6 @@ class CostModel:
                     a = g.classes[arg]
                     moved = itemsize(a.dtype) * product(a.sizes) + moved
         return Cost(flops, elementwise, moved, launches)
-
-
-def _nothing(cls: int) -> bool:
-    return False
 
 
 def _weight(node: Node) -> float:

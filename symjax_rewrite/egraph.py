@@ -52,7 +52,9 @@ class EGraph:
         self.memo: dict[tuple[Node, tuple[Dim, ...], str], int] = {}
         self.uses: list[list[tuple[int, Node]]] = []
         self.unions: list[tuple[int, int, Reason]] = []
+        self.merged = False  # whether any reference may be spelled in two ways
         self.count = 0
+        self.kinds: set[str] = set()  # of nodes that were ever added
         self.flat: dict[int, Any] = {}  # `product.flattest` keeps its results here,
         self.flat_at = 0  # as long as there are this many unions
         self._dirty: list[int] = []
@@ -96,6 +98,7 @@ class EGraph:
         self.uses.append([])
         self.memo[key] = cls
         self.count += 1
+        self.kinds.add(op)
         for arg in node.args:
             self.uses[arg.cls].append((cls, node))
         return Ref(cls, outs)
@@ -105,7 +108,7 @@ class EGraph:
     ) -> tuple[Any, tuple[Ref, ...]]:
         """Operands by canonical class; what a slice says about slots follows them."""
         if op != SLICE:
-            return attr, tuple([self._canonical_ref(a) for a in args])
+            return attr, tuple([self._canonical_ref(a) for a in args]) if self.merged else args
         (ref,) = args
         cls, slots = self.find(Ref(ref.cls, tuple(range(len(ref.axes)))))
         kept = tuple([attr[s] for s in slots])
@@ -139,6 +142,7 @@ class EGraph:
         edge = tuple(b.axes.index(i) for i in a.axes)
         self._merge(a.cls, b.cls, edge)
         self.unions.append((a.cls, b.cls, reason))
+        self.merged = True
         return True
 
     def _is_pinned(self, cls: int) -> bool:
@@ -154,6 +158,7 @@ class EGraph:
         known = self.classes[a.cls].symmetric
         if swap in known:
             return False
+        self.merged = True
         known.add(swap)
         known.add(tuple(sorted(range(len(swap)), key=swap.__getitem__)))
         self._dirty.append(a.cls)

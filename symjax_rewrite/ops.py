@@ -62,11 +62,11 @@ class Site:
 
     g: EGraph
     params: dict[str, Any]
-    refs: list[Ref]
-    ids: list[tuple[int, ...]]
-    sizes: list[tuple[Dim, ...]]
-    groups: list[Groups]
-    shapes: list[tuple[Any, ...]]
+    refs: tuple[Ref, ...]
+    ids: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[Dim, ...], ...]
+    groups: tuple[Groups, ...]
+    shapes: tuple[tuple[Any, ...], ...]
     out_ids: list[tuple[int, ...]]
     out_sizes: list[tuple[Dim, ...]]
     out_groups: list[Groups]

@@ -215,7 +215,8 @@ class Optimiser:
         """Apply what gains; what would gain next to nothing of the whole program stays."""
         least = 0.0
         if any(s.changed for _, s in found):
-            least = MIN_SHARE * self._program_seconds(result, t, need)
+            model = CostModel(self.device, lambda d: value(d, result.sample))
+            least = MIN_SHARE * self._program_seconds(result, t, need, model)
         gains: dict[str, float] = {}
         for _, s in found:
             gain = s.before.seconds - s.after.seconds
@@ -231,8 +232,8 @@ class Optimiser:
         places = Counter(r.key for r in regions)
         if len(places) < FEW_REGIONS or result.known:
             return set()
-        total = self._program_seconds(result, t, need)
         model = CostModel(self.device, lambda d: value(d, result.sample))
+        total = self._program_seconds(result, t, need, model)
         out: set[tuple] = set()
         for region in {r.key: r for r in regions}.values():
             choice = {c: node_of(t.graph, c) for c in region.local}
@@ -243,9 +244,9 @@ class Optimiser:
                 result.declined("search", "less than 1 % of the program's time", _where(t, region))
         return out
 
-    def _program_seconds(self, result: Result, t: TermGraph, need: Needed) -> float:
-        sample, known = result.sample, result.known
-        model = CostModel(self.device, lambda d: value(d, sample))
+    @staticmethod
+    def _program_seconds(result: Result, t: TermGraph, need: Needed, model: CostModel) -> float:
+        known = result.known
         choice = {c: node_of(t.graph, c) for c in need.order}
         roots = tuple(sorted(need.outside))
         return model.evaluate(t.graph, choice, roots, lambda c: c in known).seconds

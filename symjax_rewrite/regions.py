@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import product
@@ -28,6 +29,7 @@ from symjax_rewrite.ir import (
     SLICE,
     SOLVE,
     TAKE,
+    UNORDERED,
     Node,
     Ref,
 )
@@ -263,6 +265,7 @@ def _number(
     rows: list[tuple] = []
     order: list[int] = []
     roots = set(region.roots)
+    like = _likeness(g, region.classes, inside)
 
     def visit(start: int) -> None:
         stack = [(start, False)]
@@ -280,19 +283,49 @@ def _number(
                 order.append(c)
             elif done:
                 local[c] = len(local)
-                args = tuple((local[a.cls], a.axes) for a in node.args)
+                args: Any = [(local[a.cls], a.axes) for a in node.args]
+                attr = node.attr
+                if node.op == ADD:
+                    pairs = sorted(zip(args, attr, strict=True), key=lambda pair: pair[0])
+                    args, attr = zip(*pairs, strict=True)
+                elif node.op == CONTRACT:
+                    args.sort()
                 info = (g.classes[c].sizes, g.classes[c].dtype, need.uses.get(c, 0), c in roots)
-                rows.append((node.op, node.attr, args, node.bound, *info))
+                rows.append((node.op, attr, tuple(args), node.bound, *info))
                 order.append(c)
             else:
                 stack.append((c, True))
-                stack.extend((a.cls, False) for a in reversed(node.args))
+                args = node.args
+                if len(args) > 1 and node.op in UNORDERED:
+                    args = sorted(args, key=lambda a: like.get(a.cls, 0))
+                stack.extend([(a.cls, False) for a in reversed(args)])
 
     for c in region.roots:
         visit(c)
     region.classes = order
     region.local = local
     region.key = tuple(rows)
+
+
+def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]:
+    """A number for every class that says what it is made of, whatever the numbers of classes.
+
+    It orders the operands of unordered terms, so that layers that differ in the order in which
+    their values were made have one key. It is the same in every process: no strings are hashed.
+    """
+    like: dict[int, int] = {}
+    for c in classes:  # operands first
+        node = node_of(g, c)
+        below = [(like.get(a.cls) or _shape_of(g, a.cls), a.axes) for a in node.args]
+        like[c] = hash((*(sorted(below)), len(node.bound), len(node.op)))
+        for a in node.args:
+            if a.cls not in inside:
+                like.setdefault(a.cls, _shape_of(g, a.cls))
+    return like
+
+
+def _shape_of(g: EGraph, cls: int) -> int:
+    return hash(tuple([s if isinstance(s, int) else -1 for s in g.classes[cls].sizes]))
 
 
 def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:

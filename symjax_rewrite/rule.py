@@ -82,7 +82,8 @@ class Axiom:
     """A law of the calculus.
 
     name: as mathematics calls it. law: the equation, for a person. property: which of the six
-    properties it is. on: kinds of nodes it looks at. numerics: the level it needs.
+    properties it is. on: kinds of nodes it looks at. needs: kinds of which the e-graph must hold
+    one for the law to apply anywhere. numerics: the level it needs.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Axiom:
     again: bool = False
     everywhere: bool = False
     not_after: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
 
     def reason(self, cls: int) -> Reason:
         """The explanation of what this rule adds at a class."""
@@ -111,6 +113,7 @@ def axiom(
     again: bool = False,
     everywhere: bool = False,
     not_after: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
@@ -123,6 +126,7 @@ def axiom(
         again: whether it looks at every node of its operands, so that new ones matter.
         everywhere: whether it also looks at products that their user opens anyway.
         not_after: rules whose results it would only undo.
+        needs: kinds of nodes without any of which the law cannot apply.
 
     Raises:
         RuleError: the property is unknown.
@@ -132,7 +136,17 @@ def axiom(
 
     def make(apply: Apply) -> Axiom:
         return Axiom(
-            apply.__name__, law, property, on, apply, numerics, source, again, everywhere, not_after
+            apply.__name__,
+            law,
+            property,
+            on,
+            apply,
+            numerics,
+            source,
+            again,
+            everywhere,
+            not_after,
+            frozenset(needs),
         )
 
     return make

@@ -11,6 +11,7 @@ from symjax_rewrite.rule import Axiom, Context
 SATURATED = "saturated"
 NODE_LIMIT = "node limit"
 ROUND_LIMIT = "round limit"
+Done = dict[tuple[int, Node], dict[str, int]]  # what each rule saw of a node: operands' nodes
 FINAL = "contraction_order"  # trees that dynamic programming chose are not opened again
 
 
@@ -26,7 +27,7 @@ def saturate(
     for rule in axioms:
         for op in rule.on:
             by_op.setdefault(op, []).append(rule)
-    done: set[tuple] = set()
+    done: Done = {}
     for cls in ctx.g.live():
         _apply_lemmas(ctx, cls, patterns)
     ctx.g.rebuild()
@@ -57,7 +58,7 @@ def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None
 
 
 def _apply_all(
-    ctx: Context, cls: int, by_op: dict[str, list[Axiom]], done: set[tuple], budget: Budget
+    ctx: Context, cls: int, by_op: dict[str, list[Axiom]], done: Done, budget: Budget
 ) -> bool:
     g = ctx.g
     for node, reason in list(g.classes[cls].nodes.items()):
@@ -65,14 +66,17 @@ def _apply_all(
         if not rules:
             continue
         opened = reason.rule == FINAL or _is_absorbed(ctx, cls, node)
+        seen = done.setdefault((cls, node), {})
+        stamp = sum([len(g.classes[g.find(a).cls].nodes) for a in node.args])
         for rule in rules:
             if (opened and not rule.everywhere) or reason.rule in rule.not_after:
                 continue
-            stamp = rule.again and sum(len(g.classes[g.find(a).cls].nodes) for a in node.args)
-            key = (rule.name, cls, node, stamp)
-            if key in done:
+            if rule.needs and rule.needs.isdisjoint(g.kinds):
                 continue
-            done.add(key)
+            before = seen.get(rule.name)
+            if before is not None and (before == stamp or not rule.again):
+                continue
+            seen[rule.name] = stamp
             if not ctx.permits(rule.numerics, g.classes[cls].dtype):
                 ctx.refuse(rule.name, f"needs numerics={rule.numerics!r}", cls)
                 continue
