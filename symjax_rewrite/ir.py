@@ -63,6 +63,8 @@ NATIVE = "native"  # any other equation, positional; attr: (equation key, output
 UNORDERED = frozenset({CONTRACT, ADD})
 POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM, CONV})
 
+MANY = 16  # axes; terms of more take the general path
+_IDENTITY = [*(tuple(range(n)) for n in range(MANY)), None]
 TIE_CAP = 24  # orders of tied operands tried before the first one is taken as it is
 
 
@@ -139,6 +141,8 @@ def _pattern(axes: Axes) -> Axes:
 
 def _is_numbered(args: tuple[Ref, ...], out: int, bound: int) -> bool:
     """Whether outputs and bound indices already stand in the order of their first use."""
+    if args and not bound and args[0].axes == _IDENTITY[out if out < MANY else MANY]:
+        return True  # an elementwise term whose first operand reads every index in order
     next_out, next_bound = 0, out
     for _, axes in args:
         for i in axes:

@@ -6,6 +6,7 @@ row, or whose axes do not line up with the solved atoms, is a native node: never
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ Groups = tuple[tuple[int, ...], ...]  # for every axis of a value, the positions
 RING = "fciu"  # dtype kinds that are rings (bfloat16 and float8 report kind V and count as f)
 
 
+@functools.cache
 def dtype_kind(dtype: str) -> str:
     """'f' float, 'c' complex, 'i' int, 'u' unsigned, 'b' bool, '?' anything else."""
     if dtype == "bool":
@@ -133,6 +135,8 @@ def _elementwise(name: str) -> Row:
 
 def params_key(params: dict[str, Any]) -> tuple | None:
     """Hashable form of an equation's params; None where there is none."""
+    if not params:
+        return ()
     key = tuple(sorted(params.items()))
     try:
         hash(key)
@@ -547,10 +551,20 @@ def constant(g: EGraph, value: Any, dtype: str) -> Ref:
     return g.add(CONST, (value, dtype, repr(value)), (), (), (), dtype)
 
 
+def _name_of(value: Any) -> str:
+    dtype = getattr(value, "dtype", None)
+    return _dtype_name(np.asarray(value).dtype if dtype is None else dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype)
+
+
 def is_number(value: Any) -> bool:
     """Whether a literal or constant is one concrete number of a ring or bool dtype."""
     return (
         not isinstance(value, compat.Tracer)
         and getattr(value, "shape", ()) == ()
-        and dtype_kind(str(getattr(value, "dtype", np.asarray(value).dtype))) in "fciub"
+        and dtype_kind(_name_of(value)) in "fciub"
     )
