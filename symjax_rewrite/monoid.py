@@ -244,6 +244,32 @@ AFFINE = Monoid(
 """State: (a, b), the map h ↦ a·h + b; `combine(f, g)` is f first, then g. Not commutative."""
 
 
+def _tropical(name: str, join: Callable, empty: Callable[[Any], Any]) -> Monoid:
+    """The maps h ↦ max(h + a, b), or with min: affine maps where max is + and + is ·."""
+
+    def compose(first: State, then: State) -> State:
+        return first[0] + then[0], join(first[1] + then[0], then[1])
+
+    def lift(a: Array, b: Array) -> State:
+        if a.shape[-1] == 0:
+            return jnp.zeros(a.shape[:-1], a.dtype), jnp.full(b.shape[:-1], empty(b.dtype), b.dtype)
+        prefixes = lax.associative_scan(compose, (a, b), axis=a.ndim - 1)
+        return prefixes[0][..., -1], prefixes[1][..., -1]
+
+    return Monoid(
+        name,
+        identity=lambda avals: _full(avals, 0, empty),
+        lift=lift,
+        combine=compose,
+        finalize=lambda state, start: join(start + state[0], state[1]),
+    )
+
+
+MAX_PLUS = _tropical("max-plus maps", jnp.maximum, least)
+MIN_PLUS = _tropical("min-plus maps", jnp.minimum, greatest)
+"""State: (a, b), the map h ↦ max(h + a, b) or min; composed like affine maps."""
+
+
 # ---------------------------------------------------------------- extrema with their places
 
 

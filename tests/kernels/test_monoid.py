@@ -31,7 +31,7 @@ def block(name, x, start):
         return x, measures
     if name == "moments":
         return x, measures[1]
-    if name == "affine maps":
+    if name in ("affine maps", "max-plus maps", "min-plus maps"):
         return jnp.sin(x), jnp.cos(x)
     if name in ("argmax", "argmin") or name.startswith("top"):
         return x, j[None, :]
@@ -48,6 +48,8 @@ MONOIDS = [
     (monoid.LOGSUMEXP, anything),
     (monoid.MOMENTS, finite),
     (monoid.AFFINE, finite),
+    (monoid.MAX_PLUS, finite),
+    (monoid.MIN_PLUS, finite),
     (monoid.ARGMAX, anything),
     (monoid.ARGMIN, anything),
     (monoid.top_k(3, group=1), few),

@@ -1,0 +1,181 @@
+"""Steps of a scan as arrays: operands read, programs run, results laid out (imports `scan_spec`).
+
+Inside, a state's axes stand in an order of the backend's own, with the axes that readouts sum
+over first: then a sum is over leading axes and the last one is contiguous, which is what compilers
+vectorise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.fold_tile import accumulator
+from symjax_rewrite.pallas_kernels.scan_spec import (
+    KINDS,
+    Program,
+    Readout,
+    ScanSpec,
+    readout_axes,
+)
+
+Array = Any
+
+
+def inner_order(spec: ScanSpec) -> tuple[str, ...]:
+    """The axes of a state, those that every summing readout sums over first."""
+    sums = [set(r.over) for r in spec.readouts if r.over]
+    over = set.intersection(*sums) if sums else set()
+    return (*(a for a in spec.state if a in over), *(a for a in spec.state if a not in over))
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A run of steps: every operand as [steps or 1, *order], sizes 1 where it lacks an axis.
+
+    Args:
+        spec: the scan.
+        order: the axes of a state.
+        values: the operands, in their own dtypes.
+        t: int32[steps, 1, ..], the numbers of the steps.
+    """
+
+    spec: ScanSpec
+    order: tuple[str, ...]
+    values: tuple[Array, ...]
+    t: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Steps, then the sizes of a state."""
+        return (self.t.shape[0], *(self.spec.size[a] for a in self.order))
+
+    def run(self, program: Program, *arguments: Any) -> Any:
+        """A program on these steps."""
+        return program.fun(*arguments, tuple(self.values[k] for k in program.reads), self.t)
+
+    def coefficients(self) -> tuple[Array, Array]:
+        """`a` and `b` in the dtype states are carried in, each [steps or 1, *sizes or 1]."""
+        dtype, rank = carried(self.spec), len(self.order) + 1
+        a, b = (jnp.asarray(x, dtype) for x in self.run(self.spec.coefficients))
+        return _padded(a, rank), _padded(b, rank)
+
+    def read_out(self, readout: Readout, before: Array, after: Array) -> Array:
+        """A readout of the states before and after each step, as [steps, *what is left]."""
+        made = after if readout.program is None else self.run(readout.program, (before, after))
+        made = jnp.broadcast_to(made, self.shape)
+        places = tuple(1 + self.order.index(a) for a in readout.over)
+        if places:
+            total = accumulator(made.dtype)
+            made = jnp.sum(made, axis=places, keepdims=True, dtype=total)
+        if readout.finish is not None:
+            made = self.run(readout.finish, made)
+            sizes = (1 if k in places else n for k, n in enumerate(self.shape))
+            made = jnp.broadcast_to(made, tuple(sizes))
+        made = made.astype(readout.dtype or self.spec.dtype)
+        return lax.squeeze(made, places)
+
+
+def _padded(x: Array, rank: int) -> Array:
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def carried(spec: ScanSpec) -> jnp.dtype:
+    """The dtype states are carried in: the scan's, at least f32 if they are floats."""
+    dtype = jnp.dtype(spec.dtype)
+    return accumulator(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def read_steps(
+    spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...], first: Any, count: int
+) -> Steps:
+    """`count` steps from number `first` on; time-invariant operands come whole."""
+    values = []
+    for operand, x in zip(spec.operands, operands, strict=True):
+        if spec.time in operand.axes and count != spec.length:
+            x = lax.dynamic_slice_in_dim(x, first, count, operand.axes.index(spec.time))
+        values.append(placed(x, operand.axes, (spec.time, *order)))
+    t = first + jnp.arange(count, dtype=jnp.int32)
+    return Steps(spec, order, tuple(values), t.reshape(count, *(1 for _ in order)))
+
+
+def placed(x: Array, axes: Sequence[str], order: Sequence[str]) -> Array:
+    """`x[axes]` with its axes in `order` and size 1 for those it lacks."""
+    x = lax.transpose(x, tuple(axes.index(a) for a in order if a in axes))
+    sizes = iter(x.shape)
+    return x.reshape(tuple(next(sizes) if a in axes else 1 for a in order))
+
+
+def start_state(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> Array:
+    """The initial state as [*order], in the dtype it is carried in."""
+    shape = tuple(spec.size[a] for a in order)
+    if spec.start is None:
+        return KINDS[spec.kind].start(shape, carried(spec))
+    given = placed(operands[spec.start], spec.operands[spec.start].axes, order)
+    return jnp.broadcast_to(given, shape).astype(carried(spec))
+
+
+def laid_out(spec: ScanSpec, readout: Readout, order: tuple[str, ...], x: Array) -> Array:
+    """A readout as `read_out` gave it, in the order of axes wanted."""
+    made = (spec.time, *(a for a in order if a not in readout.over))
+    return lax.transpose(x, tuple(made.index(a) for a in readout_axes(spec, readout)))
+
+
+def last_state(spec: ScanSpec, order: tuple[str, ...], h: Array) -> Array:
+    """The last state as it is returned."""
+    return lax.transpose(h, tuple(order.index(a) for a in spec.state)).astype(spec.dtype)
+
+
+def empty_results(spec: ScanSpec) -> list[Array]:
+    """Room for every readout."""
+    return [
+        jnp.zeros([spec.size[a] for a in readout_axes(spec, r)], r.dtype or spec.dtype)
+        for r in spec.readouts
+    ]
+
+
+def write_steps(
+    spec: ScanSpec, results: Sequence[Array], made: Sequence[Array], first: Any
+) -> list[Array]:
+    """The readouts of some steps put where they belong."""
+    return [
+        lax.dynamic_update_slice_in_dim(old, new, first, readout_axes(spec, r).index(spec.time))
+        for r, old, new in zip(spec.readouts, results, made, strict=True)
+    ]
+
+
+def sequential(
+    spec: ScanSpec, count: int, a: Array, b: Array, h: Array
+) -> tuple[Array, Array, Array]:
+    """States before and after each step, and the last, by steps in turn.
+
+    Args:
+        spec: the scan.
+        count: steps.
+        a: [steps or 1, *sizes or 1], as `Steps.coefficients` gives it.
+        b: the same.
+        h: [*sizes], the state before the first step.
+    """
+    step = KINDS[spec.kind].step
+    fixed = [x[0] if x.shape[0] == 1 != count else None for x in (a, b)]
+    moving = [None if f is not None else x for x, f in zip((a, b), fixed, strict=True)]
+
+    def turn(h: Array, xs: Any) -> tuple[Array, tuple[Array, Array]]:
+        a_t, b_t = (f if x is None else x for f, x in zip(fixed, xs, strict=True))
+        after = step(a_t, h, b_t)
+        return after, (h, after)
+
+    last, (before, after) = lax.scan(turn, h, moving, length=count, reverse=spec.reverse)
+    return before, after, last
+
+
+def struct_of(spec: ScanSpec) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the operands."""
+    return [
+        jax.ShapeDtypeStruct(spec.shape(k), jnp.dtype(o.dtype)) for k, o in enumerate(spec.operands)
+    ]

@@ -1,0 +1,67 @@
+"""The definition of a scan in plain JAX, step by step (may import the spec and `scan_block`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.scan_block import (
+    Steps,
+    empty_results,
+    laid_out,
+    last_state,
+    read_steps,
+    sequential,
+    start_state,
+)
+from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, readout_axes
+from symjax_rewrite.pallas_kernels.support import YES, Support
+
+Array = Any
+
+
+def supports(spec: ScanSpec) -> Support:
+    """Every scan."""
+    del spec
+    return YES
+
+
+def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
+    """What a scan is: one step after the other.
+
+    Args:
+        spec: the scan.
+        operands: one array per operand of the spec.
+
+    Returns:
+        The readouts in order, then the last state if the spec asks for it.
+    """
+    order = spec.state
+    start = start_state(spec, operands, order)
+    if spec.length == 0:
+        return (*empty_results(spec), *[last_state(spec, order, start)] * spec.last)
+
+    def step(h: Array, t: Array) -> tuple[Array, list[Array]]:
+        steps = read_steps(spec, operands, order, t, 1)
+        h, made = advance(steps, h)
+        return h, [lax.squeeze(x, (_time(spec, k),)) for k, x in enumerate(made)]
+
+    times = jnp.arange(spec.length, dtype=jnp.int32)
+    h, made = lax.scan(step, start, times, reverse=spec.reverse)
+    results = [jnp.moveaxis(x, 0, _time(spec, k)) for k, x in enumerate(made)]
+    return (*results, *[last_state(spec, order, h)] * spec.last)
+
+
+def _time(spec: ScanSpec, readout: int) -> int:
+    return readout_axes(spec, spec.readouts[readout]).index(spec.time)
+
+
+def advance(steps: Steps, h: Array) -> tuple[Array, list[Array]]:
+    """The state after some steps, and their readouts as they are laid out."""
+    spec, order = steps.spec, steps.order
+    a, b = steps.coefficients()
+    before, after, last = sequential(spec, steps.shape[0], a, b, h)
+    made = [laid_out(spec, r, order, steps.read_out(r, before, after)) for r in spec.readouts]
+    return last, made

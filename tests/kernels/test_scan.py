@@ -1,0 +1,96 @@
+"""Every scan of `scan_cases`, on every backend that runs without a GPU, against its formula."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.pallas_kernels.fold_spec import Operand
+from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan_cost import block_bytes, bytes_moved, flops, states_bytes
+from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
+from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
+from symjax_rewrite.pallas_kernels.scan_xla import scan_xla
+from tests.kernels.scan_cases import CASES, ScanCase
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def check(case: ScanCase, run, rtol: float = 1e-4, atol: float = 1e-4):
+    operands = case.make(case.spec)
+    jitted = jax.jit(lambda *xs: run(case.spec, *xs))
+    got = jitted(*map(jnp.asarray, operands))
+    shapes = result_shapes(case.spec)
+    for x, want, (shape, dtype) in zip(got, case.naive(*operands), shapes, strict=True):
+        assert (x.shape, str(x.dtype)) == (shape, dtype)
+        np.testing.assert_allclose(np.asarray(x, want.dtype), want, rtol=rtol, atol=atol)
+
+
+@by_case
+def test_reference_is_the_naive_formula(case):
+    check(case, scan_reference)
+
+
+@by_case
+@pytest.mark.parametrize("steps", [1, 7, 64])
+def test_xla(case, steps):
+    check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
+
+
+@by_case
+def test_auto_runs_here(case):
+    check(case, scan)
+
+
+@by_case
+def test_no_steps(case):
+    sizes = tuple((a, 0 if a == "t" else n) for a, n in case.spec.sizes)
+    spec = replace(case.spec, sizes=sizes)
+    operands = [jnp.ones(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
+    for run in (scan_reference, scan):
+        got = run(spec, *operands)
+        assert [(x.shape, str(x.dtype)) for x in got] == list(result_shapes(spec))
+        if spec.last and spec.start is not None:
+            np.testing.assert_array_equal(got[-1], 1)
+
+
+def test_backends_say_why_not():
+    spec = plain(4, (2,), ("t", "0"), ("t", "0"))
+    ones = jnp.ones((4, 2))
+    with pytest.raises(KernelError, match="no such backend"):
+        scan(spec, ones, ones, backend="cuda")
+    with pytest.raises(KernelError, match="do not fit"):
+        scan(spec, ones, ones[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"kind": "plus-times"}, "no such kind"),
+        ({"kind": "max-plus", "dtype": "complex64"}, "need floats"),
+        ({"time": "z"}, "no size"),
+        ({"operands": (Operand(("t", "e")), Operand(("t",)))}, "none of the scan's"),
+        ({"start": 0}, "time axis"),
+        ({"start": 7}, "no such operand"),
+        ({"readouts": (Readout(over=("t",)),)}, "no axis"),
+        ({"readouts": (Readout(axes=("t",)),)}, "result's axes"),
+        (
+            {"readouts": (Readout(over=("0",), finish=Program(lambda y, v, t: y, (1,))),)},
+            "was summed",
+        ),
+    ],
+)
+def test_what_is_no_scan_is_refused(changes, what):
+    spec = plain(4, (2,), ("t",), ("t", "0"))
+    with pytest.raises(UsageError, match=f"not a scan: .*{what}"):
+        replace(spec, **changes)
+
+
+def test_costs():
+    spec = plain(4096, (8, 16), ("t", "0"), ("t", "0", "1"), last=True)
+    assert flops(spec) == 2 * 4096 * 128
+    assert bytes_moved(spec) == 4 * (4096 * 8 + 2 * 4096 * 128 + 128)
+    assert block_bytes(spec) < 0.02 * states_bytes(spec)
