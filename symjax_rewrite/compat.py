@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source
+from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
 from jax.extend import core as jex_core
@@ -146,9 +147,11 @@ def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
 
 
 def custom_rules_allow(effects: set[Any]) -> bool:
-    """Whether a custom_jvp function may have these effects."""
+    """Whether a custom_jvp function may have these effects (one that makes references may not)."""
     from jax._src import effects as _effects
 
+    if _core.internal_mutable_array_effect in effects:
+        return False
     return all(_effects.custom_derivatives_allowed_effects.contains(e) for e in effects)
 
 
@@ -222,37 +225,12 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return out
 
 
-def jaxpr_without(body: ClosedJaxpr, rest: list[JaxprEqn], n: int, extra: list[Any]) -> ClosedJaxpr:
-    """A body that runs only `rest`, and takes the variables `extra` after its first n inputs."""
-    old = body.jaxpr.invars
-    order = [*old[:n], *extra, *old[n:]]
-
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(order, args, strict=True))
-        run_equations(rest, env)
-        outs = [(v, v.val if is_literal(v) else env[v]) for v in body.jaxpr.outvars]
-        return [with_aval(x, v.aval) for v, x in outs]
-
-    return make_avals_jaxpr(run, [v.aval for v in order])
-
-
-def loop_constants(eqn: JaxprEqn) -> int:
-    """How many constants the body of a scan or while reads first."""
-    for key in ("num_consts", "body_nconsts"):
-        if key in eqn.params:
-            return eqn.params[key]
-    return len(list(eqn.params["ft_in"].unpack()[0]))  # a scan of jax 0.12
-
-
-def with_loop_constants(params: dict[str, Any], count: int) -> dict[str, Any]:
-    """The params of a scan or while whose body reads that many constants."""
-    for key in ("num_consts", "body_nconsts"):
-        if key in params:
-            return {**params, key: count}
-    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  (jax 0.12)
-
-    _, carry, xs = params["ft_in"].unpack()
-    return {**params, "ft_in": flattree.pack((flattree.nones(count), carry, xs))}
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and carries a scan has; what it is given after them is stepped through."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    return len(list(consts)), len(list(carry))
 
 
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
@@ -260,6 +238,13 @@ def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     for eqn in eqns:
         invals = [v.val if is_literal(v) else env[v] for v in eqn.invars]
         env.update(zip(eqn.outvars, eval_equation(eqn, invals), strict=True))
+
+
+def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without equations, carries and loop outputs that nothing needs."""
+    count = len(closed.jaxpr.outvars)
+    jaxpr, _ = _pe.dce_jaxpr(closed.jaxpr, [True] * count, instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 class BodySpot:

@@ -1,89 +1,382 @@
-"""What does not change from step to step leaves a loop (a pass, called while tracing).
+"""A loop as data: what its body reads, carries and gives at every step (a pass's own structure).
 
-Only work worth moving moves: invariant parts with a contraction, convolution, factorisation or
-reduction in them. XLA hoists cheap invariants itself, but only after a rewrite inside the body
-could have made the invariant part depend on the step.
+`scan`, `fori_loop` and a `while` that counts all become one `Loop`. Its body is a flat program;
+outer values are named by their numbers in the program around it. `run` stages it out again with
+`lax.scan`, after any pass has taken parts of it away.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import JaxprEqn
+from symjax_rewrite.equation_cost import shape_of
+from symjax_rewrite.trace import Equation, Program, Value, flatten
 
-HEAVY = frozenset(
-    """dot_general conv_general_dilated reduce_sum cumsum cholesky lu qr eigh svd triangular_solve
-    custom_linear_solve sort""".split()
-)
-GROWTH = 4  # a hoist may write this many times the bytes of the loop's inputs and outputs
+Read = Callable[[Value], Any]  # the array of an outer value
+
+MAX_COUNTED = 1 << 16  # steps whose counters are followed number by number
 
 
-class Hoisted(NamedTuple):
-    """A loop with its invariant equations taken out.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a step reads: entry `start + step·i` of an axis of an outer value, in stored order.
 
-    first: equations to run before the loop. results: their variables that the body reads.
-    eqn: the loop, with `results` as further constants at positions `at`.
+    kept: whether the axis stays, with size one (as `dynamic_slice` leaves it).
     """
 
-    first: list[JaxprEqn]
-    results: list[Any]
+    value: Value
+    axis: int = 0
+    start: int = 0
+    step: int = 1
+    kept: bool = False
+
+    def stacked(self, array: Any, length: int) -> Any:
+        """All steps' entries, steps first."""
+        whole = self.start == 0 and self.step == 1 and array.shape[self.axis] == length
+        if not whole:
+            first, last = sorted((self.start, self.start + self.step * (length - 1)))
+            array = lax.slice_in_dim(array, first, last + 1, abs(self.step), self.axis)
+            if self.step < 0:
+                array = lax.rev(array, (self.axis,))
+        array = jnp.moveaxis(array, self.axis, 0)
+        return jnp.expand_dims(array, self.axis + 1) if self.kept else array
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Results written into an array step by step: entry `start + step·i` of `axis` of `base`.
+
+    kept: whether what a step writes has that axis, with size one.
+    """
+
+    base: Value
+    axis: int
+    start: int
+    step: int
+    kept: bool
+
+    def placed(self, ys: Any, base: Any) -> Any:
+        """The array after all steps; `ys` has the steps first."""
+        length = ys.shape[0]
+        if self.kept:
+            ys = lax.squeeze(ys, (self.axis + 1,))
+        ys = jnp.moveaxis(ys, 0, self.axis)
+        start, step = self.start, self.step
+        if step < 0:
+            ys = lax.rev(ys, (self.axis,))
+            start, step = start + step * (length - 1), -step
+        if length == base.shape[self.axis]:
+            return ys
+        where = [slice(None)] * base.ndim
+        where[self.axis] = slice(start, start + step * (length - 1) + 1, step)
+        return jnp.asarray(base).at[tuple(where)].set(ys)
+
+
+@dataclass(slots=True)
+class Carry:
+    """A value that a step hands to the next: its number in the body, its start, its successor."""
+
+    inner: int
+    start: Value
+    out: Value
+
+
+@dataclass(slots=True)
+class Loop:
+    """A loop.
+
+    length: its steps; a name where the size is one, None where only its `condition` says.
+    body: its flat body; `body.equations` in order. consts: body value to outer value. sources: body
+    value to what it reads each step. counters: body value to its number at every step, in stored
+    order. ys: body values that are stacked. results: for every output of the equation, how it is
+    made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value).
+    condition: of a `while` that does not count, with the outer values it reads first.
+    """
+
     eqn: JaxprEqn
-    at: int
+    body: Program
+    length: Any
+    reverse: bool = False
+    unroll: int = 1
+    consts: dict[int, Value] = field(default_factory=dict)
+    carries: list[Carry] = field(default_factory=list)
+    sources: dict[int, Source] = field(default_factory=dict)
+    counters: dict[int, np.ndarray] = field(default_factory=dict)
+    ys: list[Value] = field(default_factory=list)
+    results: list[tuple[str, Any]] = field(default_factory=list)
+    condition: Program | None = None
+    condition_reads: tuple[Value, ...] = ()
+
+    def levels(self) -> dict[int, int]:
+        """0: the same at every step; 1: known before the loop; 2: depends on a carry or effect."""
+        level = dict.fromkeys((*self.consts, *self.body.consts), 0)
+        level |= dict.fromkeys((*self.sources, *self.counters), 1)
+        level |= {c.inner: 2 for c in self.carries}
+        for e in self.body.equations:
+            reads = [level[v] for v in e.invals if isinstance(v, int)]
+            made = 2 if e.eqn.effects else max(reads, default=0)
+            level.update(dict.fromkeys(e.outvals, made))
+        return level
+
+    def outer_values(self) -> list[Value]:
+        """Every outer value that the loop reads."""
+        found = [*self.consts.values(), *[s.value for s in self.sources.values()]]
+        found += [*self.condition_reads, *[c.start for c in self.carries]]
+        for kind, what in self.results:
+            if kind == "outer":
+                found.append(what)
+            elif kind == "stored":
+                found.append(what[1].base)
+        return found
+
+    def constants(self, read: Read) -> dict[int, Any]:
+        """What the body knows before the first step."""
+        return {**self.body.consts, **{v: read(outer) for v, outer in self.consts.items()}}
+
+    def stacks(self, read: Read) -> dict[int, Any]:
+        """What the steps read, steps first."""
+        found = {v: s.stacked(read(s.value), self.length) for v, s in self.sources.items()}
+        for v, numbers in self.counters.items():
+            found[v] = jnp.asarray(numbers.reshape(self.length, *self.body.avals[v].shape))
+        return found
+
+    def finish(self, finals: list[Any], ys: list[Any], read: Read) -> list[Any]:
+        """The outputs of the loop's equation."""
+        outs = []
+        for (kind, what), var in zip(self.results, self.eqn.outvars, strict=True):
+            if kind == "final":
+                out = finals[what]
+            elif kind == "ys":
+                out = ys[what]
+            elif kind == "stored":
+                k, stored = what
+                out = stored.placed(ys[k], read(stored.base))
+            elif kind == "number":
+                out = jnp.asarray(what)
+            else:
+                out = read(what)
+            outs.append(compat.with_aval(out, var.aval))
+        return outs
 
 
-def hoist(eqn: JaxprEqn) -> Hoisted | None:
-    """Take invariant work out of a scan or while body; None where there is none worth it."""
-    name = eqn.primitive.name
-    if name == "scan" and eqn.params["length"] != 0:
-        key, first = "jaxpr", 0
-    elif name == "while":
-        key, first = "body_jaxpr", eqn.params["cond_nconsts"]
-    else:
+def run_equations(equations: Sequence[Equation], env: dict[int, Any]) -> None:
+    """Run flat equations in order, reading and writing values in `env`."""
+    for e in equations:
+        outs = compat.eval_equation(e.eqn, [get(env, v) for v in e.invals])
+        env.update(zip(e.outvals, outs, strict=True))
+
+
+def get(env: dict[int, Any], v: Value) -> Any:
+    """A value by its number, or a literal."""
+    return env[v] if isinstance(v, int) else v.val
+
+
+def stage(
+    loop: Loop, known: dict[int, Any], steps: dict[int, Any], read: Read
+) -> tuple[list[Any], list[Any]]:
+    """Stage a loop's equations out as one `lax.scan` or `lax.while_loop`.
+
+    Args:
+        loop: the loop.
+        known: body values known before the loop.
+        steps: body values by step, stacked.
+        read: gives the arrays of outer values.
+
+    Returns:
+        The carries after the last step, and the stacked `ys`.
+    """
+    avals = loop.body.avals
+    keys = list(steps)
+
+    def typed(x: Any, v: Value) -> Any:
+        return compat.with_aval(x, avals[v] if isinstance(v, int) else v.aval)
+
+    def step(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        env = dict(known)
+        env.update((c.inner, x) for c, x in zip(loop.carries, carried, strict=True))
+        env.update(zip(keys, xs, strict=True))
+        run_equations(loop.body.equations, env)
+        outs = [compat.with_aval(get(env, c.out), avals[c.inner]) for c in loop.carries]
+        return outs, [typed(get(env, v), v) for v in loop.ys]
+
+    starts = [compat.with_aval(read(c.start), avals[c.inner]) for c in loop.carries]
+    if loop.condition is not None:
+        return _stage_while(loop, step, starts, read), []
+    with compat.equation_scope(loop.eqn):
+        finals, ys = lax.scan(
+            step,
+            starts,
+            [steps[k] for k in keys],
+            length=loop.length,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+        )
+    return finals, ys
+
+
+def _stage_while(loop: Loop, step: Callable, starts: list[Any], read: Read) -> list[Any]:
+    condition = loop.condition
+    assert condition is not None
+    known = {**condition.consts}
+    known.update(zip(condition.inputs, map(read, loop.condition_reads), strict=False))
+
+    def holds(carried: list[Any]) -> Any:
+        env = {
+            **known,
+            **dict(zip(condition.inputs[len(loop.condition_reads) :], carried, strict=True)),
+        }
+        run_equations(condition.equations, env)
+        return get(env, condition.outputs[0])
+
+    with compat.equation_scope(loop.eqn):
+        return lax.while_loop(holds, lambda carried: step(carried, [])[0], starts)
+
+
+def read_loop(e: Equation) -> Loop | None:
+    """An equation as a loop, or None."""
+    if e.name not in ("scan", "while"):
         return None
-    body, n = eqn.params[key], compat.loop_constants(eqn)
-    if body.jaxpr.constvars:
+    if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
+        return None  # references to mutable arrays
+    if e.name == "while":
+        return _read_while(e)
+    length = e.eqn.params["length"]
+    return None if isinstance(length, int) and length == 0 else _read_scan(e)
+
+
+def _read_scan(e: Equation) -> Loop:
+    p = e.eqn.params
+    n, m = compat.scan_counts(e.eqn)
+    body = flatten(p["jaxpr"])
+    loop = Loop(e.eqn, body, p["length"], p["reverse"], p["unroll"])
+    loop.consts = dict(zip(body.inputs[:n], e.invals[:n], strict=True))
+    for k in range(m):
+        loop.carries.append(Carry(body.inputs[n + k], e.invals[n + k], body.outputs[k]))
+        loop.results.append(("final", k))
+    for v, outer in zip(body.inputs[n + m :], e.invals[n + m :], strict=True):
+        loop.sources[v] = Source(outer)
+    loop.ys = list(body.outputs[m:])
+    loop.results += [("ys", k) for k in range(len(loop.ys))]
+    return loop
+
+
+def _read_while(e: Equation) -> Loop:
+    """A `while`; one that counts is a loop of that many steps."""
+    p = e.eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    condition, body = flatten(p["cond_jaxpr"]), flatten(p["body_jaxpr"])
+    starts = e.invals[n + m :]
+    numbers = None if e.eqn.effects else _count(condition, body, n, m, starts)
+    loop = Loop(e.eqn, body, None if numbers is None else len(numbers))
+    loop.consts = dict(zip(body.inputs[:m], e.invals[n : n + m], strict=True))
+    for i, v in enumerate(body.inputs[m:]):
+        loop.carries.append(Carry(v, starts[i], body.outputs[i]))
+        loop.results.append(("final", i))
+    if numbers is None:
+        loop.condition, loop.condition_reads = condition, e.invals[:n]
+    return loop
+
+
+def _counter_of(condition: Program, n: int) -> int | None:
+    """Which carry a condition `counter < number` compares."""
+    reads = {v for e in condition.equations for v in e.invals if isinstance(v, int)}
+    counters = [k for k, v in enumerate(condition.inputs[n:]) if v in reads]
+    if len(counters) != 1 or reads & set(condition.inputs[:n]):
         return None
-    moved = _invariant(body.jaxpr, n)
-    if not any(_is_heavy(e) for e in moved):
+    return counters[0]
+
+
+def _count(
+    condition: Program, body: Program, n: int, m: int, starts: tuple[Value, ...]
+) -> np.ndarray | None:
+    """The numbers a counter goes through while the condition holds; None where it is none."""
+    k = _counter_of(condition, n)
+    start = None if k is None else starts[k]
+    if k is None or start is None or isinstance(start, int) or shape_of(start):
         return None
-    inside = {id(e) for e in moved}
-    rest = [e for e in body.jaxpr.eqns if id(e) not in inside]
-    made = {v for e in moved for v in e.outvars}
-    read = [v for e in rest for v in e.invars if not compat.is_literal(v) and v in made]
-    read += [v for v in body.jaxpr.outvars if not compat.is_literal(v) and v in made]
-    results = list(dict.fromkeys(read))
-    if _bytes(results) > GROWTH * _bytes([*eqn.invars, *eqn.outvars]):
+    dtype = body.avals[body.inputs[m + k]].dtype
+    step = step_of(body, body.inputs[m + k], body.outputs[k])
+    if not step or not jnp.issubdtype(dtype, jnp.integer):
         return None
-    smaller = compat.jaxpr_without(body, rest, n, results)
-    params = compat.with_loop_constants({**eqn.params, key: smaller}, n + len(results))
-    return Hoisted(moved, results, eqn.replace(params=params), first + n)
+    numbers = int(start.val) + step * np.arange(MAX_COUNTED, dtype=np.int64)
+    if not (numbers == numbers.astype(dtype)).all():
+        return None
+    known = {condition.inputs[n + k]: numbers.astype(dtype), **condition.consts}
+    follow(condition.equations, known)
+    holds = condition.outputs[0]
+    going = known.get(holds) if isinstance(holds, int) else None
+    if going is None or np.shape(going) != numbers.shape or going.all() or not going[0]:
+        return None
+    return numbers[: int(np.argmin(going))]
 
 
-def _invariant(jaxpr: Any, n: int) -> list[JaxprEqn]:
-    known = set(jaxpr.invars[:n])
-    moved = []
-    for e in jaxpr.eqns:
-        reads = [v for v in e.invars if not compat.is_literal(v)]
-        if not e.effects and reads and all(v in known for v in reads):
-            moved.append(e)
-            known.update(e.outvars)
-    return moved
+def step_of(body: Program, inner: int, out: Value) -> int | None:
+    """What is added to a counter at every step; None where it is no counter."""
+    made = next((e for e in body.equations if out in e.outvals), None)
+    if made is None or made.name not in ("add", "sub"):
+        return None
+    a, b = made.invals
+    if not isinstance(a, int) and made.name == "add":
+        a, b = b, a
+    if a != inner or isinstance(b, int):
+        return None
+    value = np.asarray(b.val)
+    if value.shape or value.dtype.kind not in "iu":
+        return None
+    return int(value) if made.name == "add" else -int(value)
 
 
-def _is_heavy(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name in HEAVY:
-        return True
-    return any(_is_heavy(e) for body in compat.bodies(eqn) for e in body.jaxpr.eqns)
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),
+}
 
 
-def _bytes(atoms: list[Any]) -> float:
-    total = 0.0
-    for v in atoms:
-        shape = getattr(v.aval, "shape", ())
-        if all(isinstance(d, int) for d in shape):
-            itemsize = getattr(getattr(v.aval, "dtype", None), "itemsize", 4)
-            total += float(np.prod(shape, dtype=float)) * itemsize
-    return total
+def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
+    """Evaluate scalar integer and boolean equations over all steps at once, where that is exact."""
+    for e in equations:
+        aval = e.eqn.outvars[0].aval
+        dtype = getattr(aval, "dtype", None)
+        if getattr(aval, "shape", None) not in ((), (1,)) or not _is_exact(dtype):
+            continue
+        if not all(not isinstance(v, int) or v in known for v in e.invals):
+            continue
+        args = [np.asarray(get(known, v)) for v in e.invals]
+        if any(not _is_exact(a.dtype) for a in args):
+            continue
+        made = None
+        if e.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze"):
+            made = args[0].astype(np.int64)
+        elif e.name in _FOLLOWED and (dtype != np.bool_ or e.name not in ("add", "mul")):
+            if e.name in ("and", "or", "not") and dtype != np.bool_:
+                continue
+            made = _FOLLOWED[e.name](*[a.astype(np.int64) if a.dtype != bool else a for a in args])
+        if made is not None and (made == made.astype(dtype)).all():  # no wrap
+            known[e.outvals[0]] = made.astype(dtype)
+
+
+def _is_exact(dtype: Any) -> bool:
+    return dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))

@@ -21,12 +21,13 @@ from symjax_rewrite.dims import Assumptions, value
 from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir import Ref
+from symjax_rewrite.loop_pass import has_loops, improve_loops, rewritten
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.rule import REDUNDANCY, RulePack
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
-from symjax_rewrite.trace import flatten
+from symjax_rewrite.trace import Program, flatten
 
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
@@ -60,7 +61,7 @@ class Result:
         """Whether anything is emitted differently."""
         if self.plan.rewritten or self.plan.equations or self.plan.shared or self.plan.routed:
             return True
-        return self.terms is not None and bool(self.terms.program.hoisted)
+        return self.terms is not None and self.terms.program.closed is not self.closed
 
     @property
     def symbolic(self) -> bool:
@@ -164,7 +165,7 @@ class Optimiser:
         if count > budget.equations:
             result.stop = f"{count} equations exceed the budget of {budget.equations}"
             return result
-        t = build(flatten(closed))
+        t = build(self._loops(result, allowed, start))
         result.terms = t
         need = needed(t)
         known = result.known = _frozen_classes(t, need, frozen)
@@ -196,10 +197,27 @@ class Optimiser:
             self._note(
                 result, "common_subexpression", REDUNDANCY, t.program.equations[t.made_by[c][0]].eqn
             )
-        for loop in t.program.hoisted:
-            self._note(result, "loop_invariant", REDUNDANCY, loop)
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
         return result
+
+    def _loops(self, result: Result, allowed: set[str] | None, start: float) -> Program:
+        """The flat program, with its loops in their cheapest form."""
+        closed = result.closed
+        if not has_loops(closed):
+            return flatten(closed)
+
+        def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
+            found = self._run(body, frozenset(), allowed, start)
+            return compat.make_avals_jaxpr(found.emit(), body.in_avals) if found.taken else None
+
+        program = flatten(compat.without_dead(closed))
+        reorders = self.options.numerics.permits("reassoc")
+        loops = improve_loops(program, self.device, reorders, optimise)
+        for reason, eqn in loops.refused:
+            result.declined("loop", reason, compat.source_line(eqn))
+        for change in loops.changes:
+            self._note(result, change.name, REDUNDANCY, change.eqn)
+        return flatten(rewritten(program, loops.changes) if loops.changes else closed)
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
         if self.router is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from symjax_rewrite import compat, loops
+from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.ops import ROWS
 
@@ -37,10 +37,7 @@ class Equation:
 
 @dataclass(slots=True)
 class Program:
-    """A flat program: values are numbered; inputs and constants come first.
-
-    hoisted: loops whose invariant work was moved before them.
-    """
+    """A flat program: values are numbered; inputs and constants come first."""
 
     closed: ClosedJaxpr
     avals: list[Any] = field(default_factory=list)
@@ -48,7 +45,6 @@ class Program:
     consts: dict[int, Any] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
-    hoisted: list[JaxprEqn] = field(default_factory=list)
 
     def new_value(self, aval: Any) -> int:
         """A fresh value of this aval."""
@@ -77,17 +73,10 @@ def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> No
 
 
 def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> list[Value]:
-    _inline_equations(program, jaxpr.eqns, env, outer)
-    return [a if compat.is_literal(a) else env[a] for a in jaxpr.outvars]
-
-
-def _inline_equations(
-    program: Program, eqns: list[JaxprEqn], env: dict, outer: JaxprEqn | None
-) -> None:
     def read(atom: Any) -> Value:
         return atom if compat.is_literal(atom) else env[atom]
 
-    for eqn in eqns:
+    for eqn in jaxpr.eqns:
         if outer is not None:
             eqn = compat.nested_under(eqn, outer)
         body = inlinable_body(eqn)
@@ -98,13 +87,11 @@ def _inline_equations(
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         invals = tuple([read(a) for a in eqn.invars])
-        hoisted = loops.hoist(eqn)
-        if hoisted is not None:
-            eqn, invals = _run_first(program, hoisted, eqn, invals)
         outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outvals, strict=True))
         same_as = _one_implementation(program, eqn, invals)
         program.equations.append(Equation(eqn, invals, outvals, same_as))
+    return [read(a) for a in jaxpr.outvars]
 
 
 def _one_implementation(
@@ -117,20 +104,6 @@ def _one_implementation(
         inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
         return tuple(_inline(program, body.jaxpr, inner, eqn))
     return ()
-
-
-def _run_first(
-    program: Program, hoisted: loops.Hoisted, loop: JaxprEqn, invals: tuple[Value, ...]
-) -> tuple[JaxprEqn, tuple[Value, ...]]:
-    """Put a loop's invariant equations before it, and hand their results in as constants."""
-    key = "jaxpr" if "jaxpr" in loop.params else "body_jaxpr"
-    first = loop.params.get("cond_nconsts", 0)
-    inner = dict(zip(loop.params[key].jaxpr.invars, invals[first:], strict=False))
-    program.hoisted.append(loop)
-    _inline_equations(program, hoisted.first, inner, loop)
-    results = tuple(inner[v] for v in hoisted.results)
-    invals = (*invals[: hoisted.at], *results, *invals[hoisted.at :])
-    return hoisted.eqn, invals
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -20,8 +20,9 @@ LAYERS = {
     "ground": "errors config compat",
     "terms": "dims ir monoid",
     "graph": "egraph device",
-    "knowledge": "record ops analysis cost product contract_order rule order",
-    "passes": "loops trace axes canonical match saturate regions extract solve lower emit pipeline",
+    "knowledge": "record ops analysis cost equation_cost product contract_order rule order",
+    "passes": "trace loops loop_cleaning loop_motion loop_pass axes canonical match saturate "
+    "regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference fold_route route report summary prepare verify specimens rulecheck testing",

@@ -1,0 +1,85 @@
+"""What one equation costs where it stands, before any term is made (imports device).
+
+Loops are priced equation by equation: what they gain by is how often, and on how many rows, a
+product runs, which the shapes say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from symjax_rewrite import compat
+from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.cost import itemsize
+from symjax_rewrite.device import Device
+
+SYMBOLIC = 64  # what a size that is a name counts as
+
+
+def aval_size(aval: Any) -> float:
+    """Elements of a value; names count as `SYMBOLIC`."""
+    shape = getattr(aval, "shape", ())
+    return float(math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape))
+
+
+def aval_bytes(aval: Any) -> float:
+    """Bytes of a value."""
+    return aval_size(aval) * itemsize(str(getattr(aval, "dtype", "float32")))
+
+
+def shape_of(atom: Any) -> tuple[Any, ...]:
+    """The shape of a variable or literal of a jaxpr."""
+    return atom.aval.shape
+
+
+def equation_seconds(
+    eqn: JaxprEqn, device: Device, times: int = 1, moving: tuple[int, ...] = ()
+) -> float:
+    """Seconds of one equation, by the roofline.
+
+    Args:
+        eqn: the equation.
+        device: where it runs.
+        times: how often it is done, in one kernel.
+        moving: numbers of the operands that are others each time; the rest is read once.
+    """
+    name = eqn.primitive.name
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    dtype = str(getattr(out, "dtype", "float32"))
+    made = sum(aval_size(v.aval) for v in eqn.outvars) * times
+    if name in ("dot_general", "conv_general_dilated"):
+        flops, rows = _product(eqn)
+        moved = made * itemsize(dtype)
+        for k, v in enumerate(eqn.invars):
+            moved += aval_bytes(v.aval) * (times if k in moving else 1)
+        thin = rows * times if times > 1 else rows
+        peak = device.peak(dtype) * thin / (thin + device.thin_rows)
+        return max(flops * times / peak, moved / device.bytes_per_s) + device.launch_s
+    inner = [closed_seconds(b, device) for b in compat.bodies(eqn)]
+    if inner:
+        steps = eqn.params.get("length", 1)
+        steps = steps if isinstance(steps, int) else SYMBOLIC
+        return times * (max(inner) if name == "cond" else steps * sum(inner))
+    return made / device.elementwise_per_s
+
+
+def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
+    """Seconds of a jaxpr, equation by equation; loops count as often as they run."""
+    return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)
+
+
+def _product(eqn: JaxprEqn) -> tuple[float, float]:
+    """FLOPs of a contraction or convolution, and the rows of its thinner side."""
+    out = aval_size(eqn.outvars[0].aval)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        sizes = [d if isinstance(d, int) else SYMBOLIC for d in shape_of(eqn.invars[0])]
+        depth = math.prod(sizes[i] for i in contracted)
+        left = math.prod(d for i, d in enumerate(sizes) if i not in (*contracted, *batch))
+        groups = math.prod(sizes[i] for i in batch)
+        right = out / max(left * groups, 1)
+        return 2 * out * depth, max(1.0, min(left, right))
+    kernel = eqn.invars[1].aval
+    features = shape_of(eqn.invars[1])[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * out * aval_size(kernel) / max(features, 1), max(1.0, out / max(features, 1))

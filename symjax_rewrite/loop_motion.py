@@ -1,0 +1,282 @@
+"""What need not be done step by step leaves a loop (a pass).
+
+Work that depends on no step runs once. Work that depends on what a step is given, but on no
+carry, runs for all steps at once before the loop (the input projections of an LSTM become one
+product), and work that only results depend on runs for all steps after it. Only contractions and
+their like are worth it: elementwise work is best left where it is fused. What would be written for
+that is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from symjax_rewrite import compat
+from symjax_rewrite.compat import JaxprEqn
+from symjax_rewrite.device import Device
+from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.loops import Loop, Read, get, run_equations, stage
+from symjax_rewrite.ops import ROWS
+from symjax_rewrite.trace import Equation, Value
+
+HEAVY = frozenset(
+    """dot_general conv_general_dilated reduce_sum cumsum cholesky lu qr eigh svd triangular_solve
+    custom_linear_solve sort""".split()
+)
+STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
+GROWTH = 4  # what leaves a loop may write this many times the bytes of its inputs and outputs
+MIN_GAIN = 1.1  # predicted, of what is moved: less is noise
+
+
+@dataclass(slots=True)
+class Motion:
+    """What leaves a loop: equations run once, for all steps before it, and after it.
+
+    refused: why something worth moving stays.
+    """
+
+    once: list[Equation] = field(default_factory=list)
+    before: list[Equation] = field(default_factory=list)
+    after: list[Equation] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything leaves."""
+        return bool(self.once or self.before or self.after)
+
+
+def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
+    """What may leave a loop and gains by it.
+
+    Args:
+        loop: a clean loop.
+        device: where it runs.
+        reorders: whether sums may be rounded in another order (products of all steps are other
+            products to a library).
+    """
+    motion = Motion()
+    level = loop.levels()
+    _find_once(loop, level, motion)
+    if reorders and isinstance(loop.length, int) and loop.length > 1:
+        _find_before(loop, level, device, motion)
+        _find_after(loop, level, device, motion)
+        _add_fixed_reads(loop, level, motion)
+    return motion
+
+
+def is_heavy(eqn: JaxprEqn) -> bool:
+    """Whether an equation does work worth moving."""
+    if eqn.primitive.name in HEAVY:
+        return True
+    return any(is_heavy(e) for body in compat.bodies(eqn) for e in body.jaxpr.eqns)
+
+
+def _limit(loop: Loop) -> float:
+    return GROWTH * sum(aval_bytes(v.aval) for v in (*loop.eqn.invars, *loop.eqn.outvars))
+
+
+def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:
+    """The equations `within` that the roots need, the roots among them, in order."""
+    makers = {v: e for e in loop.body.equations for v in e.outvals}
+    stack, inside = list(roots), {id(e) for e in roots}
+    while stack:
+        for v in stack.pop().invals:
+            e = makers.get(v) if isinstance(v, int) else None
+            if e is not None and id(e) not in inside and within(e):
+                inside.add(id(e))
+                stack.append(e)
+    return [e for e in loop.body.equations if id(e) in inside]
+
+
+def _find_once(loop: Loop, level: dict[int, int], motion: Motion) -> None:
+    def fixed(e: Equation) -> bool:
+        return not e.eqn.effects and bool(e.outvals) and level[e.outvals[0]] == 0
+
+    heavy = [e for e in loop.body.equations if fixed(e) and is_heavy(e.eqn)]
+    moved = _cone(loop, heavy, fixed)
+    read = _read_elsewhere(loop, moved)
+    if sum(aval_bytes(loop.body.avals[v]) for v in read) > _limit(loop):
+        motion.refused.append("invariant work stays in the loop: its results are too large")
+        return
+    motion.once = moved
+
+
+def _add_fixed_reads(loop: Loop, level: dict[int, int], motion: Motion) -> None:
+    """What never changes and is read outside the loop is computed outside."""
+    reads = {v for e in (*motion.before, *motion.after) for v in e.invals if isinstance(v, int)}
+    roots = [e for e in loop.body.equations if any(v in reads for v in e.outvals)]
+    roots = [e for e in roots if level[e.outvals[0]] == 0 and not e.eqn.effects]
+    inside = {id(e) for e in (*motion.once, *_cone(loop, roots, lambda e: not e.eqn.effects))}
+    motion.once = [e for e in loop.body.equations if id(e) in inside]
+
+
+def _read_elsewhere(loop: Loop, moved: Sequence[Equation]) -> set[int]:
+    """Values the moved equations make and the rest of the body reads."""
+    inside = {id(e) for e in moved}
+    made = {v for e in moved for v in e.outvals}
+    reads: list[Value] = [v for e in loop.body.equations if id(e) not in inside for v in e.invals]
+    reads += [*loop.ys, *[c.out for c in loop.carries]]
+    return {v for v in reads if isinstance(v, int) and v in made}
+
+
+def _steppable(e: Equation) -> bool:
+    return not e.eqn.effects and e.name in ROWS and not compat.bodies(e.eqn)
+
+
+def _weights(e: Equation, level: dict[int, int]) -> bool:
+    """Whether an equation applies something fixed to something that moves."""
+    levels = [level[v] if isinstance(v, int) else 0 for v in e.invals]
+    return levels[1] == 0 if e.name == "conv_general_dilated" else 0 in levels
+
+
+def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
+    def known(e: Equation) -> bool:
+        return _steppable(e) and level[e.outvals[0]] == 1
+
+    room = _limit(loop)
+    roots: list[Equation] = []
+    for e in loop.body.equations:
+        if e.name not in STACKABLE or not known(e) or not _weights(e, level):
+            continue
+        cone = _cone(loop, [*roots, e], known)
+        if not _is_closed(loop, cone, level, 1):
+            continue
+        written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
+        if written > room:
+            motion.refused.append("a product of all steps stays in the loop: it is too large")
+        elif _gains(loop, e, level, device):
+            room -= written
+            roots.append(e)
+    motion.before = _cone(loop, roots, known)
+
+
+def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int) -> bool:
+    """Whether all a cone reads of its own level is given or made inside it."""
+    made = {v for e in cone for v in e.outvals}
+    given = {*loop.sources, *loop.counters}
+    reads = {v for e in cone for v in e.invals if isinstance(v, int) and level[v] == top}
+    return reads <= made | given
+
+
+def _gains(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> bool:
+    moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
+    alone = loop.length * equation_seconds(e.eqn, device)
+    together = equation_seconds(e.eqn, device, loop.length, tuple(moving))
+    return alone > MIN_GAIN * together
+
+
+def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
+    """Products that only stacked results depend on."""
+    makers = {v: e for e in loop.body.equations for v in e.outvals}
+    needed = _needed_inside(loop, makers)
+    room = _limit(loop)
+    moved: list[Equation] = []
+    for e in loop.body.equations:
+        free = e.outvals and not any(v in needed for v in e.outvals)
+        if not (free and e.name in STACKABLE and level[e.outvals[0]] == 2 and _weights(e, level)):
+            continue
+        tail = _users(loop, [*moved, e])
+        if any(not _steppable(u) or any(v in needed for v in u.outvals) for u in tail):
+            continue
+        new = _stacked_reads(loop, tail, level) - set(loop.ys)
+        written = loop.length * sum(aval_bytes(loop.body.avals[v]) for v in new)
+        if written > room:
+            motion.refused.append("a product of results stays in the loop: its input is too large")
+        elif _sink_gains(loop, e, written, level, device):
+            moved = tail
+    motion.after = moved
+
+
+def _needed_inside(loop: Loop, makers: dict[int, Equation]) -> set[int]:
+    """Values that a carry or an effect depends on."""
+    stack: list[Value] = [c.out for c in loop.carries]
+    stack += [v for e in loop.body.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
+    needed: set[int] = set()
+    while stack:
+        v = stack.pop()
+        if isinstance(v, int) and v not in needed:
+            needed.add(v)
+            if v in makers:
+                stack.extend(makers[v].invals)
+    return needed
+
+
+def _users(loop: Loop, roots: list[Equation]) -> list[Equation]:
+    """The roots and everything that depends on them, in order."""
+    inside = {id(e) for e in roots}
+    made: set[int] = set()
+    tail = []
+    for e in loop.body.equations:
+        if id(e) in inside or any(v in made for v in e.invals if isinstance(v, int)):
+            tail.append(e)
+            made.update(e.outvals)
+    return tail
+
+
+def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> set[int]:
+    """What equations after the loop read of every step."""
+    made = {v for e in tail for v in e.outvals}
+    reads = {v for e in tail for v in e.invals if isinstance(v, int) and v not in made}
+    return {v for v in reads if level[v] > 0 and v not in loop.sources and v not in loop.counters}
+
+
+def _sink_gains(
+    loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device
+) -> bool:
+    moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
+    alone = loop.length * equation_seconds(e.eqn, device)
+    together = equation_seconds(e.eqn, device, loop.length, tuple(moving))
+    return alone > MIN_GAIN * (together + 2 * written / device.bytes_per_s)
+
+
+def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
+    """Stage out what runs before a loop, the rest of the loop, and what runs after it."""
+    known, steps = loop.constants(read), loop.stacks(read)
+    with compat.equation_scope(loop.eqn):
+        run_equations(motion.once, known)
+        steps.update(_all_steps(loop, motion.before, known, steps))
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after)}
+    rest = [e for e in loop.body.equations if id(e) not in gone]
+    late = {v for e in motion.after for v in e.outvals}
+    reads = {v for e in motion.after for v in e.invals if isinstance(v, int)} - late
+    wanted = [v for v in dict.fromkeys([*loop.ys, *sorted(reads)]) if v not in late]
+    made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
+    inner = replace(loop, body=replace(loop.body, equations=rest), ys=made)
+    inside = _inside_reads(inner)
+    finals, ys = stage(inner, known, {v: x for v, x in steps.items() if v in inside}, read)
+    steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
+    literal = {id(v): y for v, y in zip(made, ys, strict=True)}
+    with compat.equation_scope(loop.eqn):
+        steps.update(_all_steps(loop, motion.after, known, steps))
+    stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
+    return loop.finish(finals, stacked, read)
+
+
+def _inside_reads(loop: Loop) -> set[Value]:
+    reads: set[Any] = {v for e in loop.body.equations for v in e.invals if isinstance(v, int)}
+    outs = [*loop.ys, *[c.out for c in loop.carries]]
+    return reads | {v for v in outs if isinstance(v, int)}
+
+
+def _all_steps(
+    loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
+) -> dict[int, Any]:
+    """What equations make, for all steps at once, stacked."""
+    if not equations:
+        return {}
+    reads = {v for e in equations for v in e.invals if isinstance(v, int)}
+    given = [v for v in steps if v in reads]
+    made = [v for e in equations for v in e.outvals]
+
+    def one(*values: Any) -> list[Any]:
+        env = {**known, **dict(zip(given, values, strict=True))}
+        run_equations(equations, env)
+        return [get(env, v) for v in made]
+
+    stacked = jax.vmap(one)(*[steps[v] for v in given])
+    return dict(zip(made, stacked, strict=True))
