@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, weights_of
+from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, terms_of, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +160,18 @@ def _triton_cut(spec: FoldSpec) -> TritonBlocks:
 
 
 def bytes_held(spec: FoldSpec) -> int:
-    """Bytes of features that one row and one column bring: contracted, and summed."""
-    numbers = [c.col for c in spec.contractions]
-    numbers += weights_of(spec)
-    return sum(power_of_two(spec.width(k)) * _itemsize(spec.operands[k].dtype) for k in numbers)
+    """Bytes of features that one row and one column bring: contracted, and summed.
 
+    What is multiplied in a wider dtype than it is stored in counts as it is multiplied.
+    """
 
-def _itemsize(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize
+    def held(number: int, *dtypes: str) -> int:
+        size = max(jnp.dtype(d).itemsize for d in (spec.operands[number].dtype, *dtypes))
+        return power_of_two(spec.width(number)) * size
+
+    terms = {(t.weights, t.round_to) for o in spec.outputs for t in terms_of(o)}
+    total = sum(held(c.col, spec.operands[c.row].dtype) for c in spec.contractions)
+    return total + sum(held(w, rounded or "float32") for w, rounded in terms if w is not None)
 
 
 def power_of_two(size: int) -> int:

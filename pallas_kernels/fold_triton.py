@@ -12,11 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from symjax_rewrite import compat
 from symjax_rewrite.pallas_kernels.fold_blocks import (
     WIDE,
     TritonBlocks,
@@ -59,9 +63,11 @@ def supports(spec: FoldSpec) -> Support:
     widths = [spec.width(k) for k in weights]
     used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
     dtypes = {o.dtype for o in spec.operands}
+    foreign = unlowered(spec)
     return first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
+        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
         (not _sliceable(spec), f"weights wider than {WIDE} features beside others"),
         (
@@ -81,6 +87,28 @@ def supports(spec: FoldSpec) -> Support:
             "an operand has more than 2^31 elements",
         ),
     )
+
+
+@lru_cache(maxsize=256)
+def unlowered(spec: FoldSpec) -> tuple[str, ...]:
+    """Operations of the tile program and the epilogue that Pallas-Triton has no rule for."""
+    side = 16
+
+    def shaped(number: int) -> jax.ShapeDtypeStruct:
+        axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
+        return jax.ShapeDtypeStruct([side if a in axes else 1 for a in (spec.row, spec.col)], dtype)
+
+    dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
+    values = tuple(shaped(k) for k in spec.tile.reads)
+    i, j = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((side, 1), (1, side)))
+    programs = [jax.make_jaxpr(spec.tile.fun)(dots, values, i, j)]
+    if spec.epilogue is not None:
+        raw = dataclasses.replace(spec, epilogue=None)
+        states = [jax.ShapeDtypeStruct((side, 1), s.dtype) for s in flat_shapes(raw)]
+        rows = tuple(shaped(k) for k in spec.epilogue.reads)
+        programs.append(jax.make_jaxpr(spec.epilogue.fun)(bundle(raw, states), rows))
+    names = {p.name for x in programs for p in compat.primitives(x) if not compat.triton_lowers(p)}
+    return tuple(sorted(names))
 
 
 def _sliceable(spec: FoldSpec) -> bool:

@@ -141,6 +141,16 @@ def aval_is_sharded(aval: Any) -> bool:
     return spec is not None and any(part is not None for part in spec)
 
 
+def constrains(sharding: Any) -> bool:
+    """Whether a `sharding` param of an equation says anything: it names an axis, or fixes one."""
+    if sharding is None:
+        return False
+    spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
+    if spec is None or mesh is None or any(part is not None for part in spec):
+        return True
+    return not (mesh.empty or mesh.are_all_axes_auto)
+
+
 def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
     """The effects of a jaxpr (prints, callbacks, state)."""
     return set(closed.jaxpr.effects)
@@ -341,6 +351,22 @@ def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
         e.primitive.name == name or any(has_primitive(b, name) for b in bodies(e))
         for e in closed.jaxpr.eqns
     )
+
+
+def primitives(closed: ClosedJaxpr) -> set[Any]:
+    """The primitives of a jaxpr; of a call, those of its body."""
+    found: set[Any] = set()
+    for e in closed.jaxpr.eqns:
+        inner = [primitives(b) for b in bodies(e)]
+        found |= set().union(*inner) if inner else {e.primitive}
+    return found
+
+
+def triton_lowers(primitive: Any) -> bool:
+    """Whether Pallas-Triton has a lowering rule for a primitive."""
+    from jax._src.pallas.triton import lowering
+
+    return primitive in lowering.triton_lowering_rules
 
 
 def may_be_partitioned() -> bool:

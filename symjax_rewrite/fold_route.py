@@ -11,7 +11,9 @@ import numpy as np
 
 from symjax_rewrite import lower
 from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.fold_rows import Rows, apply, row_algebra, row_scale
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, IOTA, MAP, Node, Ref
 from symjax_rewrite.monoid import shift_of
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
@@ -24,7 +26,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     Tile,
 )
 from symjax_rewrite.product import is_half
-from symjax_rewrite.regions import node_of
+from symjax_rewrite.regions import Needed, node_of
 
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 
@@ -44,13 +46,16 @@ class FoldRoute:
     terms: dict[int, tuple[int, tuple[str, ...]]]
     names: tuple[str, ...]
     lead: tuple[str, ...]
+    rows: Rows | None
 
     def classes(self) -> set[int]:
         """The classes this route computes."""
-        return set(self.sinks)
+        return set(self.sinks) if self.rows is None else {*self.sinks, *self.rows.inside}
 
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before a sink: the operands, and its row algebra."""
+        if self.rows is not None:
+            return [c for c, _ in self.operands]
         rest = self.sinks[cls].rest
         return [c for c, _ in self.operands] + [r.cls for r, _ in (*rest.factors, *rest.exponent)]
 
@@ -62,12 +67,16 @@ class FoldRoute:
             by_slot = dict(zip(array.slots, array.data.shape, strict=True))
             shape = tuple(by_slot[s] for s in slots)
             arrays.append(lower.arrange(array.data, array.slots, slots, shape))
-        (results,) = fold(self.spec, *arrays, backend=self.backend)
-        return list(results)
+        results = fold(self.spec, *arrays, backend=self.backend)
+        return list(results if self.rows is not None else results[0])
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """The value of a sink: the fold's result times its row algebra, and its slots."""
         flat = emitter.folded(self)
+        if self.rows is not None:
+            number = self.rows.exits.index(cls)
+            slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
+            return flat[number], tuple(slot[a] for a in self.rows.axes[number])
         top = flat[0]
         sink = self.sinks[cls]
         axis_of = {index: self.names[slot] for slot, index in enumerate(sink.tile.axes)}
@@ -86,7 +95,9 @@ class FoldRoute:
     def _features_of(self, sink: Any) -> dict[str, int]:
         if sink.weights is None:
             return {}
-        return {f"f{i}": i for i in sink.weights.axes if i not in sink.tile.axes}
+        _, features = self.terms[sink.cls]
+        own = [i for i in sink.weights.axes if i not in sink.tile.axes]
+        return dict(zip(features, own, strict=True))
 
     def _row_algebra(self, emitter: Any, sink: Any, axis_of: dict, shift: Any) -> Any:
         """e^(shift + Σ row terms)·Π row factors, over the batch axes and the row."""
@@ -99,17 +110,8 @@ class FoldRoute:
             data = lower.arrange(array.data, labels, tuple(range(len(sizes))), sizes)
             return data.astype(shift.dtype)
 
-        exponent = shift
-        for ref, coefficient in sink.rest.exponent:
-            exponent = exponent + coefficient * over_rows(ref)
-        scale = jnp.exp(exponent)
-        for ref, power in sink.rest.factors:
-            value = over_rows(ref)
-            if power == -1:
-                scale = scale / value
-            else:
-                scale = scale * value ** (int(power) if power.denominator == 1 else float(power))
-        return scale
+        exponent = [(over_rows(r), c) for r, c in sink.rest.exponent]
+        return row_scale(shift, exponent, [(over_rows(r), p) for r, p in sink.rest.factors])
 
 
 class _TileBuilder:
@@ -141,9 +143,10 @@ class _TileBuilder:
             return self._step("index", ref.axes[0] == self.row, (), dtype)
         if node.op == DELTA and set(ref.axes) == {self.row, self.column}:
             return self._step("delta", None, (), dtype)
-        if self.column not in ref.axes or self.row not in ref.axes:
+        paired = self.column in ref.axes and self.row in ref.axes
+        if not paired and not self._narrow(ref, len(ref.axes)):
             return self._step("value", self._read(ref), (), dtype)
-        if node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
+        if _elementwise(node):
             args = [self.build(Ref(a.cls, tuple(ref.axes[i] for i in a.axes))) for a in node.args]
             return self._step("apply", (node.op, node.attr), tuple(args), dtype)
         if node.op == CONTRACT and len(node.args) == 2:
@@ -151,6 +154,18 @@ class _TileBuilder:
             if number is not None:
                 return self._step("dot", number, (), dtype)
         return self._step("value", self._read(ref), (), dtype)
+
+    def _narrow(self, ref: Ref, rank: int) -> bool:
+        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
+        node = node_of(self.g, ref.cls)
+        if node.op == CONST or len(ref.axes) < rank:
+            return True
+        if node.op == IOTA:
+            return ref.axes[0] in (self.row, self.column)
+        if not _elementwise(node):
+            return False
+        args = (Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args)
+        return all(self._narrow(a, rank) for a in args)
 
     def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
         self.steps.append((kind, data, args, dtype))
@@ -186,12 +201,36 @@ class _TileBuilder:
         over = {i: f"s{i[1]}_{i[2]}" for i in axes if isinstance(i, tuple)}
         if any(not set(over) <= set(s.axes) or len(set(s.axes)) != len(s.axes) for s in sides):
             return None
-        precision = None if node.attr is None else str(node.attr[0]).lower()
+        left, right = (unwidened(self.g, side) for side in sides)
         accumulate = dtype if dtype == "float64" else "float32"
         row, col = self.operand(left, over), self.operand(right, over)
         names = tuple(over.values())
-        self.contractions.append(Contraction(row, col, names, accumulate, precision))
+        self.contractions.append(Contraction(row, col, names, accumulate, _precision(node.attr)))
         return len(self.contractions) - 1
+
+
+def _elementwise(node: Node) -> bool:
+    return node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound)
+
+
+def unwidened(g: EGraph, ref: Ref) -> Ref:
+    """The half-precision value that a cast to f32 widens: products with it are the same."""
+    node = node_of(g, ref.cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
+        return ref
+    arg = node.args[0]
+    if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
+        return ref
+    return Ref(arg.cls, tuple(ref.axes[i] for i in arg.axes))
+
+
+def _precision(attr: Any) -> str | None:
+    """A dot's precision as `lax.dot` takes it by name."""
+    if attr is None:
+        return None
+    if isinstance(attr, tuple):
+        attr = attr[0]
+    return getattr(attr, "name", str(attr)) if "_" in str(attr) else str(attr).lower()
 
 
 def tile_function(steps: list[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
@@ -211,36 +250,13 @@ def tile_function(steps: list[Step], primitives: dict[str, Any]) -> Callable[...
             elif kind == "dot":
                 made.append(dots[data].astype(np.dtype(dtype)))
             else:
-                made.append(_apply(data, [made[a] for a in args], dtype, primitives))
+                made.append(apply(data, [made[a] for a in args], dtype, primitives))
         return made[-1]
 
     return tile
 
 
-def _apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
-    op, attr = what
-    if op == ADD:
-        total: Any = None
-        for coefficient, x in zip(attr, args, strict=True):
-            term = x if coefficient == 1 else x * lower.literal(coefficient, dtype)
-            total = term if total is None else total + term
-        return total
-    if op == CONTRACT:
-        total = args[0]
-        for x in args[1:]:
-            total = total * x
-        return total
-    name, params = attr
-    if name == "convert_element_type":
-        return args[0].astype(np.dtype(dtype))
-    if name == "reciprocal":
-        return 1 / args[0]
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
-    arrays = [jnp.broadcast_to(x, shape) for x in args]
-    return primitives[name].bind(*arrays, **dict(params))
-
-
-def build_fold(t: TermGraph, bundle: Any, kernels: str) -> FoldRoute | str:
+def build_fold(t: TermGraph, need: Needed, bundle: Any, kernels: str) -> FoldRoute | str:
     """The fold of a bundle, or why there is none."""
     g = t.graph
     rank = len(g.classes[bundle.tile].sizes)
@@ -264,6 +280,9 @@ def build_fold(t: TermGraph, bundle: Any, kernels: str) -> FoldRoute | str:
             if term not in terms:
                 terms.append(term)
             numbers[sink.cls] = (1 + terms.index(term), features)
+    sinks = {s.cls: s for s in bundle.sinks}
+    state = {c: numbers.get(c, (0, ())) for c in sinks}
+    rows = row_algebra(t, need, sinks, state, roles, lead, builder.operand)
     sizes = {roles[s]: g.classes[bundle.tile].sizes[s] for s in slots}
     sizes.update(builder.features)
     key = ("route", tuple((k, repr(d), a, x) for k, d, a, x in builder.steps))
@@ -277,15 +296,15 @@ def build_fold(t: TermGraph, bundle: Any, kernels: str) -> FoldRoute | str:
             contractions=tuple(builder.contractions),
             tile=Tile(tile_function(builder.steps, t.primitives), tuple(builder.reads), key=key),
             outputs=(ExpSums(tuple(terms)),),
+            epilogue=None if rows is None else rows.epilogue,
         )
     except UsageError as error:
         return f"not a fold: {error.what}"
     backend = kernels if kernels in BACKENDS else "auto"
     if backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return str(support)
-    sinks = {s.cls: s for s in bundle.sinks}
     names = tuple(roles[s] for s in slots)
-    return FoldRoute(spec, backend, builder.operands, sinks, numbers, names, lead)
+    return FoldRoute(spec, backend, builder.operands, sinks, numbers, names, lead, rows)
 
 
 def _column_slots(t: TermGraph, bundle: Any) -> set[int]:
@@ -297,7 +316,7 @@ def _column_slots(t: TermGraph, bundle: Any) -> set[int]:
         node = node_of(g, ref.cls)
         if bundle.slot not in ref.axes:
             return
-        if node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
+        if _elementwise(node):
             for a in node.args:
                 visit(Ref(a.cls, tuple(ref.axes[i] for i in a.axes)))
         elif node.op == CONTRACT and len(node.args) == 2:
@@ -320,11 +339,13 @@ def _term(builder: _TileBuilder, sink: Any, roles: dict[int, str]) -> tuple[Term
     if sink.weights is None:
         return Term(), ()
     slot = {index: s for s, index in enumerate(sink.tile.axes)}
-    features = {i: f"f{i}" for i in sink.weights.axes if i not in slot}
-    over = {i: slot[i] for i in sink.weights.axes if i in slot}
-    axes: Any = tuple(over.get(i, ("f", i)) for i in sink.weights.axes)
+    weights = unwidened(builder.g, sink.weights)
+    features = {i: f"f{weights.cls}_{k}" for k, i in enumerate(weights.axes) if i not in slot}
+    over = {i: slot[i] for i in weights.axes if i in slot}
+    axes: Any = tuple(over.get(i, ("f", i)) for i in weights.axes)
     named = {("f", i): name for i, name in features.items()}
-    number = builder.operand(Ref(sink.weights.cls, axes), named)
-    dtype = builder.g.classes[sink.weights.cls].dtype
+    number = builder.operand(Ref(weights.cls, axes), named)
+    dtype = builder.g.classes[sink.weights.cls].dtype  # as the program has it: a cast may be gone
     rounding = dtype if is_half(dtype) else None
-    return Term(number, round_to=rounding), tuple(features.values())
+    named_features = tuple(features[i] for i in sink.weights.axes if i in features)
+    return Term(number, round_to=rounding), named_features

@@ -210,7 +210,7 @@ def _same_value(s: Site) -> list[Ref] | None:
 
 def _convert(s: Site) -> list[Ref] | None:
     refs = s.over()
-    if s.params.get("sharding") is not None or refs is None:
+    if compat.constrains(s.params.get("sharding")) or refs is None:
         return None
     source = s.g.classes[s.refs[0].cls].dtype
     if source == s.dtype[0]:
@@ -248,7 +248,7 @@ def _eq(s: Site) -> list[Ref] | None:
 
 def _iota(s: Site) -> list[Ref] | None:
     group = s.out_groups[0][s.params["dimension"]]
-    if s.params.get("sharding") is not None or len(group) != 1:
+    if compat.constrains(s.params.get("sharding")) or len(group) != 1:
         return None
     ref = s.g.add(IOTA, None, (), (s.out_sizes[0][group[0]],), (), s.dtype[0])
     return [Ref(ref.cls, group)]
@@ -256,7 +256,7 @@ def _iota(s: Site) -> list[Ref] | None:
 
 def _dot_general(s: Site) -> list[Ref] | None:
     p = s.params
-    if p.get("out_sharding") is not None or dtype_kind(s.dtype[0]) not in RING:
+    if compat.constrains(p.get("out_sharding")) or dtype_kind(s.dtype[0]) not in RING:
         return None
     (lc, rc), (lb, rb) = p["dimension_numbers"]
     ids: list[int] = []
@@ -308,7 +308,7 @@ def precision_key(precision: Any) -> object:
 
 def _reduce(monoid: str) -> Row:
     def row(s: Site) -> list[Ref] | None:
-        if s.params.get("out_sharding") is not None:
+        if compat.constrains(s.params.get("out_sharding")):
             return None
         gone = {int(a) for a in s.params["axes"]}
         kept = [q for a, g in enumerate(s.groups[0]) if a not in gone for q in g]
@@ -358,7 +358,7 @@ def _transpose(s: Site) -> dict[int, int] | None:
 
 
 def _broadcast(s: Site) -> dict[int, int] | None:
-    if s.params.get("sharding") is not None:
+    if compat.constrains(s.params.get("sharding")):
         return None
     return _match_axes(s, [(a, int(b)) for a, b in enumerate(s.params["broadcast_dimensions"])])
 
@@ -370,7 +370,7 @@ def _squeeze(s: Site) -> dict[int, int] | None:
 
 
 def _reshape(s: Site) -> dict[int, int] | None:
-    if s.params.get("dimensions") is not None or s.params.get("sharding") is not None:
+    if s.params.get("dimensions") is not None or compat.constrains(s.params.get("sharding")):
         return None
     if s.ids[0] != s.out_ids[0]:
         return None

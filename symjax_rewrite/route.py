@@ -19,6 +19,7 @@ from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.fold_route import FoldRoute, build_fold
+from symjax_rewrite.fold_rows import dependents
 from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.record import RouteUse
@@ -46,11 +47,15 @@ class Sink:
 
 @dataclass(slots=True)
 class Bundle:
-    """All sinks of one tile over one of its slots."""
+    """Sinks of one tile over one of its slots.
+
+    others: classes of further sinks of the tile, whose weights need this bundle's results first.
+    """
 
     tile: int
     slot: int
     sinks: list[Sink] = field(default_factory=list)
+    others: set[int] = field(default_factory=set)
 
 
 class Router:
@@ -100,7 +105,7 @@ class Router:
         held = used_elsewhere(t.graph, need, bundle)
         if held is not None:
             return None, held
-        found = build_fold(t, bundle, self.kernels)
+        found = build_fold(t, need, bundle, self.kernels)
         if isinstance(found, str):
             if self.kernels not in ("auto", "always"):
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=found)
@@ -117,7 +122,22 @@ def bundles(g: EGraph, need: Needed) -> list[Bundle]:
             key = (sink.tile.cls, slot)
             found.setdefault(key, Bundle(*key)).sinks.append(sink)
             break
-    return [b for b in found.values() if any(not s.is_max for s in b.sinks)]
+    parts = [part for b in found.values() for part in _in_turn(g, need, b)]
+    return [b for b in parts if any(not s.is_max for s in b.sinks)]
+
+
+def _in_turn(g: EGraph, need: Needed, bundle: Bundle) -> list[Bundle]:
+    """The bundle cut where a sink's weights depend on another sink: p·(p·v) is two folds."""
+    left, out = bundle.sinks, []
+    everything = {s.cls for s in bundle.sinks}
+    while left:
+        after = dependents(g, need, {s.cls for s in left})
+        ready = [s for s in left if s.weights is None or s.weights.cls not in after]
+        part = Bundle(bundle.tile, bundle.slot, ready)
+        part.others = everything - {s.cls for s in ready}
+        out.append(part)
+        left = [s for s in left if s not in ready]
+    return out
 
 
 def _sinks(g: EGraph, cls: int) -> Iterator[Sink]:
@@ -188,7 +208,7 @@ def _tile(g: EGraph, terms: list, dtype: str, node: Node) -> Ref | None:
 
 def used_elsewhere(g: EGraph, need: Needed, bundle: Bundle) -> str | None:
     """Why the pairwise terms must exist anyway, or None: all users are among themselves."""
-    sinks = {s.cls for s in bundle.sinks}
+    sinks = {s.cls for s in bundle.sinks} | bundle.others
     count = len(g.classes[bundle.tile].sizes)
     inner: set[int] = set()
     stack = [a.cls for s in bundle.sinks for a in node_of(g, s.cls).args]

@@ -113,6 +113,11 @@ def two_values(q, k, v):
     return values(p, v), values(p, v * v)
 
 
+def two_widths(q, k, v):
+    p = jax.nn.softmax(scores(q, k))
+    return values(p, v), values(p, v[..., :3])
+
+
 def vmapped(q, k, v):
     def one(q, k, v):
         return jax.nn.softmax(q @ k.T) @ v
@@ -126,7 +131,8 @@ def half(q, k, v):
 
 FOLDS = [
     plain, by_hand, divided_after, log_softmax, with_lse, masked, finite_fill, nothing_to_see,
-    mean_of_all, alibi, softcap, quiet, epsilon, grouped, library, two_values, vmapped, half,
+    mean_of_all, alibi, softcap, quiet, epsilon, grouped, library, two_values, two_widths,
+    vmapped, half,
 ]  # fmt: skip
 
 
@@ -212,6 +218,28 @@ def test_derivatives_pass_through():
     ours = jax.grad(loss(sym_optimize(masked, kernels="always")), (0, 1, 2))(*args)
     theirs = jax.grad(loss(masked), (0, 1, 2))(*args)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), ours, theirs)
+
+
+def test_probabilities_applied_twice_are_two_folds():
+    def twice_applied(q, k, v):
+        p = jax.nn.softmax(scores(q, k))
+        return p @ (p @ v.transpose(0, 2, 1, 3))
+
+    args = arrays()
+    routed = sym_optimize(twice_applied, kernels="always", on_unsupported="error")
+    assert [r.taken for r in routed.explain(*args).routes] == [True, True]
+    np.testing.assert_allclose(routed(*args), twice_applied(*args), 2e-5, 2e-5)
+
+
+def test_a_normaliser_that_no_kernel_can_make_is_made_outside():
+    def odd(q, k, v):
+        e = jnp.exp(scores(q, k))
+        return values(e / jax.scipy.special.erf(e.sum(-1, keepdims=True)), v)
+
+    args = arrays()
+    routed = sym_optimize(odd, kernels="always", on_unsupported="error")
+    assert [r.taken for r in routed.explain(*args).routes] == [True]
+    np.testing.assert_allclose(routed(*args), odd(*args), 1e-4, 1e-4)
 
 
 def test_exact_numerics_leave_it():
