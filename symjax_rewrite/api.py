@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from symjax_rewrite import compat, config
+from symjax_rewrite.call import Call
 from symjax_rewrite.config import Budget, Numerics, Options
 from symjax_rewrite.device import device_profile
 from symjax_rewrite.errors import RuleError, SymjaxError, UnsupportedError, UsageError
@@ -225,12 +226,12 @@ class _Worker:
 
         return traced
 
-    def stage(self, closed: compat.ClosedJaxpr, values: list[Any]) -> list[Any]:
+    def stage(self, closed: compat.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         """Stage out what was decided; the original where that fails."""
         result = self.decide(closed)
         if result.taken:
             try:
-                return call(result, values)
+                return Call(result, self.stage).bind(values)
             except SymjaxError:
                 raise
             except Exception as error:
@@ -271,36 +272,6 @@ def unsupported(closed: compat.ClosedJaxpr) -> str | None:
         return "effects that no custom derivative rule may have"
     if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
         return "sharded inputs: another form might need other collectives"
-    if compat.has_primitive(closed, "custom_vjp_call"):
-        return "custom_vjp rules: they have no forward mode to differentiate the original by"
     if compat.has_primitive(closed, "sharding_constraint"):
         return "sharding constraints: another form might need other collectives"
     return None
-
-
-def call(result: Result, values: list[Any]) -> list[Any]:
-    """The optimised program's outputs; derivatives are those of the original.
-
-    Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
-    subgradients at kinks), so differentiation never sees the rewritten program.
-    """
-    emitted = result.emit()
-    closed = result.closed
-
-    @jax.custom_jvp
-    def optimised(*flat: Any) -> list[Any]:
-        return emitted(*flat)
-
-    def jvp(primals: Any, tangents: Any) -> Any:
-        live = [k for k, t in enumerate(tangents) if not compat.is_symbolic_zero(t)]
-
-        def original(*moving: Any) -> list[Any]:
-            full = list(primals)
-            for k, value in zip(live, moving, strict=True):
-                full[k] = value
-            return compat.eval_jaxpr(closed, *full)
-
-        return jax.jvp(original, [primals[k] for k in live], [tangents[k] for k in live])
-
-    optimised.defjvp(jvp, symbolic_zeros=True)
-    return optimised(*values)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import jax
 import numpy as np
+from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import source_info_util as _source
+from jax._src.ad_util import Zero as _Zero
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
@@ -218,9 +223,9 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
     return jax.lax.reduce(data, identity(data.dtype), combine, axes)
 
 
-def is_symbolic_zero(tangent: Any) -> bool:
-    """Whether a tangent handed to a custom JVP rule is a symbolic zero."""
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+def kind_of(aval: Any) -> tuple:
+    """Shape and dtype of an aval, as values that compare."""
+    return (aval.shape, str(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
@@ -241,6 +246,37 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
     return len(list(consts)), len(list(carry))
+
+
+def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
+    """The program with only the outputs that `keep` says."""
+    return _pe.prune_closed_jaxpr_outputs(closed, tuple(keep))
+
+
+def without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the bodies of its own remat equations in their place.
+
+    For programs that only recompute: nothing stands beside them that XLA could merge them with.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(closed.jaxpr.invars, args, strict=True))
+        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for eqn in closed.jaxpr.eqns:
+            if eqn.primitive.name not in _REMAT:
+                run_equations([eqn], env)
+                continue
+            invals = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+            outs = eval_jaxpr(ClosedJaxpr(eqn.params["jaxpr"], ()), *invals)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+
+    if not any(eqn.primitive.name in _REMAT for eqn in closed.jaxpr.eqns):
+        return closed
+    return make_avals_jaxpr(run, closed.in_avals)
+
+
+_REMAT = ("remat2", "checkpoint", "remat")
 
 
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
@@ -286,7 +322,7 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
         return [BodySpot(p["body_jaxpr"], 1, "body_jaxpr", None)]
     if name == "cond":
         return [BodySpot(b, 1, "branches", k) for k, b in enumerate(p["branches"])]
-    if name in ("remat2", "checkpoint", "remat"):
+    if name in _REMAT:
         return [BodySpot(ClosedJaxpr(p["jaxpr"], ()), 1, "jaxpr", None)]
     if name in ("jit", "pjit"):
         return [BodySpot(p["jaxpr"], 1, "jaxpr", None)]
@@ -375,3 +411,160 @@ def may_be_partitioned() -> bool:
         return False
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.empty or not mesh.are_all_axes_manual
+
+
+class Differentiable(Protocol):
+    """What a call of an optimised program knows of the program it stands for."""
+
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """The program itself."""
+        ...
+
+    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Stage out another program, optimised likewise."""
+        ...
+
+    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
+        """Results and their tangents, where only the inputs `live` have tangents."""
+        ...
+
+    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
+        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
+        ...
+
+    def moving(self, live: list[int]) -> list[bool]:
+        """Which results may depend on the inputs `live` differentiably."""
+        ...
+
+
+_call_p = _core.Primitive("sym_call")
+_call_p.multiple_results = True
+_pullback_p = _core.Primitive("sym_pullback")
+_pullback_p.multiple_results = True
+
+
+def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) -> list[Any]:
+    """An equation that runs `made` and is transformed as `source` says."""
+    return list(_call_p.bind(*values, call_jaxpr=made, source=source))
+
+
+def _run_call(*values: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> list[Any]:
+    return eval_jaxpr(call_jaxpr, *values)
+
+
+def _call_avals(*_: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> tuple:
+    return call_jaxpr.out_avals, call_jaxpr.effects
+
+
+def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> Any:
+    consts = _mlir.ir_consts(call_jaxpr.consts, [v.aval for v in call_jaxpr.jaxpr.constvars])
+    out, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        call_jaxpr.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        consts,
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return out
+
+
+def _batch_call(
+    axis: Any, values: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, source: Differentiable
+) -> tuple[list[Any], Any]:
+    batched, out_dims = _batching.batch_jaxpr2(source.closed, axis, tuple(dims))
+    return source.stage(batched, values), out_dims
+
+
+def _zero(value: Any) -> Any:
+    return _Zero(_core.typeof(value).to_tangent_aval())
+
+
+def _has_tangents(tangent: Any) -> bool:
+    return type(tangent) is not _Zero and tangent.dtype != jax.dtypes.float0
+
+
+def _jvp_call(
+    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, source: Differentiable
+) -> tuple[list[Any], list[Any]]:
+    live = [k for k, t in enumerate(tangents) if _has_tangents(t)]
+    outs, moved = source.jvp(primals, live, [tangents[k] for k in live])
+    zeros = [not moving for moving in source.moving(live)]
+    return outs, [_zero(o) if z else t for o, t, z in zip(outs, moved, zeros, strict=True)]
+
+
+def _linearize_call(
+    is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any
+) -> tuple[Any, ...]:
+    """Reverse mode: results and residuals from one optimised program, cotangents from another."""
+    if not is_vjp:
+        return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
+    source: Differentiable = params["source"]
+    floats = [_core.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0 for p in primals]
+    live = [k for k, nz in enumerate(nonzero) if nz and floats[k]]
+    outs, residuals, pull = source.vjp(primals, live)
+    moving = source.moving(live)
+    avals = tuple(
+        [_core.typeof(o).to_tangent_aval() for o, m in zip(outs, moving, strict=True) if m]
+    )
+
+    def linearized(residuals: list[Any], *rest: Any) -> list[Any]:
+        tangents = rest[-len(primals) :]  # newer versions pass structured residuals before them
+        made = iter(
+            _pullback_p.bind(
+                *residuals,
+                *[tangents[k] for k in live],
+                count=len(residuals),
+                pull=pull,
+                avals=avals,
+            )
+        )
+        return [next(made) if m else _zero(o) for o, m in zip(outs, moving, strict=True)]
+
+    if _HAS_STRUCTURED_RESIDUALS:
+        return outs, moving, residuals, None, linearized
+    return outs, moving, residuals, linearized
+
+
+_HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
+
+
+def _transpose_pullback(
+    cotangents: Any, *operands: Any, count: int, pull: Any, avals: Any
+) -> list[Any]:
+    given = [_ad.instantiate_zeros(c) for c in cotangents]
+    return [None] * count + list(pull(operands[:count], given))
+
+
+def _no_forward_mode(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError("the pullback of an optimised function has no forward mode: use jax.linearize")
+
+
+def _check_call(error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
+    return _checkify.checkify_jaxpr(params["source"].closed, enabled, error, *values)
+
+
+def _check_call_in(context: Any, error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
+    return _checkify.checkify_jaxpr(context, params["source"].closed, enabled, error, *values)
+
+
+_call_p.def_impl(_run_call)
+_call_p.def_effectful_abstract_eval(_call_avals)
+_mlir.register_lowering(_call_p, _lower_call)
+_batching.fancy_primitive_batchers[_call_p] = _batch_call
+_ad.primitive_jvps[_call_p] = _jvp_call
+_ad.primitive_linearizations[_call_p] = _linearize_call
+_checkify.error_checks[_call_p] = (
+    _check_call_in if hasattr(_checkify, "CheckifyContext") else _check_call
+)
+_pullback_p.def_abstract_eval(lambda *_, avals, **__: avals)
+_pullback_p.def_impl(_no_forward_mode)
+_mlir.register_lowering(_pullback_p, _no_forward_mode)
+_ad.primitive_jvps[_pullback_p] = _no_forward_mode
+_batching.primitive_batchers[_pullback_p] = _no_forward_mode
+_ad.primitive_transposes[_pullback_p] = _transpose_pullback

@@ -302,10 +302,19 @@ def _cone(solution: Rewritten, root: int, done: dict[int, Array] | None = None) 
     return order
 
 
-def emit_function(t: TermGraph, plan: Plan) -> Callable[..., list[Any]]:
-    """A function of the program's flat inputs that emits the plan."""
+def emit_function(t: TermGraph, plan: Plan, made: set[int]) -> Callable[..., list[Any]]:
+    """A function of the program's flat inputs that emits the plan, and notes what it made.
+
+    Args:
+        t: the program.
+        plan: what to emit instead of what was written.
+        made: filled with the program's values that exist in the emitted program.
+    """
 
     def emitted(*args: Any) -> list[Any]:
-        return Emitter(t, plan).run(args)
+        emitter = Emitter(t, plan)
+        outs = emitter.run(args)
+        made.update(emitter.values)
+        return outs
 
     return emitted

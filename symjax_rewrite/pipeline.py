@@ -39,7 +39,7 @@ class Result:
 
     saved: costs of every rewritten region, before and after. bodies: results of loop and branch
     bodies, with how often they run. sample: the sizes symbolic names were priced at. known:
-    classes that depend on frozen inputs alone.
+    classes that depend on frozen inputs alone. made: values the emitted program has made.
     """
 
     closed: ClosedJaxpr
@@ -53,6 +53,7 @@ class Result:
     regions: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
     stop: str = "nothing to do"
     time_s: float = 0.0
 
@@ -72,7 +73,17 @@ class Result:
         """A function of the flat inputs that computes what was decided."""
         if not self.taken or self.terms is None:
             return lambda *args: compat.eval_jaxpr(self.closed, *args)
-        return emit_function(self.terms, self.plan)
+        return emit_function(self.terms, self.plan, self.made)
+
+    def spared(self) -> set[tuple]:
+        """Equations whose results the emitted program does not make: (primitive, operands)."""
+        assert self.terms is not None
+        program = self.terms.program
+        return {
+            (e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars))
+            for e in program.equations
+            if not any(v in self.made for v in e.outvals)
+        }
 
     def plan_record(self) -> dict[str, Any]:
         """What to pass as `plan=` to get the same program again."""

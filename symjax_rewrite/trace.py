@@ -111,7 +111,7 @@ def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
         return eqn.params["jaxpr"] if compat.jit_equation_is_plain(eqn) else None
-    if name == "custom_jvp_call":
+    if name in ("custom_jvp_call", "sym_call"):
         return eqn.params["call_jaxpr"]
     if name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
         return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")

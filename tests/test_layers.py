@@ -25,8 +25,15 @@ LAYERS = {
     "regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
-    "faces": "reference fold_rows fold_route route report summary prepare verify specimens "
-    "rulecheck testing",
+    "faces": "reference "
+    "fold_rows "
+    "fold_route "
+    "route "
+    "report summary "
+    "prepare "
+    "call "
+    "verify "
+    "specimens rulecheck testing",
     "door": "api __main__ __init__",
 }
 _ORDER = list(LAYERS)

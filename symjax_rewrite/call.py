@@ -1,0 +1,150 @@
+"""An optimised call and what its transformations do (a face).
+
+Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
+subgradients at kinks), so differentiation never sees the rewritten program: it acts on the
+original, and the programs it gives are optimised again. Reverse mode saves no value that the
+optimised forward pass was spared; such values are computed again where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import compat
+from symjax_rewrite.compat import ClosedJaxpr
+from symjax_rewrite.pipeline import Result
+
+Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One optimised program in place of the original.
+
+    result: what was decided. stage_program: stages out another program, optimised likewise.
+    """
+
+    result: Result
+    stage_program: Stage
+
+    def __repr__(self) -> str:
+        return f"the original of {len(self.closed.jaxpr.eqns)} equations"
+
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """The original program."""
+        return self.result.closed
+
+    def bind(self, values: Sequence[Any]) -> list[Any]:
+        """Stage out the optimised program."""
+        made = compat.make_jaxpr(self.result.emit(), *values)[0]
+        return compat.bind_call(made, self, values)
+
+    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Stage out another program, optimised likewise."""
+        return self.stage_program(closed, values)
+
+    def moving(self, live: list[int]) -> list[bool]:
+        """Which results are floats that read one of the inputs `live`."""
+        jaxpr = self.closed.jaxpr
+        reached = {jaxpr.invars[k] for k in live}
+        for eqn in jaxpr.eqns:
+            if any(not compat.is_literal(v) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return [
+            not compat.is_literal(v) and v in reached and _is_differentiable(v.aval)
+            for v in jaxpr.outvars
+        ]
+
+    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
+        """Results and tangents of the original, where the inputs `live` have tangents."""
+        return jax.jvp(self._of(primals, live), [primals[k] for k in live], tangents)
+
+    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
+        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
+        moving = self.moving(live)
+        count = len(moving)
+        trees = []
+
+        def forward(*values: Any) -> list[Any]:
+            outs, pullback = jax.vjp(self._spared(values, live), *[values[k] for k in live])
+            leaves, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*outs, *leaves]
+
+        closed, _ = compat.make_jaxpr(forward, *primals)
+        kept, read = _forwarded(closed)
+        made = self.stage(kept, primals)
+        flat = [primals[k] if k < len(primals) else made[k - len(primals)] for k in read]
+
+        def pull(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            def backward(*both: Any) -> list[Any]:
+                leaves, given = both[: len(residuals)], iter(both[len(residuals) :])
+                pullback = jax.tree.unflatten(trees[-1], leaves)
+                full = [
+                    next(given) if m else _no_cotangent(v.aval)
+                    for v, m in zip(self.closed.jaxpr.outvars, moving, strict=True)
+                ]
+                return list(pullback(full))
+
+            values = [*residuals, *cotangents]
+            return self.stage(compat.without_remat(compat.make_jaxpr(backward, *values)[0]), values)
+
+        return flat[:count], flat[count:], pull
+
+    def _of(self, primals: Sequence[Any], live: list[int]) -> Callable[..., list[Any]]:
+        """The original as a function of the inputs `live`."""
+
+        def original(*moving: Any) -> list[Any]:
+            full = list(primals)
+            for k, value in zip(live, moving, strict=True):
+                full[k] = value
+            return compat.eval_jaxpr(self.closed, *full)
+
+        return original
+
+    def _spared(self, primals: Sequence[Any], live: list[int]) -> Callable[..., list[Any]]:
+        """The same, where what the optimised program does not make is no residual either."""
+        original = self._of(primals, live)
+        spared = self.result.spared()
+        if not spared or self.closed.effects:
+            return original
+
+        def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
+            return (primitive.name, *map(compat.kind_of, avals)) not in spared
+
+        return jax.checkpoint(original, policy=may_save, prevent_cse=False)
+
+
+def _is_differentiable(aval: Any) -> bool:
+    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
+
+
+def _no_cotangent(aval: Any) -> Any:
+    if _is_differentiable(aval):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _forwarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
+    """The program without outputs that are inputs or other outputs.
+
+    Returns:
+        The program, and for each old output its number among the inputs and new outputs.
+    """
+    place = {v: k for k, v in enumerate(closed.jaxpr.invars)}
+    keep, read = [], []
+    for v in closed.jaxpr.outvars:
+        known = None if compat.is_literal(v) else place.get(v)
+        keep.append(known is None)
+        if known is None:
+            known = len(closed.jaxpr.invars) + sum(keep) - 1
+            if not compat.is_literal(v):
+                place[v] = known
+        read.append(known)
+    return compat.prune_outputs(closed, keep), read
