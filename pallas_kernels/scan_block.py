@@ -8,7 +8,7 @@ vectorise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +32,24 @@ def inner_order(spec: ScanSpec) -> tuple[str, ...]:
     sums = [set(r.over) for r in spec.readouts if r.over]
     over = set.intersection(*sums) if sums else set()
     return (*(a for a in spec.state if a in over), *(a for a in spec.state if a not in over))
+
+
+def without_ones(spec: ScanSpec) -> ScanSpec:
+    """The scan without state axes of size 1: compilers lose contiguous loops behind them."""
+    ones = {a for a in spec.state if spec.size[a] == 1}
+
+    def left(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(a for a in axes if a not in ones)
+
+    return replace(
+        spec,
+        sizes=tuple((a, n) for a, n in spec.sizes if a not in ones),
+        state=left(spec.state),
+        operands=tuple(replace(o, axes=left(o.axes)) for o in spec.operands),
+        readouts=tuple(
+            replace(r, over=left(r.over), axes=left(readout_axes(spec, r))) for r in spec.readouts
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,24 +109,52 @@ def carried(spec: ScanSpec) -> jnp.dtype:
     return accumulator(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def read_steps(
-    spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...], first: Any, count: int
-) -> Steps:
-    """`count` steps from number `first` on; time-invariant operands come whole."""
-    values = []
-    for operand, x in zip(spec.operands, operands, strict=True):
-        if spec.time in operand.axes and count != spec.length:
-            x = lax.dynamic_slice_in_dim(x, first, count, operand.axes.index(spec.time))
-        values.append(placed(x, operand.axes, (spec.time, *order)))
-    t = first + jnp.arange(count, dtype=jnp.int32)
-    return Steps(spec, order, tuple(values), t.reshape(count, *(1 for _ in order)))
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The operands of a scan, from which runs of steps are read.
+
+    What does not move with time is laid out once: left to a loop's body, its transposition would
+    be fused into the arithmetic of every step, which then no longer vectorises.
+
+    Args:
+        spec: the scan.
+        order: the axes of a state.
+        operands: one array per operand.
+        fixed: those without a time axis as [1, *order]; None for the others.
+    """
+
+    spec: ScanSpec
+    order: tuple[str, ...]
+    operands: tuple[Array, ...]
+    fixed: tuple[Array | None, ...]
+
+    @staticmethod
+    def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> Source:
+        """The operands with what does not move laid out."""
+        axes = (spec.time, *order)
+        fixed = (
+            None if spec.time in o.axes else placed(x, o.axes, axes)
+            for o, x in zip(spec.operands, operands, strict=True)
+        )
+        return Source(spec, order, tuple(operands), tuple(fixed))
+
+    def steps(self, first: Any, count: int) -> Steps:
+        """`count` steps from number `first` on."""
+        spec, values = self.spec, []
+        for operand, x, fixed in zip(spec.operands, self.operands, self.fixed, strict=True):
+            if fixed is None:
+                if count != spec.length:
+                    x = lax.dynamic_slice_in_dim(x, first, count, operand.axes.index(spec.time))
+                fixed = placed(x, operand.axes, (spec.time, *self.order))
+            values.append(fixed)
+        t = first + jnp.arange(count, dtype=jnp.int32)
+        return Steps(spec, self.order, tuple(values), t.reshape(count, *(1 for _ in self.order)))
 
 
 def placed(x: Array, axes: Sequence[str], order: Sequence[str]) -> Array:
     """`x[axes]` with its axes in `order` and size 1 for those it lacks."""
     x = lax.transpose(x, tuple(axes.index(a) for a in order if a in axes))
-    sizes = iter(x.shape)
-    return x.reshape(tuple(next(sizes) if a in axes else 1 for a in order))
+    return lax.expand_dims(x, [k for k, a in enumerate(order) if a not in axes])
 
 
 def start_state(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> Array:

@@ -11,7 +11,7 @@ from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes
 # Steps per block are taken so that what a block holds of states stays in a core's cache. Measured
 # on two CPU cores at states of 16 kB: 2.1 µs per step from 8 to 64 steps, against 4.5 µs for
 # steps that compute their own coefficients.
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 17
 LEAST_STEPS, MOST_STEPS = 8, 64
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.pallas_kernels.scan_block import (
+    Source,
     Steps,
     empty_results,
     laid_out,
     last_state,
-    read_steps,
     sequential,
     start_state,
 )
@@ -43,9 +43,10 @@ def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     if spec.length == 0:
         return (*empty_results(spec), *[last_state(spec, order, start)] * spec.last)
 
+    source = Source.of(spec, operands, order)
+
     def step(h: Array, t: Array) -> tuple[Array, list[Array]]:
-        steps = read_steps(spec, operands, order, t, 1)
-        h, made = advance(steps, h)
+        h, made = advance(source.steps(t, 1), h)
         return h, [lax.squeeze(x, (_time(spec, k),)) for k, x in enumerate(made)]
 
     times = jnp.arange(spec.length, dtype=jnp.int32)

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.pallas_kernels.scan_block import (
+    Source,
     empty_results,
     inner_order,
     last_state,
-    read_steps,
     start_state,
+    without_ones,
     write_steps,
 )
 from symjax_rewrite.pallas_kernels.scan_cost import block_steps
 from symjax_rewrite.pallas_kernels.scan_reference import advance
-from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec
+from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes
 from symjax_rewrite.pallas_kernels.support import YES, Support
 
 Array = Any
@@ -45,14 +46,18 @@ def scan_xla(spec: ScanSpec, *operands: Any, steps: int | None = None) -> tuple[
     Returns:
         The same as `scan_reference`.
     """
+    shapes = [shape for shape, _ in result_shapes(spec)]
+    spec = without_ones(spec)
+    operands = tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
     order = inner_order(spec)
+    source = Source.of(spec, operands, order)
     h = start_state(spec, operands, order)
     results = empty_results(spec)
     steps = max(1, min(steps or block_steps(spec), spec.length))
     blocks, rest = divmod(spec.length, steps)
 
     def block(first: Any, count: int, h: Array, results: list[Array]) -> tuple[Array, list[Array]]:
-        h, made = advance(read_steps(spec, operands, order, first, count), h)
+        h, made = advance(source.steps(first, count), h)
         return h, write_steps(spec, results, made, first)
 
     def turn(number: Any, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
@@ -65,4 +70,5 @@ def scan_xla(spec: ScanSpec, *operands: Any, steps: int | None = None) -> tuple[
         h, results = lax.fori_loop(0, blocks, turn, (h, results))
     if rest and not spec.reverse:
         h, results = block(blocks * steps, rest, h, results)
-    return (*results, *[last_state(spec, order, h)] * spec.last)
+    results = [*results, *[last_state(spec, order, h)] * spec.last]
+    return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
