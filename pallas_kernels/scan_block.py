@@ -140,15 +140,27 @@ class Source:
 
     def steps(self, first: Any, count: int) -> Steps:
         """`count` steps from number `first` on."""
-        spec, values = self.spec, []
-        for operand, x, fixed in zip(spec.operands, self.operands, self.fixed, strict=True):
-            if fixed is None:
-                if count != spec.length:
-                    x = lax.dynamic_slice_in_dim(x, first, count, operand.axes.index(spec.time))
-                fixed = placed(x, operand.axes, (spec.time, *self.order))
-            values.append(fixed)
+        return self.arranged(self.pieces(first, count), first, count)
+
+    def pieces(self, first: Any, count: int) -> list[Array]:
+        """What these steps read: moving operands as they lie, and the fixed ones."""
+        out = []
+        for operand, x, fixed in zip(self.spec.operands, self.operands, self.fixed, strict=True):
+            if fixed is None and count != self.spec.length:
+                place = operand.axes.index(self.spec.time)
+                x = lax.dynamic_slice_in_dim(x, first, count, place)
+            out.append(x if fixed is None else fixed)
+        return out
+
+    def arranged(self, pieces: Sequence[Array], first: Any, count: int) -> Steps:
+        """The steps with what they read."""
+        axes = (self.spec.time, *self.order)
+        values = tuple(
+            placed(x, operand.axes, axes) if fixed is None else x
+            for operand, x, fixed in zip(self.spec.operands, pieces, self.fixed, strict=True)
+        )
         t = first + jnp.arange(count, dtype=jnp.int32)
-        return Steps(spec, self.order, tuple(values), t.reshape(count, *(1 for _ in self.order)))
+        return Steps(self.spec, self.order, values, t.reshape(count, *(1 for _ in self.order)))
 
 
 def placed(x: Array, axes: Sequence[str], order: Sequence[str]) -> Array:

@@ -25,6 +25,14 @@ def block_steps(spec: ScanSpec) -> int:
     return min(max(BLOCK_BYTES // max(state_bytes(spec), 1), LEAST_STEPS), MOST_STEPS)
 
 
+def span_steps(spec: ScanSpec) -> int:
+    """Steps per state that is kept for a gradient.
+
+    A block holds some eight arrays of so many states: at √(length/8) kept and held are balanced.
+    """
+    return max(block_steps(spec), math.isqrt(spec.length // 8))
+
+
 def flops(spec: ScanSpec) -> int:
     """A multiplication and an addition per element of a state and step, and per sum over it."""
     elements = spec.length * math.prod(spec.state_shape)

@@ -46,29 +46,70 @@ def scan_xla(spec: ScanSpec, *operands: Any, steps: int | None = None) -> tuple[
     Returns:
         The same as `scan_reference`.
     """
+    return scan_blocks(spec, operands, steps or block_steps(spec), keep=False)[0]
+
+
+def scan_blocks(
+    spec: ScanSpec, operands: tuple[Any, ...], steps: int, keep: bool
+) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+    """A scan in blocks of `steps`, and with `keep` the states that blocks start from.
+
+    Those come as `walk` gives them, for the scan without axes of size 1.
+    """
     shapes = [shape for shape, _ in result_shapes(spec)]
-    spec = without_ones(spec)
-    operands = tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
+    spec, operands = smaller(spec, operands)
     order = inner_order(spec)
     source = Source.of(spec, operands, order)
-    h = start_state(spec, operands, order)
-    results = empty_results(spec)
-    steps = max(1, min(steps or block_steps(spec), spec.length))
-    blocks, rest = divmod(spec.length, steps)
 
-    def block(first: Any, count: int, h: Array, results: list[Array]) -> tuple[Array, list[Array]]:
-        h, made = advance(source.steps(first, count), h)
-        return h, write_steps(spec, results, made, first)
+    def block(carry: Any, first: Any, count: int, x: Any) -> Any:
+        del x
+        h, results = carry
+        after, made = advance(source.steps(first, count), h)
+        return (after, write_steps(spec, results, made, first)), h if keep else None
 
-    def turn(number: Any, carry: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-        number = blocks - 1 - number if spec.reverse else number
-        return block(jnp.int32(number) * steps, steps, *carry)
-
-    if rest and spec.reverse:
-        h, results = block(blocks * steps, rest, h, results)
-    if blocks:
-        h, results = lax.fori_loop(0, blocks, turn, (h, results))
-    if rest and not spec.reverse:
-        h, results = block(blocks * steps, rest, h, results)
+    start = (start_state(spec, operands, order), empty_results(spec))
+    (h, results), starts = walk(spec.length, steps, spec.reverse, block, start, (None, None))
     results = [*results, *[last_state(spec, order, h)] * spec.last]
-    return tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+    made = tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+    return made, starts
+
+
+def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[Any, ...]]:
+    """The scan and its operands without axes of size 1."""
+    spec = without_ones(spec)
+    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
+
+
+def walk(
+    length: int, steps: int, reverse: bool, block: Any, carry: Any, xs: tuple[Any, Any]
+) -> tuple[Any, tuple[Any, Any]]:
+    """Blocks of time in order, the last and shorter one by itself.
+
+    Args:
+        length: steps in all.
+        steps: per block.
+        reverse: whether the last block comes first.
+        block: `block(carry, first, count, x) -> (carry, y)`.
+        carry: what the first block is given.
+        xs: per block `x`: stacked for those of full size, and for the one left over.
+
+    Returns:
+        The last carry, and the `y` as `xs` are.
+    """
+    steps = max(1, min(steps, length))
+    blocks, rest = divmod(length, steps)
+    ys: Any = None
+    y_rest: Any = None
+
+    def turn(carry: Any, numbered: Any) -> Any:
+        number, x = numbered
+        return block(carry, number * steps, steps, x)
+
+    if rest and reverse:
+        carry, y_rest = block(carry, blocks * steps, rest, xs[1])
+    if blocks:
+        numbers = jnp.arange(blocks, dtype=jnp.int32)
+        carry, ys = lax.scan(turn, carry, (numbers, xs[0]), reverse=reverse)
+    if rest and not reverse:
+        carry, y_rest = block(carry, blocks * steps, rest, xs[1])
+    return carry, (ys, y_rest)

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba as a scan (imports `scan`).
+"""The selective scan of Mamba as a scan (imports `scan_backward`).
 
     h_t = exp(Δ_t·A)·h_{t-1} + Δ_t·B_t·x_t        y_t = (C_t·h_t + D·x_t)·silu(z_t)
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
-from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan_backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec, Values
 
 Array = Any
@@ -175,7 +175,7 @@ def selective_scan(
     return_last: bool = False,
     backend: str = "auto",
 ) -> Array | tuple[Array, Array]:
-    """Mamba's selective scan.
+    """Mamba's selective scan; its gradient recomputes the states in blocks.
 
     Args:
         x: float[b, l, d].
@@ -207,6 +207,6 @@ def selective_scan(
     s = describe(given, softplus, return_last)
     spec = forward(s)
     operands = [jnp.reshape(given[p], spec.shape(k)) for k, p in enumerate(s.parts)]
-    y, *last = scan(spec, *operands, backend=backend)
+    y, *last = differentiable_scan(spec, backend, *operands)
     y = y.reshape(x.shape)
     return (y, last[0].reshape(*x.shape[::2], A.shape[1])) if return_last else y

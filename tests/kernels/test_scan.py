@@ -10,6 +10,7 @@ import pytest
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan_backward import scan_backward, scan_forward
 from symjax_rewrite.pallas_kernels.scan_cost import block_bytes, bytes_moved, flops, states_bytes
 from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
@@ -94,3 +95,27 @@ def test_costs():
     assert flops(spec) == 2 * 4096 * 128
     assert bytes_moved(spec) == 4 * (4096 * 8 + 2 * 4096 * 128 + 128)
     assert block_bytes(spec) < 0.02 * states_bytes(spec)
+
+
+def gradient_of(run, case: ScanCase, wrt: list[int]):
+    """The cotangents of the operands `wrt` for fixed cotangents of the results."""
+    operands = [jnp.asarray(x) for x in case.make(case.spec)]
+    results, pull = jax.vjp(lambda *xs: run(case.spec, *xs), *operands)
+    rng = np.random.default_rng(1)
+    cotangents = tuple(jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in results)
+    return operands, cotangents, [pull(cotangents)[k] for k in wrt]
+
+
+@by_case
+def test_backward_is_the_gradient_of_the_reference(case):
+    dtypes = [jnp.dtype(o.dtype) for o in case.spec.operands]
+    wrt = [k for k, d in enumerate(dtypes) if jnp.issubdtype(d, jnp.inexact)]
+    if not wrt:
+        pytest.skip("integers have no gradient")
+    operands, cotangents, want = gradient_of(scan_reference, case, wrt)
+    _, starts = scan_forward(case.spec, *operands)
+    got = jax.jit(lambda *xs: scan_backward(case.spec, *xs))(tuple(operands), starts, cotangents)
+    for k, x in zip(wrt, want, strict=True):
+        assert (got[k].shape, got[k].dtype) == (x.shape, x.dtype)
+        scale = float(np.abs(x).max()) + 1e-6
+        np.testing.assert_allclose(got[k] / scale, x / scale, atol=2e-5)

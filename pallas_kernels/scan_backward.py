@@ -1,0 +1,172 @@
+"""The gradient of a scan, states recomputed block by block (imports the spec and `scan_xla`).
+
+The forward pass keeps one state per block. The backward pass goes over the blocks from the end,
+computes a block's states again and pulls the cotangents through it: of arrays the size of all
+states none exists, and the recurrence of the cotangents is a scan like the first
+(Chen et al. 2016, "Training deep nets with sublinear memory cost").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.fold_tile import accumulator
+from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan_block import (
+    Source,
+    carried,
+    inner_order,
+    placed,
+    start_state,
+)
+from symjax_rewrite.pallas_kernels.scan_cost import span_steps
+from symjax_rewrite.pallas_kernels.scan_reference import advance
+from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, readout_axes
+from symjax_rewrite.pallas_kernels.scan_xla import scan_blocks, smaller, walk
+
+Array = Any
+
+
+def _run(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
+    return scan(spec, *operands, backend=backend)
+
+
+def _run_forward(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, Any]:
+    del backend
+    results, starts = scan_forward(spec, *operands)
+    return results, (operands, starts)
+
+
+def _run_backward(spec: ScanSpec, backend: str, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    del backend
+    return scan_backward(spec, *kept, cotangents)
+
+
+_differentiable: Any = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_run_forward, _run_backward)
+
+
+def differentiable_scan(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
+    """`scan(spec, *operands, backend=backend)` with its gradient in linear memory.
+
+    Reverse mode only; whoever needs forward mode differentiates `scan` itself.
+    """
+    return _differentiable(spec, backend, *operands)
+
+
+def scan_forward(spec: ScanSpec, *operands: Any) -> tuple[tuple[Any, ...], Any]:
+    """A scan, and the states that `scan_backward` starts its blocks from."""
+    return scan_blocks(spec, operands, span_steps(spec), keep=True)
+
+
+def scan_backward(
+    spec: ScanSpec, operands: tuple[Any, ...], starts: Any, cotangents: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The cotangents of a scan's operands.
+
+    Args:
+        spec: the scan.
+        operands: its operands.
+        starts: as `scan_forward` gave them.
+        cotangents: one per result of the scan.
+
+    Returns:
+        One array per operand, in its shape and dtype; None for operands that are no floats.
+    """
+    shapes = [x.shape for x in operands]
+    spec, operands = smaller(spec, operands)
+    order = inner_order(spec)
+    source = Source.of(spec, operands, order)
+    outputs = [
+        x.reshape([spec.size[a] for a in readout_axes(spec, r)])
+        for r, x in zip(spec.readouts, cotangents, strict=False)
+    ]
+    g = jnp.zeros([spec.size[a] for a in order], carried(spec))
+    if spec.last:
+        last = cotangents[-1].reshape(spec.state_shape).astype(g.dtype)
+        g = g + placed(last, spec.state, order)
+    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
+    bars = [
+        jnp.zeros(x.shape, x.dtype if moves else accumulator(x.dtype)) if s else None
+        for x, s, moves in zip(_read(source), smooth, _moving(spec), strict=True)
+    ]
+
+    def block(carry: Any, first: Any, count: int, h: Array) -> tuple[Any, None]:
+        g, bars = carry
+        given = [_cut(x, r, spec, first, count) for r, x in enumerate(outputs)]
+        g, new = _pull(source, first, count, h, (g, given), smooth)
+        return (g, _gather(spec, bars, new, first)), None
+
+    (g, bars), _ = walk(spec.length, span_steps(spec), not spec.reverse, block, (g, bars), starts)
+    return _returned(source, bars, g, shapes)
+
+
+def _moving(spec: ScanSpec) -> list[bool]:
+    """Which operands have a time axis."""
+    return [spec.time in o.axes for o in spec.operands]
+
+
+def _read(source: Source) -> list[Array]:
+    """What blocks read: an operand as it lies, or laid out if it does not move."""
+    pairs = zip(source.operands, source.fixed, strict=True)
+    return [x if fixed is None else fixed for x, fixed in pairs]
+
+
+def _cut(x: Array, readout: int, spec: ScanSpec, first: Any, count: int) -> Array:
+    axis = readout_axes(spec, spec.readouts[readout]).index(spec.time)
+    return lax.dynamic_slice_in_dim(x, first, count, axis)
+
+
+def _pull(
+    source: Source, first: Any, count: int, h: Array, cotangents: Any, smooth: list[bool]
+) -> tuple[Array, list[Any]]:
+    """Cotangents of the state before a block, and of what the block read of each operand."""
+    pieces = source.pieces(first, count)
+
+    def run(smooth_pieces: list[Any], h: Array) -> tuple[Array, list[Array]]:
+        merged = [p if q is None else q for p, q in zip(pieces, smooth_pieces, strict=True)]
+        return advance(source.arranged(merged, first, count), h)
+
+    chosen = [p if s else None for p, s in zip(pieces, smooth, strict=True)]
+    _, pull = jax.vjp(run, chosen, h)
+    bars, g = pull(cotangents)
+    return g, bars
+
+
+def _gather(spec: ScanSpec, bars: list[Any], new: list[Any], first: Any) -> list[Any]:
+    """Cotangents of moving operands written at their steps, of the others added up."""
+    out = []
+    for bar, x, operand in zip(bars, new, spec.operands, strict=True):
+        if bar is None:
+            out.append(None)
+        elif spec.time in operand.axes:
+            place = operand.axes.index(spec.time)
+            out.append(lax.dynamic_update_slice_in_dim(bar, x, first, place))
+        else:
+            out.append(bar + x.astype(bar.dtype))
+    return out
+
+
+def _returned(source: Source, bars: list[Any], g: Array, shapes: Sequence[Any]) -> tuple[Any, ...]:
+    """The cotangents in the operands' shapes and dtypes; that of the initial state added."""
+    spec, out = source.spec, []
+    for k, (bar, operand, x) in enumerate(zip(bars, spec.operands, source.operands, strict=True)):
+        if bar is None:
+            out.append(None)
+            continue
+        if spec.time not in operand.axes:
+            axes = (spec.time, *source.order)
+            lay = lambda v, operand=operand, axes=axes: placed(v, operand.axes, axes)  # noqa: E731
+            bar = jax.linear_transpose(lay, jax.ShapeDtypeStruct(x.shape, bar.dtype))(bar)[0]
+        if k == spec.start:
+            lay = lambda v, k=k: start_state(  # noqa: E731
+                spec, [v if n == k else y for n, y in enumerate(source.operands)], source.order
+            )
+            bar = bar + jax.vjp(lay, x)[1](g)[0].astype(bar.dtype)
+        out.append(bar.astype(x.dtype).reshape(shapes[k]))
+    return tuple(out)
