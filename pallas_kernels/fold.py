@@ -90,7 +90,7 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
 def cuda_backend(spec: FoldSpec) -> Backend | Reason:
     """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
-    capability = _oldest_capability()
+    capability = oldest_capability()
     if capability is not None and capability < OLDEST_GPU:
         return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
     reasons = []
@@ -102,8 +102,8 @@ def cuda_backend(spec: FoldSpec) -> Backend | Reason:
     return Reason("; ".join(reasons))
 
 
-def _oldest_capability() -> float | None:
-    """Of the GPUs at hand; None without any."""
+def oldest_capability() -> float | None:
+    """The least compute capability of the GPUs at hand; None without any."""
     if jax.default_backend() != "gpu":
         return None
     found = [getattr(d, "compute_capability", None) for d in jax.local_devices()]

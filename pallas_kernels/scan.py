@@ -11,9 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jax import lax
+
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels import scan_reference as _reference
+from symjax_rewrite.pallas_kernels import scan_triton as _triton
 from symjax_rewrite.pallas_kernels import scan_xla as _xla
+from symjax_rewrite.pallas_kernels.fold import OLDEST_GPU, oldest_capability
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec
 from symjax_rewrite.pallas_kernels.support import Reason, Support
 
@@ -33,6 +37,7 @@ BACKENDS = {
     for b in (
         Backend("reference", None, _reference.supports, _reference.scan_reference),
         Backend("xla", None, _xla.supports, _xla.scan_xla),
+        Backend("triton", "cuda", _triton.supports, _triton.scan_triton),
     )
 }
 
@@ -62,13 +67,23 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     _check_operands(spec, operands)
     if backend != "auto":
         return _named(spec, backend).run(spec, *operands)
-    return _xla.scan_xla(spec, *operands)
+    best = cuda_backend(spec)
+    if isinstance(best, Reason):
+        return _xla.scan_xla(spec, *operands)
+    return lax.platform_dependent(
+        *operands,
+        cuda=lambda *xs: best.run(spec, *xs),
+        default=lambda *xs: _xla.scan_xla(spec, *xs),
+    )
 
 
 def cuda_backend(spec: ScanSpec) -> Backend | Reason:
     """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
-    del spec
-    return Reason("no backend of scans is for CUDA alone")
+    capability = oldest_capability()
+    if capability is not None and capability < OLDEST_GPU:
+        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
+    support = BACKENDS["triton"].supports(spec)
+    return BACKENDS["triton"] if support else Reason(f"triton: {support}")
 
 
 def _named(spec: ScanSpec, name: str) -> Backend:

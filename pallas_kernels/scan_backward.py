@@ -44,10 +44,11 @@ def _run_forward(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, Any
 
 def _run_backward(spec: ScanSpec, backend: str, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     del backend
-    return scan_backward(spec, *kept, cotangents)
+    operands, starts = kept
+    return scan_backward(spec, operands, starts, cotangents)
 
 
-_differentiable: Any = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
+_differentiable = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
 _differentiable.defvjp(_run_forward, _run_backward)
 
 

@@ -9,11 +9,13 @@ import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
-from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan_backward import scan_backward, scan_forward
 from symjax_rewrite.pallas_kernels.scan_cost import block_bytes, bytes_moved, flops, states_bytes
 from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
+from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports
+from symjax_rewrite.pallas_kernels.scan_triton_kernel import Cut
 from symjax_rewrite.pallas_kernels.scan_xla import scan_xla
 from tests.kernels.scan_cases import CASES, ScanCase
 
@@ -42,6 +44,15 @@ def test_xla(case, steps):
 
 
 @by_case
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_triton_interpreted(case, chunks):
+    if not (support := supports(case.spec)):
+        pytest.skip(f"not for triton: {support}")
+    cut = Cut(rows=4, chunks=chunks, unroll=4)
+    check(case, lambda spec, *xs: scan_triton(spec, *xs, cut=cut, interpret=True))
+
+
+@by_case
 def test_auto_runs_here(case):
     check(case, scan)
 
@@ -59,6 +70,9 @@ def test_no_steps(case):
 
 
 def test_backends_say_why_not():
+    two = next(c for c in CASES if c.name == "shared decay").spec
+    assert "more than one axis" in str(BACKENDS["triton"].supports(two))
+    assert "triton" in str(cuda_backend(two))
     spec = plain(4, (2,), ("t", "0"), ("t", "0"))
     ones = jnp.ones((4, 2))
     with pytest.raises(KernelError, match="no such backend"):

@@ -1,0 +1,108 @@
+"""What the GPU would run of scans, on a machine without one: lowered, compiled for an H200."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.scan import scan
+from symjax_rewrite.pallas_kernels.scan_block import struct_of
+from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports, triton_cut
+from symjax_rewrite.pallas_kernels.selective_scan import SelectiveScan, forward
+from tests.kernels.scan_cases import CASES
+
+pytestmark = [
+    pytest.mark.lowering,
+    # Pallas-Triton is deprecated from jax 0.11 on, and still there
+    pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
+]
+
+
+def half(*sizes: Any, **options: Any) -> SelectiveScan:
+    """A selective scan with the dtypes Mamba trains in."""
+    s = SelectiveScan(*sizes, **options)
+    narrow = ("x", "dt", "B", "C", "z")
+    dtypes = ("bfloat16" if p in narrow else "float32" for p in s.parts)
+    return SelectiveScan(*sizes, dtypes=tuple(dtypes), **options)
+
+
+ALL: dict[str, Any] = {"skip": True, "gate": True, "bias": True, "softplus": True}
+TUNED = {
+    "B1 L2048 D2048 N16": half(1, 2048, 2048, 16),
+    "the same in f32": SelectiveScan(1, 2048, 2048, 16),
+    "all parts": half(1, 2048, 2048, 16, start=True, last=True, **ALL),
+    "B8": half(8, 2048, 2048, 16, **ALL),
+    "long": half(1, 16384, 2048, 16, **ALL),
+    "short": half(1, 256, 2048, 16),
+    "wide states": half(1, 2048, 1024, 128),
+    "groups": half(2, 1000, 1536, 16, groups=3, **ALL),
+}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
+def test_triton_lowers(case, lower):
+    jitted = jax.jit(lambda *xs: scan_triton(case.spec, *xs))
+    assert "triton" in lower(jitted, struct_of(case.spec)).as_text()
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_tuned_cuts_lower(name, lower):
+    spec = forward(TUNED[name])
+    jitted = jax.jit(lambda *xs: scan_triton(spec, *xs))
+    assert "triton" in lower(jitted, struct_of(spec)).as_text()
+
+
+def test_auto_is_a_kernel_on_cuda_and_a_loop_elsewhere(lower):
+    spec = forward(TUNED["all parts"])
+    jitted = jax.jit(lambda *xs: scan(spec, *xs))
+    assert "triton" in lower(jitted, struct_of(spec)).as_text()
+    text = lower(jitted, struct_of(spec), "cpu").as_text()
+    assert "triton" not in text
+    assert "while" in text
+
+
+def test_time_is_cut_where_lanes_are_few():
+    assert triton_cut(forward(half(64, 2048, 2048, 16))).chunks == 1
+    assert triton_cut(forward(half(1, 2048, 64, 16))).chunks > 8
+
+
+def kernels(compiled) -> int:
+    """Kernels of the entry computation: fusions and calls, not bookkeeping."""
+    entry = compiled.as_text().split("ENTRY")[1]
+    return len(re.findall(r" (?:fusion|custom-call|reduce|transpose|copy|convert)\(", entry))
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_forward_is_few_kernels_without_spills(name, compile_h200):
+    spec = forward(TUNED[name])
+    compiled = compile_h200(lambda *xs: scan(spec, *xs), *struct_of(spec))
+    assert kernels(compiled) <= 3
+    states = 4 * spec.length * spec.size["b"] * spec.size["g"] * spec.size["e"] * spec.size["n"]
+    assert compiled.memory_analysis().temp_size_in_bytes < states / 8
+
+
+def associative(x, dt, A, B, C):
+    """The spelling that writes every state."""
+    a = jnp.exp(dt[..., None] * A)
+    b = (dt * x)[..., None] * B[:, :, None, :]
+    _, h = lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, b), axis=1)
+    return jnp.einsum("bldn,bln->bld", h, C)
+
+
+def test_temporaries_are_an_eighth_of_the_associative_scan(compile_h200):
+    s = SelectiveScan(1, 2048, 2048, 16)
+    spec = forward(s)
+    ours = compile_h200(lambda *xs: scan(spec, *xs), *struct_of(spec))
+    shapes = [(1, 2048, 2048)] * 2 + [(2048, 16)] + [(1, 2048, 16)] * 2
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    theirs = compile_h200(associative, *avals)
+    ratio = 8 * ours.memory_analysis().temp_size_in_bytes
+    assert ratio <= theirs.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
+def test_every_scan_compiles(case, compile_h200):
+    compile_h200(lambda *xs: scan_triton(case.spec, *xs), *struct_of(case.spec))
