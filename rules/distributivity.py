@@ -9,7 +9,7 @@ from typing import Any
 from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
-from symjax_rewrite.order import order_product
+from symjax_rewrite.order import count_unread, order_product
 from symjax_rewrite.product import Product, expand_node, flattest, is_half, is_ring
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 
@@ -349,7 +349,12 @@ def _remainder(
         index.update({b: place[maps[n][b]] for b in t.sizes if maps[n].get(b) in place})
         factors = tuple(Ref(f, tuple(index[i] for i in a)) for f, a in left)
         p = Product(1, factors, len(out_sizes), tuple(t.sizes[b] for b in own), t.inner.precision)
+        coefficient = t.coefficient
         if not factors:
+            counted = count_unread(p, c.dtype)
+            if counted is None:
+                return None
+            coefficient = coefficient * counted.coefficient
             one = 1 if is_ring(c.dtype) else 1.0
             ref = ctx.g.add(CONST, (one, c.dtype, repr(one)), (), (), (), c.dtype, why)
         else:
@@ -362,7 +367,7 @@ def _remainder(
             ref = found
             storages.update(ctx.storage(f.cls) for f in factors)
         args.append(ref)
-        coefficients.append(t.coefficient)
+        coefficients.append(coefficient)
     if len(storages) > 1:
         ctx.refuse("factor", f"weights stored differently ({', '.join(sorted(storages))})", cls)
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, CUMSUM, IOTA, MAP, TAKE, Node, Ref
-from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.ops import dtype_kind, holds
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node, is_half
 from symjax_rewrite.rule import SPARSITY, Context, axiom
@@ -93,7 +93,8 @@ def _index(ctx: Context, ref: Ref) -> tuple[int, int] | None:
             base = next((a for a in n.args if a.axes), None)
             if base is None or not isinstance(offset, int):
                 continue
-            if any(m.op == IOTA for m in ctx.g.classes[base.cls].nodes):
+            c = ctx.g.classes[base.cls]
+            if any(m.op == IOTA for m in c.nodes) and holds(c.dtype, offset, c.sizes[0]):
                 return ref.axes[base.axes[0]], offset
     return None
 

@@ -127,6 +127,8 @@ class EGraph:
         a, b = self.find(a), self.find(b)
         if a.cls == b.cls:
             return self._self_union(a, b)
+        if self.classes[a.cls].dtype != self.classes[b.cls].dtype:
+            return False  # a class has one dtype
         if len(a.axes) > len(b.axes) or (len(a.axes) == len(b.axes) and a.cls > b.cls):
             a, b = b, a
         if len(set(a.axes)) != len(a.axes) or not set(a.axes) <= set(b.axes):

@@ -343,10 +343,16 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     (data, labels), (index, index_labels) = operands
     axis = labels.index(node.out)
     n = data.shape[axis]
+    left = (*labels[:axis], *index_labels, *labels[axis + 1 :])
+    if isinstance(n, int) and n == 0:
+        shape = (*data.shape[:axis], *index.shape, *data.shape[axis + 1 :])
+        return lax.full(shape, 0, data.dtype), left  # no label is in range
+    if index.dtype.itemsize < 4:  # too small for n
+        index = lax.convert_element_type(index, np.int32)
     inside = lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), index < n)
     safe = jnp.where(inside, index, n)
     taken = jnp.take(data, safe, axis=axis, mode="fill", fill_value=0)
-    return taken, (*labels[:axis], *index_labels, *labels[axis + 1 :])
+    return taken, left
 
 
 def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:

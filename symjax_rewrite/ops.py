@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import compat
@@ -50,6 +51,22 @@ def dtype_kind(dtype: str) -> str:
         if dtype.startswith(prefix):
             return kind
     return "?"
+
+
+def holds(dtype: str, low: Dim, count: Dim) -> bool:
+    """Whether a dtype has every integer of `low, low + 1, ..., low + count - 1`, unrounded."""
+    kind = np.dtype(dtype)
+    if kind.kind in "iu":
+        info = np.iinfo(kind)
+        least, most = int(info.min), int(info.max)
+    elif dtype_kind(dtype) in "fc":
+        most = 1 << (jnp.finfo(kind).nmant + 1)
+        least = -most
+    else:
+        return False
+    if not isinstance(low, int) or not isinstance(count, int):
+        return most >= (1 << 31) - 1  # as many elements as an axis can have
+    return least <= low and low + count - 1 <= most
 
 
 class Site:
@@ -250,6 +267,8 @@ def _iota(s: Site) -> list[Ref] | None:
     group = s.out_groups[0][s.params["dimension"]]
     if compat.constrains(s.params.get("sharding")) or len(group) != 1:
         return None
+    if not holds(s.dtype[0], 0, s.out_sizes[0][group[0]]):
+        return None  # an index that wraps or rounds is no index
     ref = s.g.add(IOTA, None, (), (s.out_sizes[0][group[0]],), (), s.dtype[0])
     return [Ref(ref.cls, group)]
 

@@ -30,7 +30,7 @@ def order_product(
 
 
 def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref | None:
-    counted = _count_unread(_read_deltas(ctx, p), dtype)
+    counted = count_unread(_read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None
     found = _Builder(ctx, counted, sizes, dtype, why).solve()
@@ -75,7 +75,7 @@ def _drop_index(factors: list[Ref], bound: list[Dim], gone: int, out: int) -> tu
     return moved, bound[: gone - out] + bound[gone - out + 1 :]
 
 
-def _count_unread(p: Product, dtype: str) -> Product | None:
+def count_unread(p: Product, dtype: str) -> Product | None:
     """Σ_k a = |k|·a for every bound index k that no factor reads."""
     read = {i for f in p.factors for i in f.axes}
     factors, bound, coefficient = list(p.factors), list(p.bound), p.coefficient

@@ -77,14 +77,27 @@ def result_of(text: str, avals: tuple, bodies: tuple[Program, ...]) -> tuple | N
 class Builder:
     """A program being written."""
 
-    def __init__(self, r: Chooser, sizes: Sequence[int], dtype: str, depth: int = 0) -> None:
+    def __init__(
+        self,
+        r: Chooser,
+        sizes: Sequence[int],
+        dtype: str,
+        depth: int = 0,
+        special: bool = False,
+    ) -> None:
         self.r, self.sizes, self.dtype, self.depth = r, sizes, dtype, depth
+        self.special = special
         self.nodes: list[Node] = []
         self.weak: list[bool] = []
 
     def chance(self, percent: int) -> bool:
         """True in that many of a hundred cases."""
         return self.r.integer(0, 99) >= 100 - percent
+
+    @property
+    def integral(self) -> bool:
+        """Whether the program's own dtype is an integer's."""
+        return self.dtype.startswith(("int", "uint"))
 
     def size(self) -> int:
         """One of the program's sizes."""
@@ -97,9 +110,9 @@ class Builder:
             raise TooLargeError
         if kind is None and dtype in FLOAT:
             kinds = ("normal", "normal", "normal", "ints", "positive", "offset", "small")
-            kind = self.r.choice(kinds)
+            kind = self.r.choice((*kinds, "special", "special") if self.special else kinds)
         self.nodes.append(Input(tuple(shape), dtype, kind or "normal"))
-        self.weak.append(False)
+        self.weak.append(kind == "python")
         return len(self.nodes) - 1
 
     def having(self, test: Callable[[Node], bool]) -> list[int]:
@@ -138,7 +151,7 @@ class Builder:
 
     def number(self) -> str:
         """A factor, as it is written."""
-        if self.dtype.startswith("int"):
+        if self.integral:
             return self.r.choice(("2", "-1", "3", "0", "1", "-2", "1000003"))
         return self.r.choice(
             ("2.0", "-1.0", "0.5", "3", "(1 / 3)", "0.0", "1.0", "-0.25", "1e-3", "100.0",

@@ -12,9 +12,10 @@ from tests.fuzz.programs import Program
 # `value` leaves the program as it is: what grad and vmap make of it are programs too.
 WEIGHTS = {"value": 6, "in_grad": 3, "in_vmap": 2, "in_jvp": 1, "in_second": 1}
 CHOICES = ("random", "random", "random", "wide", "wide", "model", "always")
+NUMERICS = {"reassoc": 84, "cancels": 6, "finite": 4, "exact": 6}
 LARGE_PERCENT = 15
 COMPILED_PERCENT = 2
-KERNELS_PERCENT = 25
+KERNELS_PERCENT = 40
 
 
 def case(seed: int) -> tuple[Program, Mode]:
@@ -26,5 +27,7 @@ def case(seed: int) -> tuple[Program, Mode]:
     choice = "model" if large and rng.random() < 0.5 else rng.choice(CHOICES)
     compiled = not large and rng.randrange(100) < COMPILED_PERCENT
     kernels = "always" if rng.randrange(100) < KERNELS_PERCENT else "auto"
-    mode = Mode(transform, choice, seed, "reassoc", compiled, kernels)
-    return program(RandomChooser(rng), large=large), mode
+    numerics = rng.choices(list(NUMERICS), list(NUMERICS.values()))[0]
+    special = numerics == "exact" and rng.random() < 0.5
+    mode = Mode(transform, choice, seed, numerics, compiled, kernels)
+    return program(RandomChooser(rng), large=large, special=special), mode

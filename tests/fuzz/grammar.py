@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from tests.fuzz.algebra import ALGEBRA, blocks, einsum, matmul, shared_operand
 from tests.fuzz.builder import Builder, Chooser, TooLargeError
+from tests.fuzz.edges import EDGES
+from tests.fuzz.lookalikes import LOOKALIKES, ruled
 from tests.fuzz.programs import FORMS, Program, Step, tidy
 
 # Elementwise, reductions, movement
@@ -176,7 +178,7 @@ def sums(b: Builder) -> int:
 
 
 def _body(b: Builder, inputs: Sequence[tuple[tuple[int, ...], str]], out: tuple | None) -> Program:
-    inner = Builder(b.r, b.sizes, b.dtype, b.depth + 1)
+    inner = Builder(b.r, b.sizes, b.dtype, b.depth + 1, b.special)
     given = [inner.new(s, d, "normal") for s, d in inputs]
     last = given[-1]
     for _ in range(b.r.integer(1, 3)):
@@ -219,6 +221,13 @@ def called(b: Builder) -> int:
         )
     )
     return b.step(_call(b, f"{wrap}({{0}}", ")", 1, len(rest)), x, *rest, bodies=(body,))
+
+
+def with_rule(b: Builder) -> int:
+    x = b.ranked(0, 2)
+    aval = (b.shape(x), b.nodes[x].dtype)
+    body = _body(b, [aval], aval)
+    return ruled(b, body, _given(b, body, 1), x)
 
 
 def vmapped(b: Builder) -> int:
@@ -303,36 +312,31 @@ def repeated(b: Builder) -> int:
 SIMPLE = (matmul, einsum, arithmetic, arithmetic, scale, elementwise, reduction, movement, parts,
           sums,
           shared_operand, blocks)  # fmt: skip
-CONTROL = (called, vmapped, loop, branch)
-PRODUCTIONS = (
-    *ALGEBRA,
-    *ALGEBRA,
-    *SIMPLE,
-    *SIMPLE,
-    prefix,
-    gather,
-    masks,
-    cast,
-    cast,
-    repeated,
-    repeated,
-)
+CONTROL = (called, vmapped, loop, branch, with_rule)
+OTHER = (*SIMPLE, *SIMPLE, prefix, gather, masks, cast, cast, repeated, repeated)
+FAMILIES = (ALGEBRA, EDGES, LOOKALIKES, OTHER)
+PRODUCTIONS = tuple(f for family in FAMILIES for f in family)
 SIZES = (1, 2, 3, 4, 5, 6, 8)
 LARGE = (2, 4, 16, 32, 64, 96)
 
 
-def program(r: Chooser, lines: int = 8, large: bool = False) -> Program:
-    """A random program."""
+def program(r: Chooser, lines: int = 5, large: bool = False, special: bool = False) -> Program:
+    """A random program; `special`: some inputs are NaN, infinite or -0.
+
+    Every program is made of a few productions only, so that what they make meets (swarm testing,
+    Groce et al., "Swarm Testing", ISSTA 2012).
+    """
     dtypes = ("float32",) * 7 + ("bfloat16", "float16", "int32", "complex64", "float32")
     sizes = [r.choice(LARGE if large else SIZES) for _ in range(r.integer(2, 4))]
     if not large and r.integer(0, 19) == 19:
         sizes.append(0)
-    b = Builder(r, sizes, r.choice(dtypes))
+    b = Builder(r, sizes, r.choice(dtypes), special=special)
+    swarm = [r.choice(r.choice(FAMILIES)) for _ in range(r.integer(1, 4))]
     for _ in range(r.integer(1, lines)):
         with contextlib.suppress(TooLargeError):
-            r.choice(CONTROL if b.chance(12) else PRODUCTIONS)(b)
+            r.choice(CONTROL if b.chance(12) else swarm)(b)
     steps = [k for k, n in enumerate(b.nodes) if isinstance(n, Step)]
     if not steps:
         steps = [b.step("{0} + {0}", b.get((2, 2)))]
-    outputs = [steps[-1], *(r.choice(steps) for _ in range(r.integer(0, 2)))]
+    outputs = [steps[-1], *(r.choice(steps) for _ in range(r.choice((0, 0, 1, 2))))]
     return tidy(Program(tuple(b.nodes), tuple(dict.fromkeys(outputs)), r.choice(FORMS)))

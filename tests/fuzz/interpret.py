@@ -323,6 +323,74 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(math.erf, otypes=[np.float64])(x.astype(np.float64))
 
 
+def _conv(p: dict, x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """A convolution as a sum over the kernel's places of strided slices."""
+    d = p["dimension_numbers"]
+    x, w = x.transpose(d.lhs_spec), w.transpose(d.rhs_spec)
+    groups, batches = p["feature_group_count"], p["batch_group_count"]
+    if batches != 1:
+        raise UnsupportedPrimitiveError("batch_group_count")
+    grown = zip(p["padding"], p["lhs_dilation"], strict=True)
+    config = [(0, 0, 0), (0, 0, 0), *((low, high, n - 1) for (low, high), n in grown)]
+    x = _pad({"padding_config": config}, x, np.zeros((), x.dtype))
+    places = [(n - 1) * r + 1 for n, r in zip(w.shape[2:], p["rhs_dilation"], strict=True)]
+    strides = p["window_strides"]
+    out = [max(0, (n - k) // s + 1) for n, k, s in zip(x.shape[2:], places, strides, strict=True)]
+    made = np.zeros((x.shape[0], w.shape[0], *out), np.result_type(x, w))
+    per = w.shape[0] // groups
+    for at in np.ndindex(*w.shape[2:]):
+        begin = [a * r for a, r in zip(at, p["rhs_dilation"], strict=True)]
+        ends = [b + s * (n - 1) + 1 for b, s, n in zip(begin, strides, out, strict=True)]
+        cut = [slice(b, max(e, b), s) for b, e, s in zip(begin, ends, strides, strict=True)]
+        window = x[(slice(None), slice(None), *cut)]
+        for g in range(groups):
+            part = window[:, g * w.shape[1] : (g + 1) * w.shape[1]]
+            kernel = w[(slice(g * per, (g + 1) * per), slice(None), *at)]
+            made[:, g * per : (g + 1) * per] += np.einsum("ni...,oi->no...", part, kernel)
+    order = [d.out_spec.index(axis) for axis in range(made.ndim)]
+    return made.transpose(order)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(f"u{x.dtype.itemsize}").astype(np.uint64)
+
+
+def _population_count(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(lambda v: bin(int(v)).count("1"), otypes=[x.dtype])(_bits(x))
+
+
+def _clz(x: np.ndarray) -> np.ndarray:
+    width = 8 * x.dtype.itemsize
+    return np.vectorize(lambda v: width - int(v).bit_length(), otypes=[x.dtype])(_bits(x))
+
+
+def _shift(left: bool, logical: bool) -> Callable:
+    def row(p: dict, x: np.ndarray, n: np.ndarray) -> np.ndarray:
+        width = 8 * x.dtype.itemsize
+        n = n.astype(np.int64)
+        inside = (n >= 0) & (n < width)
+        k = np.where(inside, n, 0)
+        if left:
+            return np.where(inside, x.astype(np.int64) << k, 0).astype(x.dtype)
+        if logical:
+            return np.where(inside, _bits(x) >> k.astype(np.uint64), 0).astype(x.dtype)
+        return (x.astype(np.int64) >> np.where(inside, n, width - 1)).astype(x.dtype)
+
+    return row
+
+
+def _reduce_precision(p: dict, x: np.ndarray) -> np.ndarray:
+    bits, mantissa = p["exponent_bits"], p["mantissa_bits"]
+    wide = x.astype(np.float64)
+    fraction, exponent = np.frexp(wide)
+    out = np.ldexp(np.round(np.ldexp(fraction, mantissa + 1)), exponent - mantissa - 1)
+    top = 2.0 ** (2 ** (bits - 1) - 1)
+    out = np.where(np.abs(out) >= 2 * top, np.sign(wide) * np.inf, out)
+    tiny = 2.0 ** (2 - 2 ** (bits - 1))
+    out = np.where(np.abs(out) < tiny, 0 * wide, out)
+    return np.where(np.isfinite(wide), out, wide)
+
+
 def _plain(f: Callable) -> Callable:
     return lambda p, *xs: f(*xs)
 
@@ -393,6 +461,11 @@ ROWS: dict[str, Callable] = {
     "scatter_mul": _scatter(lambda a, b: a * b), "scatter-max": _scatter(np.maximum),
     "scatter_max": _scatter(np.maximum), "scatter-min": _scatter(np.minimum),
     "scatter_min": _scatter(np.minimum), "sort": _sort, "top_k": _top_k,
+    "conv_general_dilated": _conv, "reduce_precision": _reduce_precision,
+    "population_count": _plain(_population_count), "clz": _plain(_clz),
+    "shift_left": _shift(True, False), "shift_right_arithmetic": _shift(False, False),
+    "shift_right_logical": _shift(False, True), "nextafter": _plain(np.nextafter),
+    "asin": _plain(np.arcsin), "acos": _plain(np.arccos), "atan": _plain(np.arctan),
     "reduce_sum": _sum, "reduce_prod": _prod, "reduce_max": _extremum(np.max, True),
     "reduce_min": _extremum(np.min, False), "reduce_and": _over_axes(np.all),
     "reduce_or": _over_axes(np.any), "argmax": _arg(np.argmax), "argmin": _arg(np.argmin),
@@ -404,14 +477,14 @@ ROWS: dict[str, Callable] = {
     "name": _plain(lambda x: x),
 }  # fmt: skip
 
-SUMS = frozenset({"dot_general", "reduce_sum", "cumsum", "scatter-add", "scatter_add"})
+SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "scatter-add", "scatter_add"})
 EXACT = frozenset(
     """neg max min abs sign floor ceil round is_finite not and or xor eq ne lt le gt ge conj real
     imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack
     concatenate slice dynamic_slice split pad dynamic_update_slice gather scatter scatter-max
     scatter_max
     scatter-min scatter_min sort top_k reduce_max reduce_min reduce_and reduce_or argmax argmin
-    cummax cummin stop_gradient copy copy_p optimization_barrier name""".split()
+    cummax cummin reduce_precision stop_gradient copy copy_p optimization_barrier name""".split()
 )
 
 
@@ -453,10 +526,17 @@ def _while(m: Machine, eqn: Any, xs: list) -> list:
     a, b = p["cond_nconsts"], p["body_nconsts"]
     first, second, carry = xs[:a], xs[a : a + b], xs[a + b :]
     for _ in range(MAX_STEPS):
-        if not m.closed(p["cond_jaxpr"], [*first, *carry])[0]:
+        going = m.closed(p["cond_jaxpr"], [*first, *carry])[0]
+        if not going.any():
             return carry
-        carry = m.closed(p["body_jaxpr"], [*second, *carry])
+        after = m.closed(p["body_jaxpr"], [*second, *carry])
+        carry = [_where_going(going, new, old) for new, old in zip(after, carry, strict=True)]
     raise UnsupportedPrimitiveError("a loop that does not end")
+
+
+def _where_going(going: np.ndarray, new: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Of a batch of loops only those that have not ended go on."""
+    return np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
 
 
 def _cond(m: Machine, eqn: Any, xs: list) -> list:

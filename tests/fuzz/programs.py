@@ -78,6 +78,14 @@ class Program:
         exec(compile(self.source(), "<program>", "exec"), space)
         return space["program"]
 
+    def specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and weak types of the inputs."""
+        return [
+            jax.ShapeDtypeStruct(n.shape, n.dtype, weak_type=n.kind == "python")
+            for n in self.nodes
+            if isinstance(n, Input)
+        ]
+
     def arguments(self, seed: int = 0) -> list[np.ndarray]:
         """Values for the inputs."""
         rng = np.random.default_rng(seed)
@@ -99,6 +107,11 @@ def draw(rng: np.random.Generator, n: Input) -> np.ndarray:
     dtype = np.dtype(n.dtype)
     if dtype == np.bool_:
         return np.asarray(rng.random(n.shape) < 0.6)
+    if dtype.kind in "iu" and n.kind == "wild":
+        return np.asarray(rng.integers(0 if dtype.kind == "u" else -9, 12, n.shape)).astype(dtype)
+    if dtype.kind in "iu" and n.kind == "wide":
+        info = np.iinfo(dtype)
+        return np.asarray(rng.integers(info.min, info.max, n.shape, dtype, endpoint=True))
     if dtype.kind in "iu":
         return np.asarray(rng.integers(0 if dtype.kind == "u" else -3, 5, n.shape)).astype(dtype)
     x: Any = rng.standard_normal(n.shape)
@@ -110,8 +123,17 @@ def draw(rng: np.random.Generator, n: Input) -> np.ndarray:
         x = 0.5 + np.abs(x)
     elif n.kind == "offset":
         x = 100 + x
+    elif n.kind == "far":
+        x = 1e4 + x
+    elif n.kind == "large":
+        x = 300 * x
+    elif n.kind == "ties":
+        x = np.round(x)
     elif n.kind == "small":
         x = 1e-3 * x
+    elif n.kind == "special":
+        odd = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0], n.shape)
+        x = np.where(rng.random(n.shape) < 0.3, odd, x)
     return np.asarray(x).astype(dtype)
 
 
