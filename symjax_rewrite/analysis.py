@@ -18,34 +18,40 @@ _NONNEGATIVE_MAPS = frozenset({"exp", "exp2", "abs", "square", "sqrt", "logistic
 _KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", "round", "cbrt"})
 
 
-def nonnegative(g: EGraph, cls: int, path: tuple[int, ...] = ()) -> bool:
-    """Whether every value of a class is known to be ≥ 0 (or NaN); `path` is being asked already."""
-    if cls in path:
-        return False
-    return any(_nonnegative_node(g, n, (*path, cls)) for n in g.classes[cls].nodes)
+MAX_DEPTH = 100  # of terms that are looked into; what lies deeper is one unknown value
 
 
-def _nonnegative_node(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
+def nonnegative(g: EGraph, cls: int, depth: int = 0) -> bool:
+    """Whether every value of a class is known to be ≥ 0 (or NaN)."""
+    known = g.facts("nonnegative")
+    if cls not in known:
+        known[cls] = False  # as long as it is being asked
+        nodes = g.classes[cls].nodes if depth < MAX_DEPTH else ()
+        known[cls] = any(_nonnegative_node(g, n, depth + 1) for n in nodes)
+    return known[cls]
+
+
+def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
     if n.op == CONST:
         value = n.attr[0]
         return not isinstance(value, complex) and value >= 0
     if n.op == DELTA:
         return True
     if n.op == CONTRACT:
-        return all(v % 2 == 0 or nonnegative(g, ref.cls, path) for ref, v in _powers(n.args))
+        return all(v % 2 == 0 or nonnegative(g, ref.cls, depth) for ref, v in _powers(n.args))
     if n.op == ADD:
         coefficients = n.attr
-        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, path)
+        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, depth)
     if n.op in (REDUCE, SLICE, TAKE):
-        return nonnegative(g, n.args[0].cls, path)
+        return nonnegative(g, n.args[0].cls, depth)
     if n.op != MAP:
         return False
     name = n.attr[0]
     if name == "max":
-        return any(nonnegative(g, a.cls, path) for a in n.args)
+        return any(nonnegative(g, a.cls, depth) for a in n.args)
     if name == "select_n":
-        return all(nonnegative(g, a.cls, path) for a in n.args[1:])
-    return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, path))
+        return all(nonnegative(g, a.cls, depth) for a in n.args[1:])
+    return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, depth))
 
 
 def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
@@ -55,8 +61,8 @@ def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
     return list(count.items())
 
 
-def _all(g: EGraph, n: Node, path: tuple[int, ...]) -> bool:
-    return all(nonnegative(g, a.cls, path) for a in n.args)
+def _all(g: EGraph, n: Node, depth: int) -> bool:
+    return all(nonnegative(g, a.cls, depth) for a in n.args)
 
 
 class LogLinear(NamedTuple):
@@ -95,7 +101,7 @@ _ONE = LogLinear((), ())
 _POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1)}
 
 
-def log_linear(g: EGraph, cls: int) -> LogLinear:
+def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
     """The log-linear form of a class; a class with no such structure is one factor.
 
     Example:
@@ -106,34 +112,57 @@ def log_linear(g: EGraph, cls: int) -> LogLinear:
         >>> log_linear(g, e.cls).exponent
         ((Ref(cls=0, axes=(0,)), 1.0), (Ref(cls=1, axes=(0,)), -1.0))
     """
+    known = g.facts("log_linear")
+    if cls not in known:
+        own = Ref(cls, tuple(range(len(g.classes[cls].sizes))))
+        known[cls] = LogLinear(((own, Fraction(1)),), ())  # as long as it is being asked
+        if depth < MAX_DEPTH:
+            known[cls] = _log_linear(g, cls, depth) or known[cls]
+    return known[cls]
+
+
+def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
     node = next(iter(g.classes[cls].nodes))
+
+    def of(a: Ref) -> LogLinear:
+        return log_linear(g, a.cls, depth + 1).over(a.axes)
+
     if node.op == CONTRACT and not node.bound:
         out = _ONE
         for a in node.args:
-            out = out.times(log_linear(g, a.cls).over(a.axes))
+            out = out.times(of(a))
         return out
-    if node.op == MAP and node.attr[0] in ("exp", "exp2", "div", *_POWERS):
-        name = node.attr[0]
-        first = node.args[0]
-        if name == "exp":
-            return LogLinear((), tuple(sum_terms(g, first, 1.0)))
-        if name == "div":
-            top, bottom = (log_linear(g, a.cls).over(a.axes) for a in node.args)
-            return top.times(bottom, Fraction(-1))
-        if name in _POWERS:
-            return _ONE.times(log_linear(g, first.cls).over(first.axes), _POWERS[name])
-    own = Ref(cls, tuple(range(len(g.classes[cls].sizes))))
-    return LogLinear(((own, Fraction(1)),), ())
+    if node.op != MAP:
+        return None
+    name = node.attr[0]
+    if name == "exp":
+        return LogLinear((), tuple(sum_terms(g, node.args[0], 1.0)))
+    if name == "div":
+        return of(node.args[0]).times(of(node.args[1]), Fraction(-1))
+    if name in _POWERS:
+        return _ONE.times(of(node.args[0]), _POWERS[name])
+    return None
 
 
 def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
     """A sum's terms with their coefficients, nested sums opened."""
-    node = next(iter(g.classes[ref.cls].nodes))
-    if node.op != ADD:
-        return [(ref, scale)]
-    out: dict[Ref, float] = {}
-    for c, a in zip(node.attr, node.args, strict=True):
-        over = Ref(a.cls, tuple(ref.axes[i] for i in a.axes))
-        for term, k in sum_terms(g, over, scale * c):
-            out[term] = out.get(term, 0.0) + k
-    return list(out.items())
+    return [
+        (Ref(term.cls, tuple([ref.axes[i] for i in term.axes])), scale * k)
+        for term, k in _sum_of(g, ref.cls, 0).items()
+    ]
+
+
+def _sum_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
+    known = g.facts("sum_terms")
+    if cls not in known:
+        node = next(iter(g.classes[cls].nodes))
+        own = {Ref(cls, tuple(range(len(g.classes[cls].sizes)))): 1.0}
+        known[cls] = own if node.op != ADD or depth >= MAX_DEPTH else {}
+        if not known[cls]:
+            out: dict[Ref, float] = {}
+            for c, a in zip(node.attr, node.args, strict=True):
+                for term, k in _sum_of(g, a.cls, depth + 1).items():
+                    over = Ref(term.cls, tuple([a.axes[i] for i in term.axes]))
+                    out[over] = out.get(over, 0.0) + c * k
+            known[cls] = out
+    return known[cls]

@@ -55,9 +55,16 @@ class EGraph:
         self.merged = False  # whether any reference may be spelled in two ways
         self.count = 0
         self.kinds: set[str] = set()  # of nodes that were ever added
-        self.flat: dict[int, Any] = {}  # `product.flattest` keeps its results here,
-        self.flat_at = 0  # as long as there are this many unions
+        self._facts: dict[str, dict[int, Any]] = {}
+        self._facts_at = 0
         self._dirty: list[int] = []
+
+    def facts(self, name: str) -> dict[int, Any]:
+        """What is known of classes under a name; forgotten at the next union."""
+        if self._facts_at != len(self.unions):
+            self._facts.clear()
+            self._facts_at = len(self.unions)
+        return self._facts.setdefault(name, {})
 
     def find(self, ref: Ref) -> Ref:
         """The reference through the union-find: same value, canonical class."""

@@ -341,6 +341,8 @@ def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     (data, labels), (index, index_labels) = operands
+    if node.out not in labels:  # merged with a value that is the same at every label
+        data, labels = lax.broadcast(data, (sizes[node.out],)), (node.out, *labels)
     axis = labels.index(node.out)
     n = data.shape[axis]
     left = (*labels[:axis], *index_labels, *labels[axis + 1 :])
@@ -358,6 +360,8 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     index, reverse = node.attr
     data, labels = operands[0]
+    if index not in labels:  # merged with a value that is the same at every place
+        data, labels = lax.broadcast(data, (sizes[index],)), (index, *labels)
     return lax.cumsum(data, axis=labels.index(index), reverse=reverse), labels
 
 

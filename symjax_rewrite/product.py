@@ -14,6 +14,7 @@ from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
 from symjax_rewrite.ir import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 
+MAX_FACTORS = 48  # so many have n³/6 connected pairs within the default budget of pairs
 HALF = frozenset({"float16", "bfloat16"})
 
 
@@ -42,27 +43,54 @@ def own_product(g: EGraph, cls: int) -> Product:
 
 
 def expand(
-    g: EGraph, cls: int, may_open: Callable[[int], bool], path: tuple[int, ...] = ()
+    g: EGraph, cls: int, may_open: Callable[[int], bool], made: dict[int, Product] | None = None
 ) -> Product:
     """The flattest product of a class; `may_open` says which factor classes are looked into.
 
-    path: classes that are being opened, which are factors where they are met again (a = 1·a).
+    made: products of classes that are known already; those found on the way are added.
     """
-    node = product_node(g, cls)
-    if node is None:
-        return own_product(g, cls)
-    return expand_node(g, cls, node, may_open, path)
+    made = {} if made is None else made
+    _expand_all(g, [cls], may_open, made, set())
+    return made[cls]
+
+
+def _expand_all(
+    g: EGraph,
+    classes: list[int],
+    may_open: Callable[[int], bool],
+    made: dict[int, Product],
+    begun: set[int],
+) -> None:
+    """Products of classes, operands first, each made once (a chain of squares has 2ⁿ paths).
+
+    A class that is met again while it is being made (a = 1·a) is a factor there.
+    """
+    stack = list(reversed(classes))
+    while stack:
+        cls = stack[-1]
+        if cls in made:
+            stack.pop()
+            continue
+        node = product_node(g, cls)
+        if node is None:
+            made[cls] = own_product(g, cls)
+        elif cls in begun:
+            made[cls] = _open(g, cls, node, may_open, made)
+        else:
+            begun.add(cls)
+            stack += [c for c in _opened(g, cls, node, may_open) if c not in begun]
+
+
+def _opened(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> list[int]:
+    """Classes of the factors that are looked into, the last first."""
+    dtype = g.classes[cls].dtype
+    found = [g.find(a).cls for a in reversed(node.args)]
+    return [c for c in found if c != cls and g.classes[c].dtype == dtype and may_open(c)]
 
 
 def flattest(g: EGraph, cls: int) -> Product:
     """The class as a product with every factor opened; kept until the next union."""
-    if g.flat_at != len(g.unions):
-        g.flat.clear()
-        g.flat_at = len(g.unions)
-    found = g.flat.get(cls)
-    if found is None:
-        found = g.flat[cls] = expand(g, cls, _always)
-    return found
+    return expand(g, cls, _always, g.facts("product"))
 
 
 def _always(cls: int) -> bool:
@@ -83,28 +111,31 @@ def product_node(g: EGraph, cls: int) -> Node | None:
     return best
 
 
-def expand_node(
-    g: EGraph,
-    cls: int,
-    node: Node,
-    may_open: Callable[[int], bool],
-    path: tuple[int, ...] = (),
-) -> Product:
+def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> Product:
     """The flattest product of one contraction or scaled term of a class."""
+    made: dict[int, Product] = {}
+    _expand_all(g, _opened(g, cls, node, may_open)[::-1], may_open, made, {cls})
+    return _open(g, cls, node, may_open, made)
+
+
+def _open(
+    g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool], made: dict[int, Product]
+) -> Product:
+    """A node with the products of its factors put in, as many as `MAX_FACTORS` allows."""
     dtype = g.classes[cls].dtype
     coefficient: Any = node.attr[0] if node.op == ADD else 1
     precision = node.attr if node.op == CONTRACT else None
     factors: list[Ref] = []
     bound = list(node.bound)
-    path = (*path, cls)
-    for arg in node.args:
+    for k, arg in enumerate(node.args):
         arg = g.find(arg)
-        if g.classes[arg.cls].dtype != dtype or arg.cls in path or not may_open(arg.cls):
+        inner = made.get(arg.cls)
+        if inner is None or g.classes[arg.cls].dtype != dtype or not may_open(arg.cls):
             factors.append(arg)
             continue
-        inner = expand(g, arg.cls, may_open, path)
         merged = merge_precision(precision, inner.precision)
-        if merged is _CLASH:
+        many = len(factors) + len(inner.factors) + len(node.args) - k - 1 > MAX_FACTORS
+        if merged is _CLASH or many:
             factors.append(arg)
             continue
         precision = merged

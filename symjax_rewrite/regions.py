@@ -163,9 +163,10 @@ def find_regions(
     for c in sorted(member):
         groups.setdefault(root(c), []).append(c)
     regions = []
+    products = _products(g, need.order)
     for classes in groups.values():
         inside = set(classes)
-        if not _is_interesting(g, inside, frozen):
+        if not _is_interesting(g, inside, products, frozen):
             continue
         roots = [c for c in classes if _needed_outside(g, need, c, inside)]
         region = Region(classes, roots)
@@ -215,7 +216,7 @@ def _is_low_rank(g: EGraph, cls: int) -> bool:
     return True
 
 
-def _is_interesting(g: EGraph, inside: set[int], frozen: bool) -> bool:
+def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: bool) -> bool:
     """Whether some law could apply: products of products or sums, sums of products, parts."""
     for c in inside:
         node = node_of(g, c)
@@ -228,7 +229,7 @@ def _is_interesting(g: EGraph, inside: set[int], frozen: bool) -> bool:
             if len(node.args) == 2 and _has_private_bound(node):
                 return True
         elif node.op == ADD:
-            if sum(_is_product(g, a) for a in args) > 1:
+            if sum(a in products for a in args) > 1:
                 return True
         elif node.op in (SLICE, CONCAT, INVERSE, SOLVE, TAKE) and args:
             return True
@@ -244,11 +245,15 @@ def _has_private_bound(node: Node) -> bool:
     return any(i >= node.out for i in a ^ b)
 
 
-def _is_product(g: EGraph, cls: int) -> bool:
-    node = node_of(g, cls)
-    if node.op == CONTRACT and node.bound:
-        return True
-    return node.op in (CONTRACT, ADD) and any(_is_product(g, a.cls) for a in node.args)
+def _products(g: EGraph, order: list[int]) -> set[int]:
+    """Classes that are contractions, or sums and products of some; operands come first."""
+    found: set[int] = set()
+    for c in order:
+        node = node_of(g, c)
+        summed = node.op == CONTRACT and node.bound
+        if summed or (node.op in (CONTRACT, ADD) and any(a.cls in found for a in node.args)):
+            found.add(c)
+    return found
 
 
 def _needed_outside(g: EGraph, need: Needed, cls: int, inside: set[int]) -> bool:

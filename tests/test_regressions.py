@@ -164,3 +164,92 @@ def test_an_error_while_emitting_keeps_the_original(monkeypatch):
     np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-6)
     with pytest.raises(errors.UnsupportedError):
         sym_optimize(f, on_unsupported="error")(*args)
+
+
+def test_a_constant_term_of_a_sum_is_counted():
+    """Σ c + y·Σ c = (n + n·y)·c: the count of what was left without factors was lost."""
+
+    def f(x):
+        ones = jnp.full((2, 3), 0.5, jnp.float32)
+        return jnp.sum(ones) + jnp.tanh(jnp.sum(x)) * jnp.sum(ones)
+
+    agree(f, (2, 3))
+    agree(f, f16(2, 3))
+
+    def looped(x, xs, y):
+        step = lambda c, t: (c * 0.5 + jnp.tanh(jnp.sum(y)), None)  # noqa: E731
+        return jax.lax.scan(step, x, xs)[0]
+
+    agree(looped, (2, 5), (2, 2), (2, 3), transform="in_second")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_indices_that_wrap_are_no_indices(dtype):
+    """With 300 classes a label of 8 bits has up to two hot entries, and triangles come twice."""
+    labels = np.array([200, 3, 100, 255]).astype(dtype)
+    w = np.arange(600, dtype=np.float32).reshape(300, 2)
+    for f in (
+        lambda x, w: jax.nn.one_hot(x, 300) @ w,
+        lambda x, w: (x[:, None] == jax.lax.iota(dtype, 300)).astype(jnp.float32) @ w,
+        lambda x, w: (
+            (
+                jax.lax.broadcasted_iota(dtype, (300, 300), 0)
+                >= jax.lax.broadcasted_iota(dtype, (300, 300), 1)
+            ).astype(jnp.float32)
+            @ w
+        ),
+        lambda x, w: (
+            (
+                jax.lax.broadcasted_iota(dtype, (300, 300), 0) + dtype(100)
+                >= jax.lax.broadcasted_iota(dtype, (300, 300), 1) + dtype(100)
+            ).astype(jnp.float32)
+            @ w
+        ),
+    ):
+        for choice, seed in CHOICES:
+            outcome = check_function(f, [labels, w], Mode("value", choice, seed))
+            assert not isinstance(outcome, Failure), outcome
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32])
+def test_labels_into_nothing(dtype):
+    """A one-hot sum over no classes (jnp.take refuses an empty axis), or over many."""
+    for n in (0, 1, 127):
+        f = lambda i, w: jnp.einsum("on,nd->od", jax.nn.one_hot(i, w.shape[0]), w)  # noqa: E731
+        values = [np.array([-1, 0, 3, 100]).astype(dtype), np.ones((n, 3), np.float32)]
+        for choice, seed in CHOICES:
+            outcome = check_function(f, values, Mode("value", choice, seed))
+            assert not isinstance(outcome, Failure), outcome
+
+
+def repeat(times: int, step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def f(x, w):
+        y = x
+        for _ in range(times):
+            y = step(y, w)
+        return y @ w, jnp.sum(jnp.exp(y) * y, -1), y[0]
+
+    return f
+
+
+MANY = {
+    "squares": repeat(40, lambda y, w: y * y),
+    "squares of matrices": repeat(40, lambda y, w: y @ y),
+    "products of sums": repeat(40, lambda y, w: y * (y + 1)),
+    "sums of sums": repeat(40, lambda y, w: (y + w) + (y - 2 * w)),
+    "positive products": repeat(40, lambda y, w: jnp.exp(y) * (jnp.exp(y) + y * y)),
+    "a chain": repeat(500, lambda y, w: y @ w),
+    "a long product": repeat(1500, lambda y, w: y * w),
+    "a long sum": repeat(1500, lambda y, w: y + w),
+    "long maps": repeat(1500, lambda y, w: jnp.exp(y) / w),
+    "shared maps": repeat(40, lambda y, w: jnp.sin(y) + jnp.cos(y)),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_time_does_not_grow_with_the_paths_of_a_program(name):
+    """What is shared n times deep has 2ⁿ paths; looking at each took for ever, or the stack."""
+    spec = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    f = sym_optimize(MANY[name], on_unsupported="error", kernels="always")
+    report = f.explain(spec, spec)
+    assert report.time_s < 20, report.stop

@@ -23,7 +23,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 BLOCK = 250  # programs per process: a fresh one forgets what JAX keeps of old traces
-PATIENCE = 60  # seconds per program, after which it counts as a failure
+PATIENCE = 60  # seconds of computing per program, after which it counts as a failure
 
 
 class TooSlowError(BaseException):
@@ -48,7 +48,7 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     first, last, deadline = job
-    signal.signal(signal.SIGALRM, _stop)
+    signal.signal(signal.SIGPROF, _stop)
     counts: collections.Counter[str] = collections.Counter()
     failures: list[dict[str, Any]] = []
     for seed in range(first, last):
@@ -56,9 +56,9 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
             break
         program, mode = case(seed)
         try:
-            signal.alarm(PATIENCE)
+            signal.setitimer(signal.ITIMER_PROF, PATIENCE)
             outcome = check(program, mode)
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
         except TooSlowError as error:
             outcome = Failure("too slow", where(error))
         except InvalidProgramError as error:

@@ -1,4 +1,4 @@
-"""Productions at the edges: what cancels, counts, wraps, is empty, out of range, tied or constant."""
+"""Productions at the edges: what cancels, counts, wraps, is empty, out of range or constant."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def counted(b: Builder) -> int:
         "jnp.sum(jnp.full(({n}, {k}), 0.5, {0}.dtype), 1)", "jnp.einsum('nm,mk->nk', {0}, {1})[0]",
         "jnp.einsum('nm,mk->n', {0}, {1}, preferred_element_type=jnp.float32)",
         "jnp.mean({0}[:, None, :] + {2}[None, :, None], 1)", "jnp.sum(3.0 * {1}, 1) / 300",
-        "jnp.ones(({k}, {k}), {0}.dtype) @ {2}", "jnp.sum({0}[..., None] * jnp.ones({k}, {0}.dtype))",
+        "jnp.ones(({k}, {k}), {0}.dtype) @ {2}",
+        "jnp.sum({0}[..., None] * jnp.ones({k}, {0}.dtype))",
         "jnp.einsum('k,l->', {2}, {2}) * {0}", "jnp.sum({1} @ {1}.T)", "jnp.sum({0} @ {1})",
         "jnp.einsum('nm,m,k->n', {0}, {1}[:, 0], {2} * 0 + 1)",
     )  # fmt: skip
@@ -151,7 +152,8 @@ def integers(b: Builder) -> int:
         "({0} + {1} - {0}) @ {2}", "(200 * {0}) @ {2}", "({0} - 2 * {1}) @ {2}",
         "jnp.einsum('nd,nd->', {0}, {1})", "jnp.sum(({0}[:, None] - {1}[None]) ** 2)",
         "({0} @ {2}).astype(jnp.int8)", "{0}.astype(jnp.uint8) @ {2}.astype(jnp.uint8)",
-        "{0}.astype(jnp.int8) * {1}.astype(jnp.int8)", "jnp.tri({2}.shape[0], dtype={0}.dtype) @ {2}",
+        "{0}.astype(jnp.int8) * {1}.astype(jnp.int8)",
+        "jnp.tri({2}.shape[0], dtype={0}.dtype) @ {2}",
         "jnp.sign({0}) * {1}", "lax.shift_right_logical({0}, lax.full_like({0}, 2))",
         "jnp.sum({0}[:, :, None] * {2}, 1)", "jnp.einsum('nd,do->n', {0}, {2})",
         "({0} > {1}) @ {2}", "jnp.dot({0} > 0, {2} > 0)", "jnp.any({0} > {1}, 1) & ({0}[:, 0] > 0)",
@@ -167,7 +169,8 @@ def complexes(b: Builder) -> int:
     r = b.new((n, d), "float32")
     form = (
         "{0} @ {1}.conj()", "jnp.conj({0}) @ jnp.conj({1})", "({0} @ {1}).real", "{0}.imag @ {1}",
-        "jnp.abs({0} @ {1}) ** 2", "{0} * jnp.conj({0})", "jnp.vdot({0}, {0} * 1j)", "({0} * 1j) @ {1}",
+        "jnp.abs({0} @ {1}) ** 2", "{0} * jnp.conj({0})", "jnp.vdot({0}, {0} * 1j)",
+        "({0} * 1j) @ {1}",
         "({0} * (1 + 2j) + {0}) @ {1}", "{0} @ ({1} - 1j * {1})", "jnp.einsum('nd,nd->', {0}, {0})",
         "lax.complex({2}, -{2}) @ {1}", "{2} @ {1}", "({0} @ {1}) @ {1}.conj().T",
         "{0}.T.conj() @ {0} @ {1}", "jnp.sum(jnp.abs({0}) ** 2, 1)", "jnp.angle({0} + 3)",
@@ -194,7 +197,7 @@ def precisions(b: Builder) -> int:
         f"lax.dot({{0}}.{h}, {{1}}.{h}).astype(jnp.float32) @ {{2}}",
         f"jnp.sum({{0}}.{h} @ {{1}}.{h}, 0)", "(100.0 * {0}) @ {1} @ {2}",
         f"jnp.sum({{0}}.{h}, 0, dtype=jnp.float32) @ {{1}}", f"({{0}}.{h} * 300) @ {{1}} / 300",
-        f"lax.reduce_precision({{0}}, 5, 2) @ {{1}} @ {{2}}", f"({{0}}.{h} @ {{1}}.{h}) @ {{2}}.{h}",
+        "lax.reduce_precision({0}, 5, 2) @ {1} @ {2}", f"({{0}}.{h} @ {{1}}.{h}) @ {{2}}.{h}",
         f"({{0}} + ({{0}} @ {{1}} @ {{1}}.T).{h}) @ {{1}}", "({0} @ {1} / 3).astype(int) @ {2}",
         f"({{0}} @ {{1}} * 1e4).{h}.astype(jnp.float32) * 1e-4 @ {{2}}",
         f"jnp.concatenate([{{0}}.{h}, {{1}}.T.{h}]).astype(jnp.float32) @ {{1}}",
@@ -214,9 +217,11 @@ def overflowing(b: Builder) -> int:
     form = (
         "({0} * 1e-3) @ {1}", "({0} / 300) @ {1}", "jnp.einsum('nd,do->no', {0} * 1e-3, {1})",
         "jnp.sum({0} * 1e-2, 1)", "({0} * {2} * 1e-4) @ {1} @ {1}.T * 1e-3", "jnp.mean({0} / 8)",
-        "jnp.sum(({0} * 1e-3)[:, None] * ({0} * 1e-3)[None], -1)", "({0} * (1e-3 * {2})) @ ({1} / 99)",
+        "jnp.sum(({0} * 1e-3)[:, None] * ({0} * 1e-3)[None], -1)",
+        "({0} * (1e-3 * {2})) @ ({1} / 99)",
         "jnp.sum(jnp.broadcast_to({0}[:, :, None] * 1e-3, ({n}, {d}, 300)), (1, 2))",
-        "jnp.einsum('nd,k->n', {0} * 1e-4, jnp.ones((300,), {0}.dtype))", "({0} * 1e-3) @ ({1} * 1e-3)",
+        "jnp.einsum('nd,k->n', {0} * 1e-4, jnp.ones((300,), {0}.dtype))",
+        "({0} * 1e-3) @ ({1} * 1e-3)",
         "jnp.einsum('nd,do,d->no', {0} * 1e-3, {1} * 1e-3, {2})", "(1e-3 * {0} + {0} * 1e-3) @ {1}",
     )  # fmt: skip
     text = b.r.choice(form).replace("{n}", str(n)).replace("{d}", str(d))
@@ -232,7 +237,13 @@ def convolved(b: Builder) -> int:
     text = f"lax.conv_general_dilated({{0}}, {{1}}, ({b.r.integer(1, 2)},), {pad}"
     text += f"{more}, feature_group_count={groups})"
     y = b.step(text, x, w)
-    form = ("2.0 * {0}", "{0} * {1}[:, None]", "jnp.sum({0}, 2)", "{0}[:, :1]", "{0} + {1}[:, None]")
+    form = (
+        "2.0 * {0}",
+        "{0} * {1}[:, None]",
+        "jnp.sum({0}, 2)",
+        "{0}[:, :1]",
+        "{0} + {1}[:, None]",
+    )
     return b.step(b.r.choice(form), y, b.get((o * groups,)))
 
 
@@ -241,7 +252,8 @@ def ordered(b: Builder) -> int:
     x = b.new([b.size() for _ in range(b.r.integer(1, 2))], kind=b.r.choice(("ties", "normal")))
     a = b.r.choice((0, -1))
     form = (
-        "jnp.argmax({0}, {a})", "jnp.argmin({0}, {a})", "jnp.sort({0}, {a})", "lax.top_k({0}, 1)[0]",
+        "jnp.argmax({0}, {a})", "jnp.argmin({0}, {a})", "jnp.sort({0}, {a})",
+        "lax.top_k({0}, 1)[0]",
         "jnp.argsort({0}, {a})", "lax.top_k({0}, 1)[1]", "jnp.argsort({0}, {a}, descending=True)",
         "jnp.cumsum({0}, {a})", "jnp.cumprod({0}, {a})", "jnp.max({0}, {a}) - {0}[..., :1].sum()",
         "lax.cummax({0}, {0}.ndim - 1)", "lax.cummin({0}, 0, reverse=True)", "jnp.median({0}, {a})",
@@ -258,12 +270,14 @@ def empty(b: Builder) -> int:
     x, y = b.get((n, d)), b.get((d, n))
     form = (
         "{0} @ {1}", "jnp.sum({0}, 1)", "jnp.sum({0}, 0)", "jnp.prod({0}, 1)", "jnp.mean({0}, 1)",
-        "jnp.max({0}, 1, initial=-3)", "jnp.any({0} > 0, 1)", "jnp.all({0} > 0)", "({0} @ {1}) @ {0}",
+        "jnp.max({0}, 1, initial=-3)", "jnp.any({0} > 0, 1)", "jnp.all({0} > 0)",
+        "({0} @ {1}) @ {0}",
         "jnp.concatenate([{0}, {1}.T], 1) @ {1}[:1].T", "{1} @ ({0} @ {1} + {0} @ {1})",
         "jnp.einsum('nd,dm->n', {0}, {1})", "jnp.einsum('nd,dm->', {0}, {1})", "jnp.exp({0}) @ {1}",
         "jax.nn.softmax({0}, 0) @ {1}", "jnp.cumsum({0}, 1)", "jnp.sort({0}, 1)", "{0}.reshape(-1)",
         "jnp.sum(({0}[:, None] - {1}.T[None]) ** 2, -1)", "jnp.linalg.norm({0}, axis=1)",
-        "lax.scan(lambda c, t: (c + t.sum(), t), jnp.sum({0}), {1})[0]", "jnp.tri({1}.shape[0]) @ {1}",
+        "lax.scan(lambda c, t: (c + t.sum(), t), jnp.sum({0}), {1})[0]",
+        "jnp.tri({1}.shape[0]) @ {1}",
         "jnp.zeros((0, {0}.shape[0]), {0}.dtype) @ {0}", "jnp.where({0} > 0, {0}, 1.0) @ {1}",
     )  # fmt: skip
     return b.step(b.r.choice(form), x, y)
@@ -276,7 +290,8 @@ def weak(b: Builder) -> int:
     form = (
         "{1} * 2.0", "jnp.sum(jnp.full((3, 300), {1}), 1)", "jnp.where({0}[0, 0] > 0, {1}, 1)",
         "jnp.full((3, 4), {1}) @ jnp.full((4, 2), {n})", "jnp.sum({1} * jnp.full((4,), {n}))",
-        "jnp.einsum('ij,jk,kl->il', jnp.full((3, 4), {1}), jnp.full((4, 2), {n}), jnp.full((2, 3), {1}))",
+        "jnp.einsum('ij,jk,kl->il', jnp.full((3, 4), {1}), jnp.full((4, 2), {n}), jnp.full((2, "
+        "3), {1}))",
         "{1} * {0} + {1} * {0}", "jnp.full((3, 4), {1})[0] * {n} + {1}", "({1} * {0}) @ {0}.T",
         "jnp.full((4,), {1})[1:3] + jnp.full((4,), {n})[2:]",
         "jnp.asarray({n}) * 2 + 1", "jnp.sum({0}) * 0 + {n}", "jnp.where({0} > 0, {n}, 0)",
@@ -290,6 +305,7 @@ def weak(b: Builder) -> int:
 
 EDGES = (
     cancelling, cancelling, compensated, counted, counted, constants, constants, out_of_range,
-    out_of_range, out_of_range, integers, integers, complexes, precisions, precisions, overflowing, convolved,
+    out_of_range, out_of_range, integers, integers, complexes, precisions, precisions, overflowing,
+    convolved,
     ordered, empty, weak,
 )  # fmt: skip

@@ -477,7 +477,9 @@ ROWS: dict[str, Callable] = {
     "name": _plain(lambda x: x),
 }  # fmt: skip
 
-SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "scatter-add", "scatter_add"})
+SUMS = frozenset(
+    {"dot_general", "conv_general_dilated", "reduce_sum", "cumsum", "scatter-add", "scatter_add"}
+)
 EXACT = frozenset(
     """neg max min abs sign floor ceil round is_finite not and or xor eq ne lt le gt ge conj real
     imag complex select_n clamp broadcast_in_dim reshape transpose squeeze rev iota stack

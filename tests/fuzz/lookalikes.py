@@ -25,8 +25,10 @@ def lora_like(b: Builder) -> int:
         "({0} + {0} @ {2} @ {2}.T) @ ({1} + {2} @ {3})", "{0} @ ({1} + jnp.exp({2}) @ {3})",
         "{0} @ ({1} + {2} @ jnp.diag({3}[:, 0]) @ {3})", "{0} @ ({2} @ {3}) + {0} @ {1}",
         "{0} @ ({1} + {2} @ {3}) - {0} @ {1}", "jnp.einsum('nd,do->no', {0}, {1} + {2} @ {3})",
-        "jnp.einsum('nd,no->do', {0}, {0} @ ({1} + {2} @ {3}))", "{0} @ ({1} + {2} @ {3} + {2} @ {3})",
-        "{0} @ lax.optimization_barrier({1} + {2} @ {3})", "{0} @ lax.stop_gradient({1} + {2} @ {3})",
+        "jnp.einsum('nd,no->do', {0}, {0} @ ({1} + {2} @ {3}))",
+        "{0} @ ({1} + {2} @ {3} + {2} @ {3})",
+        "{0} @ lax.optimization_barrier({1} + {2} @ {3})",
+        "{0} @ lax.stop_gradient({1} + {2} @ {3})",
     )  # fmt: skip
     return b.step(b.r.choice(form), x, w, a, c, s, h)
 
@@ -40,16 +42,16 @@ def attention_like(b: Builder) -> int:
     fill = b.r.choice(("-jnp.inf", "-1e9", "-1e4", "-3.0", "0.0"))
     score = b.r.choice(
         ("{0} @ {1}.T", "{0} @ {1}.T * 0.3", "{0} @ {1}.T + {4}", "{0} @ {1}.T / jnp.sqrt(3.0)",
-         "jnp.where({3}, {0} @ {1}.T, %s)" % fill, "jnp.tanh({0} @ {1}.T)",
-         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], dtype=bool), {0} @ {1}.T, %s)" % fill,
-         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], -1, dtype=bool), {0} @ {1}.T, %s)" % fill,
-         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], 1, dtype=bool), {0} @ {1}.T, %s)" % fill,
-         "({0} @ {1}.T) ** 2", "{0} @ {1}.T * 30", "{0} @ {1}.T + jnp.where({3}, 0.0, %s)" % fill,
+         "jnp.where({3}, {0} @ {1}.T, {f})", "jnp.tanh({0} @ {1}.T)",
+         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], dtype=bool), {0} @ {1}.T, {f})",
+         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], -1, dtype=bool), {0} @ {1}.T, {f})",
+         "jnp.where(jnp.tri({0}.shape[0], {1}.shape[0], 1, dtype=bool), {0} @ {1}.T, {f})",
+         "({0} @ {1}.T) ** 2", "{0} @ {1}.T * 30", "{0} @ {1}.T + jnp.where({3}, 0.0, {f})",
          "jnp.exp({0} @ {1}.T)", "-jnp.abs(jnp.arange({0}.shape[0])[:, None] - "
          "jnp.arange({1}.shape[0])) + {0} @ {1}.T",
          "-jnp.sum(({0}[:, None] - {1}[None]) ** 2, -1)")
     )  # fmt: skip
-    s = b.step(score, q, k, v, mask, bias)
+    s = b.step(score.replace("{f}", fill), q, k, v, mask, bias)
     form = (
         "jax.nn.softmax({0}) @ {2}", "jnp.exp({0} - jnp.max({0}, 1, keepdims=True)) @ {2}",
         "jnp.exp({0}) @ {2} / jnp.sum(jnp.exp({0}), 1, keepdims=True)",
@@ -77,7 +79,8 @@ def norm_like(b: Builder) -> int:
         "({0} * lax.rsqrt(jnp.mean({0} ** 2, -1, keepdims=True) + 1e-6) * {1}) @ {2}",
         "({0} * lax.rsqrt(jnp.mean({0} ** 2, 0, keepdims=True) + 1e-6) * {1}) @ {2}",
         "({0} * lax.rsqrt(jnp.mean({0} ** 2, -1, keepdims=True) + 1e-6)) @ {2} * {1}[:1]",
-        "(({0} - {0}.mean(-1, keepdims=True)) * lax.rsqrt({0}.var(-1, keepdims=True) + 1e-5) * {1}) "
+        "(({0} - {0}.mean(-1, keepdims=True)) * lax.rsqrt({0}.var(-1, keepdims=True) + 1e-5) * "
+        "{1}) "
         "@ {2}", "({0} / jnp.linalg.norm({0}) * {1}) @ {2}",
         "({0} / jnp.max(jnp.abs({0}), -1, keepdims=True)) @ {2}",
         "({0} / (jnp.sum({0}, -1, keepdims=True) + 9)) @ {2}", "({0} / (1 + {0} ** 2)) @ {2}",
@@ -109,13 +112,16 @@ def recurrence(b: Builder) -> int:
 
 
 def carried(b: Builder) -> int:
-    """Loops and branches whose carries are trees, with work that does and does not depend on them."""
+    """Loops and branches whose carries are trees, with work that does and does not depend on "
+    "them."""
     n = b.size()
     x, w, c = b.get((n, n)), b.get((n, n)), b.get((n,))
     form = (
-        "lax.scan(lambda c, t: (dict(c, a=c['b'], b=c['a'] @ {1} * 0.3 + t), c['a'] @ ({1} @ {1})), "
+        "lax.scan(lambda c, t: (dict(c, a=c['b'], b=c['a'] @ {1} * 0.3 + t), c['a'] @ ({1} @ "
+        "{1})), "
         "dict(a={2}, b={2} * 2), {0})[0]['a']",
-        "lax.scan(lambda c, t: ((c[1], c[0] * 0.5 + t, c[2] + 1), (c[0] @ ({1} @ {1}), {1} @ {1})), "
+        "lax.scan(lambda c, t: ((c[1], c[0] * 0.5 + t, c[2] + 1), (c[0] @ ({1} @ {1}), {1} @ "
+        "{1})), "
         "({2}, {2} * 2, 0), {0})[1][0]",
         "lax.while_loop(lambda c: c['i'] < 3, lambda c: dict(i=c['i'] + 1, x=({1} @ {1}) @ c['x'] "
         "* 0.1 + c['y'], y=c['x']), dict(i=0, x={2}, y={2}))['x']",
@@ -128,7 +134,8 @@ def carried(b: Builder) -> int:
         "lambda: 2.0 * ({0} @ {0} @ {2})])",
         "lax.scan(lambda c, t: (c * 0.5 + (c @ {1}) @ {1}, None), {2}, None, length=3)[0]",
         "lax.scan(lambda c, t: (t @ {1} + 0 * c, c), {2}, {0}, reverse=True)[1]",
-        "lax.while_loop(lambda c: jnp.sum(c ** 2) < 50.0, lambda c: c * 2 + 1 + 0 * ({1} @ {1}) @ c, "
+        "lax.while_loop(lambda c: jnp.sum(c ** 2) < 50.0, lambda c: c * 2 + 1 + 0 * ({1} @ {1}) @ "
+        "c, "
         "{2} * 0)",
         "lax.scan(lambda c, _: (c + 1, ({0} @ {1}) * c), 0, None, length=2)[1]",
         "jax.vmap(lambda t: lax.scan(lambda c, u: (c * 0.5 + t @ {1}, u), t, {0})[0])({0})",

@@ -139,7 +139,7 @@ def _first_piece_is_read(right: Any) -> Any:
 
 def _pieces_are_reversed(right: Any) -> Any:
     def concat(node: Any, operands: Any, sizes: Any, dtype: str) -> Any:
-        target, pieces = node.attr
+        pieces = node.attr[1]
         if len(set(pieces)) == 1:
             operands = operands[::-1]
         return right(node, operands, sizes, dtype)
@@ -191,9 +191,9 @@ def _dtypes_meet(right: Any) -> Any:
     def add(self: Any, op: str, attr: Any, args: Any, sizes: Any, bound: Any, dtype: str,
             reason: Any = egraph.ORIGINAL) -> Any:  # fmt: skip
         if op == "contract" and dtype == "float32":
+            same, read = self.canonical_args(op, attr, args)
+            node, outs = egraph.canonical(op, same, read, len(sizes), bound)
             for narrow in ("bfloat16", "float16"):
-                node, outs = egraph.canonical(op, *self.canonical_args(op, attr, args),
-                                              len(sizes), bound)  # fmt: skip
                 found = self.memo.get((node, tuple([sizes[i] for i in outs]), narrow))
                 if found is not None:
                     return self.find(Ref(found, outs))
