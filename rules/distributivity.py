@@ -67,8 +67,12 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     plain = 0
     for arg in total.args:
         p = flattest(ctx.g, arg.cls)
-        plain += not p.bound
-        if p.bound and len(set(arg.axes)) < len(c.sizes):
+        thin = len(p.factors) > 1 and ctx.elements(arg.cls) > sum(
+            ctx.elements(f.cls) for f in p.factors
+        )  # an outer product is rounded as one of higher rank is
+        made = bool(p.bound) or thin
+        plain += not made
+        if made and len(set(arg.axes)) < len(c.sizes):
             return False
     return plain <= 1
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import CONTRACT, DELTA, INVERSE, SOLVE, Node, Ref
+from symjax_rewrite.ir import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
 from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node
+from symjax_rewrite.product import Product, expand_node, flattest, scaled
 from symjax_rewrite.rule import REDUNDANCY, Context, axiom
 
 
@@ -24,7 +24,7 @@ def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     why = solve_is_inverse.reason(cls)
     made = _inverse(ctx, matrix.cls, c.dtype, why)
     inverse = Ref(made.cls, tuple(matrix.axes[s] for s in made.axes))
-    if any(n.op == DELTA for n in g.classes[right.cls].nodes):
+    if _is_delta(ctx, right.cls):
         i, j = right.axes
         stays = i if j == node.out else j
         yield Ref(inverse.cls, tuple(stays if a == node.out else a for a in inverse.axes))
@@ -35,7 +35,51 @@ def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:
     """The inverse of a matrix class over the class's slots."""
     sizes = ctx.g.classes[matrix].sizes
+    simple = _simple_inverse(ctx, matrix, dtype, why)
+    if simple is not None:
+        return simple
     return ctx.g.add(INVERSE, (0, 1), (Ref(matrix, (0, 1)),), sizes, (), dtype, why)
+
+
+def _simple_inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref | None:
+    """(A⁻¹)⁻¹ = A, (c·A)⁻¹ = A⁻¹/c and diag(d)⁻¹ = diag(1/d), as contragredients."""
+    g = ctx.g
+    sizes = g.classes[matrix].sizes
+    if len(sizes) != 2:
+        return None
+    for n in g.classes[matrix].nodes:
+        if n.op == INVERSE:
+            return g.find(n.args[0])
+    p = flattest(g, matrix)
+    main = [f for f in p.factors if _is_delta(ctx, f.cls)] or [f for f in p.factors if f.axes]
+    rest = [f for f in p.factors if f is not main[0]] if main else []
+    if p.bound or not main or set(main[0].axes) != {0, 1}:
+        return None
+    diagonal = _is_delta(ctx, main[0].cls)
+    if any(len(f.axes) > (1 if diagonal else 0) for f in rest) or (
+        p.coefficient == 1 and not rest and not diagonal
+    ):
+        return None
+    inner = main[0]
+    if not diagonal:
+        made = g.add(INVERSE, (0, 1), (Ref(inner.cls, (0, 1)),), sizes, (), dtype, why)
+        inner = Ref(made.cls, tuple(inner.axes[s] for s in made.axes))
+    factors = (inner, *(reciprocal(ctx, f, dtype, why) for f in rest))
+    if len(factors) > 1:
+        inner = g.add(CONTRACT, None, factors, sizes, (), dtype, why)
+    return scaled(g, inner, 1 / p.coefficient, sizes, why)
+
+
+def reciprocal(ctx: Context, f: Ref, dtype: str, why: Reason) -> Ref:
+    """1/f, elementwise."""
+    sizes = ctx.g.classes[f.cls].sizes
+    own = Ref(f.cls, tuple(range(len(sizes))))
+    made = ctx.g.add(MAP, ("reciprocal", ()), (own,), sizes, (), dtype, why)
+    return Ref(made.cls, tuple(f.axes[s] for s in made.axes))
+
+
+def _is_delta(ctx: Context, cls: int) -> bool:
+    return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
 @axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True, needs=(INVERSE,))
@@ -54,8 +98,8 @@ def solve_instead(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         if len(summed) != 1 or len(p.factors) < 2:
             continue
         ref = _solved(ctx, cls, p, k, matrix, summed[0])
-        if ref is not None and p.coefficient == 1:
-            yield ref
+        if ref is not None:
+            yield scaled(g, ref, p.coefficient, g.classes[cls].sizes, solve_instead.reason(cls))
 
 
 def _solved(ctx: Context, cls: int, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
+from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node
@@ -70,6 +72,110 @@ def sliced(
     dtype = ctx.g.classes[ref.cls].dtype
     made = ctx.g.add(SLICE, attrs, (arg,), tuple(sizes[i] for i in used), (), dtype, why)
     return Ref(made.cls, tuple(used[a] for a in made.axes))
+
+
+@axiom("(f(a, b))[x] = f(a[x], b[x])", property=LOCALITY, on=(TAKE,), again=True)
+def gather_parts(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A gather of a term is the term of gathers; what is missing out of range is put in last.
+
+    Inside, index values are clamped, so nothing is read that the written program would not read.
+    """
+    g, c = ctx.g, ctx.g.classes[cls]
+    source, *values = node.args
+    why = gather_parts.reason(cls)
+    mode, _, windows = node.attr
+    inside = ("clip" if mode == "fill" else mode, None, windows)
+    for inner, reason in list(g.classes[source.cls].nodes.items()):
+        if reason.rule == "contraction_order" or inner.op not in (CONTRACT, ADD, MAP, REDUCE):
+            continue
+        out = len(c.sizes)
+        # Selected indices are called -1-j: none of the result's, nor of the inner sum's.
+        selected = {-1 - j: x for j, x in enumerate(values)}
+        read = [i if i < node.out else node.out - 1 - i for i in source.axes]
+        to = [*read, *(out + k for k in range(len(inner.bound)))]
+        sizes = ((*c.sizes, *inner.bound), node.bound)
+        args = tuple(
+            _gathered(ctx, a, to, inside, selected, sizes, why) for a in map(g.find, inner.args)
+        )
+        if inner.op == CONTRACT and inner.bound:
+            p = Product(1, args, out, inner.bound, inner.attr)
+            ref = order_product(ctx, p, c.sizes, c.dtype, why)
+        else:
+            ref = g.add(inner.op, inner.attr, args, c.sizes, inner.bound, c.dtype, why)
+        if ref is not None and mode == "fill":
+            ref = _filled(ctx, ref, node, c, why)
+        if ref is not None:
+            yield ref
+
+
+def _gathered(
+    ctx: Context,
+    a: Ref,
+    to: list[int],
+    attr: tuple,
+    selected: dict[int, Ref],
+    sizes: tuple[tuple[Dim, ...], tuple[Dim, ...]],
+    why: Reason,
+) -> Ref:
+    """An operand of what is gathered, read where the gather reads it.
+
+    to: what each index of the inner term is now; those of `selected` are read at its values.
+    sizes: of the indices there are now, and of the selected ones.
+    """
+    reads = [to[i] for i in a.axes]
+    chosen = [k for k in selected if k in reads]
+    if not chosen:
+        return Ref(a.cls, tuple(reads))
+    mode, fill, windows = attr
+    window = [windows[-1 - k] for k in chosen]
+    outs = {i for i in (*reads, *window) if i is not None and i >= 0}
+    outs.update(i for k in chosen for i in selected[k].axes)
+    used = sorted(outs)
+    local = {i: n for n, i in enumerate(used)}
+    local.update({k: len(used) + n for n, k in enumerate(chosen)})
+    first = Ref(a.cls, tuple(local[i] for i in reads))
+    values = [Ref(selected[k].cls, tuple(local[i] for i in selected[k].axes)) for k in chosen]
+    made = ctx.g.add(
+        TAKE,
+        (mode, fill, tuple(None if w is None else local[w] for w in window)),
+        (first, *values),
+        tuple(sizes[0][i] for i in used),
+        tuple(sizes[1][-1 - k] for k in chosen),
+        ctx.g.classes[a.cls].dtype,
+        why,
+    )
+    return Ref(made.cls, tuple(used[i] for i in made.axes))
+
+
+def _filled(ctx: Context, ref: Ref, node: Node, c: Any, why: Reason) -> Ref | None:
+    """`ref` where every index value of a gather is in range, what it fills with elsewhere."""
+    g = ctx.g
+    _, fill, windows = node.attr
+    test: Ref | None = None
+    for x, size, w in zip(node.args[1:], node.bound, windows, strict=True):
+        last = size - (1 if w is None else c.sizes[w])
+        dtype = g.classes[x.cls].dtype
+        if not isinstance(last, int) or not 0 <= last <= np.iinfo(dtype).max:
+            return None
+        sizes = tuple(c.sizes[i] for i in x.axes)
+        own = Ref(x.cls, tuple(range(len(x.axes))))
+        for name, bound in (("ge", 0), ("le", last)):
+            end = g.add(CONST, (bound, dtype, repr(bound)), (), (), (), dtype, why)
+            made = g.add(MAP, (name, ()), (own, end), sizes, (), "bool", why)
+            made = Ref(made.cls, tuple(x.axes[i] for i in made.axes))
+            test = made if test is None else _both(ctx, test, made, c.sizes, why)
+    assert test is not None
+    outside = g.add(CONST, fill, (), (), (), c.dtype, why)
+    return g.add(MAP, ("select_n", ()), (test, outside, ref), c.sizes, (), c.dtype, why)
+
+
+def _both(ctx: Context, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+    used = sorted({*a.axes, *b.axes})
+    local = {i: n for n, i in enumerate(used)}
+    args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r in (a, b))
+    over = tuple(sizes[i] for i in used)
+    made = ctx.g.add(MAP, ("and", ()), args, over, (), "bool", why)
+    return Ref(made.cls, tuple(used[i] for i in made.axes))
 
 
 def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
@@ -248,5 +354,10 @@ def _is_zero(ctx: Context, cls: int) -> bool:
 
 
 def _zero(ctx: Context, dtype: str, why: Reason) -> Ref:
+    return ctx.g.add(CONST, zero_of(dtype), (), (), (), dtype, why)
+
+
+def zero_of(dtype: str) -> tuple[Any, str, str]:
+    """Zero, as a constant's attribute."""
     zero = {"i": 0, "u": 0, "c": 0j}.get(dtype_kind(dtype), 0.0)
-    return ctx.g.add(CONST, (zero, dtype, repr(zero)), (), (), (), dtype, why)
+    return (zero, dtype, repr(zero))

@@ -12,16 +12,24 @@ from symjax_rewrite.rules.folding import (
     fold_scale,
     fold_shift,
 )
-from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
-from symjax_rewrite.rules.locality import block_products, partial_access
+from symjax_rewrite.rules.inverses import (
+    inverse_of_product,
+    solve_instead,
+    solve_is_inverse,
+)
+from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
+from symjax_rewrite.rules.low_rank import low_rank_solve
 from symjax_rewrite.rules.separability import pairwise_squares
 from symjax_rewrite.rules.sparsity import one_hot, triangular_prefix
 
 associativity = RulePack("associativity", (contraction_order,))
 transpose = RulePack("transpose", (contraction_order,))  # transposes are index names: order only
 distributivity = RulePack("distributivity", (flatten_sum, distribute, factor))
-locality = RulePack("locality", (partial_access, block_products))
-inverses = RulePack("inverses", (solve_is_inverse, solve_instead, inverse_of_product))
+locality = RulePack("locality", (partial_access, gather_parts, block_products))
+inverses = RulePack(
+    "inverses",
+    (solve_is_inverse, solve_instead, inverse_of_product, low_rank_solve),
+)
 separability = RulePack("separability", (pairwise_squares,))
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity

@@ -12,15 +12,17 @@ from symjax_rewrite.rules.distributivity import sum_node
 
 
 @axiom(
-    "Σij (uᵢ − vⱼ)² = |J|·Σ (uᵢ−μ)² + |I|·Σ (vⱼ−μ)² − 2·Σ (uᵢ−μ)·Σ (vⱼ−μ),  μ = mean u",
+    "Σⱼ (uᵢ − vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
 )
 def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
-    """Sums of squared differences over all pairs, emitted shifted by a mean.
+    """Sums of squared differences over all pairs, or over all partners, emitted shifted by a mean.
 
     The left side does not change when u and v move together, so the right side is taken at
-    u−μ, v−μ: at an offset of 1e4 the unshifted form has no correct digit in float32.
+    u−μ, v−μ: at an offset of 1e4 the unshifted form has no correct digit in float32. The mean is
+    that of a side that is summed, so the last term is about zero and nothing cancels; with
+    weights it would not be, and a weighted sum is left as it is.
     """
     c = ctx.g.classes[cls]
     if node.op == ADD and len(node.args) != 1:
@@ -39,10 +41,15 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         return
     only_u = [i for i in u.axes if i not in v.axes]
     only_v = [i for i in v.axes if i not in u.axes]
-    if not only_u or not only_v or any(i < p.out for i in (*only_u, *only_v)):
+    if not only_u or not only_v:
         return
+    summed, other = (v, only_v), (u, only_u)
+    if any(i < p.out for i in only_v):
+        summed, other = other, summed
+    if any(i < p.out for i in summed[1]):
+        return  # every distance is kept
     scale = total.attr[0] ** 2 * p.coefficient
-    yield from _separated(ctx, cls, p, (u, only_u), (v, only_v), scale)
+    yield from _separated(ctx, cls, p, summed, other, scale)
 
 
 def _separated(

@@ -10,32 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, CUMSUM, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind, holds
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node, is_half
 from symjax_rewrite.rule import SPARSITY, Context, axiom
+from symjax_rewrite.rules.locality import zero_of
 
 
 @axiom(
     "Σᵥ [x = v]·W(v) = W(x) if 0 ≤ x < n else 0",
     property=SPARSITY,
     on=(CONTRACT,),
-    needs=(IOTA,),
+    needs=(IOTA, TAKE),
 )
 def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     for k, f in enumerate(p.factors):
-        test = one_hot_of(ctx, f)
+        test = one_hot_of(ctx, f) or _identity_rows(ctx, f)
         if test is None:
             continue
-        label, index = test
+        label, index, *beyond = test
         rest = [g for j, g in enumerate(p.factors) if j != k]
         if index < p.out or index in label.axes or not any(index in g.axes for g in rest):
             continue  # alone, Σᵥ [x = v] is 1 only where x is in range
-        ref = _gathered(ctx, cls, p, rest, label, index)
+        ref = _gathered(ctx, cls, p, rest, label, index, beyond[0] if beyond else None)
         if ref is not None:
             product = Product(1, tuple(ref), p.out, p.bound, p.precision)
             found = order_product(
@@ -111,6 +112,23 @@ def one_hot_of(ctx: Context, f: Ref) -> tuple[Ref, int] | None:
     return None
 
 
+def _identity_rows(ctx: Context, f: Ref) -> tuple[Ref, int, Any] | None:
+    """`(x, v, out of range)` of a factor I[x, v], rows of an identity matrix."""
+    for n in ctx.g.classes[f.cls].nodes:
+        if n.op != TAKE or len(n.args) != 2 or n.attr[2] != (None,):
+            continue
+        mode, fill, _ = n.attr
+        if mode == "fill" and fill[0] == fill[0]:
+            continue  # only what is NaN stays what it is in a sum
+        matrix, x = n.args
+        columns = [i for i in matrix.axes if i < n.out]
+        identity = any(m.op == DELTA for m in ctx.g.classes[matrix.cls].nodes)
+        if identity and len(columns) == 1 and columns[0] not in x.axes:
+            label = Ref(x.cls, tuple(f.axes[i] for i in x.axes))
+            return label, f.axes[columns[0]], (mode, fill, (None,))
+    return None
+
+
 def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
     """`(i, j)` of a factor `[i ≥ j]` in two indices, in whatever way it is written."""
     for test in tests(ctx, f):
@@ -131,9 +149,12 @@ def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
 
 
 def _gathered(
-    ctx: Context, cls: int, p: Product, rest: list[Ref], label: Ref, index: int
+    ctx: Context, cls: int, p: Product, rest: list[Ref], label: Ref, index: int, beyond: Any
 ) -> list[Ref] | None:
-    """Every other factor that reads the index, read at the label instead."""
+    """Every other factor that reads the index, read at the label instead.
+
+    beyond: what a label out of range reads, as a gather says it; None: zero.
+    """
     sizes = (*ctx.g.classes[cls].sizes, *p.bound)
     out = []
     for f in rest:
@@ -146,7 +167,7 @@ def _gathered(
         local = {i: n for n, i in enumerate([*kept, index])}
         made = ctx.g.add(
             TAKE,
-            None,
+            beyond or ("fill", zero_of(ctx.g.classes[f.cls].dtype), (None,)),
             (
                 Ref(f.cls, tuple(local[i] for i in f.axes)),
                 Ref(label.cls, tuple(local[i] for i in label.axes)),

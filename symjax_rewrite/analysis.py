@@ -42,6 +42,8 @@ def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
     if n.op == ADD:
         coefficients = n.attr
         return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, depth)
+    if n.op == TAKE and n.attr[0] == "fill" and not _is_nonnegative(n.attr[1][0]):
+        return False
     if n.op in (REDUCE, SLICE, TAKE):
         return nonnegative(g, n.args[0].cls, depth)
     if n.op != MAP:
@@ -52,6 +54,11 @@ def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
     if name == "select_n":
         return all(nonnegative(g, a.cls, depth) for a in n.args[1:])
     return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, depth))
+
+
+def _is_nonnegative(value: complex) -> bool:
+    """Of a number that is read out of range; NaN counts, as everywhere here."""
+    return not isinstance(value, complex) and not value < 0
 
 
 def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:

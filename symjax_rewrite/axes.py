@@ -259,6 +259,18 @@ def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
         m._same_sizes(ins[-1], outs[0])
 
 
+def _gather(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    """The index array's axes, and those that are read whole or together, are the output's."""
+    d = p["dimension_numbers"]
+    batch = [a for i, a in enumerate(outs[0]) if i not in set(d.offset_dims)]
+    gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    m._same_sizes(ins[1][:-1], batch)
+    for i, k in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
+        m._same_sizes([ins[0][i]], [batch[k]])
+    kept = [a for i, a in enumerate(ins[0]) if i not in gone]
+    m._same_sizes(kept, [outs[0][i] for i in d.offset_dims])
+
+
 def _conv(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     spec = p["dimension_numbers"]
     m._same_sizes([ins[1][spec.rhs_spec[0]]], [outs[0][spec.out_spec[1]]])
@@ -301,6 +313,7 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "split": _split,
     "slice": _same,
     "dynamic_slice": _same,
+    "gather": _gather,
     "dynamic_update_slice": _same,
     "pad": _same,
     "rev": _same,

@@ -17,6 +17,7 @@ from symjax_rewrite.axes import AxisMap
 from symjax_rewrite.compat import Literal
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.indexing import lift
 from symjax_rewrite.ir import LEAF, NATIVE, Ref
 from symjax_rewrite.trace import Equation, Program, Value
 
@@ -152,7 +153,7 @@ def _lift(t: TermGraph, number: int, e: Equation) -> None:
     if e.same_as and _read_as(t, number, e):
         return
     site = _site(t, e)
-    refs = ops.lift(e.name, site) if site and not e.eqn.effects else None
+    refs = lift(e.name, site) if site and not e.eqn.effects else None
     if refs is None:
         _native(t, number, e)
         return

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import CONCAT, CONV, CUMSUM, LEAF, NATIVE, SLICE, Axes, Node, Ref, canonical
+from symjax_rewrite.ir import (
+    CONCAT,
+    CONV,
+    CUMSUM,
+    LEAF,
+    NATIVE,
+    SLICE,
+    TAKE,
+    Axes,
+    Node,
+    Ref,
+    canonical,
+)
 
 
 class Reason(NamedTuple):
@@ -258,4 +270,7 @@ def _rename_attr(node: Node, order: list[int]) -> object:
     if node.op == CUMSUM:
         index, reverse = node.attr
         return (order[index], reverse)
+    if node.op == TAKE:
+        mode, fill, windows = node.attr
+        return (mode, fill, tuple([None if w is None else order[w] for w in windows]))
     return node.attr

@@ -47,7 +47,10 @@ MAP = "map"  # f(operands), elementwise; attr: (name, params key)
 REDUCE = "reduce"  # max, min, any, all over bound; attr: monoid name
 SLICE = "slice"  # attr: per slot None, (start, stride, size), or an int (one element)
 CONCAT = "concat"  # along one output index; attr: (index, sizes); one operand per piece
-TAKE = "take"  # W[.., x[..], ..]: operand 0 reads a bound index that operand 1 selects
+# W[.., x₁[..], x₂[..], ..]: operand 0 reads a bound index for each later operand, which selects.
+# attr: what out of range reads ("clip": the nearest, "fill": a constant, "promise_in_bounds"), the
+# constant's attr, and per selected index None or the output index of a window that starts there.
+TAKE = "take"
 DELTA = "delta"  # 1 where its two indices are equal, else 0
 CONST = "const"  # one scalar; attr: (value, dtype)
 INVERSE = (

@@ -19,8 +19,8 @@ from symjax_rewrite import compat
 from symjax_rewrite.compat import JaxprEqn
 from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.indexing import ROWS
 from symjax_rewrite.loops import Loop, Read, get, run_equations, stage
-from symjax_rewrite.ops import ROWS
 from symjax_rewrite.trace import Equation, Value
 
 HEAVY = frozenset(

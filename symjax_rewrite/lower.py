@@ -34,6 +34,7 @@ from symjax_rewrite.ir import (
     TAKE,
     Node,
 )
+from symjax_rewrite.product import is_half
 
 Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
@@ -136,8 +137,8 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
         result = _multiply(operands, sizes, out)
     elif is_dot(node) or (len(operands) == 2 and out == 0):
         result = _dot(operands[0], operands[1], out, node.attr, dtype)
-    else:
-        data, labels = _multiply(operands, sizes, len(sizes))
+    else:  # a half-precision dot accumulates in float32, and so does what is written for it
+        data, labels = _multiply(_promoted(operands, _accumulator(dtype)), sizes, len(sizes))
         result = _sum_out((data, labels), set(range(out)))
     result = (lax.convert_element_type(result[0], np.dtype(dtype)), result[1])
     return _times_counts(result, [sizes[i] for i in range(out, len(sizes)) if i not in read], dtype)
@@ -162,7 +163,14 @@ def _sum_out(operand: Operand, needed: set[int]) -> Operand:
     gone = tuple(a for a, i in enumerate(labels) if i not in needed)
     if not gone:
         return operand
-    return compat.reduce_monoid("sum", data, gone), tuple(i for i in labels if i in needed)
+    wide = lax.convert_element_type(data, np.dtype(_accumulator(str(data.dtype))))
+    total = lax.convert_element_type(compat.reduce_monoid("sum", wide, gone), data.dtype)
+    return total, tuple(i for i in labels if i in needed)
+
+
+def _accumulator(dtype: str) -> str:
+    """The dtype a sum is accumulated in."""
+    return "float32" if is_half(dtype) else dtype
 
 
 def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
@@ -277,7 +285,8 @@ def _map(
         return lax.div(lax.full_like(arrays[0], 1), arrays[0]), order
     if name == "convert_element_type":
         return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
-    return primitives[name].bind(*arrays, **dict(params)), order
+    primitive = primitives.get(name) or getattr(lax, f"{name}_p")  # rules may bring their own
+    return primitive.bind(*arrays, **dict(params)), order
 
 
 def _reduce(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
@@ -317,13 +326,14 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
 
 def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     target, piece_sizes = node.attr
-    order = tuple(range(node.out))
+    largest = max(operands, key=lambda o: (len(o[1]), _elements(o[0])))[1]
+    order = (*sorted(set(range(node.out)) - set(largest)), *largest)
     arrays = []
     for (data, labels), size in zip(operands, piece_sizes, strict=True):
         local = list(sizes)
         local[target] = size
         arrays.append(arrange(data, labels, order, tuple(local)))
-    return lax.concatenate(arrays, target), order
+    return lax.concatenate(arrays, order.index(target)), order
 
 
 def _const(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
@@ -340,21 +350,58 @@ def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 
 def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    (data, labels), (index, index_labels) = operands
-    if node.out not in labels:  # merged with a value that is the same at every label
-        data, labels = lax.broadcast(data, (sizes[node.out],)), (node.out, *labels)
-    axis = labels.index(node.out)
-    n = data.shape[axis]
-    left = (*labels[:axis], *index_labels, *labels[axis + 1 :])
-    if isinstance(n, int) and n == 0:
-        shape = (*data.shape[:axis], *index.shape, *data.shape[axis + 1 :])
-        return lax.full(shape, 0, data.dtype), left  # no label is in range
-    if index.dtype.itemsize < 4:  # too small for n
-        index = lax.convert_element_type(index, np.int32)
-    inside = lax.bitwise_and(lax.ge(index, lax.full_like(index, 0)), index < n)
-    safe = jnp.where(inside, index, n)
-    taken = jnp.take(data, safe, axis=axis, mode="fill", fill_value=0)
-    return taken, left
+    """A gather, or a dynamic slice where every index value is one number."""
+    mode, fill, windows = node.attr
+    (data, labels), *values = operands
+    for k in range(node.out, node.out + len(windows)):
+        if k not in labels:  # what is read does not vary there
+            data, labels = lax.broadcast(data, (sizes[k],)), (k, *labels)
+    window = {node.out + j: w for j, w in enumerate(windows)}
+    counts = [1 if i in window and window[i] is None else sizes[window.get(i, i)] for i in labels]
+    over = tuple(dict.fromkeys(i for _, value_labels in values for i in value_labels))
+    if mode == "fill" and any(sizes[i] == 0 for i in window):
+        order = tuple(range(node.out))  # nothing is in range
+        return lax.full(sizes[: node.out], fill[0], np.dtype(dtype)), order
+    common = functools.reduce(jnp.promote_types, [x.dtype for x, _ in values])
+    if common.itemsize < 4:  # may be too small for the sizes
+        common = np.dtype(np.int32)
+    if over or mode == "fill":
+        numbers = [lax.expand_dims(arrange(x, xl, over, sizes), (len(over),)) for x, xl in values]
+        starts = [lax.convert_element_type(x, common) for x in numbers]
+        start = lax.concatenate(starts, len(over))
+        return _gather(data, labels, window, (start, over), counts, mode, fill)
+    at = dict(zip(window, values, strict=True))
+    zero = np.zeros((), common)
+    starts = [lax.convert_element_type(at[i][0], common) if i in at else zero for i in labels]
+    part = lax.dynamic_slice_p.bind(data, *starts, slice_sizes=tuple(counts))
+    gone = [a for a, i in enumerate(labels) if i in window and window[i] is None]
+    names = [window.get(i, i) for a, i in enumerate(labels) if a not in gone]
+    return lax.squeeze(part, gone), tuple(i for i in names if i is not None)
+
+
+def _gather(
+    data: Any, labels: Labels, window: dict, start: Operand, counts: list, mode: str, fill: Any
+) -> Operand:
+    """The gather whose index array stands over the indices of `start`, its parts last."""
+    indices, over = start
+    gone = [a for a, i in enumerate(labels) if i in window and window[i] is None]
+    batch = [a for a, i in enumerate(labels) if i in over]
+    kept = [a for a in range(len(labels)) if a not in gone and a not in batch]
+    first = min(labels.index(i) for i in window)
+    lead = [a for a in kept if a < first]
+    offset = (*range(len(lead)), *range(len(lead) + len(over), len(kept) + len(over)))
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=offset,
+        collapsed_slice_dims=tuple(gone),
+        start_index_map=tuple(labels.index(i) for i in window),
+        operand_batching_dims=tuple(batch),
+        start_indices_batching_dims=tuple(over.index(labels[a]) for a in batch),
+    )
+    sizes = tuple(1 if a in batch else n for a, n in enumerate(counts))
+    value = fill[0] if mode == "fill" else None
+    taken = lax.gather(data, indices, dims, sizes, mode=mode, fill_value=value)
+    names = [window.get(labels[a], labels[a]) for a in kept]
+    return taken, (*names[: len(lead)], *over, *names[len(lead) :])
 
 
 def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:

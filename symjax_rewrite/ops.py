@@ -1,6 +1,6 @@
 """One row per primitive: how an equation reads as an index term (imports terms).
 
-`lift` gives, for the outputs of an equation, references into an e-graph; an equation that has no
+A row gives, for the outputs of an equation, references into an e-graph; an equation that has no
 row, or whose axes do not line up with the solved atoms, is a native node: never an error.
 """
 
@@ -19,7 +19,6 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import (
     ADD,
-    CONCAT,
     CONST,
     CONTRACT,
     CONV,
@@ -27,7 +26,6 @@ from symjax_rewrite.ir import (
     IOTA,
     MAP,
     REDUCE,
-    SLICE,
     SOLVE,
     Ref,
 )
@@ -132,12 +130,6 @@ class Site:
 
 
 Row = Callable[[Site], "list[Ref] | None"]
-
-
-def lift(name: str, site: Site) -> list[Ref] | None:
-    """The outputs of an equation as references, or None where it must stay native."""
-    row = ROWS.get(name)
-    return row(site) if row else None
 
 
 def _elementwise(name: str) -> Row:
@@ -396,76 +388,6 @@ def _reshape(s: Site) -> dict[int, int] | None:
     return {q: q for q in range(len(s.ids[0]))}
 
 
-def _slice(s: Site) -> list[Ref] | None:
-    starts, limits = s.params["start_indices"], s.params["limit_indices"]
-    strides = s.params["strides"] or (1,) * len(starts)
-    spec = [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)] if all(
-        isinstance(x, (int, np.integer)) for x in (*starts, *limits)
-    ) else None  # fmt: skip
-    return None if spec is None else _sliced(s, spec, 0)
-
-
-def _split(s: Site) -> list[Ref] | None:
-    axis, start, out = s.params["axis"], 0, []
-    for k, size in enumerate(s.params["sizes"]):
-        spec = [(start if a == axis else 0, 1) for a in range(len(s.groups[0]))]
-        refs = _sliced(s, spec, k)
-        if refs is None or not isinstance(size, (int, np.integer)):
-            return None
-        out += refs
-        start += int(size)
-    return out
-
-
-def _sliced(s: Site, spec: list[tuple[int, int]], k: int) -> list[Ref] | None:
-    """Operand 0 read at `start + stride·i` along each axis, as output k."""
-    entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
-    for axis, (start, stride) in enumerate(spec):
-        src, dst = s.groups[0][axis], s.out_groups[k][axis]
-        if [s.ids[0][q] for q in src] == [s.out_ids[k][q] for q in dst] and len(src) == len(dst):
-            entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
-        elif len(src) == 1 and len(dst) == 1:
-            entry[src[0]] = ((start, stride), dst[0])
-        elif len(src) == 1 and not dst:
-            entry[src[0]] = (start, -1)
-        else:
-            return None
-    axes = s.refs[0].axes
-    if all(entry[i][0] is None for i in axes):
-        return [Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))]
-    used = sorted({entry[i][1] for i in axes if entry[i][1] >= 0})
-    local = {i: n for n, i in enumerate(used)}
-    local[-1] = -1
-    arg = Ref(s.refs[0].cls, tuple(local[entry[i][1]] for i in axes))
-    sizes = tuple(s.out_sizes[k][i] for i in used)
-    ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
-    return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
-
-
-def _concatenate(s: Site) -> list[Ref] | None:
-    d = s.params["dimension"]
-    if len(s.out_groups[0][d]) != 1:
-        return None
-    target = s.out_groups[0][d][0]
-    args, sizes = [], []
-    for k, ref in enumerate(s.refs):
-        to: dict[int, int] = {}
-        for axis, src in enumerate(s.groups[k]):
-            dst = s.out_groups[0][axis]
-            if axis == d:
-                if len(src) > 1:
-                    return None
-                to.update((q, target) for q in src)
-                size = s.sizes[k][src[0]] if src else int(s.shapes[k][d])
-                sizes.append(size)
-            elif [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
-                return None
-            else:
-                to.update(zip(src, dst, strict=True))
-        args.append(Ref(ref.cls, tuple(to[i] for i in ref.axes)))
-    return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
-
-
 def _conv(s: Site) -> list[Ref] | None:
     """A convolution: output features are shared by the kernel and the result."""
     spec, key = s.params["dimension_numbers"], params_key(s.params)
@@ -548,9 +470,6 @@ ROWS: dict[str, Row] = {
     "broadcast_in_dim": _view(_broadcast),
     "squeeze": _view(_squeeze),
     "reshape": _view(_reshape),
-    "slice": _slice,
-    "split": _split,
-    "concatenate": _concatenate,
     "custom_linear_solve": _linear_solve,
     "conv_general_dilated": _conv,
 }

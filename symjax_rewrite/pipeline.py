@@ -309,10 +309,14 @@ class Optimiser:
                 origin.setdefault(ref.cls, Ref(program, ref.axes))
         solution = Rewritten(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
         changed = set(s.changed)
+        inner: set[int] = set()  # changed classes that are no value, only a step within an equation
         for number, ref in s.to.items():
-            ref = s.g.find(ref)
-            if ref.cls in changed and numbered[number] not in region.leaves:
-                result.plan.rewritten[numbered[number]] = (solution, ref)
+            ref, c = s.g.find(ref), numbered[number]
+            reads_inner = any(a.cls in inner for a in node_of(t.graph, c).args)
+            if (ref.cls in changed or reads_inner) and c not in region.leaves:
+                result.plan.rewritten[c] = (solution, ref)
+                if c not in t.made_by:
+                    inner.add(c)
         result.saved.append((s.before, s.after))
         result.regions.append(s.digest)
         for name in dict.fromkeys(s.rule_of(c) for c in s.changed):

@@ -36,6 +36,7 @@ from symjax_rewrite.ir import (
 from symjax_rewrite.ops import RING, dtype_kind
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
+PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a look on any term
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
 
@@ -191,6 +192,8 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
         # Maps of which only a part is read belong to the region of the slice.
         if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
             sliced.update(a.cls for a in node.args if need.uses.get(a.cls) == 1)
+        elif node.op == TAKE and need.uses.get(node.args[0].cls) == 1:
+            sliced.add(node.args[0].cls)
     return member
 
 
@@ -228,12 +231,20 @@ def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: boo
                 return True
             if len(node.args) == 2 and _has_private_bound(node):
                 return True
+        elif node.op == CONTRACT:
+            if any(a.cls in args and len({*a.axes}) < len(a.axes) for a in node.args):
+                return True  # a diagonal
         elif node.op == ADD:
             if sum(a in products for a in args) > 1:
                 return True
-        elif node.op in (SLICE, CONCAT, INVERSE, SOLVE, TAKE) and args:
+        elif node.op in PARTIAL and any(a in args for a in _read_parts(node)):
             return True
     return False
+
+
+def _read_parts(node: Node) -> list[int]:
+    """What a term reads of; index values are none of it."""
+    return [a.cls for a in (node.args[:1] if node.op == TAKE else node.args)]
 
 
 def _is_sparse(g: EGraph, cls: int) -> bool:

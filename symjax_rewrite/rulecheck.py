@@ -269,8 +269,12 @@ class _Values:
             return self._total(
                 [self._write(cls, absolute, errors, str(_wide())), _times(own, eps)], c.sizes
             )
-        if node.op in (SLICE, CONCAT, TAKE):
+        if node.op in (SLICE, CONCAT):
             return self._write(cls, node, errors, str(_wide()))
+        if node.op == TAKE:
+            values = [self._operand(a, self.value) for a in node.args[1:]]
+            bare = node._replace(attr=("clip", None, node.attr[2]))
+            return self._write(cls, bare, [errors[0], *values], str(_wide()))
         if node.op == CUMSUM:
             own = _times(self._write(cls, node, plain, str(_wide())), eps)
             return self._total([self._write(cls, node, errors, str(_wide())), own], c.sizes)

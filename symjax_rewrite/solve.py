@@ -128,7 +128,9 @@ class Solver:
         log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
         changed = changed_classes(g, best.choice, roots) if best.taken else []
         given = {_root(g, to[c].cls) for c in region.leaves}
-        changed += [r for r in roots if best.taken and r in given]  # I·a = a: a result is an input
+        if best.taken:  # I·a = a: what was computed is an input
+            made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
+            changed += [c for c in made if c in given]
         gains = best.before.seconds > 1.02 * best.after.seconds
         declined = best.reason if not best.taken and (gains or crossovers) else ""
         return Solution(

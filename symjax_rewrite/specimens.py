@@ -201,6 +201,10 @@ def _sums(s: Spelling) -> Iterator[Specimen]:
     yield _of("a sum twice", "ij,ij,jk", lambda a, b, c: s.mm(s.add(a, s.add(a, b)), c))
     yield _of("distances", "nd,md", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2), kinds="fci")
     yield _of(
+        "distances from each", "nd,md", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, (1, 2))
+    )
+    yield _of("distances to each", "n,m", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, 0))
+    yield _of(
         "distances per dimension",
         "nd,md",
         lambda x, y: jnp.einsum("ijk,ijk->k", x[:, None] - y[None], x[:, None] - y[None]),
@@ -230,6 +234,34 @@ def _parts(s: Spelling) -> Iterator[Specimen]:
     )
 
 
+def _indexed(s: Spelling) -> Iterator[Specimen]:
+    yield _of("gathered rows", "n!9,ij,jk", lambda x, a, b: s.mm(a, b)[x], at_least_one=True)
+    yield _of("clipped rows", "n!9,ij,jk", lambda x, a, b: _rows(s.mm(a, b), x, "clip"), True)
+    yield _of("filled rows", "n!9,ij,jk", lambda x, a, b: _rows(s.mm(a, b), x, "fill"), True)
+    yield _of("gathered columns", "n!9,ij,jk", lambda x, a, b: s.mm(a, b)[:, x], True)
+    yield _of("gathered elements", "n!9,n!9,ij,jk", lambda x, y, a, b: s.mm(a, b)[x, y], True)
+    yield _of(
+        "an element of each row",
+        "i!9,ij,jk",
+        lambda x, a, b: jnp.take_along_axis(s.mm(a, b), x[:, None], 1),
+        at_least_one=True,
+    )
+    yield _of(
+        "rows from a number on",
+        "n!9,ij,jk",
+        lambda x, a, b: lax.dynamic_slice_in_dim(s.mm(a, b), x[0], len(a) // 2 + 1),
+        at_least_one=True,
+    )
+    yield _of("gathered sum", "n!9,ij,ij", lambda x, a, b: jnp.take(s.add(a, 2 * b), x, 0), True)
+    yield _of("gathered map", "n!9,ij", lambda x, a: jnp.tanh(a)[x], True, kinds="fc")
+    yield _of("gathered total", "n!9,ijk", lambda x, a: jnp.sum(a, 1)[x], True)
+    yield _of("shifted diagonal", "ij,ji", lambda a, b: jnp.diagonal(s.mm(a, b), 1))
+
+
+def _rows(a: Any, x: Any, mode: str) -> Any:
+    return a.at[x].get(mode=mode)
+
+
 def _blocks(s: Spelling) -> Iterator[Specimen]:
     yield _of("blocks, free", "ij,kj,jl", lambda a, b, c: s.mm(s.cat(a, b, 0), c))
     yield _of(
@@ -255,6 +287,20 @@ def _blocks(s: Spelling) -> Iterator[Specimen]:
         lambda x, A, B, C, D: s.mm(s.mm(x, s.cat(A, B, 1)), s.cat(C, D, 0)),
     )
 
+    yield _of(
+        "padded factor",
+        "ij,kl",
+        lambda a, b: s.mm(
+            jnp.pad(a, ((1, 0), (0, len(b)))),
+            jnp.concatenate([jnp.ones((a.shape[1], b.shape[1]), b.dtype), b]),
+        ),
+    )
+    yield _of(
+        "Householder",
+        "i,ij",
+        lambda v, a: s.mm(jnp.eye(len(v), dtype=v.dtype) - 2 * jnp.outer(v, v), a),
+    )
+
 
 def _sparse(s: Spelling) -> Iterator[Specimen]:
     yield _of(
@@ -278,6 +324,19 @@ def _sparse(s: Spelling) -> Iterator[Specimen]:
         "ij",
         lambda a: s.mm(jnp.triu(jnp.ones((a.shape[0],) * 2, a.dtype)), a),
     )
+    yield _of(
+        "permutation of rows",
+        "n!9,ij",
+        lambda x, a: s.mm(jnp.eye(len(a), dtype=a.dtype)[x], a),
+        at_least_one=True,
+    )
+    yield _of(
+        "permutation of columns",
+        "n!9,ij",
+        lambda x, a: s.mm(a, jnp.take(jnp.eye(a.shape[1], dtype=a.dtype), x, 0).T),
+        at_least_one=True,
+        kinds="fc",
+    )
     yield _of("masked by a triangle", "ii,ij", lambda m, a: s.mm(jnp.tril(m), a))
 
 
@@ -291,6 +350,19 @@ def _inverses(s: Spelling) -> Iterator[Specimen]:
     yield _of("inverse times a vector", "ii,i", lambda a, v: inv(well(a)) @ v, kinds="F")
     yield _of("inverse times a matrix", "ii,ij", lambda a, b: s.mm(inv(well(a)), b), kinds="F")
     yield _of("matrix times an inverse", "ji,ii", lambda b, a: s.mm(b, inv(well(a))), kinds="F")
+    yield _of(
+        "solve with a low-rank update",
+        "ir,ij",
+        lambda u, b: jnp.linalg.solve(
+            (1 + jnp.sum(u * u)) * jnp.eye(len(u), dtype=u.dtype) + s.mm(u, u.T), b
+        ),
+        kinds="F",
+    )
+    yield _of("inverse twice", "ii,i", lambda a, v: inv(inv(well(a))) @ v, kinds="F")
+    yield _of("inverse of a scaled matrix", "ii,i", lambda a, v: inv(3 * well(a)) @ v, kinds="F")
+    yield _of(
+        "inverse of a diagonal", "i,ij", lambda d, b: s.mm(inv(jnp.diag(1 + d * d)), b), kinds="F"
+    )
     yield _of(
         "inverse of a low-rank update",
         "i,ir,i",
@@ -344,7 +416,7 @@ def _guarded(fun: Callable[..., Any]) -> Callable[..., Any]:
 def _all() -> tuple[Specimen, ...]:
     out = []
     for seed in range(SPELLINGS):
-        for family in (_chains, _sums, _parts, _blocks, _sparse, _inverses, _frozen):
+        for family in (_chains, _sums, _parts, _indexed, _blocks, _sparse, _inverses, _frozen):
             names = [p.name for p in family(Spelling(0))]
             for k, name in enumerate(names):
                 out.append(_respelled(family, k, name, seed))

@@ -11,7 +11,7 @@ from typing import Any
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.ops import ROWS
+from symjax_rewrite.indexing import ROWS
 
 Value = int | compat.Literal  # a numbered value, or a literal
 

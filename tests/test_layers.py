@@ -20,7 +20,8 @@ LAYERS = {
     "ground": "errors config compat",
     "terms": "dims ir monoid",
     "graph": "egraph device",
-    "knowledge": "record ops analysis cost equation_cost product contract_order rule order",
+    "knowledge": "record ops indexing analysis cost equation_cost product contract_order "
+    "rule order",
     "passes": "trace loops loop_cleaning loop_motion loop_pass axes canonical match saturate "
     "regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",

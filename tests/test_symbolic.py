@@ -106,7 +106,6 @@ def test_a_crossover_in_traffic_is_decided_by_an_assumption():
     assert str(report.after.flops) == "2*k*m*n"
 
 
-@pytest.mark.xfail(strict=True, reason="x[0, 0] of a symbolic size is a dynamic_slice")
 def test_an_element_of_a_symbolic_product():
     report = sym_optimize(lambda a, b: (a @ b)[0, 0]).explain(*specs("n m, m k"))
     assert report.rules

@@ -247,10 +247,6 @@ FAMILIES = {
             "dynamic element": lambda a, b: lax.dynamic_index_in_dim(a @ b, 3, 0, keepdims=False),
             "taken": lambda a, b: jnp.take(a @ b, jnp.array([1, 3]), 0),
         },
-        missing={
-            "taken": "gather of a product",
-            "dynamic element": "a dynamic_slice whose start is known",
-        },
     ),
     "sum of a product": Family(
         "ij,jk,k",
@@ -313,9 +309,14 @@ FAMILIES = {
             "halved": lambda x, y: 0.5 * jnp.sum((x[:, None] - y[None]) ** 2),
             "einsum": lambda x, y: jnp.einsum("ijk,ijk->", x[:, None] - y, x[:, None] - y),
             "row sums": lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, (1, 2)),
+            "column sums": lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, (0, 2)),
+            "mean distance of each": lambda x, y: jnp.mean(
+                jnp.sum((x[:, None] - y[None]) ** 2, -1), 1
+            ),
+            "to each other": lambda x, y: jnp.sum((x[:, None] - x[None]) ** 2, (1, 2)),
+            "by dimension": lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, 1),
         },
         cost="seconds",
-        missing={"row sums": "one side of the pairs is kept"},
     ),
     "blocks": Family(
         "ij,ij,jk,ik",

@@ -12,7 +12,11 @@ import pytest
 
 from symjax_rewrite import compat, sym_optimize
 from symjax_rewrite.reference import evaluate
-from tests.linear_algebra.families import FAMILIES, MATRICES, random, same_values, specs
+from tests.linear_algebra import awareness, parts
+from tests.linear_algebra.families import FAMILIES as KNOWN
+from tests.linear_algebra.families import MATRICES, random, same_values, specs
+
+FAMILIES = KNOWN | parts.FAMILIES | awareness.FAMILIES
 
 CASES = [
     pytest.param(
@@ -40,17 +44,18 @@ def test_found(family, spelling):
 # Distances at an offset: the unshifted form has no correct digit in float32 there.
 
 
+@pytest.mark.parametrize(
+    "spelling", ["broadcast", "row sums", "column sums", "to each other", "by dimension"]
+)
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4])
-def test_distances_are_accurate_at_an_offset(offset):
+def test_distances_are_accurate_at_an_offset(offset, spelling):
     avals = specs("nd,md", {"n": 512, "m": 384, "d": 16})
-    f = FAMILIES["squared distances"].spellings["broadcast"]
-    report = sym_optimize(f).explain(*avals)
+    report = sym_optimize(FAMILIES["squared distances"].spellings[spelling]).explain(*avals)
     args = random(avals, offset=offset)
-    x, y = (a.astype(np.float64) for a in args)
-    exact = ((x[:, None] - y[None]) ** 2).sum()
+    (exact,) = evaluate(report.before.jaxpr, [a.astype(np.float64) for a in args])
     (got,) = evaluate(report.after.jaxpr, args)
     assert report.rules
-    assert abs(got - exact) <= 1e-5 * exact
+    assert (np.abs(got - exact) <= 1e-5 * exact).all()
 
 
 @pytest.mark.parametrize("name", [k for k in FAMILIES if k != "common subexpression"])
@@ -100,10 +105,35 @@ inv = jnp.linalg.inv
 INVERSES = {
     "inverse times a vector": (lambda a, b, v: inv(a) @ v, 1.3),
     "inverse of a transpose": (lambda a, b, v: inv(a.T) @ v, 1.3),
+    "transpose of an inverse": (lambda a, b, v: inv(a).T @ v, 1.3),
     "vector times an inverse": (lambda a, b, v: v @ inv(a), 1.3),
+    "inverse times a matrix": (lambda a, b, v: inv(a) @ b[:, :8], 1.3),
+    "einsum with an inverse": (lambda a, b, v: jnp.einsum("ij,j->i", inv(a), v), 1.3),
     "inverse of a product on a vector": (lambda a, b, v: inv(a @ b) @ v, 1.3),
+    "inverse of a scaled matrix": (lambda a, b, v: inv(2 * a) @ v, 1.3),
+    "scaled inverse": (lambda a, b, v: 3 * inv(a) @ v, 1.3),
+    "inverse of an inverse": (lambda a, b, v: inv(inv(a)) @ v, 5),
     "inverse twice": (lambda a, b, v: inv(a) @ (inv(b) @ v), 1.3),
     "inverse between": (lambda a, b, v: b @ inv(a) @ v, 1.3),
+    "solve for a matrix, on a vector": (lambda a, b, v: jnp.linalg.solve(a, b) @ v, 1.3),
+    "inverse of a diagonal": (lambda a, b, v: inv(jnp.diag(v)) @ b, 5),
+    "solve with a diagonal": (lambda a, b, v: jnp.linalg.solve(jnp.diag(v), b[0]), 10),
+    "low rank and identity, on a vector": (
+        lambda a, b, v: jnp.linalg.solve(0.5 * jnp.eye(128) + a[:, :8] @ a[:, :8].T, v),
+        1.5,
+    ),
+    "low rank and identity, inverted": (
+        lambda a, b, v: inv(a[:4].T @ a[:4] + jnp.eye(128)) @ b[:, :3],
+        1.5,
+    ),
+    "ridge regression, more features than rows": (
+        lambda a, b, v: jnp.linalg.solve(a[:8].T @ a[:8] + 9 * jnp.eye(128), a[:8].T @ v[:8]),
+        1.3,
+    ),
+    "low rank and an unknown number": (
+        lambda a, b, v: jnp.linalg.solve((1 + v[0] ** 2) * jnp.eye(128) + a[:, :8] @ a[:, :8].T, v),
+        1.5,
+    ),
 }
 
 
@@ -117,3 +147,23 @@ def test_inverse(name):
     well = np.eye(128, dtype=np.float32) * 40
     with jax.default_matmul_precision("highest"):
         same_values(report, [a + well, b + well, v], rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("shift", [10.0, 0.1])
+@pytest.mark.parametrize("inside", [False, True], ids=["anywhere", "in the range of U"])
+def test_low_rank_solve_is_as_accurate_as_elimination(scale, shift, inside):
+    def ridge(u, b):
+        return jnp.linalg.solve(u @ u.T + shift * jnp.eye(len(u)), b)
+
+    rng = np.random.default_rng(0)
+    u = (scale * rng.standard_normal((256, 8)) * np.logspace(0, -2, 8)).astype(np.float32)
+    b = (u @ rng.standard_normal(8) if inside else rng.standard_normal(256)).astype(np.float32)
+    report = sym_optimize(ridge).explain(u, b)
+    assert "low_rank_solve" in [r.name for r in report.rules]
+    exact = evaluate(report.before.jaxpr, [u.astype(np.float64), b.astype(np.float64)])[0]
+    errors = [
+        np.linalg.norm(evaluate(form.jaxpr, [u, b])[0] - exact)
+        for form in (report.before, report.after)
+    ]
+    assert errors[1] <= 2 * errors[0] + 1e-6 * np.linalg.norm(exact)

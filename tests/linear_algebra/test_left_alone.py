@@ -34,9 +34,22 @@ LOOKALIKES = {
         "nd,d,do",
     ),
     "every distance": (lambda x, y: jnp.sqrt(jnp.sum((x[:, None] - y[None]) ** 2, -1)), "ir,lr"),
+    "weighted distances": (
+        lambda x, y, w: w @ jnp.sum((x[:, None] - y[None]) ** 2, -1),
+        "ir,lr,i",
+    ),
     "fourth powers": (lambda x, y: jnp.sum((x[:, None] - y[None]) ** 4), "ir,lr"),
     "distance to one point": (lambda x, y: jnp.sum((x - y[0]) ** 2), "nd,md"),
     "a solve": (lambda a, v: jnp.linalg.solve(a, v), "hh,h"),
+    "a diagonal and a low-rank update": (
+        lambda d, u, b: jnp.linalg.solve(jnp.diag(1 + d * d) + u @ u.T, b),
+        "h,hr,h",
+    ),
+    "a low-rank update of unlike sides": (
+        lambda u, v, b: jnp.linalg.solve(2 * jnp.eye(128) + u @ v, b),
+        "hr,rh,h",
+    ),
+    "a shifted matrix": (lambda a, b: jnp.linalg.solve(2 * jnp.eye(128) + a @ a.T, b), "hh,h"),
     "an inverse returned": (lambda a: inv(a), "hh"),
     "a random projection": (
         lambda x, W: (x + jax.random.normal(jax.random.key(0), x.shape)) @ W,

@@ -1,0 +1,87 @@
+"""The programs of published benchmarks, and what people write that hides a structure.
+
+Sankaran et al. 2022, "Benchmarking the linear algebra awareness of TensorFlow and PyTorch".
+"""
+
+import jax
+import jax.numpy as jnp
+
+from tests.linear_algebra.families import Family
+
+SQUARE = {"i": 256}
+
+FAMILIES = {
+    "AᵀB twice": Family(
+        "ii,ii",
+        SQUARE,
+        1.4,
+        {
+            "(AᵀB)ᵀ(AᵀB)": lambda a, b: (a.T @ b).T @ (a.T @ b),
+            "AᵀB + AᵀB": lambda a, b: a.T @ b + a.T @ b,
+            "AᵀB + (BᵀA)ᵀ": lambda a, b: a.T @ b + (b.T @ a).T,
+            "AB + AC": lambda a, b: a @ b + a @ jnp.sin(b),
+        },
+    ),
+    "products with a vector": Family(
+        "ii,ii,i,i",
+        SQUARE,
+        20,
+        {
+            "Hᵀy xᵀH": lambda h, a, x, y: h.T @ jnp.outer(y, x) @ h,
+            "(A − HᵀH)x": lambda h, a, x, y: (a - h.T @ h) @ x,
+            "yᵀHᵀH": lambda h, a, x, y: y @ (h.T @ h),
+            "A⁵x": lambda h, a, x, y: jnp.linalg.matrix_power(a, 5) @ x,
+            "HAx, multi_dot": lambda h, a, x, y: jnp.linalg.multi_dot([h, a]) @ x,
+            "trace of three": lambda h, a, x, y: jnp.trace(h @ jnp.outer(x, y) @ a),
+            "ΣΣ HA": lambda h, a, x, y: jnp.sum(h @ a),
+            "quadratic form": lambda h, a, x, y: x @ (h.T @ a @ h) @ y,
+            "outer product on a matrix": lambda h, a, x, y: jnp.outer(x, y) @ h @ y,
+            "Householder": lambda h, a, x, y: (jnp.eye(256) - 2 * jnp.outer(x, x)) @ h,
+        },
+    ),
+    "blocks by padding": Family(
+        "ii,ii,ik,ik",
+        {"i": 256, "k": 128},
+        1.9,
+        {
+            "block_diag": lambda a, c, x, y: (
+                jax.scipy.linalg.block_diag(a, c) @ jnp.concatenate([x, y])
+            ),
+            "pad": lambda a, c, x, y: jnp.pad(a, ((0, 0), (0, 256))) @ jnp.concatenate([x, y]),
+            "pad of the other": lambda a, c, x, y: (
+                jnp.concatenate([a, c], 1) @ jnp.pad(x, ((256, 0), (0, 0)))
+            ),
+        },
+    ),
+    "permutations": Family(
+        "i!,ik",
+        {"i": 256, "k": 128},
+        100,
+        {
+            "rows of an identity": lambda p, a: jnp.eye(256)[p] @ a,
+            "columns": lambda p, a: a.T @ jnp.eye(256)[:, p],
+            "take": lambda p, a: jnp.take(jnp.eye(256), p, 0) @ a,
+            "transposed": lambda p, a: a.T @ jnp.eye(256)[p].T,
+        },
+    ),
+    "Kronecker product on a vector": Family(
+        "ii,jj,k",
+        {"i": 16, "j": 16, "k": 256},
+        8,
+        {
+            "kron(A, B)x": lambda a, b, x: jnp.kron(a, b) @ x,
+            "kron(I, B)x": lambda a, b, x: jnp.kron(jnp.eye(16), b) @ x,
+            "kron(A, I)x": lambda a, b, x: jnp.kron(a, jnp.eye(16)) @ x,
+        },
+    ),
+    "norms of a thin product": Family(
+        "ir,rj",
+        {"i": 512, "j": 512, "r": 8},
+        20,
+        {
+            "‖AB‖²": lambda a, b: jnp.sum((a @ b) ** 2),
+            "‖AB‖": lambda a, b: jnp.linalg.norm(a @ b),
+            "tr(BᵀAᵀAB)": lambda a, b: jnp.trace((a @ b).T @ (a @ b)),
+        },
+    ),
+}
