@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from symjax_rewrite import errors as errors
 from symjax_rewrite import testing as testing
+from symjax_rewrite.api import bisect as bisect
 from symjax_rewrite.api import keep as keep
 from symjax_rewrite.api import sym_optimize as sym_optimize
 from symjax_rewrite.config import Budget as Budget

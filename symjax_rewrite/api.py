@@ -16,7 +16,13 @@ from symjax_rewrite import compat, config
 from symjax_rewrite.call import Call
 from symjax_rewrite.config import Budget, Numerics, Options
 from symjax_rewrite.device import device_profile
-from symjax_rewrite.errors import RuleError, SymjaxError, UnsupportedError, UsageError
+from symjax_rewrite.errors import (
+    EquivalenceError,
+    RuleError,
+    SymjaxError,
+    UnsupportedError,
+    UsageError,
+)
 from symjax_rewrite.pipeline import Optimiser, Result
 from symjax_rewrite.prepare import prepare
 from symjax_rewrite.report import Report
@@ -24,7 +30,9 @@ from symjax_rewrite.route import Router
 from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import packs
 from symjax_rewrite.summary import make_report
-from symjax_rewrite.verify import Verified
+from symjax_rewrite.verify import Verified, compare
+
+KERNELS = "kernels"  # what `bisect` calls the routed kernels
 
 
 def keep(x: Any) -> Any:
@@ -71,7 +79,8 @@ def sym_optimize(
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
         device: a key of `device.DEVICES`; default: the device JAX runs on.
-        verify: `"first"` or `"always"` compares with the original at run time.
+        verify: `"first"` or `"always"` compares with the original at run time and raises,
+            `"warn"` warns and keeps the original.
         on_unsupported: `"keep"` the original where a program can't be optimised, or `"error"`.
         plan, budget: a saved `report.plan` to replay; how much work one optimisation may do.
         tune: reserved; nothing is measured yet.
@@ -158,10 +167,67 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     jitted.__wrapped__ = base
     jitted.explain = explain
     jitted.prepare = prepared
+    jitted.remake = functools.partial(_remake, fun, options, statics)
     if options.verify == "off":
         return jitted
     names = lambda *a, **k: [r.name for r in explain(*a, **k).rules]  # noqa: E731
     return Verified(jitted, plain, names, options)
+
+
+def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
+    """The same function under other options."""
+    return _optimized(fun, options=dataclasses.replace(options, **changes), statics=statics)
+
+
+def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """Name the rules without which an optimised function agrees with its original.
+
+    Args:
+        f: what `sym_optimize` returned, or a function to optimise with the default options.
+        args, kwargs: arrays at which the values differ.
+
+    Returns:
+        A smallest set found: usually one name, `"kernels"` for a routed kernel; `()` where the
+        values agree.
+
+    Raises:
+        EquivalenceError: they differ with every rule and kernel taken out.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bisect(sym_optimize(lambda a, b, x: (a @ b) @ x), *jnp.ones((3, 4, 4)))
+        ()
+    """
+    f = f if hasattr(f, "remake") else sym_optimize(f)
+    options: Options = f.remake.args[1]
+    pack = options.rules
+    assert isinstance(pack, RulePack)
+    with config.disabled():
+        expected = f(*args, **kwargs)
+
+    def difference(gone: tuple[str, ...]) -> str | None:
+        kernels = "off" if KERNELS in gone else options.kernels
+        rules = pack - [name for name in gone if name != KERNELS]
+        changed = f.remake(rules=rules, kernels=kernels, verify="off", plan=None)
+        return compare(changed(*args, **kwargs), expected, options.numerics)
+
+    if difference(()) is None:
+        return ()
+    report = f.explain(*args, **kwargs)
+    known = {r.name for r in pack.rules}
+    suspects = [r.name for r in report.rules if r.name in known]
+    suspects += [KERNELS] * any(r.taken for r in report.routes)
+    for name in suspects:
+        if difference((name,)) is None:
+            return (name,)
+    behind = (*(r.name for r in pack.rules), KERNELS)
+    if (found := difference(behind)) is not None:
+        raise EquivalenceError("the values differ whatever rule is taken out", got=found)
+    for name in behind:  # rules that stand in for each other: take as few as will do
+        fewer = tuple(n for n in behind if n != name)
+        if difference(fewer) is None:
+            behind = fewer
+    return behind
 
 
 def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:

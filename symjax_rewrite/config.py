@@ -7,11 +7,12 @@ The environment is read once, at import: `SYMJAX_DISABLE=1` turns every rewrite 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import jax
 
 from symjax_rewrite.errors import UsageError
 
@@ -110,7 +111,7 @@ class Options:
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
-        _one_of("verify", self.verify, ("off", "first", "always"))
+        _one_of("verify", self.verify, ("off", "first", "always", "warn"))
         _one_of("on_unsupported", self.on_unsupported, ("keep", "error"))
         if not isinstance(self.budget, Budget):
             raise UsageError("budget must be a Budget", expected="Budget(...)", got=self.budget)
@@ -121,9 +122,8 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
 
 
-_disabled = contextvars.ContextVar(
-    "symjax_disabled", default=os.environ.get("SYMJAX_DISABLE") == "1"
-)
+# A context that `jax.jit` knows of: changing it traces anew.
+_disabled = jax.make_user_context(default_value=os.environ.get("SYMJAX_DISABLE") == "1")
 _topics = frozenset(filter(None, os.environ.get("SYMJAX_LOG", "").split(",")))
 if _topics:
     if _unknown := _topics - set(LOG_TOPICS):
@@ -140,22 +140,17 @@ def log(topic: str, message: str, *args: object) -> None:
 
 def is_disabled() -> bool:
     """Whether rewriting is off here, by `SYMJAX_DISABLE=1` or inside `disabled()`."""
-    return _disabled.get()
+    return bool(_disabled.value)
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Inside this context functions are *traced* without any rewrite.
-
-    A function already traced for the same shapes keeps what it has, as with any `jax.jit`.
+    """Inside this context functions run as they were written, also those traced before.
 
     Example:
         >>> with disabled():
         ...     is_disabled()
         True
     """
-    token = _disabled.set(True)
-    try:
+    with _disabled(True):
         yield
-    finally:
-        _disabled.reset(token)

@@ -8,13 +8,31 @@ factors has n²/2 connected subsets and n³/6 pairs, so a chain of thirty is fou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds
 
 
+@dataclass(slots=True)
+class Pairs:
+    """How many pairs of subsets may be tried: for each order, and for all that are still to come.
+
+    A region of many long products would spend the budget of one on each of them.
+    """
+
+    each: int
+    left: int
+
+    @classmethod
+    def of(cls, each: int) -> Pairs:
+        """The budget of a region in which one order may try `each` pairs."""
+        return cls(each, ORDERS * each)
+
+
 def best_order(
-    factors: Sequence[int], out: int, cost_of: CostOf, pairs: int, free: int = 0
+    factors: Sequence[int], out: int, cost_of: CostOf, pairs: Pairs, free: int = 0
 ) -> tuple[Tree, float] | None:
     """The cheapest tree over all factors.
 
@@ -22,7 +40,7 @@ def best_order(
         factors: for each factor, the bit set of the indices it carries.
         out: the bit set of the output indices.
         cost_of: seconds of one join, from index bit sets.
-        pairs: how many pairs of subsets may be tried.
+        pairs: how many pairs of subsets may still be tried.
         free: the bit set of factors whose joins among themselves cost nothing (frozen weights).
 
     Returns:
@@ -63,7 +81,7 @@ def _components(factors: Sequence[int]) -> list[int]:
 
 
 def _connected_order(
-    factors: Sequence[int], members: int, out: int, cost_of: CostOf, pairs: int, free: int
+    factors: Sequence[int], members: int, out: int, cost_of: CostOf, pairs: Pairs, free: int
 ) -> tuple[Tree, int, float] | None:
     ids = [k for k in range(len(factors)) if members >> k & 1]
     n = len(ids)
@@ -93,10 +111,10 @@ def _connected_order(
         return got
 
     best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
-    tried = 0
+    last = pairs.left - pairs.each
     for left, right in _connected_pairs(n, neighbours):
-        tried += 1
-        if tried > pairs:
+        pairs.left -= 1
+        if pairs.left < max(last, 0):
             return None
         a, b = best.get(left), best.get(right)
         if a is None or b is None:

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 from symjax_rewrite.config import Numerics
+from symjax_rewrite.contract_order import Pairs
 from symjax_rewrite.cost import CostModel
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph, Reason
@@ -46,7 +47,7 @@ class Context:
     uses: Callable[[int], int]
     frozen: Callable[[int], bool]
     storage: Callable[[int], str]
-    pairs: int
+    pairs: Pairs
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
     ordered: dict[tuple, Ref | None] = field(default_factory=dict)
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))

@@ -22,6 +22,7 @@ from jax import lax
 from symjax_rewrite import compat, lower
 from symjax_rewrite.canonical import TermGraph, build
 from symjax_rewrite.config import Budget, Numerics
+from symjax_rewrite.contract_order import Pairs
 from symjax_rewrite.cost import CostModel
 from symjax_rewrite.device import CPU
 from symjax_rewrite.dims import value
@@ -125,7 +126,7 @@ def _context(
         uses=lambda c: uses.get(c, 1),
         frozen=Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)}),
         storage=lambda c: stored.get(c) or g.classes[c].dtype,
-        pairs=20_000,
+        pairs=Pairs.of(20_000),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.config import Options, log
+from symjax_rewrite.contract_order import Pairs
 from symjax_rewrite.cost import Cost, CostModel
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, Dim, Poly, to_sympy, value
@@ -108,7 +109,7 @@ class Solver:
                 uses=lambda c: uses.get(c, 1),
                 frozen=frozen,
                 storage=lambda c: storage.get(c) or g.classes[c].dtype,
-                pairs=self.options.budget.pairs,
+                pairs=Pairs.of(self.options.budget.pairs),
             )
             stops.add(saturate(ctx, self.axioms, self.patterns, self.options.budget))
             contexts.append(ctx)

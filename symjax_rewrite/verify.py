@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,9 @@ EPSILONS = {"exact": 0.0, "reassoc": 64.0, "finite": 64.0, "cancels": 4096.0}
 class Verified:
     """A jitted function whose results are compared with the original's.
 
-    `mode` is `"first"` (the first call at every shape) or `"always"`. Everything else is the
-    jitted function's. Inside another transformation nothing can be compared, and nothing is.
+    The mode is `"first"` (the first call at every shape), `"always"`, or `"warn"`: as `"first"`,
+    but after a mismatch it warns and runs the original from then on. Everything else is the jitted
+    function's. Inside another transformation nothing can be compared, and nothing is.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Verified:
         self._optimised, self._original, self._rules = optimised, original, rules
         self._mode, self._numerics = options.verify, options.numerics
         self._seen: set[Any] = set()
+        self._refused = False
         self.__wrapped__ = optimised.__wrapped__
         self.__name__ = getattr(optimised, "__name__", "verified")
         self.__doc__ = optimised.__doc__
@@ -45,8 +48,10 @@ class Verified:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(x, Tracer) for x in leaves):
             return self._optimised(*args, **kwargs)
+        if self._refused:
+            return self._original(*args, **kwargs)
         key = (tree, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves))
-        if key in self._seen and self._mode == "first":
+        if key in self._seen and self._mode != "always":
             return self._optimised(*args, **kwargs)
         expected = self._original(*args, **kwargs)
         got = self._optimised(*args, **kwargs)
@@ -54,13 +59,20 @@ class Verified:
         difference = compare(got, expected, self._numerics)
         if difference is None:
             return got
-        names = ", ".join(self._rules(*args, **kwargs)) or "none"
-        raise EquivalenceError(
+        error = self._error(difference, ", ".join(self._rules(*args, **kwargs)) or "none")
+        if self._mode != "warn":
+            raise error
+        self._refused = True
+        warnings.warn(f"the original runs instead: {error}", stacklevel=2)
+        return expected
+
+    def _error(self, difference: str, names: str) -> EquivalenceError:
+        return EquivalenceError(
             f"{self.__name__} differs from the original",
             expected=f"agreement at numerics={self._numerics.level!r}",
             got=difference,
-            remedy=f"rules in question: {names}; keep(x) fences a value, rules=packs.default - "
-            "(name,) takes a rule out",
+            remedy=f"rules in question: {names}; bisect(f, ...) names the one; keep(x) fences a "
+            "value, rules=packs.default - (name,) takes a rule out",
         )
 
 
