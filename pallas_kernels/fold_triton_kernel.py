@@ -224,7 +224,8 @@ class Kernel:
         if spec.band.upper is not None:
             ends.append(row + blocks.rows + spec.band.upper)
         if spec.band.length is not None:
-            ends.append(self.load(refs[spec.band.length], spec.band.length, {}).astype(jnp.int32))
+            length = self.load(refs[spec.band.length], spec.band.length, {}).astype(jnp.int32)
+            ends.append(length + spec.band.extra + (row + blocks.rows - 1) * spec.band.follows)
         for end in ends:
             last = lax.div(jnp.maximum(end, 0) + blocks.cols - 1, jnp.int32(blocks.cols))
             high = jnp.minimum(high, last)

@@ -65,8 +65,8 @@ class _Sweep:
         if band.upper is not None:
             high = jnp.clip(last + band.upper + 1, 0, high)
         if band.length is not None:
-            length = jnp.max(self.read(band.length, place, {}))
-            high = jnp.clip(length.astype(jnp.int32), 0, high)
+            length = jnp.max(self.read(band.length, place, {})).astype(jnp.int32) + band.extra
+            high = jnp.clip(length + last if band.follows else length, 0, high)
         return low, high
 
     def rows(self, place: dict[str, Any]) -> list[Array]:

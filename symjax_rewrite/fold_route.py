@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import lower
+from symjax_rewrite.band import band_of, known_operand
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.errors import UsageError
@@ -18,6 +20,7 @@ from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, IOTA, MAP, Node, Ref
 from symjax_rewrite.monoid import shift_of
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold_spec import (
+    Band,
     Contraction,
     ExpSums,
     FoldSpec,
@@ -297,6 +300,7 @@ def build_fold(t: TermGraph, need: Needed, bundle: Any, kernels: str) -> FoldRou
             tile=Tile(tile_function(builder.steps, t.primitives), tuple(builder.reads), key=key),
             outputs=(ExpSums(tuple(terms)),),
             epilogue=None if rows is None else rows.epilogue,
+            band=_band(builder, t, lead[:-1], sizes),
         )
     except UsageError as error:
         return f"not a fold: {error.what}"
@@ -305,6 +309,16 @@ def build_fold(t: TermGraph, need: Needed, bundle: Any, kernels: str) -> FoldRou
         return str(support)
     names = tuple(roles[s] for s in slots)
     return FoldRoute(spec, backend, builder.operands, sinks, numbers, names, lead, rows)
+
+
+def _band(builder: _TileBuilder, t: TermGraph, batch: tuple[str, ...], sizes: dict) -> Band:
+    """The columns that matter, from the tile program and what is known of what it reads."""
+    known = []
+    for number in builder.reads:
+        axes, (cls, _) = builder.specs[number].axes, builder.operands[number]
+        known.append(known_operand(t, number, cls, axes, batch))
+    ignores = [(len(builder.steps) - 1, -math.inf)]
+    return band_of(builder.steps, known, ignores, sizes["m"], sizes["n"])
 
 
 def _column_slots(t: TermGraph, bundle: Any) -> set[int]:

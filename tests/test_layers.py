@@ -27,6 +27,7 @@ LAYERS = {
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "
+    "band "
     "fold_rows "
     "fold_route "
     "route "

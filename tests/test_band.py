@@ -1,0 +1,176 @@
+"""Masks become index ranges, and nothing is skipped that a row might need."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import fold_route, sym_optimize
+from symjax_rewrite.pallas_kernels.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold_reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold_spec import Band
+from symjax_rewrite.pallas_kernels.fold_triton import fold_triton
+from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
+
+T = 64
+LEAST = float(np.finfo(np.float32).min)
+TRIL = np.tril(np.ones((T, T), bool))
+NONE = Band()
+INF = jnp.inf
+
+
+def row():
+    return jnp.arange(T)[:, None]
+
+
+def col():
+    return jnp.arange(T)[None, :]
+
+
+def nested(s):
+    return jnp.where(col() <= row(), jnp.where(col() > row() - 8, s, -INF), -INF)
+
+
+def two_fills(s):
+    return jnp.where(col() <= row(), jnp.where(col() > row() - 8, s, LEAST), -INF)
+
+
+# what a mask is called, how it is written, and the range it is
+MASKS = {
+    "tril": (lambda s: jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -INF), Band(None, 0)),
+    "array": (lambda s: jnp.where(TRIL, s, -INF), Band(None, 0)),
+    "added triu": (lambda s: s + jnp.triu(jnp.full((T, T), -INF), 1), Band(None, 0)),
+    "added array": (lambda s: s + np.where(TRIL, 0, -np.inf).astype(np.float32), Band(None, 0)),
+    "iota": (lambda s: jnp.where(row() >= col(), s, -INF), Band(None, 0)),
+    "not": (lambda s: jnp.where(~(col() > row()), s, -INF), Band(None, 0)),
+    "fill first": (lambda s: jnp.where(col() > row(), -INF, s), Band(None, 0)),
+    "minimum": (lambda s: jnp.minimum(s, jnp.where(row() >= col(), INF, -INF)), Band(None, 0)),
+    "float index": (
+        lambda s: jnp.where(row().astype(jnp.float32) >= col().astype(jnp.float32), s, -INF),
+        Band(None, 0),
+    ),
+    "future": (lambda s: jnp.where(col() >= row(), s, -INF), Band(0, None)),
+    "window": (lambda s: jnp.where((row() >= col()) & (row() - col() < 8), s, -INF), Band(-7, 0)),
+    "abs": (lambda s: jnp.where(abs(row() - col()) <= 5, s, -INF), Band(-5, 5)),
+    "nested": (nested, Band(-7, 0)),
+    "or": (
+        lambda s: jnp.where((col() > row()) | (col() < row() - 7), -INF, s),
+        Band(-7, 0),
+    ),
+    "prefix": (lambda s: jnp.where((col() <= row()) | (col() < 10), s, -INF), Band(None, 9)),
+    "late": (lambda s: jnp.where(row() - 8 >= col(), s, -INF), Band(None, -8)),
+    "least": (lambda s: jnp.where(row() >= col(), s, LEAST), Band(None, 0)),
+    "least window": (
+        lambda s: jnp.where((row() >= col()) & (row() - col() < 8), s, LEAST),
+        Band(-7, 0),
+    ),
+    "two fills": (two_fills, Band(-7, 0)),
+    "capped": (lambda s: jnp.where(row() >= col(), 5 * jnp.tanh(s / 5), LEAST), Band(None, 0)),
+    # a finite fill that scores may reach, rows that see nothing, masks that are no range
+    "-1e9": (lambda s: jnp.where(row() >= col(), s, -1e9), NONE),
+    "added least": (lambda s: s + jnp.where(row() >= col(), 0, LEAST), NONE),
+    "late least": (lambda s: jnp.where(row() - 8 >= col(), s, LEAST), NONE),
+    "biased least": (
+        lambda s: jnp.where(row() >= col(), s + 0.1 * jnp.arange(T, dtype=jnp.float32), LEAST),
+        NONE,
+    ),
+    "other diagonal": (lambda s: jnp.where(row() + col() < T, s, -INF), NONE),
+    "every other": (lambda s: jnp.where((row() - col()) % 2 == 0, s, -INF), NONE),
+    "zero": (lambda s: jnp.where(row() >= col(), s, 0.0), NONE),
+}
+
+
+def arrays(seed=0):
+    draw = np.random.default_rng(seed).standard_normal
+    return [jnp.asarray(draw((2, T, 2, 16)), jnp.float32) for _ in range(3)]
+
+
+def attend(mask):
+    def attention(q, k, v, *rest):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) / 4
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(mask(s, *rest), -1), v)
+
+    return attention
+
+
+@pytest.fixture
+def bands(monkeypatch):
+    """The bands of the folds that are emitted."""
+    found = []
+    run = fold_route.fold
+
+    def recorded(spec, *operands, backend):
+        found.append(spec.band)
+        return run(spec, *operands, backend=backend)
+
+    monkeypatch.setattr(fold_route, "fold", recorded)
+    return found
+
+
+def check(fun, args, bands):
+    routed = sym_optimize(fun, kernels="xla", on_unsupported="error")
+    np.testing.assert_allclose(routed(*args), fun(*args), 2e-5, 2e-5)
+    return bands[0]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_a_range(name, bands):
+    mask, band = MASKS[name]
+    assert check(attend(mask), arrays(), bands) == band
+
+
+LENGTHS = {
+    "length": (lambda s, at: jnp.where(col() < at[:, None, None, None], s, -INF), (0, False)),
+    "place": (lambda s, at: jnp.where(col() <= at[:, None, None, None], s, -INF), (1, False)),
+    "one for all": (lambda s, at: jnp.where(jnp.arange(T) < at[0], s, -INF), (0, False)),
+    "filled cache": (
+        lambda s, at: jnp.where(col() <= (at[:, None, None, None] + row()), s, -INF),
+        (1, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_length_is_a_range(name, bands):
+    mask, (extra, follows) = LENGTHS[name]
+    band = check(attend(mask), (*arrays(), jnp.array([5, 40], jnp.int32)), bands)
+    assert band.length is not None
+    assert (band.lower, band.upper, band.extra, band.follows) == (None, None, extra, follows)
+
+
+@pytest.mark.parametrize("name", ["tril", "late", "late least", "window", "least", "zero"])
+@pytest.mark.parametrize("keys", [24, 64, 200])
+def test_fewer_and_more_keys(name, keys):
+    distance = jnp.arange(T)[:, None] - jnp.arange(keys)[None]
+    masks = {
+        "tril": lambda s: jnp.where(distance >= 0, s, -INF),
+        "late": lambda s: jnp.where(distance >= 8, s, -INF),
+        "late least": lambda s: jnp.where(distance >= 8, s, LEAST),
+        "window": lambda s: jnp.where((distance >= 0) & (distance < 9), s, -INF),
+        "least": lambda s: jnp.where((distance >= 0) & (distance < 9), s, LEAST),
+        "zero": lambda s: jnp.where(distance >= 0, s, 0.0),
+    }
+    fun = attend(masks[name])
+    q, k, v = arrays()
+    k, v = (jnp.concatenate([x] * 4, axis=1)[:, :keys] for x in (k, v))
+    for kernels in ("xla", "reference"):
+        routed = sym_optimize(fun, kernels=kernels, on_unsupported="error")
+        np.testing.assert_allclose(routed(q, k, v), fun(q, k, v), 2e-5, 2e-5)
+
+
+def skipped_columns(run):
+    """Poisoned values beyond every row's range: NaN where a tile of them is computed."""
+    a = Attention(1, 64, 512, 1, 16, causal=True)
+    q, k, v = (jnp.ones(forward(a).shape(n)) for n in range(3))
+    out, _ = run(forward(a), q, k, v.at[:, 128:].set(jnp.nan))
+    return bool(jnp.isfinite(out).all())
+
+
+def test_tiles_outside_the_range_are_not_computed():
+    assert skipped_columns(functools.partial(fold_xla, blocks=Blocks(32, 64)))
+    small = TritonBlocks(32, 64)
+    assert skipped_columns(functools.partial(fold_triton, blocks=small, interpret=True))
+    assert not skipped_columns(fold_reference)
