@@ -117,7 +117,7 @@ def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
         >>> s = g.add("add", (1, -1), (a, b), (3,), (), "float32")
         >>> e = g.add("map", ("exp", ()), (s,), (3,), (), "float32")
         >>> log_linear(g, e.cls).exponent
-        ((Ref(cls=0, axes=(0,)), 1.0), (Ref(cls=1, axes=(0,)), -1.0))
+        ((Ref(cls=2, axes=(0,)), 1.0),)
     """
     known = g.facts("log_linear")
     if cls not in known:
@@ -152,24 +152,89 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
 
 
 def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
-    """A sum's terms with their coefficients, nested sums opened."""
+    """A sum as what is shifted and its shifts, each with its coefficient.
+
+    A shift has fewer indices than the sum and is computed from the rest of it (a maximum, a
+    log-sum-exp); nothing else is taken apart. `s + (1 - mask)·(-1e9)` written as
+    `(s + 1e9·mask) - 1e9` would lose every digit of s.
+    """
     return [
         (Ref(term.cls, tuple([ref.axes[i] for i in term.axes])), scale * k)
-        for term, k in _sum_of(g, ref.cls, 0).items()
+        for term, k in _terms_of(g, ref.cls, 0).items()
     ]
 
 
-def _sum_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
+def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
     known = g.facts("sum_terms")
     if cls not in known:
         node = next(iter(g.classes[cls].nodes))
         own = {Ref(cls, tuple(range(len(g.classes[cls].sizes)))): 1.0}
-        known[cls] = own if node.op != ADD or depth >= MAX_DEPTH else {}
-        if not known[cls]:
-            out: dict[Ref, float] = {}
-            for c, a in zip(node.attr, node.args, strict=True):
-                for term, k in _sum_of(g, a.cls, depth + 1).items():
-                    over = Ref(term.cls, tuple([a.axes[i] for i in term.axes]))
-                    out[over] = out.get(over, 0.0) + c * k
-            known[cls] = out
+        known[cls] = own  # as long as it is being asked
+        real = node.op == ADD and not any(isinstance(c, complex) for c in node.attr)
+        if real and depth < MAX_DEPTH:
+            parts = list(zip(node.args, node.attr, strict=True))
+            known[cls] = _taken_apart(g, parts, depth) or own
     return known[cls]
+
+
+def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[Ref, float] | None:
+    """The terms of a sum where it has shifts, or is a multiple of a sum that has."""
+
+    def opened(ref: Ref, scale: float) -> dict[Ref, float]:
+        inner = _terms_of(g, ref.cls, depth + 1).items()
+        return {Ref(t.cls, tuple([ref.axes[i] for i in t.axes])): scale * k for t, k in inner}
+
+    if len(parts) == 1:
+        inner = opened(*parts[0])
+        return inner if len(inner) > 1 else None
+    shifts = [p for p in parts if _is_shift(g, p[0], [q[0] for q in parts if q is not p])]
+    if not shifts:
+        return None
+    kept = [p for p in parts if p not in shifts]
+    out = opened(*kept[0]) if len(kept) == 1 else {_joined(g, kept): 1.0}
+    for term, c in shifts:
+        out[term] = out.get(term, 0.0) + c
+    return out
+
+
+def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
+    """The sum of some terms as a class of its own."""
+    used = sorted({i for r, _ in parts for i in r.axes}, key=str)
+    size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
+    args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
+    sizes, dtype = tuple(size_of[i] for i in used), g.classes[parts[0][0].cls].dtype
+    found = g.add(ADD, tuple(c for _, c in parts), args, sizes, (), dtype)
+    return Ref(found.cls, tuple(used[i] for i in found.axes))
+
+
+def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
+    """Whether a term has fewer indices than the others, and is computed from them."""
+    rank = len({i for r in others for i in r.axes})
+    if len(term.axes) >= rank:
+        return False
+    wide = _elementwise_cone(g, others, rank)
+    least, seen, stack = min(wide, default=term.cls + 1), {term.cls}, [term.cls]
+    while stack:
+        cls = stack.pop()
+        if cls in wide:
+            return True
+        for a in next(iter(g.classes[cls].nodes)).args:
+            if a.cls >= least and a.cls not in seen:
+                seen.add(a.cls)
+                stack.append(a.cls)
+    return False
+
+
+def _elementwise_cone(g: EGraph, refs: list[Ref], rank: int) -> set[int]:
+    """The classes of full rank that terms are elementwise in, with the contractions under them."""
+    found: set[int] = set()
+    stack = [r.cls for r in refs]
+    while stack:
+        cls = stack.pop()
+        if cls in found or len(g.classes[cls].sizes) < rank:
+            continue
+        found.add(cls)
+        node = next(iter(g.classes[cls].nodes))
+        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
+            stack.extend(a.cls for a in node.args)
+    return found

@@ -113,6 +113,22 @@ def two_values(q, k, v):
     return values(p, v), values(p, v * v)
 
 
+def added_mask(q, k, v):
+    seen = jnp.tril(jnp.ones((T, k.shape[1])))
+    return values(jax.nn.softmax(scores(q, k) + (1 - seen) * -1e9), v)
+
+
+def added_mask_without_shift(q, k, v):
+    seen = jnp.tril(jnp.ones((T, k.shape[1])))
+    e = jnp.exp(scores(q, k) + (1 - seen) * -1e9)
+    return values(e / e.sum(-1, keepdims=True), v)
+
+
+def masked_queries(q, k, v):
+    shown = (jnp.arange(T) < 30).astype(jnp.float32)[:, None]
+    return values(jax.nn.softmax(scores(q, k) + (1 - shown) * -1e9), v)
+
+
 def two_widths(q, k, v):
     p = jax.nn.softmax(scores(q, k))
     return values(p, v), values(p, v[..., :3])
@@ -132,7 +148,7 @@ def half(q, k, v):
 FOLDS = [
     plain, by_hand, divided_after, log_softmax, with_lse, masked, finite_fill, nothing_to_see,
     mean_of_all, alibi, softcap, quiet, epsilon, grouped, library, two_values, two_widths,
-    vmapped, half,
+    added_mask, added_mask_without_shift, masked_queries, vmapped, half,
 ]  # fmt: skip
 
 
