@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -259,9 +259,8 @@ class _Reader:
         """A value as a linear form of index numbers, where it is one and nothing wraps."""
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
-        if kind == "const" and not isinstance(data, (complex, bool)):
-            whole = math.isfinite(data) and float(data).is_integer()
-            out = Linear(0, 0, (), int(data)) if whole else None
+        if kind == "const":
+            out = Linear(0, 0, (), int(data)) if _is_integer(data) else None
         elif kind == "index":
             out = Linear(1, 0, (), 0) if data else Linear(0, 1, (), 0)
         elif kind == "value":
@@ -298,6 +297,12 @@ class _Reader:
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
+
+
+def _is_integer(value: Any) -> bool:
+    if isinstance(value, (complex, bool)):
+        return False
+    return math.isfinite(value) and float(value).is_integer()
 
 
 def is_low(value: Any, dtype: str) -> bool:
@@ -423,21 +428,21 @@ class _Points:
             return self.i == self.j
         if kind != "apply" or dtype_kind(dtype) not in "iub":
             return None
-        made = [self.value(a) for a in args]
-        if any(x is None for x in made):
+        made = [x for a in args if (x := self.value(a)) is not None]
+        if len(made) < len(args):
             return None
         op, attr = data
         if op == ADD:
             terms = [np.asarray(c).astype(dtype) * x for c, x in zip(attr, made, strict=True)]
             return np.sum(terms, axis=0).astype(dtype)
         if op == MAP and attr[0] == "select_n" and len(made) == 3:
-            return np.where(made[0], made[2], made[1])  # pyright: ignore[reportArgumentType]
+            return np.where(made[0].astype(bool), made[2], made[1])
         if op == MAP and attr[0] == "convert_element_type":
-            return made[0].astype(dtype)  # pyright: ignore[reportOptionalMemberAccess]
+            return made[0].astype(dtype)
         return _NUMPY[attr[0]](*made) if op == MAP and attr[0] in _NUMPY else None
 
 
-_NUMPY = {
+_NUMPY: dict[str, Callable[..., np.ndarray]] = {
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,

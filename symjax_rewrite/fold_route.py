@@ -285,7 +285,7 @@ def build_fold(t: TermGraph, need: Needed, bundle: Any, kernels: str) -> FoldRou
             numbers[sink.cls] = (1 + terms.index(term), features)
     sinks = {s.cls: s for s in bundle.sinks}
     state = {c: numbers.get(c, (0, ())) for c in sinks}
-    rows = row_algebra(t, need, sinks, state, roles, lead, builder.operand)
+    rows = row_algebra(t, need, sinks, state, roles, lead, builder.operand, bundle.routed)
     sizes = {roles[s]: g.classes[bundle.tile].sizes[s] for s in slots}
     sizes.update(builder.features)
     key = ("route", tuple((k, repr(d), a, x) for k, d, a, x in builder.steps))

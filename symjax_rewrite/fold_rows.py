@@ -94,8 +94,10 @@ class _Program:
             of_index.update(zip(_features_of(sink), features, strict=True))
         slots = range(len(self.t.graph.classes[cls].sizes))
         dtype = self.t.graph.classes[cls].dtype
-        out = self.step("state", number, (), dtype)
-        if not sink.is_max:
+        out = self.step("state", number, (), "")
+        if sink.is_max:
+            out = self.step("cast", None, (out,), dtype)
+        else:
             terms = [self.value(r, of_index) for r, _ in sink.rest.exponent]
             factors = [self.value(r, of_index) for r, _ in sink.rest.factors]
             if None in terms or None in factors:
@@ -148,6 +150,7 @@ def row_algebra(
     roles: dict[int, str],
     lead: Names,
     operand: Callable[[Ref], int],
+    routed: set[int],
 ) -> Rows | None:
     """The row algebra around a fold's sinks as its epilogue.
 
@@ -159,6 +162,7 @@ def row_algebra(
         roles: the axis name of each tile slot.
         lead: batch axes, then the row axis.
         operand: gives the number of an operand over the tile's slots.
+        routed: what depends on any sink of the program: two folds must not wait for each other.
 
     Returns:
         None where some row algebra cannot be done inside.
@@ -171,7 +175,9 @@ def row_algebra(
             if not program.sink(cls):
                 return None
         elif cls in after and cls not in pairwise:
-            program.follow(cls)
+            foreign = (a for a in node_of(t.graph, cls).args if a.cls not in program.number)
+            if not any(a.cls in routed for a in foreign):
+                program.follow(cls)
     inside = _kept(t, need, program, set(sinks), pairwise)
     exits = sorted(_exits(need, inside, pairwise))
     axes = tuple(_stored(t, program, cls) for cls in exits)
@@ -261,15 +267,14 @@ def _function(
                 made.append(values[data])
             elif kind == "state":
                 made.append(results[0][data])
+            elif kind == "cast":
+                made.append(made[args[0]].astype(np.dtype(dtype)))
             elif kind == "scale":
                 scaled = _scaled(data, [made[a] for a in args], shift_of(results[0][0]))
                 made.append(scaled.astype(np.dtype(dtype)))
             else:
                 made.append(apply(data, [made[a] for a in args], dtype, primitives))
-        return tuple(
-            made[n].astype(np.dtype(steps[n][3])) if steps[n][0] == "state" else made[n]
-            for n in used
-        )
+        return tuple([made[n] for n in used])
 
     return epilogue
 

@@ -50,12 +50,14 @@ class Bundle:
     """Sinks of one tile over one of its slots.
 
     others: classes of further sinks of the tile, whose weights need this bundle's results first.
+    routed: classes that depend on any sink of the program.
     """
 
     tile: int
     slot: int
     sinks: list[Sink] = field(default_factory=list)
     others: set[int] = field(default_factory=set)
+    routed: set[int] = field(default_factory=set)
 
 
 class Router:
@@ -81,7 +83,10 @@ class Router:
             return [], []
         taken: list[FoldRoute] = []
         uses: list[RouteUse] = []
-        for bundle in bundles(t.graph, need):
+        every = bundles(t.graph, need)
+        routed = dependents(t.graph, need, {s.cls for b in every for s in b.sinks})
+        for bundle in every:
+            bundle.routed = routed
             found, reason = self._decide(t, need, bundle)
             if found is not None:
                 taken.append(found)
