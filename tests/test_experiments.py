@@ -33,7 +33,7 @@ weights = load("minilm/weights")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear_algebra", "minilm", "optimiser_time"])
+@pytest.mark.parametrize("name", ["attention", "linear_algebra", "minilm", "optimiser_time"])
 def test_script_runs(name: str) -> None:
     before = {path: path.read_bytes() for path in (EXPERIMENTS / name).glob("*.*")}
     command = [sys.executable, str(EXPERIMENTS / name / "run.py"), "--quick"]
