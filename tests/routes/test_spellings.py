@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
-from tests.routes.spellings import FOLDS, FUNCTIONS, INSIDE, LEFT, B, T, arrays, tolerance
+from tests.routes.arrangements import FOLDS, INSIDE, LEFT
+from tests.routes.spellings import FUNCTIONS, B, T, arrays, tolerance
 
 ALL = {**FUNCTIONS, **INSIDE}
 
