@@ -78,6 +78,17 @@ def is_dot(node: Node) -> bool:
     return any(i < node.out for i in set(a.axes) ^ set(b.axes))
 
 
+def is_thin(node: Node) -> bool:
+    """Whether a product is many of a matrix and a vector: it runs no faster than a fused loop.
+
+    One side has no index of its own and both share one of the result: `Σ_k a_bk·b_bkn`.
+    """
+    if not is_dot(node):
+        return False
+    a, b = (set(x.axes) for x in node.args)
+    return (a < b or b < a) and any(i < node.out for i in a & b)
+
+
 def is_kernel(node: Node) -> bool:
     """Whether a node is a kernel of its own, not fused into its consumer."""
     return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM, CONV)
@@ -121,11 +132,16 @@ class CostModel:
         moved = size * itemsize(c.dtype)
         if is_dot(node):
             moved += sum(self._class_bytes(g, a.cls) for a in node.args)
-            return self.join_seconds(2 * size * self._count(node.bound), moved, c.dtype)
+            flops = 2 * size * self._count(node.bound)
+            return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
         if node.op in (INVERSE, SOLVE, CONV):
             return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
         work = size * self._steps(node) * _weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def _peak(self, node: Node, dtype: str) -> float:
+        d = self.device
+        return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
@@ -184,7 +200,7 @@ class CostModel:
                 time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
             else:
                 flops += f.flops
-                peak = d.peak(g.classes[cls].dtype)
+                peak = self._peak(f.node, g.classes[cls].dtype)
                 time = max(f.flops / peak, kernel_bytes / d.bytes_per_s)
             launches += 1
             moved += kernel_bytes

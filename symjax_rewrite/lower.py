@@ -194,7 +194,9 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
 
     XLA on CPU runs `H @ y` and `y @ H` fast and `Hᵀ @ y`, `y @ Hᵀ` 5 to 50 times slower.
     """
-    shared = [i for i in left[1] if i in right[1]]
+    # Axes that both have go in the order of the larger operand: the other one is rearranged.
+    larger, other = (left, right) if _elements(left[0]) > _elements(right[0]) else (right, left)
+    shared = [i for i in larger[1] if i in other[1]]
     batch = [i for i in shared if i < out]
     summed = [i for i in shared if i >= out]
     if _better_swapped(left, right, summed):
@@ -325,6 +327,11 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
 
 
 def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
+    """The pieces end to end, in the order their axes have: a piece transposed is a piece copied.
+
+    XLA folds a transpose into the product that makes the piece, which may then read both of its
+    operands across the grain.
+    """
     target, piece_sizes = node.attr
     largest = max(operands, key=lambda o: (len(o[1]), _elements(o[0])))[1]
     order = (*sorted(set(range(node.out)) - set(largest)), *largest)

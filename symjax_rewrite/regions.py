@@ -148,6 +148,7 @@ def find_regions(
     """
     g = t.graph
     member = _members(t, need)
+    whole = _kept_whole(g, need, member)
     parent = {c: c for c in member}
 
     def root(c: int) -> int:
@@ -158,7 +159,7 @@ def find_regions(
 
     for c in member:
         for arg in node_of(g, c).args:
-            if arg.cls in parent and not _is_cut(g, need, arg.cls):
+            if arg.cls in parent and not _is_cut(g, need, arg.cls, whole):
                 parent[root(arg.cls)] = root(c)
     groups: dict[int, list[int]] = {}
     for c in sorted(member):
@@ -197,12 +198,59 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
     return member
 
 
-def _is_cut(g: EGraph, need: Needed, cls: int) -> bool:
-    """A sum with several consumers, unless it hides a low-rank product."""
-    node = node_of(g, cls)
-    if node.op != ADD or need.uses[cls] < 2 or len(node.args) < 2:
+def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
+    """Members every element of which is needed, whatever their users are rewritten to.
+
+    They are results, or are read by what is opaque, directly or through elementwise terms.
+    """
+    whole: set[int] = set()
+    for c in reversed(need.order):  # users first
+        users = need.users.get(c, ())
+        if c in member and (
+            c in need.outside
+            or any(u not in member or (u in whole and _is_spread(g, u, c)) for u in users)
+        ):
+            whole.add(c)
+    return whole
+
+
+def _is_spread(g: EGraph, user: int, cls: int) -> bool:
+    """Whether an elementwise term reads every element of one of its operands."""
+    node = node_of(g, user)
+    if node.op not in (ADD, CONTRACT) or node.bound:
         return False
-    return not any(_is_low_rank(g, a.cls) for a in node.args)
+    return any(a.cls == cls and _is_all(a.axes) for a in node.args)
+
+
+def _is_all(axes: tuple[int, ...]) -> bool:
+    return min(axes, default=0) >= 0 and len(set(axes)) == len(axes)
+
+
+def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
+    """A value with several consumers that no rewrite of them could do without.
+
+    A sum, unless it hides a low-rank product; a product that is needed whole and that no other
+    product reads: what its users do with it costs little beside it.
+    """
+    node = node_of(g, cls)
+    if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
+        return False
+    if node.op == ADD:
+        return len(node.args) > 1 and not any(_is_low_rank(g, a.cls) for a in node.args)
+    if cls not in whole or _is_low_rank(g, cls):
+        return False
+    return not any(_mixes(g, u, cls) for u in need.users[cls])
+
+
+def _mixes(g: EGraph, user: int, cls: int) -> bool:
+    """Whether a term multiplies a class with values that have axes of their own, or solves."""
+    node = node_of(g, user)
+    if node.op in (INVERSE, SOLVE, CONV):
+        return True
+    if node.op != CONTRACT or not node.bound:
+        return False
+    mine = {i for a in node.args if a.cls == cls for i in a.axes}
+    return any(i not in mine for a in node.args for i in a.axes)
 
 
 def _is_low_rank(g: EGraph, cls: int) -> bool:

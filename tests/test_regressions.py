@@ -253,3 +253,72 @@ def test_time_does_not_grow_with_the_paths_of_a_program(name):
     f = sym_optimize(MANY[name], on_unsupported="error", kernels="always")
     report = f.explain(spec, spec)
     assert report.time_s < 20, report.stop
+
+
+def test_pieces_are_joined_in_the_order_they_are_made():
+    """Gates of an LSTM were each transposed, joined and transposed back: ten times slower."""
+
+    def f(ws, xs):
+        def step(h, x):
+            gates = h @ jnp.concatenate(ws, 1) + x
+            i, o = jnp.split(jax.nn.sigmoid(gates), 2, -1)
+            return i * h + o, None
+
+        return jax.lax.scan(step, jnp.zeros((8, 256)), xs)[0]
+
+    args = ([jnp.ones((256, 256))] * 2, jnp.ones((16, 8, 512)))
+    report = sym_optimize(f).explain(*args)
+    assert [r.name for r in report.rules] == ["block_products"]
+    assert "transpose" not in str(report.after.jaxpr)
+    np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-5)
+
+
+def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
+    """Its sum of squares made one region of a whole training step: seconds of search."""
+    from symjax_rewrite.canonical import build
+    from symjax_rewrite.regions import find_regions, needed
+    from symjax_rewrite.trace import flatten
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    def step(ws, x):
+        gradients = jax.grad(loss)(ws, x)
+        scale = jax.lax.rsqrt(sum(jnp.sum(g**2) for g in gradients))
+        return [w - 0.1 * scale * g for w, g in zip(ws, gradients, strict=True)]
+
+    for layers in (3, 12):
+        closed = jax.make_jaxpr(step)([jnp.ones((32, 32))] * layers, jnp.ones((128, 32)))
+        t = build(flatten(closed))
+        regions = find_regions(t, needed(t), lambda c: ())
+        assert max(len(r.classes) for r in regions) <= 5 * layers
+
+
+def test_forces_of_all_pairs_stay_a_fused_loop():
+    """Σⱼ uᵢⱼ·(xᵢ − xⱼ) became products of a matrix and a vector for every i: twice slower."""
+
+    def potential(x, m):
+        gap = x[:, None] - x[None, :]
+        distance = jnp.sqrt(jnp.sum(gap**2, -1) + 1e-2)
+        return -0.5 * jnp.sum(m[:, None] * m[None, :] / distance)
+
+    forces = sym_optimize(jax.grad(potential), kernels="off")
+    report = forces.explain(jnp.ones((256, 3)), jnp.ones(256))
+    assert "dot_general" not in str(report.after.jaxpr)
+
+
+def test_a_product_over_several_axes_rearranges_its_smaller_operand():
+    """A scale moved behind a linear layer made XLA transpose the weights, not the activations."""
+
+    def f(w, x):
+        pooled = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        return w @ (0.25 * pooled).transpose(0, 3, 1, 2).reshape(4, -1).T
+
+    report = sym_optimize(f).explain(jnp.ones((128, 4096)), jnp.ones((4, 16, 16, 64)))
+    products = [e for e in report.after.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert len(products) == 1 and len(products[0].params["dimension_numbers"][0][0]) == 3
+    sides = zip(products[0].invars, products[0].params["dimension_numbers"][0], strict=True)
+    contracted = max(sides, key=lambda side: side[0].aval.size)[1]
+    assert list(contracted) == sorted(contracted)

@@ -1,0 +1,56 @@
+"""Where the optimiser's time goes: seconds inside each of its passes, nested calls taken off."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+from symjax_rewrite import compat, pipeline, solve
+from symjax_rewrite.route import Router
+
+# Section to the functions it is made of, each where its caller looks it up.
+SECTIONS: dict[str, tuple[tuple[object, str], ...]] = {
+    "flatten": ((pipeline, "flatten"),),
+    "lift": ((pipeline, "build"),),
+    "routes": ((Router, "find"),),
+    "regions": ((pipeline, "needed"), (pipeline, "find_regions")),
+    "saturate": ((solve, "saturate"),),
+    "extract": ((solve, "extract"),),
+    "solve, the rest": ((pipeline.Solver, "solve"),),
+    "apply": ((pipeline.Optimiser, "_apply_all"), (pipeline.Optimiser, "_small")),
+    "trace bodies": ((compat, "make_avals_jaxpr"),),
+}
+OTHER = "other"
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[dict[str, float]]:
+    """Inside this context the optimiser's passes are timed; gives seconds by section."""
+    seconds = dict.fromkeys((*SECTIONS, OTHER), 0.0)
+    inner: list[float] = []  # seconds of the calls inside each call under way
+
+    def timed(section: str, fun: Callable) -> Callable:
+        @functools.wraps(fun)
+        def run(*args, **kwargs):
+            if not inner and section != OTHER:
+                return fun(*args, **kwargs)  # the report's own use
+            inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return fun(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - start
+                seconds[section] += took - inner.pop()
+                if inner:
+                    inner[-1] += took
+
+        return run
+
+    places = [(OTHER, pipeline.Optimiser, "run")]
+    places += [(s, *place) for s, group in SECTIONS.items() for place in group]
+    with contextlib.ExitStack() as undo:
+        for section, owner, name in places:
+            fun = getattr(owner, name)
+            undo.callback(setattr, owner, name, fun)
+            setattr(owner, name, timed(section, fun))
+        yield seconds
