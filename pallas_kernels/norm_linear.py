@@ -1,10 +1,10 @@
-"""A norm followed by a linear layer, in one pass: a fold along the contracted axis.
+"""A norm and a linear layer in one pass: the door to every backend (may import all of `norm_*`).
 
     Σ_k (x·r·γ)·W = r · Σ_k x·(γ·W)
 
 The row scale leaves the contraction and its statistics ride along (the moments monoid), so x is
-read once and the normalised x is never written (Graef et al. 2024, "FlashNorm"). Rows are the
-rows of x, columns the contracted axis, weights W. May import the fold's spec.
+read once and the normalised x is never written. What is computed is a `NormSpec`; `norm_xla` is
+its definition, `norm_layer` writes the specs of whole layers and of their gradients.
 """
 
 from __future__ import annotations
@@ -13,119 +13,79 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from jax import lax
 
-from symjax_rewrite.errors import UsageError
-from symjax_rewrite.pallas_kernels.fold_spec import (
-    Epilogue,
-    FoldSpec,
-    Operand,
-    Sums,
-    Term,
-    Tile,
-)
-
-Array = Any
-NORMS = ("rms", "layer", "l2")
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "": lambda y: y,
-    "relu": lambda y: jnp.maximum(y, 0),
-    "silu": lambda y: y * (1 / (1 + jnp.exp(-y))),
-    "gelu": lambda y: jax.nn.gelu(y, approximate=True),
-}
+from symjax_rewrite.errors import KernelError
+from symjax_rewrite.pallas_kernels import norm_triton as _triton
+from symjax_rewrite.pallas_kernels import norm_xla as _xla
+from symjax_rewrite.pallas_kernels.fold import OLDEST_GPU, oldest_capability
+from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
+from symjax_rewrite.pallas_kernels.support import Reason, Support
 
 
 @dataclass(frozen=True, slots=True)
-class NormLinear:
-    """`activation(norm(x)·γ @ W + bias)`, times `norm(x)·γ @ V` if gated.
+class Backend:
+    """A way to run it: whether it can, and how; `platform` is where, None for anywhere."""
+
+    name: str
+    platform: str | None
+    supports: Callable[[NormSpec], Support]
+    run: Callable[..., Any]
+
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("xla", None, _xla.supports, _xla.norm_xla),
+        Backend("triton", "cuda", _triton.supports, _triton.norm_triton),
+    )
+}
+
+
+def supports(spec: NormSpec) -> Support:
+    """Whether a program lowered for CUDA runs the spec as one kernel, or why not."""
+    capability = oldest_capability()
+    if capability is not None and capability < OLDEST_GPU:
+        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
+    return _triton.supports(spec)
+
+
+def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
+    """Run a matmul with sums.
 
     Args:
-        rows: m, rows of x.
-        width: k, columns of x, normalised and contracted.
-        outputs: n, columns of W.
-        norm: "rms" (x/√(mean x² + eps)), "layer" ((x - mean)/√(var + eps)) or "l2".
-        dtype: of x, W and the result; statistics and sums are f32.
-        eps: as the norm has it.
-        gain: γ [k] multiplies x; leave it out where it is folded into W.
-        bias: b [n] is added to `norm(x) @ W`.
-        gated: a second matrix V [k, n]; the result is `activation(..W..) · (..V..)`.
-        activation: "", "relu", "silu" or "gelu" (tanh form).
+        spec: what to compute.
+        operands: one array per operand of the spec.
+        backend: "auto" takes the kernel where the program is lowered for CUDA; else a name of
+            `BACKENDS`.
+
+    Returns:
+        The result, [m, n].
+
+    Raises:
+        KernelError: the operands do not fit, or the backend asked for does not exist or does not
+            support the spec.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
+        >>> spec = forward(NormLinear(1, 4, 2, eps=0.0))
+        >>> norm_linear(spec, jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones((4, 2)))
+        Array([[2.8, 2.8]], dtype=float32)
     """
-
-    rows: int
-    width: int
-    outputs: int
-    norm: str = "rms"
-    dtype: str = "float32"
-    eps: float = 1e-6
-    gain: bool = False
-    bias: bool = False
-    gated: bool = False
-    activation: str = ""
-
-    def __post_init__(self) -> None:
-        if self.norm not in NORMS or self.activation not in ACTIVATIONS:
-            raise UsageError(
-                "no such norm or activation",
-                expected=(NORMS, tuple(ACTIVATIONS)),
-                got=(self.norm, self.activation),
-            )
-
-
-def norm_linear(a: NormLinear) -> FoldSpec:
-    """The fold of a norm and a linear layer; result [m, n].
-
-    Operands in order, those that `a` has: x [m, k], W [k, n], V [k, n], γ [k], then, each [n]: the
-    column sums of γ·W and of γ·V (for "layer" only), b.
-    """
-    matrices = 2 if a.gated else 1
-    wide = [Operand(("k", "n"), a.dtype)] * matrices
-    gain = [Operand(("k",), a.dtype)] if a.gain else []
-    first = 1 + len(wide) + len(gain)
-    ends = [Operand(("n",))] * (matrices if a.norm == "layer" else 0)
-    ends += [Operand(("n",), a.dtype)] if a.bias else []
-
-    def tile(dots: tuple, values: tuple, i: Array, j: Array) -> tuple[Array, Array, Array]:
-        del dots, i, j
-        x = values[0].astype(jnp.float32)
-        scaled = x * values[1].astype(jnp.float32) if a.gain else x
-        return scaled, x * x, x
-
-    rounding = None if a.dtype == "float32" else a.dtype
-    outputs = [Sums(tuple(Term(1 + k, round_to=rounding) for k in range(matrices)))]
-    outputs.append(Sums(tile=1))
-    if a.norm == "layer":
-        outputs.append(Sums(tile=2))
-    return FoldSpec(
-        sizes=(("m", a.rows), ("k", a.width), ("n", a.outputs)),
-        batch=(),
-        row="m",
-        col="k",
-        operands=(Operand(("m", "k"), a.dtype), *wide, *gain, *ends),
-        contractions=(),
-        tile=Tile(tile, reads=(0, first - 1) if a.gain else (0,), key=("norm", a.gain)),
-        outputs=tuple(outputs),
-        epilogue=Epilogue(
-            lambda results, values: _finish(a, results, values),
-            axes=(("m", "n"),),
-            reads=tuple(range(first, first + len(ends))),
-            key=a,
-        ),
+    given = [(tuple(x.shape), str(x.dtype)) for x in operands]
+    if spec.shapes != given:
+        raise KernelError("the operands do not fit", expected=spec.shapes, got=given)
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise KernelError("no such backend", expected=["auto", *BACKENDS], got=backend)
+        if not (support := BACKENDS[backend].supports(spec)):
+            raise KernelError(f"the {backend} backend does not run this", got=str(support))
+        return BACKENDS[backend].run(spec, *operands)
+    if not supports(spec):
+        return _xla.norm_xla(spec, *operands)
+    return lax.platform_dependent(
+        *operands,
+        cuda=lambda *xs: _triton.norm_triton(spec, *xs),
+        default=lambda *xs: _xla.norm_xla(spec, *xs),
     )
-
-
-def _finish(a: NormLinear, results: tuple, values: tuple) -> tuple[Array]:
-    products, squares, rest = list(results[0]), results[1][0], list(values)
-    if a.norm == "layer":
-        mean = results[2][0] / a.width
-        variance = jnp.maximum(squares / a.width - mean * mean, 0)
-        products = [p - mean * rest.pop(0) for p in products]
-        scale = jax.lax.rsqrt(variance + a.eps)
-    else:
-        scale = jax.lax.rsqrt(squares / (1 if a.norm == "l2" else a.width) + a.eps)
-    y = products[0] * scale
-    y = y + rest.pop(0).astype(jnp.float32) if a.bias else y
-    y = ACTIVATIONS[a.activation](y)
-    y = y * (products[1] * scale) if a.gated else y
-    return (y.astype(a.dtype),)

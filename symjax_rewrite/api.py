@@ -23,6 +23,7 @@ from symjax_rewrite.errors import (
     UnsupportedError,
     UsageError,
 )
+from symjax_rewrite.norm_route import NormRouter
 from symjax_rewrite.pipeline import Optimiser, Result
 from symjax_rewrite.prepare import prepare
 from symjax_rewrite.report import Report
@@ -264,9 +265,9 @@ class _Worker:
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
-            self._optimiser = Optimiser(
-                self.options, rules, device, Router(self.options.kernels, self.options.numerics)
-            )
+            chosen = (self.options.kernels, self.options.numerics)
+            routers = (Router(*chosen), NormRouter(*chosen, device))
+            self._optimiser = Optimiser(self.options, rules, device, routers)
         return self._optimiser
 
     def wrapper(self) -> Callable[..., Any]:

@@ -125,9 +125,9 @@ class Optimiser:
     """Optimises jaxprs under one set of options; solved regions are kept and reused."""
 
     def __init__(
-        self, options: Options, rules: RulePack, device: Device, router: Router | None = None
+        self, options: Options, rules: RulePack, device: Device, routers: tuple[Router, ...] = ()
     ) -> None:
-        self.options, self.rules, self.device, self.router = options, rules, device, router
+        self.options, self.rules, self.device, self.routers = options, rules, device, routers
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
         self.solved: dict[tuple, Solution] = {}
@@ -231,12 +231,13 @@ class Optimiser:
         return flatten(rewritten(program, loops.changes) if loops.changes else closed)
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
-        if self.router is None:
-            return
-        routes, uses = self.router.find(t, need)
-        result.routes.extend(uses)
-        for route in routes:
-            result.plan.routed.update(dict.fromkeys(route.classes(), route))
+        need.known = frozenset(result.known)
+        for router in self.routers:
+            routes, uses = router.find(t, need)
+            result.routes.extend(uses)
+            for route in routes:
+                if not route.classes() & result.plan.routed.keys():
+                    result.plan.routed.update(dict.fromkeys(route.classes(), route))
 
     def _apply_all(
         self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]

@@ -59,12 +59,16 @@ class Region:
 
 @dataclass(slots=True)
 class Needed:
-    """What of a graph the program's results need, and how often each class is used."""
+    """What of a graph the program's results need, and how often each class is used.
+
+    known: classes that depend on frozen inputs and constants alone.
+    """
 
     order: list[int]
     uses: dict[int, int]
     users: dict[int, list[int]]
     outside: set[int]
+    known: frozenset[int] = frozenset()
 
 
 def node_of(g: EGraph, cls: int) -> Node:

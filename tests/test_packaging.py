@@ -86,8 +86,9 @@ def test_wheel_holds_every_file_once(wheel: Path) -> None:
             ("symjax_rewrite", Path("symjax_rewrite")),
             *((outer, Path("symjax_rewrite", outer)) for outer in OUTER),
         )
-        for path in (ROOT / folder).rglob("*.py")
-        if not (folder == "symjax_rewrite" and path.relative_to(ROOT).parts[1] in OUTER)
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".json")
+        and not (folder == "symjax_rewrite" and path.relative_to(ROOT).parts[1] in OUTER)
     }
     assert max(names.values()) == 1
     assert held == expected | {"symjax_rewrite/py.typed"}

@@ -1,0 +1,73 @@
+"""How the Triton kernel is cut: a table per device (may import the spec).
+
+`norm_tune` writes the table from measurements; rows without one say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
+
+TABLE = Path(__file__).with_name("norm_blocks.json")
+
+
+@dataclass(frozen=True, slots=True)
+class NormBlocks:
+    """Rows, outputs and k per step of one program, its warps, and the depth of its pipeline."""
+
+    rows: int
+    outputs: int
+    step: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """The table as stored: per device a list of rows; the first that fits is taken."""
+    return json.loads(TABLE.read_text(encoding="utf-8"))
+
+
+def devices() -> tuple[str, ...]:
+    """Devices the table has rows for."""
+    return tuple(table())
+
+
+def norm_blocks(spec: NormSpec, device: str = "h200") -> NormBlocks:
+    """The cut for a spec: the first row of the device's table whose limits hold.
+
+    A row's limits are `rows`, `outputs` (at most) and `weights` (bytes of one element of the
+    products times their number, at most).
+    """
+    held = jnp.dtype(spec.factor).itemsize * len(spec.weights)
+    held += 4 * (spec.gain is not None) * len(spec.weights)
+    for row in table()[device]:
+        limits = row["limits"]
+        fits = spec.rows <= limits["rows"] and spec.outputs <= limits["outputs"]
+        if fits and held <= limits["weights"]:
+            return _clipped(spec, NormBlocks(**row["blocks"]))
+    return _clipped(spec, NormBlocks(**table()[device][-1]["blocks"]))
+
+
+def _clipped(spec: NormSpec, blocks: NormBlocks) -> NormBlocks:
+    least = {"rows": spec.rows, "outputs": spec.outputs, "step": spec.width}
+    return replace(
+        blocks, **{k: min(getattr(blocks, k), power_of_two(v)) for k, v in least.items()}
+    )
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is no less than `size`, and at least 16 (what a dot needs)."""
+    return max(16, 1 << max(size - 1, 0).bit_length())
+
+
+def as_row(blocks: NormBlocks) -> dict[str, int]:
+    """The cut as the table stores it."""
+    return {f.name: getattr(blocks, f.name) for f in fields(blocks)}

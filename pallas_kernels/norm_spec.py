@@ -1,0 +1,157 @@
+"""A matmul whose loop over k carries sums of its own, as data (may import the ground layer).
+
+    result = finish( Σ_k left·γ·W,  Σ_k side,  Σ_k c·W )      left, side: terms of x[m, k]
+
+With `left` = x and `side` = x² this is a norm and the linear layer after it: the row scale leaves
+the contraction and x is read once, as in `Σ_k (x·r·γ)·W = r·Σ_k x·(γ·W)` (Graef et al. 2024,
+"FlashNorm"; the moments monoid). With `left` = dy it is the gradient towards x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from symjax_rewrite.errors import UsageError
+
+Array = Any
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An elementwise function that is told apart by its key."""
+
+    fun: Callable[..., Any] = field(compare=False)
+    key: Hashable
+
+
+class Sums(NamedTuple):
+    """What `finish` sees; everything broadcasts to [m, n].
+
+    products: `Σ_k left·γ·W` for each weight, [m, n]. sides: [m, 1]. columns: for each entry of
+    `column_sums` the sum for each weight, [1, n]. centre: the mean of x over k, [m, 1]; 0 if the
+    spec is not centred. rows [m, 1], ends [1, n], fulls [m, n]: further operands.
+    """
+
+    products: tuple[Array, ...]
+    sides: tuple[Array, ...]
+    columns: tuple[tuple[Array, ...], ...]
+    centre: Array
+    rows: tuple[Array, ...]
+    ends: tuple[Array, ...]
+    fulls: tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """One such matmul; operands in the order pairs, columns, weights, rows, ends, fulls.
+
+    Args:
+        rows: m. width: k. outputs: n.
+        pairs: dtypes of the operands [m, k]; the first is x.
+        columns: dtypes of the operands [k].
+        weights: dtypes of the operands [k, n].
+        row_vectors: dtypes of the operands [m].
+        ends: dtypes of the operands [n].
+        fulls: dtypes of the operands [m, n].
+        left: `(pairs, columns, centre) -> (left, sides)`, in f32 (f64 for f64 operands).
+        finish: `(Sums) -> result`.
+        dtype: of the result.
+        centred: whether the mean of x is computed before the loop.
+        gain: number of the column γ that scales the weights' rows; None for no scale.
+        column_sums: columns c whose `Σ_k c·W` is wanted; None for `Σ_k γ·W`.
+        precision: of the products, as in `jax.lax.dot`.
+        pairs_swapped: the pairs are stored [k, m].
+        weights_swapped: the weights are stored [n, k].
+
+    Raises:
+        UsageError: the parts do not fit.
+    """
+
+    rows: int
+    width: int
+    outputs: int
+    pairs: tuple[str, ...]
+    weights: tuple[str, ...]
+    left: Program
+    finish: Program
+    dtype: str
+    columns: tuple[str, ...] = ()
+    row_vectors: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+    fulls: tuple[str, ...] = ()
+    centred: bool = False
+    gain: int | None = None
+    column_sums: tuple[int | None, ...] = ()
+    precision: str | None = None
+    pairs_swapped: bool = False
+    weights_swapped: bool = False
+
+    def __post_init__(self) -> None:
+        wanted = [c for c in (*self.column_sums, self.gain) if c is not None]
+        if not self.pairs or not self.weights or any(c >= len(self.columns) for c in wanted):
+            raise UsageError(
+                "not a matmul with sums", expected="x, a weight, and the columns named", got=self
+            )
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every operand, in order."""
+        m, k, n = self.rows, self.width, self.outputs
+        groups = [
+            ((k, m) if self.pairs_swapped else (m, k), self.pairs),
+            ((k,), self.columns),
+            ((n, k) if self.weights_swapped else (k, n), self.weights),
+            ((m,), self.row_vectors),
+            ((n,), self.ends),
+            ((m, n), self.fulls),
+        ]
+        return [(shape, dtype) for shape, dtypes in groups for dtype in dtypes]
+
+    def split(self, operands: Any) -> tuple[tuple[Any, ...], ...]:
+        """The operands by group: pairs, columns, weights, rows, ends, fulls."""
+        rest, out = list(operands), []
+        groups = (self.pairs, self.columns, self.weights, self.row_vectors, self.ends, self.fulls)
+        for dtypes in groups:
+            out.append(tuple(rest[: len(dtypes)]))
+            rest = rest[len(dtypes) :]
+        return tuple(out)
+
+    @property
+    def accumulator(self) -> Any:
+        """The dtype of every sum."""
+        return jnp.result_type(jnp.float32, *self.pairs, *self.weights)
+
+    @property
+    def factor(self) -> Any:
+        """The dtype of what the product multiplies: f16 leaves its range once γ or a mean moves."""
+        dtype = jnp.dtype(self.weights[0])
+        moved = self.centred or self.gain is not None or jnp.dtype(self.pairs[0]) != dtype
+        return self.accumulator if dtype == jnp.float16 and moved else dtype
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether `left` is multiplied as two bf16 parts: x is exact in one, x - mean is not."""
+        exact = self.pairs[0] == "bfloat16" and not self.centred
+        return self.factor == jnp.bfloat16 and not exact
+
+    @property
+    def flops(self) -> int:
+        """Of the products, 2mnk each, and as much again where x is multiplied in two parts."""
+        products = len(self.weights) * (2 if self.in_parts else 1)
+        return 2 * self.rows * self.width * self.outputs * products
+
+    @property
+    def bytes_moved(self) -> int:
+        """Of every operand and the result, each once."""
+        total = self.rows * self.outputs * jnp.dtype(self.dtype).itemsize
+        for shape, dtype in self.shapes:
+            size = jnp.dtype(dtype).itemsize
+            for extent in shape:
+                size *= extent
+            total += size
+        return total

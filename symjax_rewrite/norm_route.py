@@ -1,0 +1,453 @@
+"""Routes: a norm and the linear layer after it become one matmul with sums (a face).
+
+`norm_form` reads the operand of every contraction; here statistics and epilogue become programs
+(`norm_program`), the kernel is priced against what is written, and the call is emitted. Weights
+that are known beforehand are scaled, summed and shifted outside of it, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import compat, lower
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.config import Numerics, log
+from symjax_rewrite.cost import itemsize
+from symjax_rewrite.device import Device
+from symjax_rewrite.errors import KernelError
+from symjax_rewrite.extract import GAIN
+from symjax_rewrite.ir import Ref
+from symjax_rewrite.norm_epilogue import Epilogue, epilogue
+from symjax_rewrite.norm_form import Column, Normed, Shift, depends, normal_form
+from symjax_rewrite.norm_program import CENTRE, SQUARES, SUM, ProgramBuilder, program
+from symjax_rewrite.pallas_kernels.norm_linear import BACKENDS, norm_linear, supports
+from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Program
+from symjax_rewrite.record import RouteUse
+from symjax_rewrite.regions import Needed, node_of
+
+NAME = "norm_linear"
+KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
+
+
+@dataclass(slots=True)
+class NormRoute:
+    """One kernel call for one or several contractions of one normalised value.
+
+    members: the contractions. exit: the class it computes. columns: the vectors over k that the
+    kernel reads. folded: whether γ is in the weights before the call. sums: what each column sum
+    is: None for γ·W, else a column; `given` of them are computed outside and read as ends.
+    """
+
+    spec: NormSpec
+    backend: str
+    members: list[Normed]
+    exit: Epilogue
+    columns: list[tuple[Column, ...]]
+    folded: bool
+    given: list[tuple[tuple[Column, ...] | None, int]]
+    operands: dict[str, list[Ref]]
+
+    def classes(self) -> set[int]:
+        """The classes this route computes or makes superfluous."""
+        return {self.exit.cls, *self.exit.inside}
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before the call."""
+        first = self.members[0]
+        columns = [*self.columns, *(c for c, _ in self.given if c is not None), first.gain]
+        found = [first.x.cls, *(m.weight.cls for m in self.members)]
+        found += [f.cls for terms in columns for c in terms for f in c.columns]
+        return found + [r.cls for refs in self.operands.values() for r in refs]
+
+    def run(self, emitter: Any) -> list[Any]:
+        """Emit the call: the result as [rows, outputs]."""
+        m = self.members[0]
+        slots = range(len(m.x.axes))
+        across = tuple(s for s in slots if m.x.axes[s] in m.contracted)
+        down = tuple(s for s in slots if m.x.axes[s] not in m.contracted)
+        sizes = emitter.t.graph.classes[m.x.cls].sizes
+        x = _read(emitter, Ref(m.x.cls, tuple(slots)), (*down, *across), sizes)
+        x = x.reshape(self.spec.rows, self.spec.width)
+        vector = lambda c: _columns(emitter, c, across, sizes)  # noqa: E731
+        weights = [_weight(emitter, w) for w in self.members]
+        raw = weights
+        if self.folded and m.gain != ((1.0, ()),):
+            gain = vector(m.gain).astype(self.spec.accumulator)[:, None]
+            weights = [(w.astype(gain.dtype) * gain).astype(w.dtype) for w in weights]
+        ends = []
+        for what, k in self.given:
+            summed = weights[k] if what is None else raw[k]
+            factor = jnp.ones(self.spec.width) if what is None else vector(what)
+            total = self.spec.accumulator
+            ends.append(jnp.dot(factor.astype(total), summed.astype(total), precision="highest"))
+        rows = [_read(emitter, r, down, sizes).reshape(-1) for r in self.operands["rows"]]
+        ends += [self._result_shaped(emitter, r, "ends") for r in self.operands["ends"]]
+        fulls = [self._result_shaped(emitter, r, "fulls") for r in self.operands["fulls"]]
+        columns = [vector(c) for c in self.columns]
+        operands = (x, *columns, *weights, *rows, *ends, *fulls)
+        return [norm_linear(self.spec, *operands, backend=self.backend)]
+
+    def _result_shaped(self, emitter: Any, ref: Ref, kind: str) -> Any:
+        m = self.members[0]
+        sizes = emitter.t.graph.classes[m.cls].sizes
+        order = m.ends if kind == "ends" else (*m.rows, *m.ends)
+        array = _read(emitter, ref, order, sizes)
+        lead = () if kind == "ends" else (self.spec.rows,)
+        return array.reshape(*lead, self.spec.outputs)
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The result over its class's slots."""
+        (data,) = emitter.folded(self)
+        m = self.members[0]
+        sizes = emitter.t.graph.classes[m.cls].sizes
+        order = (*m.rows, *m.ends)
+        slot = {i: s for s, i in enumerate(self.exit.axes)}
+        return data.reshape([sizes[i] for i in order]), tuple(slot[i] for i in order)
+
+
+def _read(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
+    """A reference as an array over exactly the indices of `order`."""
+    array = emitter.array(ref.cls)
+    labels = tuple(ref.axes[s] for s in array.slots)
+    return lower.arrange(array.data, labels, order, sizes)
+
+
+def _columns(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
+    """Σ coefficient · Π columns as a vector over k."""
+    single = len(terms) == 1 and terms[0].coefficient == 1 and len(terms[0].columns) == 1
+    total: Any = None
+    for coefficient, refs in terms:
+        value: Any = None
+        for ref in refs:
+            array = _read(emitter, ref, across, sizes).reshape(-1)
+            array = array if single else array.astype(jnp.promote_types(array.dtype, jnp.float32))
+            value = array if value is None else value * array
+        if value is None:
+            value = jnp.ones(math.prod(sizes[s] for s in across), jnp.float32)
+        value = value if coefficient == 1 else value * np.asarray(coefficient, value.dtype)
+        total = value if total is None else total + value
+    return total
+
+
+def _weight(emitter: Any, m: Normed) -> Any:
+    node = node_of(emitter.t.graph, m.cls)
+    sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
+    array = _read(emitter, m.weight, (*m.contracted, *m.ends), sizes)
+    return array.reshape(math.prod(sizes[i] for i in m.contracted), -1)
+
+
+class NormRouter:
+    """Finds norms before linear layers and decides which become kernels.
+
+    Args:
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        numerics: the kernel changes the order of sums, so it needs `reassoc`.
+        device: what is priced; the kernel runs on GPUs.
+    """
+
+    def __init__(self, kernels: str, numerics: Numerics, device: Device) -> None:
+        known = kernels in ("auto", "always", *BACKENDS) and numerics.permits("reassoc")
+        self.kernels, self.device = (kernels if known else "off"), device
+
+    def find(self, t: TermGraph, need: Needed) -> tuple[list[NormRoute], list[RouteUse]]:
+        """The kernels to route to, and what was considered."""
+        if self.kernels == "off" or t.dim_env:
+            return [], []
+        uses: list[RouteUse] = []
+        groups: dict[tuple, list[Normed]] = {}
+        cache: dict[int, bool] = {}
+        for cls in need.order:
+            if cls in need.known:
+                continue
+            found = normal_form(t.graph, cls, cache)
+            if isinstance(found, Normed):
+                groups.setdefault(found.key, []).append(found)
+            elif found is not None:
+                _note(uses, t, cls, False, found)
+        routes: list[NormRoute] = []
+        for members in groups.values():
+            made, reason = self._group(t, need, members)
+            routes += made
+            _note(uses, t, members[0].cls, bool(made), reason)
+        return routes, uses
+
+    def _group(
+        self, t: TermGraph, need: Needed, members: list[Normed]
+    ) -> tuple[list[NormRoute], str]:
+        if self.kernels == "auto" and compat.may_be_partitioned():
+            return [], "several devices: XLA might gather the kernel's operands"
+        if any(c in need.outside for c in members[0].opened):
+            return [], "the normalised value is itself a result"
+        if self.kernels == "auto" and self.device.name == "cpu":
+            return [], "on a CPU XLA's own passes are as good: the kernel gains on GPUs"
+        made: list[NormRoute] = []
+        for exit_, served in _exits(t, need, members):
+            route = self._build(t, need, served, exit_)
+            if isinstance(route, str):
+                if self.kernels not in ("auto", "always"):
+                    raise KernelError(f"the {self.kernels} backend cannot run this", got=route)
+                return [], route
+            made.append(route)
+        if self.kernels == "auto":
+            gain, reason = self._gain(t, need, members, made)
+            if gain < GAIN:
+                return [], reason
+            return made, reason
+        return made, _count(made, members)
+
+    def _build(
+        self, t: TermGraph, need: Needed, members: list[Normed], exit_: Epilogue
+    ) -> NormRoute | str:
+        builder = _Builder(t, members, exit_, need.known)
+        route = builder.route("auto" if self.kernels in ("auto", "always") else self.kernels)
+        if isinstance(route, str):
+            return route
+        if self.kernels == "auto" and not (support := supports(route.spec)):
+            return str(support)
+        if self.kernels in BACKENDS and not (s := BACKENDS[self.kernels].supports(route.spec)):
+            return str(s)
+        return route
+
+    def _gain(
+        self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
+    ) -> tuple[float, str]:
+        """How many times faster the kernels are predicted to be, and the sentence that says so.
+
+        What is written runs as one kernel for the norm, a library product for each weight, and
+        one for whatever follows beyond a bias.
+        """
+        d, x = self.device, members[0].x.cls
+        size = lambda c: itemsize(t.graph.classes[c].dtype) * _elements(t, c)  # noqa: E731
+        value = itemsize(members[0].dtype) * _elements(t, x)
+        norm = (size(x) + value) / d.bytes_per_s + d.launch_s
+        again = _read_elsewhere(t, need, members[0], made)
+        before, after = norm, norm if again else 0.0
+        for route in made:
+            spec = route.spec
+            products = [size(m.cls) for m in route.members]
+            for m, out in zip(route.members, products, strict=True):
+                moved = value + size(m.weight.cls) + out
+                work = 2 * spec.rows * spec.width * spec.outputs
+                before += max(work / d.peak(m.dtype), moved / d.bytes_per_s) + d.launch_s
+            if len(route.exit.inside) > 1 and (len(products) > 1 or route.spec.fulls):
+                before += (sum(products) + size(route.exit.cls)) / d.bytes_per_s + d.launch_s
+            peak = KERNEL_SHARE * d.peak(str(spec.factor))
+            after += max(spec.flops / peak, spec.bytes_moved / d.bytes_per_s) + d.launch_s
+            rows = [r for r in route.operands["rows"] if depends(t.graph, r.cls, x)]
+            after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
+        gain = before / after
+        text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
+        if gain < GAIN:
+            text = f"predicted gain {gain:.2f} is below {GAIN}"
+            text += ": the normalised value is needed anyway" if again else ""
+        return gain, text
+
+
+def _count(made: list[NormRoute], members: list[Normed]) -> str:
+    kernels, products = len(made), len(members)
+    return f"{kernels} kernel{'s' * (kernels > 1)} for {products} product{'s' * (products > 1)}"
+
+
+def _elements(t: TermGraph, cls: int) -> int:
+    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+
+
+def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
+    """Whether something besides these kernels' products reads the normalised value."""
+    inside = {route.exit.cls for route in made}
+    read = {c for route in made for c in route.needs(route.exit.cls)}
+    stack = list(inside)
+    while stack:
+        for a in node_of(t.graph, stack.pop()).args:
+            if a.cls not in inside and a.cls not in read:
+                inside.add(a.cls)
+                stack.append(a.cls)
+    users = (u for c in m.opened for u in need.users.get(c, ()))
+    return bool(m.opened & read) or any(u not in inside for u in users)
+
+
+def _note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
+    where = ""
+    if cls in t.made_by:
+        where = compat.source_line(t.program.equations[t.made_by[cls][0]].eqn)
+    for use in uses:
+        if (use.taken, use.reason) == (taken, reason):
+            use.count += 1
+            return
+    log("route", "%s: %s", NAME, reason)
+    uses.append(RouteUse(NAME, taken, reason, where))
+
+
+def _exits(
+    t: TermGraph, need: Needed, members: list[Normed]
+) -> Iterable[tuple[Epilogue, list[Normed]]]:
+    """Members in kernels: those that meet in one elementwise result share one."""
+    left = list(members)
+    while left:
+        exit_ = epilogue(t.graph, need, left[0], left)
+        served = [m for m in left if m.cls in exit_.products]
+        left = [m for m in left if m not in served]
+        yield exit_, served
+
+
+class _Builder:
+    """Makes the spec of one kernel."""
+
+    def __init__(
+        self, t: TermGraph, members: list[Normed], exit_: Epilogue, known: frozenset[int]
+    ) -> None:
+        self.t, self.members, self.exit = t, members, exit_
+        m = self.first = members[0]
+        read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
+        read += [w.weight.cls for w in members]
+        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may leave it
+        sizes = t.graph.classes[m.x.cls].sizes
+        slots = tuple(m.x.axes.index(i) for i in m.contracted)
+        self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
+        self.count = math.prod(self.sizes[s] for s in slots)
+        centred = any(_same_columns(m, s) for s in m.shifts)
+        x = Ref(m.x.cls, tuple(range(len(m.x.axes))))
+        self.program = ProgramBuilder(t.graph, x, slots, self.count, centred)
+        self.columns: list[tuple[Column, ...]] = []
+        self.sums: list[int | None] = []
+        self.given: list[tuple[tuple[Column, ...] | None, int]] = []
+
+    def column(self, terms: tuple[Column, ...]) -> int:
+        if terms not in self.columns:
+            self.columns.append(terms)
+        return self.columns.index(terms)
+
+    def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
+        """The step of `Σ_k terms·W_k` (None: γ·W_k), computed before or inside the kernel."""
+        if self.folded:
+            if (terms, k) not in self.given:
+                self.given.append((terms, k))
+            return self.program.step("given", self.given.index((terms, k)))
+        number = None if terms is None else self.column(terms)
+        if number not in self.sums:
+            self.sums.append(number)
+        return self.program.step("column", (self.sums.index(number), k))
+
+    def route(self, backend: str) -> NormRoute | str:
+        m, b = self.first, self.program
+        if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
+            return "an axis is empty or a name"
+        trivial = m.gain == ((1.0, ()),)
+        gain = None if trivial or self.folded else self.column(m.gain)
+        made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
+        root = self.exit.build(b, made)
+        steps, (root,) = b.prune((root,))
+        used = {data for kind, data, _, _ in steps if kind == "sides"}
+        sides = tuple(s for s in (SUM, SQUARES) if s in used)
+        return self._finished(backend, steps, root, sides, gain)
+
+    def product(self, k: int) -> int:
+        """The step of one contraction's value, in its dtype."""
+        m, b = self.first, self.program
+        scale = b.times(*(b.row(r) for r in m.scale))
+        inner = [(1.0, b.step("product", k))]
+        outer: list[tuple[float, int]] = []
+        offset: list[tuple[float, int]] = []
+        if b.centred:
+            offset.append((1.0, b.step(CENTRE, None)))
+        for s in m.shifts:
+            rest = _without(s.rows, m.scale)
+            if _same_columns(m, s) and rest is not None:
+                ratio = s.coefficient / m.gain[0].coefficient
+                offset.append((ratio, b.times(*(b.row(r) for r in rest))))
+            else:
+                rows = b.times(*(b.row(r) for r in s.rows))
+                total = self.column_sum((Column(s.coefficient, s.columns),), k)
+                outer.append((1.0, b.times(rows, total)))
+        moved = b.plus(*offset)
+        if not b.equals(moved, 0.0):
+            inner.append((1.0, b.times(moved, self.column_sum(None, k))))
+        value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
+        return b.step("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
+
+    def _result_sizes(self) -> tuple:
+        return tuple(s for m in self.members for s in self.t.graph.classes[m.cls].sizes)
+
+    def _finished(
+        self, backend: str, steps: list, root: int, sides: tuple, gain: int | None
+    ) -> NormRoute:
+        g, m, operands = self.t.graph, self.first, self.program.operands
+        centred = self.program.centred
+        shift = len(self.given)
+        steps = [
+            ("ends", data if kind == "given" else data + shift, args, dtype)
+            if kind in ("given", "ends")
+            else (kind, data, args, dtype)
+            for kind, data, args, dtype in steps
+        ]
+        dtype = lambda r: g.classes[r.cls].dtype  # noqa: E731
+        key = (tuple((k, repr(d), a, t) for k, d, a, t in steps), root, sides)
+        outputs = math.prod(int(g.classes[m.cls].sizes[i]) for i in m.ends)  # pyright: ignore[reportArgumentType]
+        accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
+        spec = NormSpec(
+            math.prod(self.sizes) // max(self.count, 1),
+            self.count,
+            outputs,
+            pairs=(dtype(m.x),),
+            weights=(m.dtype,) * len(self.members),
+            columns=tuple(self._column_dtype(c) for c in self.columns),
+            row_vectors=tuple(dtype(r) for r in operands["rows"]),
+            ends=(accumulator,) * shift + tuple(dtype(r) for r in operands["ends"]),
+            fulls=tuple(dtype(r) for r in operands["fulls"]),
+            left=Program(_left(sides, centred), ("left", sides, centred)),
+            finish=Program(program(steps, root, self.t.primitives, sides), key),
+            dtype=g.classes[self.exit.cls].dtype,
+            centred=centred,
+            gain=gain,
+            column_sums=tuple(self.sums),
+            precision=_precision(node_of(g, m.cls).attr),
+        )
+        return NormRoute(
+            spec, backend, self.members, self.exit, self.columns, self.folded, self.given, operands
+        )
+
+    def _column_dtype(self, terms: tuple[Column, ...]) -> str:
+        classes = self.t.graph.classes
+        dtypes = [classes[f.cls].dtype for c in terms for f in c.columns]
+        if len(terms) == 1 and terms[0].coefficient == 1 and len(dtypes) == 1:
+            return dtypes[0]
+        return str(jnp.result_type(jnp.float32, *dtypes))
+
+
+def _left(sides: tuple[str, ...], centred: bool) -> Any:
+    """What is multiplied, and summed beside: x, or x less its mean."""
+
+    def left(pairs: tuple, columns: tuple, centre: Any) -> tuple[Any, tuple[Any, ...]]:
+        del columns
+        x = pairs[0] - centre if centred else pairs[0]
+        return x, tuple(x * x if s == SQUARES else x for s in sides)
+
+    return left
+
+
+def _same_columns(m: Normed, s: Shift) -> bool:
+    """Whether a shift moves x itself: it has x's one column factor."""
+    return len(m.gain) == 1 and s.columns == m.gain[0].columns
+
+
+def _without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
+    """The rows that are left when the scale is divided out."""
+    left = list(rows)
+    for r in scale:
+        if r not in left:
+            return None
+        left.remove(r)
+    return tuple(left)
+
+
+def _precision(attr: Any) -> str | None:
+    """A dot's precision by name; None for the default."""
+    if attr is None:
+        return None
+    return str(attr[0] if isinstance(attr, tuple) else attr).lower()

@@ -1,0 +1,303 @@
+"""Norms before linear layers are recognised however they are spelled; look-alikes are not."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.errors import KernelError
+
+M, K, N = 6, 96, 40
+draw = np.random.default_rng(0).standard_normal
+X = jnp.asarray(3 + draw((M, K)), jnp.float32)
+G, B = (jnp.asarray(1 + 0.1 * draw(K), jnp.float32) for _ in range(2))
+W, V, U = (jnp.asarray(draw((K, N)) / 10, jnp.float32) for _ in range(3))
+C = jnp.asarray(draw(N), jnp.float32)
+BACK = jnp.asarray(draw((N, K)) / 10, jnp.float32)
+
+
+def mean_square(x):
+    return jnp.mean(x * x, -1, keepdims=True)
+
+
+def rms(x, g: Any = G, eps=1e-6):
+    return x * lax.rsqrt(mean_square(x) + eps) * g
+
+
+def layer(x, g=G, b=B):
+    mean = jnp.mean(x, -1, keepdims=True)
+    return (x - mean) / jnp.sqrt(jnp.mean((x - mean) ** 2, -1, keepdims=True) + 1e-5) * g + b
+
+
+def moments(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt((x**2).mean(-1, keepdims=True) - mean**2 + 1e-5)
+
+
+def variance(x):
+    return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * (
+        1 + G
+    ) + B
+
+
+def cast_down(x):
+    f = x.astype(jnp.float32)
+    return (f * lax.rsqrt(mean_square(f) + 1e-6)).astype(x.dtype) * G.astype(x.dtype)
+
+
+FOUND = {
+    "RMSNorm": lambda x: rms(x) @ W,
+    "1 + gain": lambda x: rms(x, 1 + G) @ W,
+    "no gain": lambda x: rms(x, 1.0) @ W,
+    "gain first": lambda x: (x * G * lax.rsqrt(mean_square(x) + 1e-6)) @ W,
+    "1/sqrt": lambda x: (x * (1 / jnp.sqrt(mean_square(x) + 1e-6)) * G) @ W,
+    "division": lambda x: (x / jnp.sqrt(mean_square(x) + 1e-6) * G) @ W,
+    "eps outside": lambda x: (x / (jnp.sqrt(mean_square(x)) + 1e-6) * G) @ W,
+    "scale after": lambda x: ((x * G) @ W) * 1.0 + (rms(x) @ V),
+    "bias and gelu": lambda x: jax.nn.gelu(rms(x) @ W + C),
+    "gated MLP": lambda x: x + (jax.nn.silu(rms(x) @ W) * (rms(x) @ V)) @ BACK,
+    "QKV": lambda x: tuple(rms(x) @ w for w in (W, V, U)),
+    "fused QKV": lambda x: jnp.split(rms(x) @ jnp.concatenate([W, V, U], 1), 3, -1),
+    "heads": lambda x: jnp.einsum(
+        "btd,dhk->bthk", rms(x.reshape(2, len(x) // 2, K)), W.reshape(K, 4, N // 4)
+    ),
+    "LayerNorm": lambda x: layer(x) @ W + C,
+    "LayerNorm by moments": lambda x: moments(x) @ W,
+    "jnp.var": lambda x: variance(x) @ W,
+    "only a mean": lambda x: ((x - x.mean(-1, keepdims=True)) * G / 7 * x.std(-1)[:, None]) @ W,
+    "half a mean": lambda x: ((x - 0.5 * x.mean(-1, keepdims=True)) / x.std(-1)[:, None]) @ W,
+    "L2": lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ W,
+    "mean of absolutes": lambda x: (x / jnp.abs(x).mean(-1, keepdims=True)) @ W,
+    "softmax": lambda x: jax.nn.softmax(x) @ W,
+    "row scale": lambda x: (x * jnp.exp(x[:, :1])) @ W,
+    "weights on the left": lambda x: W.T @ rms(x).T,
+    "post-norm residual": lambda x: layer(x) + jnp.tanh(layer(x) @ W) @ BACK,
+    "residual in the epilogue": lambda x: x[:, :N] + rms(x) @ W,
+    "two norms": lambda x: rms(layer(x) @ W @ BACK) @ V,
+}
+WIDER = {
+    "cast down": (lambda x: cast_down(x) @ W.astype(x.dtype), jnp.bfloat16),
+    "cast down f16": (lambda x: cast_down(x) @ W.astype(x.dtype), jnp.float16),
+    "residual stream in f32": (
+        lambda x: rms(x).astype(jnp.bfloat16) @ W.astype(jnp.bfloat16),
+        jnp.float32,
+    ),
+    "f32 result": (
+        lambda x: jnp.dot(cast_down(x), W.astype(x.dtype), preferred_element_type=jnp.float32),
+        jnp.bfloat16,
+    ),
+}
+
+
+def routes(f, *args, **options):
+    report = sym_optimize(f, **options).explain(*args)
+    return [r for r in report.routes if r.name == "norm_linear"]
+
+
+def close(got, wanted, rtol):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(y, np.float64) for y in (a, b))
+        assert np.abs(a - b).max(initial=0) <= rtol * np.abs(b).max(initial=0)
+
+
+@pytest.mark.parametrize("rows", [M, 2])
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name, rows):
+    f, x = FOUND[name], X[:rows]
+    assert any(r.taken for r in routes(f, x, kernels="always"))
+    close(sym_optimize(f, kernels="always")(x), jax.jit(f)(x), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "jnp.var", "gated MLP", "L2", "softmax"])
+def test_one_row(name):
+    f = FOUND[name]
+    for x in (X[:1], X[0]):
+        assert any(r.taken for r in routes(f, x, kernels="always"))
+        close(sym_optimize(f, kernels="always")(x), jax.jit(f)(x), 1e-5)
+
+
+@pytest.mark.parametrize("name", WIDER)
+def test_casts_are_looked_through(name):
+    f, dtype = WIDER[name]
+    x = X.astype(dtype)
+    assert [r.taken for r in routes(f, x, kernels="always")] == [True]
+    close(sym_optimize(f, kernels="always")(x), jax.jit(f)(x), 2e-2)
+
+
+def group_norm(x):
+    y = x.reshape(M, 8, K // 8)
+    y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    return y.reshape(M, K)
+
+
+DECLINED = {
+    "nonlinearity": (lambda x: jax.nn.silu(rms(x)) @ W, "nonlinearity"),
+    "tanh": (lambda x: jnp.tanh(layer(x)) @ W, "nonlinearity"),
+    "groups": (lambda x: group_norm(x) @ W, "contracted axes alone"),
+    "batch": (lambda x: ((x - x.mean(0)) / x.std(0)) @ W, "axis that stays"),
+    "result": (lambda x: (rms(x), rms(x) @ W), "itself a result"),
+    "added": (lambda x: (rms(x) + jnp.sin(x)) @ W, "another value is added"),
+    "two scales": (
+        lambda x: (x * jnp.exp(x[:, :1]) + x * jnp.exp(x[:, 1:2])) @ W,
+        "two row scales",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_declined_with_the_reason(name):
+    f, reason = DECLINED[name]
+    (found,) = routes(f, X, kernels="always")
+    assert not found.taken
+    assert reason in found.reason
+    close(sym_optimize(f, kernels="always")(X), jax.jit(f)(X), 1e-5)
+
+
+ALONE = {
+    "no norm": lambda x: jax.nn.silu(x @ W) @ BACK,
+    "column scale": lambda x: (x * G) @ W,
+    "norm of the result": lambda x: rms(x @ W, 1.0),
+    "scalar": lambda x: (x * 3.0) @ W,
+    "integers": lambda x: (
+        (x.astype(jnp.int32) * x.astype(jnp.int32).sum(1)[:, None]) @ jnp.ones((K, N), jnp.int32)
+    ),
+    "itself": lambda x: rms(x) @ rms(x).T,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_not_found(name):
+    assert not any(r.taken for r in routes(ALONE[name], X, kernels="always"))
+    close(sym_optimize(ALONE[name], kernels="always")(X), jax.jit(ALONE[name])(X), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_and_single(rows):
+    x = X[:rows]
+    close(sym_optimize(FOUND["LayerNorm"], kernels="always")(x), FOUND["LayerNorm"](x), 1e-5)
+
+
+def test_not_a_number_stays():
+    x = X.at[1].set(jnp.nan).at[2].set(jnp.inf).at[3].set(0)
+    f = FOUND["RMSNorm"]
+    got = sym_optimize(f, kernels="always")(x)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(f(x)))
+    close(got[3:], f(x)[3:], 1e-5)
+
+
+def test_symbolic_sizes_stay():
+    (m,) = jax.export.symbolic_shape("m")
+    exported = jax.export.export(sym_optimize(FOUND["RMSNorm"], kernels="always"))(
+        jax.ShapeDtypeStruct((m, K), jnp.float32)
+    )
+    close(exported.call(X), FOUND["RMSNorm"](X), 1e-5)
+
+
+def test_derivatives():
+    f = lambda x: jnp.sum(jnp.sin(FOUND["LayerNorm"](x)))  # noqa: E731
+    g = lambda x: jnp.sum(jnp.sin(sym_optimize(FOUND["LayerNorm"], kernels="always")(x)))  # noqa: E731
+    close(jax.grad(g)(X), jax.grad(f)(X), 1e-4)
+    close(jax.grad(sym_optimize(f, kernels="always"))(X), jax.grad(f)(X), 1e-4)
+    step = sym_optimize(jax.grad(f), kernels="always")
+    close(step(X), jax.grad(f)(X), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "heads"])
+def test_transformed(name):
+    f, x = FOUND[name], jnp.stack([X, 2 * X])
+    close(jax.vmap(sym_optimize(f, kernels="always"))(x), jax.vmap(f)(x), 1e-5)
+    close(sym_optimize(jax.vmap(f), kernels="always")(x), jax.vmap(f)(x), 1e-5)
+
+
+def big(m, k=4096, n=4096, dtype="bfloat16"):
+    return [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k,), (k, n))]
+
+
+def layer_of(x, g, w):
+    return cast_down_with(x, g) @ w
+
+
+def cast_down_with(x, g):
+    f = x.astype(jnp.float32)
+    return (f * lax.rsqrt(mean_square(f) + 1e-6)).astype(x.dtype) * g
+
+
+def with_residual(x, g, w):
+    y = cast_down_with(x, g)
+    return y + y @ w
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As on a machine with one device."""
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_taken_on_a_gpu_where_rows_are_few(rows):
+    (found,) = routes(layer_of, *big(rows), device="h200")
+    assert found.taken
+    assert "faster" in found.reason
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("f", "rows", "device", "reason"),
+    [
+        (layer_of, 4096, "h200", "below 1.25"),
+        (layer_of, 16, "cpu", "CPU"),
+        (with_residual, 16, "h200", "needed anyway"),
+    ],
+)
+def test_not_taken(f, rows, device, reason):
+    (found,) = routes(f, *big(rows), device=device)
+    assert not found.taken
+    assert reason in found.reason
+
+
+def test_triton_by_name_says_why_it_cannot():
+    with pytest.raises(KernelError, match="triton"), jax.enable_x64(True):
+        x, w = np.ones((4, 8)), np.ones((8, 4))
+        sym_optimize(lambda x, w: rms(x, 1.0) @ w, kernels="triton").explain(x, w)
+
+
+def full(x, g, b, w, c):
+    return layer(x, g, b) @ w + c
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frozen_weights_are_folded_before_the_kernel(dtype):
+    names, values = ("g", "b", "w", "c"), (G, B, W, C)
+    f = lambda x, g, b, w, c: full(x.astype("float32"), g, b, w, c).astype(dtype)  # noqa: E731
+    frozen = dict(zip(names, values, strict=True))
+    prepared = sym_optimize(f, frozen=names, kernels="always").prepare(**frozen)
+    x = X.astype(dtype)
+    close(prepared(x), f(x, **frozen), 1e-5 if dtype == "float32" else 1e-2)
+    folded, *vectors = sorted(prepared.constants(x), key=lambda c: -c.ndim)
+    np.testing.assert_allclose(folded, G[:, None] * W, rtol=1e-6)
+    assert {v.shape for v in vectors} <= {(N,), ()}
+    assert any(np.allclose(v, B @ W, rtol=1e-4) for v in vectors if v.shape)
+
+
+def test_kernels_off():
+    assert routes(FOUND["RMSNorm"], X, kernels="off") == []
+    assert routes(FOUND["RMSNorm"], X, kernels="always", numerics="exact") == []
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1e4])
+@pytest.mark.parametrize("f", [layer, variance], ids=["two passes", "jnp.var"])
+def test_a_large_mean_loses_no_digits(f, mean):
+    x = np.asarray(mean + draw((M, K)), np.float32)
+    program = lambda x: f(x) @ W  # noqa: E731
+    with jax.enable_x64(True):
+        wanted = np.asarray(jax.jit(program)(x.astype(np.float64)))
+    routed = functools.partial(sym_optimize(program, kernels="always"))
+    errors = [np.linalg.norm(np.asarray(g(x)) - wanted) for g in (routed, jax.jit(program))]
+    assert errors[0] <= 4 * errors[1]
