@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
@@ -40,14 +41,21 @@ def devices() -> tuple[str, ...]:
     return tuple(table())
 
 
-def norm_blocks(spec: NormSpec, device: str = "h200") -> NormBlocks:
+def device_here() -> str:
+    """The device of the table that is at hand; the H200 where none is."""
+    kind = jax.devices()[0].device_kind.lower() if jax.default_backend() == "gpu" else ""
+    return next((name for name in table() if name in kind), "h200")
+
+
+def norm_blocks(spec: NormSpec, device: str | None = None) -> NormBlocks:
     """The cut for a spec: the first row of the device's table whose limits hold.
 
-    A row's limits are `rows`, `outputs` (at most) and `weights` (bytes of one element of the
-    products times their number, at most).
+    device: one of `devices()`; by default the one at hand. A row's limits are `rows`, `outputs`
+    (at most) and `weights` (bytes of one element of the products times their number, at most).
     """
     held = jnp.dtype(spec.factor).itemsize * len(spec.weights)
     held += 4 * (spec.gain is not None) * len(spec.weights)
+    device = device_here() if device is None else device
     for row in table()[device]:
         limits = row["limits"]
         fits = spec.rows <= limits["rows"] and spec.outputs <= limits["outputs"]

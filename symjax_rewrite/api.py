@@ -23,6 +23,7 @@ from symjax_rewrite.errors import (
     UnsupportedError,
     UsageError,
 )
+from symjax_rewrite.norm_frozen import FrozenNorms
 from symjax_rewrite.norm_route import NormRouter
 from symjax_rewrite.pipeline import Optimiser, Result
 from symjax_rewrite.prepare import prepare
@@ -267,7 +268,8 @@ class _Worker:
             assert isinstance(rules, RulePack)
             chosen = (self.options.kernels, self.options.numerics)
             routers = (Router(*chosen), NormRouter(*chosen, device))
-            self._optimiser = Optimiser(self.options, rules, device, routers)
+            settlers = (FrozenNorms(self.options.numerics, device),)
+            self._optimiser = Optimiser(self.options, rules, device, routers, settlers)
         return self._optimiser
 
     def wrapper(self) -> Callable[..., Any]:

@@ -72,10 +72,10 @@ class NormRoute:
         across = tuple(s for s in slots if m.x.axes[s] in m.contracted)
         down = tuple(s for s in slots if m.x.axes[s] not in m.contracted)
         sizes = emitter.t.graph.classes[m.x.cls].sizes
-        x = _read(emitter, Ref(m.x.cls, tuple(slots)), (*down, *across), sizes)
+        x = read_over(emitter, Ref(m.x.cls, tuple(slots)), (*down, *across), sizes)
         x = x.reshape(self.spec.rows, self.spec.width)
-        vector = lambda c: _columns(emitter, c, across, sizes)  # noqa: E731
-        weights = [_weight(emitter, w) for w in self.members]
+        vector = lambda c: columns_of(emitter, c, across, sizes)  # noqa: E731
+        weights = [weight_of(emitter, w) for w in self.members]
         raw = weights
         if self.folded and m.gain != ((1.0, ()),):
             gain = vector(m.gain).astype(self.spec.accumulator)[:, None]
@@ -86,7 +86,7 @@ class NormRoute:
             factor = jnp.ones(self.spec.width) if what is None else vector(what)
             total = self.spec.accumulator
             ends.append(jnp.dot(factor.astype(total), summed.astype(total), precision="highest"))
-        rows = [_read(emitter, r, down, sizes).reshape(-1) for r in self.operands["rows"]]
+        rows = [read_over(emitter, r, down, sizes).reshape(-1) for r in self.operands["rows"]]
         ends += [self._result_shaped(emitter, r, "ends") for r in self.operands["ends"]]
         fulls = [self._result_shaped(emitter, r, "fulls") for r in self.operands["fulls"]]
         columns = [vector(c) for c in self.columns]
@@ -97,7 +97,7 @@ class NormRoute:
         m = self.members[0]
         sizes = emitter.t.graph.classes[m.cls].sizes
         order = m.ends if kind == "ends" else (*m.rows, *m.ends)
-        array = _read(emitter, ref, order, sizes)
+        array = read_over(emitter, ref, order, sizes)
         lead = () if kind == "ends" else (self.spec.rows,)
         return array.reshape(*lead, self.spec.outputs)
 
@@ -111,21 +111,21 @@ class NormRoute:
         return data.reshape([sizes[i] for i in order]), tuple(slot[i] for i in order)
 
 
-def _read(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
+def read_over(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
     """A reference as an array over exactly the indices of `order`."""
     array = emitter.array(ref.cls)
     labels = tuple(ref.axes[s] for s in array.slots)
     return lower.arrange(array.data, labels, order, sizes)
 
 
-def _columns(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
+def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
     """Σ coefficient · Π columns as a vector over k."""
     single = len(terms) == 1 and terms[0].coefficient == 1 and len(terms[0].columns) == 1
     total: Any = None
     for coefficient, refs in terms:
         value: Any = None
         for ref in refs:
-            array = _read(emitter, ref, across, sizes).reshape(-1)
+            array = read_over(emitter, ref, across, sizes).reshape(-1)
             array = array if single else array.astype(jnp.promote_types(array.dtype, jnp.float32))
             value = array if value is None else value * array
         if value is None:
@@ -135,10 +135,11 @@ def _columns(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any)
     return total
 
 
-def _weight(emitter: Any, m: Normed) -> Any:
+def weight_of(emitter: Any, m: Normed) -> Any:
+    """A product's weight as [contracted, outputs]."""
     node = node_of(emitter.t.graph, m.cls)
     sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
-    array = _read(emitter, m.weight, (*m.contracted, *m.ends), sizes)
+    array = read_over(emitter, m.weight, (*m.contracted, *m.ends), sizes)
     return array.reshape(math.prod(sizes[i] for i in m.contracted), -1)
 
 
@@ -169,12 +170,12 @@ class NormRouter:
             if isinstance(found, Normed):
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
-                _note(uses, t, cls, False, found)
+                note(uses, t, cls, False, found)
         routes: list[NormRoute] = []
         for members in groups.values():
             made, reason = self._group(t, need, members)
             routes += made
-            _note(uses, t, members[0].cls, bool(made), reason)
+            note(uses, t, members[0].cls, bool(made), reason)
         return routes, uses
 
     def _group(
@@ -272,7 +273,8 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
     return bool(m.opened & read) or any(u not in inside for u in users)
 
 
-def _note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
+def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
+    """Note what was considered at a class; equal reasons count as one entry."""
     where = ""
     if cls in t.made_by:
         where = compat.source_line(t.program.equations[t.made_by[cls][0]].eqn)
@@ -357,7 +359,7 @@ class _Builder:
         if b.centred:
             offset.append((1.0, b.step(CENTRE, None)))
         for s in m.shifts:
-            rest = _without(s.rows, m.scale)
+            rest = without(s.rows, m.scale)
             if _same_columns(m, s) and rest is not None:
                 ratio = s.coefficient / m.gain[0].coefficient
                 offset.append((ratio, b.times(*(b.row(r) for r in rest))))
@@ -436,7 +438,7 @@ def _same_columns(m: Normed, s: Shift) -> bool:
     return len(m.gain) == 1 and s.columns == m.gain[0].columns
 
 
-def _without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
+def without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
     """The rows that are left when the scale is divided out."""
     left = list(rows)
     for r in scale:

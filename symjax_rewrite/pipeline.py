@@ -7,7 +7,7 @@ import gc
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,12 +121,26 @@ class Router(Protocol):
         ...
 
 
+class Settler(Protocol):
+    """Finds what to compute another way after the rules, where some inputs are frozen."""
+
+    def find(self, t: TermGraph, need: Needed, plan: Plan) -> tuple[list[Any], list[RouteUse]]:
+        """What to route, and what was considered."""
+        ...
+
+
 class Optimiser:
     """Optimises jaxprs under one set of options; solved regions are kept and reused."""
 
     def __init__(
-        self, options: Options, rules: RulePack, device: Device, routers: tuple[Router, ...] = ()
+        self,
+        options: Options,
+        rules: RulePack,
+        device: Device,
+        routers: tuple[Router, ...] = (),
+        settlers: tuple[Settler, ...] = (),
     ) -> None:
+        self.settlers = settlers
         self.options, self.rules, self.device, self.routers = options, rules, device, routers
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
@@ -202,6 +216,7 @@ class Optimiser:
             if not any(c in result.plan.routed for c in region.local):
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
+        self._take(result, (s.find(t, need, result.plan) for s in self.settlers))
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
         for c in result.plan.shared:
@@ -232,8 +247,11 @@ class Optimiser:
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
         need.known = frozenset(result.known)
-        for router in self.routers:
-            routes, uses = router.find(t, need)
+        self._take(result, (router.find(t, need) for router in self.routers))
+
+    @staticmethod
+    def _take(result: Result, found: Iterable[tuple[list[Any], list[RouteUse]]]) -> None:
+        for routes, uses in found:
             result.routes.extend(uses)
             for route in routes:
                 if not route.classes() & result.plan.routed.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.pipeline import Optimiser, Result
 from symjax_rewrite.summary import make_report
 
+CLOSED_BYTES = 1 << 28  # constants of more are arguments: the compiler would copy them
 CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
 
 
@@ -36,13 +38,15 @@ class Prepared:
         self._optimiser, self._fun, self._options = optimiser, fun, options
         self._statics = statics
         self._frozen = frozen
+        parameters = inspect.signature(fun).parameters.values()
+        self._rest = inspect.Signature([p for p in parameters if p.name not in frozen])
         self._cases: dict[Any, _Case] = {}
         self.__name__ = getattr(fun, "__name__", "prepared")
         self.__doc__ = fun.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         case, dynamic = self._case(args, kwargs)
-        return jax.tree.unflatten(case.out_tree, case.run(case.constants, dynamic))
+        return jax.tree.unflatten(case.out_tree, case.run(dynamic))
 
     def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The arrays computed once for arguments of these shapes."""
@@ -69,14 +73,12 @@ class Prepared:
         return self._cases[key], leaves
 
     def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        parameters = inspect.signature(self._fun).parameters.values()
-        rest = [p for p in parameters if p.name not in self._frozen]
         try:
-            bound = inspect.Signature(rest).bind(*args, **kwargs)
+            bound = self._rest.bind(*args, **kwargs)
         except TypeError as error:
             raise FrozenError(
                 f"{self.__name__} prepared with {', '.join(self._frozen)}: {error}",
-                expected=f"({', '.join(p.name for p in rest)})",
+                expected=f"({', '.join(self._rest.parameters)})",
             ) from error
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -102,7 +104,21 @@ class Prepared:
         result = self._optimiser.run(closed, frozenset(range(len(known))))
         emitted = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
         once, run = split(emitted, len(known))
-        return _Case(result, out_tree, list(jax.jit(once)(known)), jax.jit(run))
+        constants = list(jax.jit(once)(known))
+        return _Case(result, out_tree, constants, _bound(run, constants))
+
+
+def _bound(run: Callable[..., Any], constants: list[Any]) -> Callable[..., Any]:
+    """The rest of the function with its constants given.
+
+    On a CPU they are part of the program where they are small: XLA then lays them out as its
+    products want them, which it may not do with arguments.
+    """
+    small = all(isinstance(c, jax.Array) and not isinstance(c, compat.Tracer) for c in constants)
+    small = small and sum(c.nbytes for c in constants) <= CLOSED_BYTES
+    if small and jax.default_backend() == "cpu":
+        return jax.jit(functools.partial(run, constants))
+    return functools.partial(jax.jit(run), constants)
 
 
 class _Case:

@@ -53,7 +53,11 @@ class Report:
             for r in self.rules:
                 lines.append(f"  {r.name} ({r.property}) x{r.count}")
                 lines += [f"    at {w}" for w in r.where]
-        else:
+        taken = [r for r in self.routes if r.taken]
+        if taken:
+            lines.append("routed:")
+            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in taken]
+        if not self.rules and not taken:
             lines.append("left as written")
         lines.append(_row("", "before", "after", "ratio"))
         for name, unit in (("flops", ""), ("bytes", "B"), ("largest_intermediate", "B")):

@@ -33,7 +33,9 @@ weights = load("minilm/weights")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention", "linear_algebra", "minilm", "optimiser_time"])
+@pytest.mark.parametrize(
+    "name", ["attention", "deferred_norm", "linear_algebra", "minilm", "optimiser_time"]
+)
 def test_script_runs(name: str) -> None:
     before = {path: path.read_bytes() for path in (EXPERIMENTS / name).glob("*.*")}
     command = [sys.executable, str(EXPERIMENTS / name / "run.py"), "--quick"]

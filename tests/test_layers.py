@@ -31,7 +31,7 @@ LAYERS = {
     "fold_rows "
     "fold_route "
     "route "
-    "norm_form norm_program norm_epilogue norm_route "
+    "norm_form norm_program norm_epilogue norm_route norm_frozen "
     "report summary "
     "prepare "
     "call "

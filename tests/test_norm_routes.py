@@ -301,3 +301,68 @@ def test_a_large_mean_loses_no_digits(f, mean):
     routed = functools.partial(sym_optimize(program, kernels="always"))
     errors = [np.linalg.norm(np.asarray(g(x)) - wanted) for g in (routed, jax.jit(program))]
     assert errors[0] <= 4 * errors[1]
+
+
+def rms_qkv(x, g, q, k, v):
+    y = x * lax.rsqrt(mean_square(x) + 1e-6) * g
+    return y @ q, y @ k, y @ v
+
+
+FROZEN = {
+    # program of x and frozen arrays, those arrays, the shapes kept
+    "RMSNorm and QKV": (rms_qkv, (G, W, V, U), [(K, N)] * 3),
+    "LayerNorm and bias": (full, (G, B, W, C), [(N,), (K, N)]),
+    "LayerNorm and an adapter": (
+        lambda x, g, b, w, u, v: layer(x, g, b) @ (w + 2 * u @ v),
+        (G, B, W, BACK.T[:, :4], V[:4]),
+        [(N,), (K, N)],
+    ),
+    "an adapter beside": (
+        lambda x, g, w, u, v: rms(x, g) @ w + (rms(x, g) @ u) @ v,
+        (G, W, BACK.T[:, :4], V[:4]),
+        None,
+    ),
+    "a plain scale": (lambda x, g, w: (x * jnp.exp(x[:, :1]) * g) @ w, (G, W), None),
+    "gated MLP": (
+        lambda x, g, a, b, c: x + (jax.nn.silu(rms(x, g) @ a) * (rms(x, g) @ b)) @ c,
+        (G, W, V, BACK),
+        [(N, K), (K, N), (K, N)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_weights_are_folded_without_a_kernel(name):
+    f, arrays, shapes = FROZEN[name]
+    names = [f"a{n}" for n in range(len(arrays))]
+    named = eval(f"lambda x, {', '.join(names)}: f(x, {', '.join(names)})", {"f": f})
+    frozen = dict(zip(names, arrays, strict=True))
+    prepared = sym_optimize(named, frozen=tuple(names)).prepare(**frozen)
+    for rows in (1, 2, M):
+        close(prepared(X[:rows]), jax.jit(f)(X[:rows], *arrays), 1e-5)
+    if shapes is not None:
+        assert sorted(c.shape for c in prepared.constants(X[:2]) if c.shape) == sorted(shapes)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "shapes"),
+    [
+        ("h200", 2, [(K, 3 * N)]),
+        ("h200", 48, [(K, N)] * 3),
+        ("cpu", 2, [(K, N)] * 3),
+    ],
+)
+def test_projections_stand_beside_each_other_where_that_pays(device, rows, shapes):
+    frozen = {"g": G, "q": W, "k": V, "v": U}
+    options = {"frozen": tuple(frozen), "device": device, "kernels": "off"}
+    prepared = sym_optimize(rms_qkv, **options).prepare(**frozen)
+    x = jnp.tile(X, (8, 1))[:rows]
+    close(prepared(x), rms_qkv(x, **frozen), 1e-5)
+    assert [c.shape for c in prepared.constants(x)] == shapes
+
+
+def test_f16_weights_are_not_scaled():
+    x, g, w = (a.astype(jnp.float16) for a in (X, 300 * G, 300 * W))
+    f = lambda x, g, w: (cast_down_with(x, g) / 1000) @ w  # noqa: E731
+    prepared = sym_optimize(f, frozen=("g", "w")).prepare(g=g, w=w)
+    np.testing.assert_array_equal(prepared(x), jax.jit(f)(x, g, w))

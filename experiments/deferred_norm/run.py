@@ -1,0 +1,188 @@
+"""Deferred normalisation: a norm and the linear layer after it, before and after `sym_optimize`.
+
+python experiments/deferred_norm/run.py            # layers, a block, MiniLM, a GPU if any
+python experiments/deferred_norm/run.py --quick    # few sizes, few rounds: a smoke test
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent / "minilm"), str(HERE.parent)]
+
+import harness
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import weights
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
+from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, supports
+
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+SIDES = (1024, 4096)
+GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
+    quick = parser.parse_args().quick
+    rounds = 3 if quick else 11
+    layers = tell_layers((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES, rounds)
+    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, rounds)
+    minilm = tell_minilm(2 if quick else 6, rounds)
+    moved = tell_bytes()
+    gpu = tell_gpu(rounds)
+    if quick:
+        return
+    header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
+    parts = [
+        "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
+        "pairs, quartiles). Where the emitted program is the plain one, the ratio shows the noise.",
+        harness.markdown_table(header, layers),
+        "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
+        "prepared against plain `jax.jit` with the same arrays closed over.",
+        harness.markdown_table(["rows", "prepared / plain"], blocks),
+        harness.markdown_table(["MiniLM forward", "prepared / plain"], minilm),
+        "Bytes an H200 moves, bf16, K = 4096: two kernels (norm, then product) against one.",
+        harness.markdown_table(["rows", "N", "two kernels", "one kernel", "ratio"], moved),
+        f"On a GPU: {gpu if isinstance(gpu, str) else ''}",
+    ]
+    if not isinstance(gpu, str):
+        parts.append(harness.markdown_table(["rows", "N", "XLA / kernel"], gpu))
+    harness.write_table(HERE / "README.md", *parts)
+    record = {"layers": layers, "blocks": blocks, "minilm": minilm, "bytes": moved, "gpu": gpu}
+    harness.write_json(HERE / "results.json", record)
+
+
+def draw(*shape: int) -> jax.Array:
+    scale = 1 / np.sqrt(shape[0]) if len(shape) > 1 else 1
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape) * scale, jnp.float32)
+
+
+def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * gain
+
+
+def layer(x: jax.Array, gain: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x, gain) @ weight
+
+
+def tell_layers(rows: tuple, sides: tuple, rounds: int) -> list[list]:
+    """Every shape with and without frozen weights, in turn with the plain program."""
+    out = []
+    for k in sides:
+        for n in sides:
+            gain, weight = 1 + draw(k), draw(k, n)
+            plain, ours = jax.jit(layer), sym_optimize(layer)
+            prepared = sym_optimize(layer, frozen=("gain", "weight")).prepare(
+                gain=gain, weight=weight
+            )
+            for m in rows:
+                x = draw(m, k) * np.sqrt(m)
+                calls = {
+                    "plain": lambda x=x, g=gain, w=weight, f=plain: f(x, g, w),
+                    "called": lambda x=x, g=gain, w=weight, f=ours: f(x, g, w),
+                    "prepared": lambda x=x, f=prepared: f(x),
+                }
+                samples = harness.interleave(calls, rounds)
+                ratios = [str(samples.ratio(name, "plain")) for name in ("called", "prepared")]
+                out.append([m, k, n, *ratios])
+                print(*out[-1], sep="\t")
+    return out
+
+
+def block(x: jax.Array, params: dict) -> jax.Array:
+    """Pre-norm: projections and a mixing of them per row, then a gated MLP."""
+    y = rms_norm(x, params["norm1"])
+    q, k, v = (y @ params[name] for name in ("q", "k", "v"))
+    h = x + (q * jax.nn.sigmoid(k) + v) @ params["out"]
+    z = rms_norm(h, params["norm2"])
+    return h + (jax.nn.silu(z @ params["gate"]) * (z @ params["up"])) @ params["down"]
+
+
+def tell_blocks(rows: tuple, width: int, rounds: int) -> list[list]:
+    """The block with its weights frozen."""
+    hidden = 4 * width
+    shapes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
+    shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    params = {name: draw(*shape) for name, shape in shapes.items()}
+    params |= {"norm1": 1 + 0.1 * draw(width), "norm2": 1 + 0.1 * draw(width)}
+    prepared = sym_optimize(block, frozen="params").prepare(params=params)
+    closed = jax.jit(lambda x: block(x, params))
+    return [[m, _pair(closed, prepared, draw(m, width), rounds=rounds)] for m in rows]
+
+
+def tell_minilm(depth: int, rounds: int) -> list[list]:
+    """The encoder with its weights frozen, one sentence and twelve."""
+    params = weights.load().params
+    params = jax.device_put({**params, "layers": params["layers"][:depth]})
+
+    def encode(params, ids, mask):
+        return model.encode(params, None, ids, mask)
+
+    prepared = sym_optimize(encode, frozen="params").prepare(params=params)
+    closed = jax.jit(lambda ids, mask: encode(params, ids, mask))
+    draw_ids = np.random.default_rng(0).integers(1000, 20_000, size=(12, 32))
+    out = []
+    for count in (1, 12):
+        ids = jnp.asarray(draw_ids[:count], jnp.int32)
+        arguments = (ids, jnp.ones_like(ids))
+        name = f"{count} × 32 tokens, {depth} layers"
+        out.append([name, _pair(closed, prepared, *arguments, rounds=rounds)])
+    return out
+
+
+def _pair(plain, prepared, *arguments, rounds: int) -> str:
+    calls = {"plain": lambda: plain(*arguments), "prepared": lambda: prepared(*arguments)}
+    ratio = str(harness.interleave(calls, rounds).ratio("prepared", "plain"))
+    print(jax.tree.map(jnp.shape, arguments), ratio, sep="\t")
+    return ratio
+
+
+def tell_bytes() -> list[list]:
+    """What both forms read and write; counted from the shapes, not measured."""
+    out, k = [], 4096
+    for n in GPU_OUTPUTS:
+        for m in GPU_ROWS:
+            one = forward(NormLinear(m, k, n, dtype="bfloat16")).bytes_moved
+            two = one + 2 * 2 * m * k  # the normalised value, written and read
+            cells = (harness.quantity(two, "B"), harness.quantity(one, "B"))
+            out.append([m, n, *cells, f"{two / one:.3f}"])
+    return out
+
+
+def tell_gpu(rounds: int) -> list[list] | str:
+    """The kernel against XLA's two, where a GPU is at hand."""
+    if jax.default_backend() != "gpu":
+        print("GPU: not measured")
+        return "not measured (none at hand)."
+    out, k = [], 4096
+    for n in GPU_OUTPUTS:
+        weight = draw(k, n).astype(jnp.bfloat16)
+        for m in GPU_ROWS:
+            spec = forward(NormLinear(m, k, n, dtype="bfloat16"))
+            if not supports(spec):
+                continue
+            x = draw(m, k).astype(jnp.bfloat16)
+            kernel = jax.jit(lambda x, w, spec=spec: norm_linear(spec, x, w))
+            written = jax.jit(_as_written)
+            calls = {
+                "xla": lambda f=written, x=x, w=weight: f(x, w),
+                "kernel": lambda f=kernel, x=x, w=weight: f(x, w),
+            }
+            out.append([m, n, str(harness.interleave(calls, rounds).ratio("xla", "kernel"))])
+            print(*out[-1], sep="\t")
+    return out
+
+
+def _as_written(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x.astype(jnp.float32), jnp.float32(1)).astype(x.dtype) @ weight
+
+
+if __name__ == "__main__":
+    main()
