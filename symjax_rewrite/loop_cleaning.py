@@ -77,7 +77,7 @@ def _fold_selects(loop: Loop) -> None:
         else:
             rest.append(e)
     loop.body.equations = rest
-    _substitute(loop, sub)
+    substitute(loop, sub)
 
 
 def _remove_carries(loop: Loop, gone: Callable[[Carry], bool]) -> None:
@@ -192,7 +192,7 @@ def _key(v: Value) -> object:
     return v if isinstance(v, int) else (repr(v.val), str(v.aval))
 
 
-def _substitute(loop: Loop, sub: dict[int, Value]) -> None:
+def substitute(loop: Loop, sub: dict[int, Value]) -> None:
     """Read other values in place of some, everywhere in the loop."""
 
     def new(v: Value) -> Value:
@@ -231,7 +231,7 @@ def _merge(loop: Loop) -> None:
     ]
     first = [classes.index(n) for n in classes]
     loop.results = [("final", first[w]) if k == "final" else (k, w) for k, w in loop.results]
-    _substitute(loop, sub)
+    substitute(loop, sub)
     heads = {loop.carries[k].inner for k in first}
     fixed = {c.inner: c.start for c in loop.carries if c.inner in heads and c.out == c.inner}
     constant = {k: c.start for k, c in enumerate(loop.carries) if c.inner in fixed}

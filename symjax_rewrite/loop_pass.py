@@ -15,10 +15,12 @@ from typing import Any
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.device import Device
-from symjax_rewrite.equation_cost import SYMBOLIC, equation_seconds
+from symjax_rewrite.equation_cost import SYMBOLIC, aval_bytes, equation_seconds
 from symjax_rewrite.loop_cleaning import clean
+from symjax_rewrite.loop_fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
 from symjax_rewrite.loops import Loop, Read, read_loop
+from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
 from symjax_rewrite.trace import Equation, Program, Value
 
 
@@ -26,14 +28,15 @@ from symjax_rewrite.trace import Equation, Program, Value
 class Change:
     """A loop that is written differently.
 
-    reads: program values it needs. makes: program values it gives, in order. run: how.
+    reads: program values it needs. makes: program values it gives, in order. run: how. names: of
+    what was done.
     """
 
     eqn: JaxprEqn
     reads: list[int]
     makes: list[int]
     run: Callable[[Read], Sequence[Any]]
-    name: str = "loop_invariant"
+    names: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -42,11 +45,19 @@ class Loops:
 
     changes: list[Change] = field(default_factory=list)
     refused: list[tuple[str, JaxprEqn]] = field(default_factory=list)
+    routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
 
 
-def has_loops(closed: ClosedJaxpr) -> bool:
-    """Whether a program has loops of its own, calls looked into."""
-    return any(compat.has_primitive(closed, name) for name in ("scan", "while"))
+FUSED = ("loop_fusion",)
+MIN_GAIN = 1.25  # predicted, for a tree to become a loop
+
+
+def has_loops(program: Program) -> bool:
+    """Whether a program has loops, or slices that a loop unrolled into a tree would have."""
+    return any(
+        e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
+        for e in program.equations
+    )
 
 
 OptimiseBody = Callable[[ClosedJaxpr], ClosedJaxpr | None]
@@ -64,20 +75,59 @@ def improve_loops(
         optimise: gives the optimised form of a body, or None where it stays.
     """
     found = Loops()
+    around = Surroundings(program)
+    for prefix in find_prefixes(program):
+        _take_tree(program, prefix, around, device, reorders, found)
     for e in program.equations:
-        loop = read_loop(e)
+        loop = _plain(e)
         if loop is None:
             continue
-        if loop.condition is None:
-            loop = clean(loop)
+        fused = 0.0
+        if isinstance(loop.length, int):
+            fused = fuse(loop, around, [e])
+            loop = clean(loop) if fused else _plain(e)
+            assert loop is not None
         motion = find_motion(loop, device, reorders)
         found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
-        if not motion.any:
-            continue
-        loop, motion = _best_order(e, loop, motion, device, reorders, optimise)
-        if motion.any:
-            found.changes.append(_change(e, loop, motion))
+        if motion.any and not fused:
+            loop, motion = _best_order(e, loop, motion, device, reorders, optimise)
+        if motion.any or fused:
+            found.changes.append(make_change(e.eqn, loop, motion, FUSED if fused else ()))
     return found
+
+
+def _plain(e: Equation) -> Loop | None:
+    loop = read_loop(e)
+    return loop if loop is None or loop.condition is not None else clean(loop)
+
+
+def _take_tree(
+    program: Program,
+    prefix: Prefix,
+    around: Surroundings,
+    device: Device,
+    reorders: bool,
+    found: Loops,
+) -> None:
+    """Run a tree as a loop where that is cheaper: on a CPU the loop's state stays in a cache."""
+    eqn = prefix.equations[-1].eqn
+    reason = refusal(program, prefix)
+    if not reorders:
+        reason = "as a loop it would round in another order"
+    if reason is None:
+        loop, own = as_loop(program, prefix)
+        saved = Fusion(loop, around, own).run()
+        loop = clean(loop)
+        tree = sum(3 * aval_bytes(e.eqn.outvars[0].aval) for e in own) + 2 * saved
+        tree_s = tree / device.bytes_per_s + len(own) * device.launch_s / 3
+        loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        if loop_s * MIN_GAIN < tree_s:
+            found.changes.append(make_change(eqn, loop, Motion(), FUSED))
+            reason = f"a tree of {prefix.length} steps runs as a loop: predicted {loop_s:.1e} s "
+            found.routes.append((True, f"{reason}for {tree_s:.1e} s", eqn))
+            return
+        reason = f"the tree is not slower than a loop of {prefix.length} steps"
+    found.routes.append((False, reason, eqn))
 
 
 def _best_order(
@@ -117,10 +167,12 @@ def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
     return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
 
 
-def _change(e: Equation, loop: Loop, motion: Motion) -> Change:
+def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:
+    """A loop with what leaves it, as a change of the program around it."""
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
-    name = "loop_invariant" if motion.once else "loop_batching"
-    return Change(e.eqn, reads, list(e.outvals), lambda read: run_moved(loop, motion, read), name)
+    names = [("loop_invariant", motion.once), ("loop_batching", motion.before or motion.after)]
+    taken = (*[name for name, holds in names if holds], *also)
+    return Change(eqn, reads, loop.makes, lambda read: run_moved(loop, motion, read), taken)
 
 
 def rewritten(program: Program, changes: list[Change]) -> ClosedJaxpr:
@@ -178,7 +230,8 @@ class _Replay:
             if makes and makes[0] in self.env:
                 continue
             if isinstance(maker, Change):
-                outs = maker.run(self.value)
+                avals = [self.program.avals[v] for v in makes]
+                outs = map(compat.with_aval, maker.run(self.value), avals)
             else:
                 outs = compat.eval_equation(maker.eqn, [self.value(v) for v in maker.invals])
             self.env.update(zip(makes, outs, strict=True))

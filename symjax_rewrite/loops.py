@@ -96,8 +96,9 @@ class Loop:
     length: its steps; a name where the size is one, None where only its `condition` says.
     body: its flat body; `body.equations` in order. consts: body value to outer value. sources: body
     value to what it reads each step. counters: body value to its number at every step, in stored
-    order. ys: body values that are stacked. results: for every output of the equation, how it is
-    made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value).
+    order. ys: body values that are stacked. makes: the outer values it gives. results: how each is
+    made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value),
+    and ("kept", (k, axis, reversed)) where the steps' results have the axis of the steps.
     condition: of a `while` that does not count, with the outer values it reads first.
     """
 
@@ -111,6 +112,7 @@ class Loop:
     sources: dict[int, Source] = field(default_factory=dict)
     counters: dict[int, np.ndarray] = field(default_factory=dict)
     ys: list[Value] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
     results: list[tuple[str, Any]] = field(default_factory=list)
     condition: Program | None = None
     condition_reads: tuple[Value, ...] = ()
@@ -149,9 +151,9 @@ class Loop:
         return found
 
     def finish(self, finals: list[Any], ys: list[Any], read: Read) -> list[Any]:
-        """The outputs of the loop's equation."""
+        """What the loop gives, in the order of `makes`; weak types are set by who knows them."""
         outs = []
-        for (kind, what), var in zip(self.results, self.eqn.outvars, strict=True):
+        for kind, what in self.results:
             if kind == "final":
                 out = finals[what]
             elif kind == "ys":
@@ -161,9 +163,13 @@ class Loop:
                 out = stored.placed(ys[k], read(stored.base))
             elif kind == "number":
                 out = jnp.asarray(what)
+            elif kind == "kept":
+                k, axis, is_reversed = what
+                out = jnp.moveaxis(lax.squeeze(ys[k], (axis + 1,)), 0, axis)
+                out = lax.rev(out, (axis,)) if is_reversed else out
             else:
                 out = read(what)
-            outs.append(compat.with_aval(out, var.aval))
+            outs.append(out)
         return outs
 
 
@@ -207,7 +213,11 @@ def stage(
         outs = [compat.with_aval(get(env, c.out), avals[c.inner]) for c in loop.carries]
         return outs, [typed(get(env, v), v) for v in loop.ys]
 
-    starts = [compat.with_aval(read(c.start), avals[c.inner]) for c in loop.carries]
+    starts = []
+    for c in loop.carries:
+        start, aval = read(c.start), avals[c.inner]
+        start = jnp.broadcast_to(start, aval.shape) if jnp.shape(start) != aval.shape else start
+        starts.append(compat.with_aval(start, aval))
     if loop.condition is not None:
         return _stage_while(loop, step, starts, read), []
     with compat.equation_scope(loop.eqn):
@@ -256,7 +266,7 @@ def _read_scan(e: Equation) -> Loop:
     p = e.eqn.params
     n, m = compat.scan_counts(e.eqn)
     body = flatten(p["jaxpr"])
-    loop = Loop(e.eqn, body, p["length"], p["reverse"], p["unroll"])
+    loop = Loop(e.eqn, body, p["length"], p["reverse"], p["unroll"], makes=list(e.outvals))
     loop.consts = dict(zip(body.inputs[:n], e.invals[:n], strict=True))
     for k in range(m):
         loop.carries.append(Carry(body.inputs[n + k], e.invals[n + k], body.outputs[k]))
@@ -275,7 +285,8 @@ def _read_while(e: Equation) -> Loop:
     condition, body = flatten(p["cond_jaxpr"]), flatten(p["body_jaxpr"])
     starts = e.invals[n + m :]
     numbers = None if e.eqn.effects else _count(condition, body, n, m, starts)
-    loop = Loop(e.eqn, body, None if numbers is None else len(numbers))
+    length = None if numbers is None else len(numbers)
+    loop = Loop(e.eqn, body, length, makes=list(e.outvals))
     loop.consts = dict(zip(body.inputs[:m], e.invals[n : n + m], strict=True))
     for i, v in enumerate(body.inputs[m:]):
         loop.carries.append(Carry(v, starts[i], body.outputs[i]))

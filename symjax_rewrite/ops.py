@@ -474,6 +474,15 @@ ROWS: dict[str, Row] = {
     "conv_general_dilated": _conv,
 }
 
+# One element of the result for one of every operand that is no scalar.
+ELEMENTWISE = frozenset(
+    [
+        *_MAPS,
+        *"""add add_any sub neg mul div integer_pow square stop_gradient copy copy_p
+    convert_element_type select_n eq""".split(),
+    ]
+)
+
 VIEWS = frozenset(
     ["stop_gradient", "copy", "copy_p", "transpose", "broadcast_in_dim", "squeeze", "reshape"]
 )

@@ -228,22 +228,25 @@ class Optimiser:
 
     def _loops(self, result: Result, allowed: set[str] | None, start: float) -> Program:
         """The flat program, with its loops in their cheapest form."""
-        closed = result.closed
-        if not has_loops(closed):
-            return flatten(closed)
+        program = flatten(result.closed)
+        if not has_loops(program):
+            return program
 
         def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
             found = self._run(body, frozenset(), allowed, start)
             return compat.make_avals_jaxpr(found.emit(), body.in_avals) if found.taken else None
 
-        program = flatten(compat.without_dead(closed))
+        live = flatten(compat.without_dead(result.closed))
         reorders = self.options.numerics.permits("reassoc")
-        loops = improve_loops(program, self.device, reorders, optimise)
+        loops = improve_loops(live, self.device, reorders, optimise)
         for reason, eqn in loops.refused:
             result.declined("loop", reason, compat.source_line(eqn))
+        for taken, reason, eqn in loops.routes:
+            result.routes.append(RouteUse("scan", taken, reason, compat.source_line(eqn)))
         for change in loops.changes:
-            self._note(result, change.name, REDUNDANCY, change.eqn)
-        return flatten(rewritten(program, loops.changes) if loops.changes else closed)
+            for name in change.names:
+                self._note(result, name, REDUNDANCY, change.eqn)
+        return flatten(rewritten(live, loops.changes)) if loops.changes else program
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
         need.known = frozenset(result.known)

@@ -1,0 +1,356 @@
+"""Scans that were unrolled into a tree by `lax.associative_scan` (a pass's own recognition).
+
+Nothing of how the tree is cut matters. Every entry of every array is followed as what it stands
+for: with steps h ← a·h + b, an entry is the product a_lo…a_hi, or what the steps lo…hi make of
+h = 0. `a_hi·b_lo + b_hi` joins neighbours; slices, pads, sums with zeros and concatenations move
+entries. Where the entries of an array stand for 0…i at every i, it is the scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import compat
+from symjax_rewrite.equation_cost import shape_of
+from symjax_rewrite.loop_fusion import graft
+from symjax_rewrite.loops import Carry, Loop, Source
+from symjax_rewrite.trace import Equation, Program, Value, flatten
+
+MIN_LENGTH = 8  # shorter trees are as good as loops
+
+NOTHING = -1  # an entry that is a padded zero
+
+
+class Entries(NamedTuple):
+    """What the entries of an array along an axis stand for.
+
+    kind: "a" a product of steps' factors, "b" what steps make of zero, "ab" the factor of the
+    steps after `mid` times what the steps up to it make, "input" either of the first two. factors,
+    added: the values a and b of the steps. layout: for every axis, which one of the inputs' it is.
+    """
+
+    kind: str
+    factors: int | None
+    added: int | None
+    axis: int
+    layout: tuple[int, ...]
+    lo: np.ndarray
+    mid: np.ndarray
+    hi: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A tree that is a scan: `out[i]` is what the steps 0…i make of zero.
+
+    factors, added: the values a and b of the steps. products: the value of all products a_0…a_i,
+    where the program has it. axis: of a and b. layouts: of `out` and `products`, see `Entries`.
+    equations: the tree's own.
+    """
+
+    factors: int
+    added: int
+    axis: int
+    length: int
+    out: int
+    products: int | None
+    layouts: tuple[tuple[int, ...], ...]
+    equations: tuple[Equation, ...]
+
+
+def find_prefixes(program: Program) -> list[Prefix]:
+    """The trees of a program that are scans of affine steps."""
+    seeds = _seeds(program)
+    if len(seeds) < 2:
+        return []
+    entries: dict[int, Entries] = dict(seeds)
+    made: list[Equation] = []
+    for e in program.equations:
+        if len(e.outvals) != 1 or e.eqn.effects:
+            continue
+        found = _follow(e, entries)
+        if found is not None:
+            entries[e.outvals[0]] = found
+            made.append(e)
+    return list(_complete(entries, made))
+
+
+def _seeds(program: Program) -> dict[int, Entries]:
+    """Arrays of which both the even and the odd entries are read."""
+    parities: dict[tuple[int, int], set[int]] = {}
+    for e in program.equations:
+        p = e.eqn.params
+        if e.name != "slice" or p["strides"] is None:
+            continue
+        axes = [k for k, s in enumerate(p["strides"]) if s != 1]
+        v = e.invals[0]
+        if len(axes) == 1 and p["strides"][axes[0]] == 2 and isinstance(v, int):
+            parities.setdefault((v, axes[0]), set()).add(p["start_indices"][axes[0]])
+    seeds = {}
+    for (v, axis), starts in parities.items():
+        length = getattr(program.avals[v], "shape", ())[axis]
+        if {0, 1} <= starts and isinstance(length, int) and length >= MIN_LENGTH:
+            steps = np.arange(length)
+            layout = tuple(range(len(program.avals[v].shape)))
+            seeds[v] = Entries("input", v, v, axis, layout, steps, steps, steps)
+    return seeds
+
+
+def _complete(entries: dict[int, Entries], made: list[Equation]) -> list[Prefix]:
+    """What stands for 0…i at every i."""
+    whole: dict[tuple[str, Any], int] = {}
+    for e in made:
+        x = entries[e.outvals[0]]
+        steps = np.arange(len(x.lo))
+        if len(steps) and (x.lo == 0).all() and (x.hi == steps).all():
+            key = x.factors if x.kind == "a" else (x.factors, x.added)
+            whole.setdefault((x.kind, key), e.outvals[0])
+    found = []
+    for (kind, key), out in whole.items():
+        if kind != "b" or not isinstance(key, tuple):
+            continue
+        a, b = key
+        length = len(entries[out].lo)
+        axis = entries[a].axis
+        if len(entries[a].lo) != length or len(entries[b].lo) != length or axis != entries[b].axis:
+            continue
+        products = whole.get(("a", a))
+        tree = tuple(_made_for(made, {out, products}))
+        layouts = tuple(entries[v].layout for v in (out, products) if v is not None)
+        found.append(Prefix(a, b, axis, length, out, products, layouts, tree))
+    return found
+
+
+def _made_for(made: list[Equation], values: set[Any]) -> list[Equation]:
+    """The equations that some values need, in order."""
+    found = []
+    for e in reversed(made):
+        if e.outvals[0] in values:
+            found.append(e)
+            values = values | {v for v in e.invals if isinstance(v, int)}
+    return found[::-1]
+
+
+def _follow(e: Equation, entries: dict[int, Entries]) -> Entries | None:
+    known = [entries.get(v) if isinstance(v, int) else None for v in e.invals]
+    if not any(known):
+        return None
+    row = _ROWS.get(e.name)
+    if row is not None:
+        return row(e, known)
+    return None
+
+
+def _transpose(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x, order = known[0], e.eqn.params["permutation"]
+    if x is None:
+        return None
+    return x._replace(axis=order.index(x.axis), layout=tuple(x.layout[i] for i in order))
+
+
+def _picked(x: Entries, pick: Callable[[np.ndarray], np.ndarray]) -> Entries:
+    return x._replace(lo=pick(x.lo), mid=pick(x.mid), hi=pick(x.hi))
+
+
+def _slice(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x, p = known[0], e.eqn.params
+    shape = shape_of(e.eqn.invars[0])
+    if x is None:
+        return None
+    strides = p["strides"] or (1,) * len(shape)
+    for k, size in enumerate(shape):
+        if k != x.axis and (p["start_indices"][k], p["limit_indices"][k], strides[k]) != (
+            0,
+            size,
+            1,
+        ):
+            return None
+    k = x.axis
+    where = slice(p["start_indices"][k], p["limit_indices"][k], strides[k])
+    return _picked(x, lambda n: n[where])
+
+
+def _pad(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x, fill, config = known[0], e.invals[1], e.eqn.params["padding_config"]
+    if x is None or isinstance(fill, int) or np.asarray(fill.val) != 0:
+        return None
+    if any(c != (0, 0, 0) for k, c in enumerate(config) if k != x.axis):
+        return None
+    low, high, inside = config[x.axis]
+    if low < 0 or high < 0:
+        return None
+
+    def padded(n: np.ndarray) -> np.ndarray:
+        size = max(len(n) + inside * (len(n) - 1), 0)
+        out = np.full(low + size + high, NOTHING)
+        out[low : low + size : inside + 1] = n
+        return out
+
+    return _picked(x, padded)
+
+
+def _same_kind(
+    x: Entries, y: Entries, join: Callable[[list[np.ndarray]], np.ndarray]
+) -> Entries | None:
+    """Two arrays of one kind as one; an input of the tree is of the kind of the other."""
+    if x.layout != y.layout:
+        return None
+    if x.kind == "input" and y.kind in ("a", "b"):
+        x, y = y, x
+    if y.kind == "input" and x.kind in ("a", "b"):
+        if y.factors != (x.factors if x.kind == "a" else x.added):
+            return None
+    elif (x.kind, x.factors, x.added) != (y.kind, y.factors, y.added):
+        return None
+    return x._replace(lo=join([x.lo, y.lo]), mid=join([x.mid, y.mid]), hi=join([x.hi, y.hi]))
+
+
+def _concatenate(e: Equation, known: list[Entries | None]) -> Entries | None:
+    parts = [x for x in known if x is not None]
+    if len(parts) != len(known) or any(x.axis != e.eqn.params["dimension"] for x in parts):
+        return None
+    kinds = [x for x in parts if x.kind != "input"] or parts
+    head = kinds[0]
+    for x in parts:
+        if _same_kind(head, x, lambda arrays: arrays[0]) is None:
+            return None
+    columns = (np.concatenate([getattr(x, name) for x in parts]) for name in ("lo", "mid", "hi"))
+    lo, mid, hi = columns
+    return head._replace(lo=lo, mid=mid, hi=hi)
+
+
+def _add(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x, y = known
+    if x is None or y is None or (x.axis, x.layout) != (y.axis, y.layout) or len(x.lo) != len(y.lo):
+        return None
+    if len(x.lo) and ((x.lo == NOTHING) | (y.lo == NOTHING)).all():
+        return _same_kind(x, y, lambda pair: np.maximum(pair[0], pair[1]))
+    if y.kind == "ab":
+        x, y = y, x
+    if x.kind != "ab" or y.kind not in ("input", "b") or y.added != x.added:
+        return None
+    if y.kind == "b" and y.factors != x.factors:
+        return None
+    if (x.mid + 1 != y.lo).any() or (x.hi != y.hi).any():
+        return None
+    return x._replace(kind="b", mid=x.hi)
+
+
+def _mul(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x, y = known
+    if x is None or y is None or (x.axis, x.layout) != (y.axis, y.layout) or len(x.lo) != len(y.lo):
+        return None
+    if (x.lo == NOTHING).any() or (y.lo == NOTHING).any():
+        return None
+    for late, early in ((x, y), (y, x)):
+        if (early.hi + 1 != late.lo).any() or late.kind not in ("input", "a"):
+            continue
+        if early.kind in ("input", "a") and early.factors == late.factors:
+            return late._replace(kind="a", added=None, lo=early.lo, mid=late.hi)
+        if early.kind == "input" or (early.kind == "b" and early.factors == late.factors):
+            return late._replace(kind="ab", added=early.added, lo=early.lo, mid=early.hi)
+    return None
+
+
+_ROWS: dict[str, Callable[[Equation, list[Entries | None]], Entries | None]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "transpose": _transpose,
+    "concatenate": _concatenate,
+    "add": _add,
+    "mul": _mul,
+}
+
+
+def refusal(program: Program, prefix: Prefix) -> str | None:
+    """Why a tree must stay a tree, or None."""
+    inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
+    if any(is_read(program, prefix, v) for v in inner):
+        return "what the tree makes on the way is read elsewhere"
+    a, b = (program.avals[v] for v in (prefix.factors, prefix.added))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return "factors are of another shape or dtype than what is added"
+    return None
+
+
+def is_read(program: Program, prefix: Prefix, v: Value | None) -> bool:
+    """Whether a value is read outside the tree."""
+    own = {id(e) for e in prefix.equations}
+    return v in program.outputs or any(v in e.invals for e in program.equations if id(e) not in own)
+
+
+def as_loop(program: Program, prefix: Prefix) -> tuple[Loop, list[Equation]]:
+    """A tree as a loop, and the equations it replaces.
+
+    The first step is b alone: a product with a start of zero would be NaN where a factor is not
+    finite. A tree between two reversals is a loop that runs backwards.
+    """
+    products = prefix.products is not None and is_read(program, prefix, prefix.products)
+    body = flatten(_step(prefix, program, products))
+    *carried, a, b, first = body.inputs
+    reversals = [_reversal(program, v, prefix.axis) for v in (prefix.factors, prefix.added)]
+    backwards = None not in reversals
+    loop = Loop(prefix.equations[-1].eqn, body, prefix.length, reverse=backwards)
+    for v, outer, e in zip((a, b), (prefix.factors, prefix.added), reversals, strict=True):
+        value = e.invals[0] if backwards and e is not None else outer
+        loop.sources[v] = Source(value, prefix.axis, kept=True)
+    flags = np.arange(prefix.length) == (prefix.length - 1 if backwards else 0)
+    loop.counters[first] = flags
+    own = list(prefix.equations)
+    outs = [prefix.out, *[prefix.products] * products]
+    for k, (inner, out, layout) in enumerate(zip(carried, outs, prefix.layouts, strict=False)):
+        assert out is not None
+        zero = compat.Literal(np.zeros((), body.avals[inner].dtype), _scalar(body.avals[inner]))
+        loop.carries.append(Carry(inner, zero, body.outputs[k]))
+        turned = graft(loop, lambda x, to=layout: lax.transpose(x, to), [body.outputs[k]])
+        loop.ys.append(turned)
+        axis = layout.index(prefix.axis)
+        loop.makes.append(out)
+        loop.results.append(("kept", (k, axis, backwards)))
+        for e in program.equations if backwards else ():
+            if (
+                e.name == "rev"
+                and e.invals[0] == out
+                and e.eqn.params["dimensions"] == (prefix.axis,)
+            ):
+                own.append(e)
+                loop.makes.append(e.outvals[0])
+                loop.results.append(("kept", (k, axis, False)))
+    return loop, own
+
+
+def _reversal(program: Program, v: int, axis: int) -> Equation | None:
+    for e in program.equations:
+        if v in e.outvals:
+            return e if _is_reversal(e, axis) else None
+    return None
+
+
+def _is_reversal(e: Equation, axis: int) -> bool:
+    return e.name == "rev" and tuple(e.eqn.params["dimensions"]) == (axis,)
+
+
+def _scalar(aval: Any) -> Any:
+    return aval.update(shape=())
+
+
+def _step(prefix: Prefix, program: Program, products: bool) -> compat.ClosedJaxpr:
+    """One step as a jaxpr of (h, a, b, whether it is the first), or (h, p, a, b, first)."""
+
+    def step(h: Any, *rest: Any) -> list[Any]:
+        *p, a, b, first = rest
+        outs = [lax.select_n(first, lax.add(lax.mul(a, h), b), b)]
+        return outs + [lax.select_n(first, lax.mul(a, x), a) for x in p]
+
+    def one(v: int) -> Any:
+        aval, k = program.avals[v], prefix.axis
+        return aval.update(shape=(*aval.shape[:k], 1, *aval.shape[k + 1 :]), weak_type=False)
+
+    a, b = one(prefix.factors), one(prefix.added)
+    flag = b.update(shape=(), dtype=np.dtype(bool))
+    return compat.make_avals_jaxpr(step, [b, *[a] * products, a, b, flag])

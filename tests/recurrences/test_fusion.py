@@ -1,0 +1,114 @@
+"""What only a loop makes or reads is not made for all steps; what others read is."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import sym_optimize
+
+L, D, N = 256, 32, 16
+
+
+def args(length: int = L) -> list[jax.Array]:
+    draw = np.random.default_rng(0).uniform
+    shapes = [(length, D), (length, D), (D, N), (length, N), (length, N)]
+    low = [-1.0, 0.01, -2.0, -1.0, -1.0]
+    return [jnp.asarray(draw(b, b + 1, s), jnp.float32) for b, s in zip(low, shapes, strict=True)]
+
+
+def pieces(x, dt, a, b):
+    return jnp.exp(dt[..., None] * a), (dt * x)[..., None] * b[:, None, :]
+
+
+def run(decay, added, read, **options):
+    def step(h, given):
+        decay, added = given
+        h = decay * h + added
+        return h, read(h)
+
+    return lax.scan(step, jnp.zeros((D, N)), (decay, added), **options)
+
+
+def coefficients(x, dt, a, b, c):
+    del c
+    return run(*pieces(x, dt, a, b), lambda h: h.sum(-1))
+
+
+def states(x, dt, a, b, c):
+    last, hs = run(*pieces(x, dt, a, b), lambda h: h)
+    return last, jnp.einsum("ldn,ln->ld", hs, c) + x
+
+
+def by_hand(x, dt, a, b, c):
+    _, hs = run(*pieces(x, dt, a, b), lambda h: h, reverse=True)
+    return (hs * c[:, None, :]).sum(-1) * jax.nn.silu(x)
+
+
+def twice_read(x, dt, a, b, c):
+    _, hs = run(*pieces(x, dt, a, b), lambda h: h)
+    return (hs * c[:, None, :]).sum(-1), hs.max(2)
+
+
+def batched(x, dt, a, b, c):
+    over = jax.vmap(lambda x, dt, b, c: states(x, dt, a, b, c))
+    return over(x[None], dt[None], b[None], c[None])
+
+
+def narrow_inputs(x, dt, a, b, c):
+    x, dt = (v.astype(jnp.bfloat16) for v in (x, dt))
+    return coefficients(x.astype(jnp.float32), dt.astype(jnp.float32), a, b, c)
+
+
+FUSED = [coefficients, states, by_hand, twice_read, batched, narrow_inputs]
+
+
+def check(fun: Callable, length: int = L):
+    values = args(length)
+    optimised = sym_optimize(fun)
+    want, got = jax.jit(fun)(*values), optimised(*values)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (w.shape, w.dtype) == (g.shape, g.dtype)
+        np.testing.assert_allclose(g, w, rtol=2e-4, atol=2e-4)
+    return optimised.explain(*values)
+
+
+@pytest.mark.parametrize("fun", FUSED, ids=lambda f: f.__name__)
+def test_fused(fun: Callable) -> None:
+    report = check(fun)
+    assert "loop_fusion" in {r.name for r in report.rules}
+    assert report.after.largest_intermediate <= report.before.largest_intermediate / 4
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_few_steps(length: int) -> None:
+    check(states, length)
+
+
+def returned(x, dt, a, b, c):
+    decay, added = pieces(x, dt, a, b)
+    return run(decay, added, lambda h: h), decay, added
+
+
+def of_all_steps(x, dt, a, b, c):
+    decay, added = pieces(x, dt, a, b)
+    decay = decay / decay.sum(0)
+    _, hs = run(decay, jnp.cumsum(added, 0), lambda h: h)
+    return jnp.einsum("ldn,lm->dnm", hs, c)
+
+
+def same_size(x, dt, a, b, c):
+    del dt, a, b, c
+    return lax.scan(lambda h, v: (v * h + v, h), jnp.zeros(D), jnp.tanh(x))
+
+
+@pytest.mark.parametrize("fun", [returned, same_size], ids=lambda f: f.__name__)
+def test_left(fun: Callable) -> None:
+    assert "loop_fusion" not in {r.name for r in check(fun).rules}
+
+
+def test_sums_over_the_steps_stay_outside() -> None:
+    check(of_all_steps)

@@ -1,0 +1,186 @@
+"""Trees of `lax.associative_scan` are recognised as scans, run as loops, and others are left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.loop_cleaning import clean
+from symjax_rewrite.loop_fusion import Fusion, Surroundings
+from symjax_rewrite.loop_motion import Motion
+from symjax_rewrite.loop_pass import make_change, rewritten
+from symjax_rewrite.prefixes import as_loop, find_prefixes, refusal
+from symjax_rewrite.trace import flatten
+
+
+def affine(left, right):
+    return right[0] * left[0], right[0] * left[1] + right[1]
+
+
+def swapped(left, right):
+    a, b = left
+    c, d = right
+    return a * c, d + b * c
+
+
+def states(a, b):
+    return lax.associative_scan(affine, (a, b))[1]
+
+
+def both(a, b):
+    return lax.associative_scan(swapped, (a, b))
+
+
+def backwards(a, b):
+    return lax.associative_scan(affine, (a, b), reverse=True)[1]
+
+
+def backwards_both(a, b):
+    return lax.associative_scan(affine, (a, b), reverse=True)
+
+
+def last_axis(a, b):
+    return lax.associative_scan(affine, (a.T, b.T), axis=-1)[1].sum(0)
+
+
+def started(a, b):
+    b = b.at[0].add(a[0] * 3)
+    return lax.associative_scan(affine, (a, b))[1]
+
+
+def inside(a, b):
+    a, b = (x[:, :, None] * jnp.arange(1, 4).astype(x.dtype) for x in (a, b))
+    h = lax.associative_scan(affine, (a, b))[1]
+    return (h * h).sum(-1), h[-1]
+
+
+def vmapped(a, b):
+    return jax.vmap(states, in_axes=1, out_axes=1)(a, b)
+
+
+SCANS = [states, both, backwards, backwards_both, last_axis, started, inside, vmapped]
+
+
+def arrays(length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    draw = np.random.default_rng(length).uniform(-1, 1, (4, length, 3))
+    a, b = (1.1 * draw[k] + 1j * draw[2 + k] for k in range(2))
+    if dtype != "complex64":
+        a, b = a.real, b.real
+    if dtype == "int32":
+        a, b = 5 * a, 9 * b
+    return jnp.asarray(a).astype(dtype), jnp.asarray(b).astype(dtype)
+
+
+def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
+    """How many trees there are, and the results with all of them as loops, whatever they cost."""
+    closed, tree = compat.make_jaxpr(fun, *args)
+    program = flatten(compat.without_dead(closed))
+    around, changes = Surroundings(program), []
+    for prefix in find_prefixes(program):
+        assert refusal(program, prefix) is None
+        loop, own = as_loop(program, prefix)
+        Fusion(loop, around, own).run()
+        changes.append(make_change(loop.eqn, clean(loop), Motion(), ()))
+    new = rewritten(program, changes)
+    assert not any(e.primitive.name == "pad" for e in new.jaxpr.eqns)
+    return len(changes), jax.tree.unflatten(tree, compat.eval_jaxpr(new, *args))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "complex64", "bfloat16"])
+@pytest.mark.parametrize("fun", SCANS, ids=lambda f: f.__name__)
+def test_found_and_equal(fun: Callable, dtype: str) -> None:
+    for length in (19,) if dtype == "float32" else (8,):
+        args = arrays(length, dtype)
+        count, got = run_as_loops(fun, *args)
+        assert count == 1
+        for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(got), strict=True):
+            assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+            if dtype == "int32":
+                np.testing.assert_array_equal(w, g)
+            else:
+                w, g = (x.astype("complex64") for x in (w, g))
+                tol = 5e-2 if dtype == "bfloat16" else 1e-4
+                np.testing.assert_allclose(g, w, rtol=tol, atol=tol * float(abs(w).max()))
+
+
+def test_first_factor_is_not_read() -> None:
+    a, b = arrays(8, "float32")
+    a = a.at[0].set(jnp.inf)
+    _, got = run_as_loops(states, a, b)
+    assert bool(jnp.isfinite(got).all())
+    np.testing.assert_allclose(got, states(a, b), rtol=1e-5)
+
+
+def other_pair(left, right):
+    return right[0] * left[0], left[0] * right[1] + left[1]
+
+
+def other_sum(left, right):
+    return right[0] * left[0], right[0] * left[1] - right[1]
+
+
+def maximum(left, right):
+    return right[0] + left[0], jnp.maximum(right[0] + left[1], right[1])
+
+
+def squared(left, right):
+    return right[0] * left[0], right[0] * right[0] * left[1] + right[1]
+
+
+def gated(left, right):
+    return right[0] * left[0], jnp.tanh(right[0] * left[1] + right[1])
+
+
+@pytest.mark.parametrize(
+    "combine", [other_pair, other_sum, maximum, squared, gated], ids=lambda f: f.__name__
+)
+def test_other_combinations_are_left(combine: Callable) -> None:
+    args = arrays(16, "float32")
+    closed, _ = compat.make_jaxpr(lambda a, b: lax.associative_scan(combine, (a, b)), *args)
+    assert find_prefixes(flatten(compat.without_dead(closed))) == []
+
+
+def test_a_tree_that_is_cut_otherwise_is_left() -> None:
+    def fun(a, b):
+        even, odd = b[0:8:2], b[1:9:2]
+        return a[1:9:2] * even + odd, a[0:8:2]
+
+    closed, _ = compat.make_jaxpr(fun, *arrays(9, "float32"))
+    assert find_prefixes(flatten(closed)) == []
+
+
+def mamba(x, dt, a, b, c):
+    decay = jnp.exp(dt[..., None] * a)
+    added = dt[..., None] * b[:, :, None, :] * x[..., None]
+    h = lax.associative_scan(affine, (decay, added), axis=1)[1]
+    return jnp.einsum("bldn,bln->bld", h, c) + x
+
+
+def mamba_args(length: int = 512) -> list[jax.Array]:
+    draw = np.random.default_rng(0).uniform
+    shapes = [(1, length, 64), (1, length, 64), (64, 16), (1, length, 16), (1, length, 16)]
+    low = [-1.0, 0.01, -2.0, -1.0, -1.0]
+    return [jnp.asarray(draw(b, b + 1, s), jnp.float32) for b, s in zip(low, shapes, strict=True)]
+
+
+def test_selective_scan_never_makes_the_states() -> None:
+    args = mamba_args()
+    optimised = sym_optimize(mamba)
+    report = optimised.explain(*args)
+    assert any(r.name == "scan" and r.taken for r in report.routes)
+    assert report.after.largest_intermediate <= report.before.largest_intermediate / 10
+    np.testing.assert_allclose(optimised(*args), mamba(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_exact_and_short_trees_stay() -> None:
+    args = mamba_args()
+    report = sym_optimize(mamba, numerics="exact").explain(*args)
+    assert any(r.name == "scan" and "order" in r.reason for r in report.routes)
+    narrow = arrays(4096, "float32")
+    report = sym_optimize(states).explain(*narrow)
+    assert any(r.name == "scan" and not r.taken for r in report.routes)
