@@ -313,9 +313,28 @@ class BodySpot:
         return eqn.replace(params={**eqn.params, self._key: tuple(branches)})
 
 
+_SEALED = "symjax_kernel"
+
+
+def sealed(fun: Callable) -> Callable:
+    """A function whose inside is left as it is: a kernel's own loops are no program to rewrite."""
+
+    def symjax_kernel(*args: Any) -> Any:
+        return fun(*args)
+
+    return jax.jit(symjax_kernel)
+
+
+def is_sealed(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a call of such a function."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _SEALED
+
+
 def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
     """The bodies of loops, branches, remat and fenced calls."""
     name, p = eqn.primitive.name, eqn.params
+    if is_sealed(eqn):
+        return []
     if name == "scan":
         return [BodySpot(p["jaxpr"], max(1, _int(p["length"])), "jaxpr", None)]
     if name == "while":

@@ -21,6 +21,7 @@ from symjax_rewrite.trace import Equation, Value
 
 def clean(loop: Loop) -> Loop:
     """The same loop in its plainest form; the given one is changed."""
+    _drop_casts(loop)
     _merge(loop)
     _take_counters(loop)
     _take_slices(loop)
@@ -28,6 +29,22 @@ def clean(loop: Loop) -> Loop:
     _merge(loop)
     _drop_dead(loop)
     return loop
+
+
+def _drop_casts(loop: Loop) -> None:
+    """Casts of the weak type alone: who hands a value out sets it."""
+    avals = loop.body.avals
+    same = {
+        e.outvals[0]: e.invals[0]
+        for e in loop.body.equations
+        if e.name == "convert_element_type"
+        and isinstance(e.invals[0], int)
+        and avals[e.invals[0]].dtype == avals[e.outvals[0]].dtype
+    }
+    loop.body.equations = [
+        e for e in loop.body.equations if not e.outvals or e.outvals[0] not in same
+    ]
+    substitute(loop, dict(same))
 
 
 def _take_counters(loop: Loop) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
@@ -63,8 +63,23 @@ def has_loops(program: Program) -> bool:
 OptimiseBody = Callable[[ClosedJaxpr], ClosedJaxpr | None]
 
 
+class Route(Protocol):
+    """A kernel for a loop."""
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives."""
+        ...
+
+
+RouteLoop = Callable[[Loop], tuple[Route | None, str]]
+
+
 def improve_loops(
-    program: Program, device: Device, reorders: bool, optimise: OptimiseBody
+    program: Program,
+    device: Device,
+    reorders: bool,
+    optimise: OptimiseBody,
+    route: RouteLoop | None,
 ) -> Loops:
     """Find the loops of a program that have a cheaper form.
 
@@ -73,11 +88,12 @@ def improve_loops(
         device: where it runs.
         reorders: whether sums may be rounded in another order.
         optimise: gives the optimised form of a body, or None where it stays.
+        route: gives a kernel for a loop, or None, and why.
     """
     found = Loops()
     around = Surroundings(program)
     for prefix in find_prefixes(program):
-        _take_tree(program, prefix, around, device, reorders, found)
+        _take_tree(program, prefix, around, device, reorders, route, found)
     for e in program.equations:
         loop = _plain(e)
         if loop is None:
@@ -87,6 +103,8 @@ def improve_loops(
             fused = fuse(loop, around, [e])
             loop = clean(loop) if fused else _plain(e)
             assert loop is not None
+        if _take_kernel(e.eqn, loop, route if reorders else None, found):
+            continue
         motion = find_motion(loop, device, reorders)
         found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
         if motion.any and not fused:
@@ -94,6 +112,18 @@ def improve_loops(
         if motion.any or fused:
             found.changes.append(make_change(e.eqn, loop, motion, FUSED if fused else ()))
     return found
+
+
+def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loops) -> bool:
+    """Give a loop to a kernel, if one takes it."""
+    if route is None or not isinstance(loop.length, int) or not loop.carries:
+        return False
+    kernel, reason = route(loop)
+    found.routes.append((kernel is not None, reason, eqn))
+    if kernel is not None:
+        reads = [v for v in loop.outer_values() if isinstance(v, int)]
+        found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
+    return kernel is not None
 
 
 def _plain(e: Equation) -> Loop | None:
@@ -107,6 +137,7 @@ def _take_tree(
     around: Surroundings,
     device: Device,
     reorders: bool,
+    route: RouteLoop | None,
     found: Loops,
 ) -> None:
     """Run a tree as a loop where that is cheaper: on a CPU the loop's state stays in a cache."""
@@ -118,6 +149,10 @@ def _take_tree(
         loop, own = as_loop(program, prefix)
         saved = Fusion(loop, around, own).run()
         loop = clean(loop)
+        if device.name != "cpu":
+            if not _take_kernel(eqn, loop, route, found):
+                found.routes.append((False, "a tree is faster than a loop here", eqn))
+            return
         tree = sum(3 * aval_bytes(e.eqn.outvars[0].aval) for e in own) + 2 * saved
         tree_s = tree / device.bytes_per_s + len(own) * device.launch_s / 3
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length

@@ -22,6 +22,7 @@ from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir import Ref
 from symjax_rewrite.loop_pass import has_loops, improve_loops, rewritten
+from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
@@ -118,6 +119,10 @@ class Router(Protocol):
 
     def find(self, t: TermGraph, need: Needed) -> tuple[list[Any], list[RouteUse]]:
         """The kernels to route to, and what was considered."""
+        ...
+
+    def route_loop(self, loop: Loop, device: str) -> tuple[Any, str]:
+        """A kernel for a loop on a device, or None, and why."""
         ...
 
 
@@ -238,7 +243,9 @@ class Optimiser:
 
         live = flatten(compat.without_dead(result.closed))
         reorders = self.options.numerics.permits("reassoc")
-        loops = improve_loops(live, self.device, reorders, optimise)
+        router, device = self.router, self.device
+        route = None if router is None else lambda loop: router.route_loop(loop, device.name)
+        loops = improve_loops(live, device, reorders, optimise, route)
         for reason, eqn in loops.refused:
             result.declined("loop", reason, compat.source_line(eqn))
         for taken, reason, eqn in loops.routes:

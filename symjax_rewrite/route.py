@@ -21,9 +21,11 @@ from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.fold_route import FoldRoute, build_fold
 from symjax_rewrite.fold_rows import dependents
 from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
+from symjax_rewrite.loops import Loop
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.scan_route import ScanRoute, route_loop
 
 MIN_COLUMNS = 1024  # shorter rows stay as they are: measured in experiments/attention
 MIN_PAIRS = 1 << 20
@@ -93,6 +95,13 @@ class Router:
             log("route", "fold: %s", reason)
             uses.append(RouteUse("fold", found is not None, reason))
         return taken, uses
+
+    def route_loop(self, loop: Loop, device: str) -> tuple[ScanRoute | None, str]:
+        """A scan kernel for a loop, or None, and why."""
+        kernels = self.kernels
+        if kernels == "auto" and device != "cpu" and compat.may_be_partitioned():
+            return None, "several devices: XLA might gather a scan's operands"
+        return route_loop(loop, kernels, device)
 
     def _decide(self, t: TermGraph, need: Needed, bundle: Bundle) -> tuple[FoldRoute | None, str]:
         sizes = t.graph.classes[bundle.tile].sizes

@@ -110,7 +110,8 @@ def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call equation whose call may be dissolved, else None."""
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
-        return eqn.params["jaxpr"] if compat.jit_equation_is_plain(eqn) else None
+        is_open = compat.jit_equation_is_plain(eqn) and not compat.is_sealed(eqn)
+        return eqn.params["jaxpr"] if is_open else None
     if name in ("custom_jvp_call", "sym_call"):
         return eqn.params["call_jaxpr"]
     if name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):

@@ -22,7 +22,7 @@ LAYERS = {
     "graph": "egraph device",
     "knowledge": "record ops indexing analysis cost equation_cost product contract_order "
     "rule order",
-    "passes": "trace loops loop_cleaning loop_motion stepping loop_fusion prefixes "
+    "passes": "trace loops loop_cleaning loop_motion stepping loop_fusion prefixes recurrence "
     "loop_pass axes canonical match saturate regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
@@ -30,6 +30,7 @@ LAYERS = {
     "band "
     "fold_rows "
     "fold_route "
+    "scan_route "
     "route "
     "norm_form norm_program norm_epilogue norm_route norm_frozen "
     "report summary "

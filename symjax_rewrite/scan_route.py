@@ -1,0 +1,332 @@
+"""From an affine loop to a scan kernel (a face).
+
+The body is read as index terms, where axes of size one, transpositions and broadcasts are gone. One
+carry moves as h ← a·h + b over its own indices: the kernel is given the body itself, run with pairs
+(a, b) in place of what depends on h, so that coefficients in any spelling are made inside it.
+Results of a step are the states, or a sum of products with them over some of their axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import compat
+from symjax_rewrite.canonical import TermGraph, build
+from symjax_rewrite.errors import UsageError
+from symjax_rewrite.fold_rows import apply
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
+from symjax_rewrite.loops import Loop, Read
+from symjax_rewrite.pallas_kernels.fold_spec import Operand
+from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
+from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec
+from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of
+from symjax_rewrite.regions import node_of
+
+TIME = "t"
+
+
+class NotAScanError(Exception):
+    """Why a loop is no scan (internal)."""
+
+
+class Pair(NamedTuple):
+    """a·h + b; `a` is None where h does not occur."""
+
+    a: Any
+    b: Any
+
+
+@dataclass(slots=True)
+class ScanRoute:
+    """A loop as a scan.
+
+    operands: body value and its axes by name, in the order of the kernel's operand.
+    """
+
+    loop: Loop
+    spec: ScanSpec
+    backend: str
+    operands: list[tuple[int, tuple[str, ...]]]
+    shapes: list[tuple[int, ...]]
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives, made by the kernel."""
+        loop = self.loop
+        known, steps = loop.constants(read), loop.stacks(read)
+        known[loop.carries[0].inner] = read(loop.carries[0].start)
+        size = self.spec.size
+        arrays = []
+        for (v, axes), spec in zip(self.operands, self.spec.operands, strict=True):
+            array = jnp.asarray(steps[v] if v in steps else known[v])
+            shape = tuple(size[a] for a in axes)
+            if v == loop.carries[0].inner and array.size != np.prod(shape, dtype=int):
+                array = jnp.broadcast_to(array, loop.body.avals[v].shape)
+            arrays.append(lax.reshape(array, shape).astype(spec.dtype))
+        kernel = compat.sealed(lambda *xs: scan(self.spec, *xs, backend=self.backend))
+        *ys, last = kernel(*arrays)
+        stacked = [lax.reshape(y, s) for y, s in zip(ys, self.shapes, strict=True)]
+        final = lax.reshape(last, loop.body.avals[loop.carries[0].inner].shape)
+        return loop.finish([final], stacked, read)
+
+
+def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None, str]:
+    """A scan kernel for a loop, or why there is none.
+
+    Args:
+        loop: a clean loop of a known number of steps.
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        device: the name of the device's profile.
+    """
+    moves = describe(loop)
+    if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
+        return None, moves
+    if kernels == "auto" and device == "cpu":
+        return None, f"{moves}; on a CPU the loop is cheapest"
+    try:
+        spec, operands, shapes = _Builder(loop).build()
+    except NotAScanError as error:
+        return None, f"{moves}; no kernel: {error}"
+    except UsageError as error:
+        return None, f"{moves}; no kernel: {error.what}"
+    backend = kernels if kernels in BACKENDS else "auto"
+    if kernels == "auto":
+        found = cuda_backend(spec)
+        if not hasattr(found, "run"):
+            return None, f"{moves}; no kernel: {found}"
+    elif backend == "auto" and kernels != "always":
+        return None, f"{moves}; the {kernels} backend has no scan"
+    elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
+        return None, f"{moves}; no kernel: {support}"
+    route = ScanRoute(loop, spec, backend, operands, shapes)
+    return route, f"{moves}; states of all steps are never made ({backend})"
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Reads one loop as a scan."""
+
+    loop: Loop
+    t: TermGraph = field(init=False)
+    carry: int = field(init=False)
+    indices: tuple[int, ...] = field(init=False)
+    operands: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    def build(self) -> tuple[ScanSpec, list[tuple[int, tuple[str, ...]]], list[tuple[int, ...]]]:
+        """The scan, where its operands come from, and the shapes of its stacked results."""
+        loop = self.loop
+        groups = groups_of(loop)
+        if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
+            raise NotAScanError("several carries or effects")
+        if groups[0].degree.kind not in (SUM, DIAGONAL):
+            raise NotAScanError("its steps are not affine entry by entry")
+        carry, body = loop.carries[0], loop.body
+        dtype = str(body.avals[carry.inner].dtype)
+        if not isinstance(carry.out, int) or not dtype.startswith(("float", "bfloat")):
+            raise NotAScanError(f"states are {dtype}")
+        body.inputs = [*loop.consts, *loop.sources, *loop.counters, carry.inner]
+        self.t = build(body)
+        start, out = self.t.view(carry.inner), self.t.view(carry.out)
+        sizes = self.t.sizes[carry.inner]
+        if self.t.sizes[carry.out] != sizes or sorted(start.axes) != list(range(len(sizes))):
+            raise NotAScanError("states have an axis that is spread")
+        numbers = [s for s in sizes if isinstance(s, int)]
+        if len(numbers) < len(sizes):
+            raise NotAScanError("a size of the state is a name")
+        self.carry = start.cls
+        self.indices = start.axes
+        names = tuple(f"s{i}" for i in range(len(sizes)))
+        number = self._operand(start)
+        coefficients = self._program(out, None)
+        readouts, shapes = [], []
+        for y in loop.ys:
+            if not isinstance(y, int):
+                raise NotAScanError("a constant result")
+            readouts.append(self._readout(y, out))
+            shapes.append((loop.length, *body.avals[y].shape))
+        spec = ScanSpec(
+            sizes=((TIME, loop.length), *zip(names, numbers, strict=True)),
+            time=TIME,
+            state=names,
+            operands=tuple(Operand(axes, str(body.avals[v].dtype)) for v, axes in self.operands),
+            coefficients=coefficients,
+            readouts=tuple(readouts),
+            last=True,
+            start=number,
+            reverse=loop.reverse,
+            dtype=dtype,
+        )
+        return spec, self.operands, shapes
+
+    def _operand(self, ref: Ref) -> int:
+        """The number of a leaf's operand, read over the indices of the state."""
+        v = self.t.leaf_value[ref.cls]
+        view = self.t.view(v)
+        slot_index = dict(enumerate(ref.axes))
+        order = [slot_index[s] for s in view.axes]
+        if len(set(order)) != len(order) or len(view.axes) != len(self.t.sizes[v]):
+            raise NotAScanError("an operand is read along a diagonal")
+        if any(i >= len(self.indices) for i in order):
+            raise NotAScanError("an operand has an axis that the states have not")
+        steps = v in self.loop.sources or v in self.loop.counters
+        axes = (*[TIME] * steps, *[f"s{i}" for i in order])
+        if (v, axes) not in self.operands:
+            self.operands.append((v, axes))
+        return self.operands.index((v, axes))
+
+    def _program(self, ref: Ref, after: Ref | None) -> Program:
+        """The term as a program of operands; `after` is the state it may read."""
+        steps: list[tuple] = []
+        known: dict[Ref, int] = {}
+        reads: list[int] = []
+        self._steps(ref, after, steps, known, reads)
+        key = ("scan", after is None, tuple((k, repr(d), a, x) for k, d, a, x in steps))
+        run = _coefficients if after is None else _reading
+        return Program(run(steps, self.t.primitives), tuple(reads), key=key)
+
+    def _steps(
+        self, ref: Ref, after: Ref | None, steps: list, known: dict[Ref, int], reads: list[int]
+    ) -> int:
+        """Number of the step that computes a reference over the state's indices."""
+        if ref in known:
+            return known[ref]
+        g = self.t.graph
+        node, dtype = node_of(g, ref.cls), g.classes[ref.cls].dtype
+        kind, data, args = "", None, ()
+        if after is not None and ref == after:
+            kind = "after"
+        elif ref.cls == self.carry:
+            if ref.axes != self.indices:
+                raise NotAScanError("states are read with their axes turned")
+            kind = "before"
+        elif node.op == CONST:
+            kind, data = "const", node.attr[0]
+        elif node.op == LEAF:
+            number = self._operand(ref)
+            if number not in reads:
+                reads.append(number)
+            kind, data = "value", reads.index(number)
+        elif node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
+            inner = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
+            args = tuple([self._steps(a, after, steps, known, reads) for a in inner])
+            kind, data = "apply", (node.op, node.attr)
+        else:
+            raise NotAScanError(f"{node.op} inside a step")
+        steps.append((kind, data, args, dtype))
+        known[ref] = len(steps) - 1
+        return known[ref]
+
+    def _readout(self, y: int, out: Ref) -> Readout:
+        """A result of every step as a sum over axes of the state."""
+        view, g = self.t.view(y), self.t.graph
+        dtype = g.classes[view.cls].dtype
+        node = node_of(g, view.cls)
+        bound = node.bound if view.cls not in (out.cls, self.carry) else ()
+        if bound and not (node.op == CONTRACT or (node.op == REDUCE and node.attr == "sum")):
+            raise NotAScanError(f"{node.op} in a result")
+        width = len(self.t.sizes[y])
+        axes = (*view.axes, *range(width, width + len(bound)))
+        args = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
+        tops = args if bound else [view]
+        place = self._place(tops, out)
+        turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
+        after = Ref(out.cls, out.axes)
+        program = self._product(turned, after, dtype)
+        over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
+        left = tuple(f"s{place[i]}" for i in range(width))
+        return Readout(program, over, axes=(TIME, *left), dtype=dtype)
+
+    def _place(self, tops: list[Ref], out: Ref) -> dict[int, int]:
+        """Index of a result, or of its sum, to index of the state."""
+        found: dict[int, int] = {}
+        targets = {out.cls: out.axes, self.carry: self.indices}
+        stack = list(tops)
+        while stack:
+            ref = stack.pop()
+            if ref.cls in targets:
+                for index, state in zip(ref.axes, targets[ref.cls], strict=True):
+                    if found.setdefault(index, state) != state:
+                        raise NotAScanError("states are read with their axes turned")
+                continue
+            node = node_of(self.t.graph, ref.cls)
+            if not node.bound:
+                stack += [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
+        wanted = {i for ref in tops for i in ref.axes}
+        if not wanted <= set(found) or len(set(found.values())) != len(found):
+            raise NotAScanError("a result has an axis that the states have not")
+        return found
+
+    def _product(self, refs: list[Ref], after: Ref, dtype: str) -> Program:
+        """The product of some terms as one program."""
+        steps: list[tuple] = []
+        known: dict[Ref, int] = {}
+        reads: list[int] = []
+        numbers = tuple(self._steps(r, after, steps, known, reads) for r in refs)
+        steps.append(("apply", (CONTRACT, None), numbers, dtype))
+        key = ("scan", False, tuple((k, repr(d), a, x) for k, d, a, x in steps))
+        return Program(_reading(steps, self.t.primitives), tuple(reads), key=key)
+
+
+def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:
+    """The steps as `fun(values, t) -> (a, b)`."""
+
+    def run(values: tuple, t: Any) -> tuple[Any, Any]:
+        del t
+        made: list[Pair] = []
+        dtype = steps[-1][3]
+        for kind, data, args, dtype in steps:
+            if kind == "before":
+                made.append(Pair(np.ones((), dtype), np.zeros((), dtype)))
+            elif kind == "const":
+                made.append(Pair(None, np.asarray(data).astype(np.dtype(dtype))))
+            elif kind == "value":
+                made.append(Pair(None, values[data]))
+            else:
+                made.append(_apply_pairs(data, [made[a] for a in args], dtype, primitives))
+        a, b = made[-1]
+        return (np.zeros((), dtype) if a is None else a), b
+
+    return run
+
+
+def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str, Any]) -> Pair:
+    """A term of a·h + b's: sums and products with what has no h go through both."""
+    op, attr = what
+    b = apply(what, [p.b for p in args], dtype, primitives)
+    if all(p.a is None for p in args):
+        return Pair(None, b)
+    if op == ADD or (op == MAP and attr[0] == "select_n"):
+        zero = np.zeros((), dtype)
+        first = [args[0].b] if op == MAP else []
+        slopes = [zero if p.a is None else p.a for p in args[len(first) :]]
+        return Pair(apply(what, [*first, *slopes], dtype, primitives), b)
+    values = [p.b if p.a is None else p.a for p in args]
+    return Pair(apply(what, values, dtype, primitives), b)
+
+
+def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:
+    """The steps as `fun((before, after), values, t)`."""
+
+    def run(states: tuple, values: tuple, t: Any) -> Any:
+        del t
+        before, after = states
+        made: list[Any] = []
+        for kind, data, args, dtype in steps:
+            if kind == "before":
+                made.append(before.astype(dtype))
+            elif kind == "after":
+                made.append(after.astype(dtype))
+            elif kind == "const":
+                made.append(np.asarray(data).astype(np.dtype(dtype)))
+            elif kind == "value":
+                made.append(values[data])
+            else:
+                made.append(apply(data, [made[a] for a in args], dtype, primitives))
+        return made[-1]
+
+    return run

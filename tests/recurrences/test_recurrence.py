@@ -1,0 +1,136 @@
+"""Which loops are affine, what keeps the others from it, and kernels in place of affine loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import sym_optimize
+
+L, D, N = 20, 6, 4
+
+
+def draw(*shape: int, low: float = -1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).uniform(low, low + 1, shape), jnp.float32)
+
+
+X, DT, A = draw(L, D), draw(L, D, low=0.01), draw(D, N, low=-2.0)
+B, C, H = draw(L, N), draw(L, N, low=0), draw(D, N)
+
+
+def scan(step: Callable, start: Any = H, xs: Any = (X, DT, B, C), **options: Any) -> Any:
+    return lambda start, xs: lax.scan(step, start, xs, **options), (start, xs)
+
+
+def mamba(h, given):
+    x, dt, b, c = given
+    h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
+    return h, h @ c
+
+
+def by_sum(h, given):
+    x, dt, b, c = given
+    h = h * jnp.exp(jnp.einsum("d,dn->dn", jax.nn.softplus(dt), A)) + jnp.outer(dt * x, b)
+    return h, jnp.sum(h * c[None, :], axis=-1)
+
+
+def before(h, given):
+    x, dt, b, _ = given
+    return 0.9 * h - b * x[:, None], (h * dt[:, None]).sum(0)
+
+
+def choice(h, given):
+    x, _, b, _ = given
+    return jnp.where(x[:, None] > 0, h * b, h + 1), h.T
+
+
+def running(h, given):
+    return h + given[0][:, None], None
+
+
+AFFINE = {
+    "selective scan": scan(mamba),
+    "selective scan, by sums": scan(by_sum),
+    "state before the step": scan(before),
+    "reversed": scan(mamba, reverse=True),
+    "a choice that is given": scan(choice),
+    "a running sum": scan(running),
+    "exponential average": scan(lambda h, x: (0.9 * h + 0.1 * x, h), jnp.zeros(D), X),
+    "one number": scan(lambda h, x: (h * x + 1, h), jnp.float32(1), X[:, 0]),
+    "half": scan(
+        lambda h, x: (h * x + x, h), jnp.zeros(D, jnp.bfloat16), X.astype(jnp.bfloat16)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_affine_loops_run_as_kernels(name: str) -> None:
+    fun, args = AFFINE[name]
+    optimised = sym_optimize(fun, kernels="xla", on_unsupported="error")
+    routes = [r for r in optimised.explain(*args).routes if r.name == "scan"]
+    assert [r.taken for r in routes] == [True], routes
+    tol = 2e-2 if name == "half" else 1e-5
+    for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_allclose(g.astype("f4"), w.astype("f4"), rtol=tol, atol=tol)
+
+
+def test_kernels_of_loops_by_index_and_batches() -> None:
+    def fun(x, a):
+        def step(i, carry):
+            h, out = carry
+            h = a[i] * h + x[i]
+            return h, out.at[i].set(h)
+
+        return lax.fori_loop(0, L, step, (jnp.zeros(D), jnp.zeros((L, D))))
+
+    twice = jax.tree.map(lambda v: jnp.stack([v, v + 1]), (H, (X, DT, B, C)))
+    for f, args in ((fun, (X, DT)), (jax.vmap(AFFINE["reversed"][0]), twice)):
+        optimised = sym_optimize(f, kernels="xla", on_unsupported="error")
+        assert any(r.name == "scan" and r.taken for r in optimised.explain(*args).routes)
+        for w, g in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+W = draw(D, D)
+OTHER = {
+    "tanh": (lambda h, x: (jnp.tanh(h + x), h), "tanh of the carry"),
+    "a gate of the carry": (lambda h, x: (jax.nn.sigmoid(x) * h * h, h), "with itself"),
+    "relu of a scaled carry": (lambda h, x: (jnp.maximum(0.5 * h + x, 0), h), "scaled carry"),
+    "a choice by the carry": (lambda h, x: (jnp.where(h > 0, h, x), h), "gt of the carry"),
+    "a quotient": (lambda h, x: (x / (h + 1), h), "quotient"),
+    "a matrix": (lambda h, x: (h @ W + x, h), "affine by a matrix"),
+    "max-plus": (lambda h, x: (jnp.maximum(h + x, x), h), "max-plus"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_others_are_left_with_the_reason(name: str) -> None:
+    step, why = OTHER[name]
+    optimised = sym_optimize(lambda x: lax.scan(step, x[0], x), kernels="xla")
+    (route,) = [r for r in optimised.explain(X).routes if r.name == "scan"]
+    assert not route.taken
+    assert why in route.reason
+    np.testing.assert_allclose(optimised(X)[1], lax.scan(step, X[0], X)[1], rtol=1e-5)
+
+
+def test_on_a_cpu_the_loop_stays() -> None:
+    fun, args = AFFINE["selective scan"]
+    report = sym_optimize(fun, device="cpu").explain(*args)
+    (route,) = report.routes
+    assert not route.taken
+    assert "affine" in route.reason
+
+
+def test_wrapping_integers_and_exact_programs_have_no_kernel() -> None:
+    fun, _ = scan(lambda h, x: (h * x + x, h))
+    xs = jnp.arange(L * D, dtype=jnp.int32).reshape(L, D) * 99991
+    optimised = sym_optimize(fun, kernels="xla")
+    for w, g in zip(fun(xs[0], xs), optimised(xs[0], xs), strict=True):
+        np.testing.assert_array_equal(w, g)
+    exact = sym_optimize(fun, kernels="xla", numerics="exact")
+    assert not any(r.taken for r in exact.explain(X[0], X).routes)
