@@ -93,7 +93,7 @@ def improve_loops(
     found = Loops()
     around = Surroundings(program)
     for prefix in find_prefixes(program):
-        _take_tree(program, prefix, around, device, reorders, route, found)
+        _take_tree(prefix, around, device, reorders, route, found)
     for e in program.equations:
         loop = _plain(e)
         if loop is None:
@@ -132,7 +132,6 @@ def _plain(e: Equation) -> Loop | None:
 
 
 def _take_tree(
-    program: Program,
     prefix: Prefix,
     around: Surroundings,
     device: Device,
@@ -142,11 +141,11 @@ def _take_tree(
 ) -> None:
     """Run a tree as a loop where that is cheaper: on a CPU the loop's state stays in a cache."""
     eqn = prefix.equations[-1].eqn
-    reason = refusal(program, prefix)
+    reason = refusal(around, prefix)
     if not reorders:
         reason = "as a loop it would round in another order"
     if reason is None:
-        loop, own = as_loop(program, prefix)
+        loop, own = as_loop(around, prefix)
         saved = Fusion(loop, around, own).run()
         loop = clean(loop)
         if device.name != "cpu":

@@ -17,9 +17,9 @@ from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.equation_cost import shape_of
-from symjax_rewrite.loop_fusion import graft
+from symjax_rewrite.loop_fusion import Surroundings, graft
 from symjax_rewrite.loops import Carry, Loop, Source
-from symjax_rewrite.trace import Equation, Program, Value, flatten
+from symjax_rewrite.trace import Equation, Program, flatten
 
 MIN_LENGTH = 8  # shorter trees are as good as loops
 
@@ -267,33 +267,35 @@ _ROWS: dict[str, Callable[[Equation, list[Entries | None]], Entries | None]] = {
 }
 
 
-def refusal(program: Program, prefix: Prefix) -> str | None:
+def refusal(around: Surroundings, prefix: Prefix) -> str | None:
     """Why a tree must stay a tree, or None."""
     inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
-    if any(is_read(program, prefix, v) for v in inner):
+    if any(is_read(around, prefix, v) for v in inner):
         return "what the tree makes on the way is read elsewhere"
-    a, b = (program.avals[v] for v in (prefix.factors, prefix.added))
+    a, b = (around.program.avals[v] for v in (prefix.factors, prefix.added))
     if a.shape != b.shape or a.dtype != b.dtype:
         return "factors are of another shape or dtype than what is added"
     return None
 
 
-def is_read(program: Program, prefix: Prefix, v: Value | None) -> bool:
+def is_read(around: Surroundings, prefix: Prefix, v: int) -> bool:
     """Whether a value is read outside the tree."""
     own = {id(e) for e in prefix.equations}
-    return v in program.outputs or any(v in e.invals for e in program.equations if id(e) not in own)
+    users = around.users.get(v, ())
+    return v in around.outputs or any(id(e) not in own for e in users)
 
 
-def as_loop(program: Program, prefix: Prefix) -> tuple[Loop, list[Equation]]:
+def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]:
     """A tree as a loop, and the equations it replaces.
 
     The first step is b alone: a product with a start of zero would be NaN where a factor is not
     finite. A tree between two reversals is a loop that runs backwards.
     """
-    products = prefix.products is not None and is_read(program, prefix, prefix.products)
+    program = around.program
+    products = prefix.products is not None and is_read(around, prefix, prefix.products)
     body = flatten(_step(prefix, program, products))
     *carried, a, b, first = body.inputs
-    reversals = [_reversal(program, v, prefix.axis) for v in (prefix.factors, prefix.added)]
+    reversals = [_reversal(around, v, prefix.axis) for v in (prefix.factors, prefix.added)]
     backwards = None not in reversals
     loop = Loop(prefix.equations[-1].eqn, body, prefix.length, reverse=backwards)
     for v, outer, e in zip((a, b), (prefix.factors, prefix.added), reversals, strict=True):
@@ -324,11 +326,9 @@ def as_loop(program: Program, prefix: Prefix) -> tuple[Loop, list[Equation]]:
     return loop, own
 
 
-def _reversal(program: Program, v: int, axis: int) -> Equation | None:
-    for e in program.equations:
-        if v in e.outvals:
-            return e if _is_reversal(e, axis) else None
-    return None
+def _reversal(around: Surroundings, v: int, axis: int) -> Equation | None:
+    e = around.makers.get(v)
+    return e if e is not None and _is_reversal(e, axis) else None
 
 
 def _is_reversal(e: Equation, axis: int) -> bool:

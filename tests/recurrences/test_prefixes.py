@@ -82,8 +82,8 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
     program = flatten(compat.without_dead(closed))
     around, changes = Surroundings(program), []
     for prefix in find_prefixes(program):
-        assert refusal(program, prefix) is None
-        loop, own = as_loop(program, prefix)
+        assert refusal(around, prefix) is None
+        loop, own = as_loop(around, prefix)
         Fusion(loop, around, own).run()
         changes.append(make_change(loop.eqn, clean(loop), Motion(), ()))
     new = rewritten(program, changes)
