@@ -8,7 +8,7 @@ from typing import Any
 
 from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, Node, Ref
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
 from symjax_rewrite.order import count_unread, order_product
 from symjax_rewrite.product import Product, expand_node, flattest, is_half, is_ring
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
@@ -45,7 +45,9 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def sum_node(ctx: Context, cls: int) -> Node | None:
-    """The sum of at least two terms that a class is, as written."""
+    """The sum of at least two terms that a class is, as written; None where it stays whole."""
+    if cls in ctx.whole:
+        return None
     for node in ctx.g.classes[cls].nodes:
         if node.op == ADD and len(node.args) > 1:
             return node
@@ -57,24 +59,41 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
 
     The one that is not may be spread over indices it does not read (one weight, many adapters).
     """
-    c = ctx.g.classes[cls]
-    if ctx.permits("cancels", c.dtype):
+    if _cannot_cancel(ctx, cls, total):
         return True
-    if all(_is_positive(k) for k in total.attr) and all(
-        nonnegative(ctx.g, a.cls) for a in total.args
-    ):
+    sizes = ctx.g.classes[cls].sizes
+    rounded = [a for a in total.args if _is_rounded(ctx, a.cls)]
+    if any(len(set(a.axes)) < len(sizes) for a in rounded):
+        return False
+    return len(total.args) - len(rounded) <= 1
+
+
+def _cannot_cancel(ctx: Context, cls: int, total: Node) -> bool:
+    """Whether the terms of a sum have one sign, or may cancel for all that is asked."""
+    if ctx.permits("cancels", ctx.g.classes[cls].dtype):
         return True
-    plain = 0
-    for arg in total.args:
-        p = flattest(ctx.g, arg.cls)
-        thin = len(p.factors) > 1 and ctx.elements(arg.cls) > sum(
-            ctx.elements(f.cls) for f in p.factors
-        )  # an outer product is rounded as one of higher rank is
-        made = bool(p.bound) or thin
-        plain += not made
-        if made and len(set(arg.axes)) < len(c.sizes):
-            return False
-    return plain <= 1
+    signs = {_is_positive(k) for k in total.attr}
+    return len(signs) == 1 and all(nonnegative(ctx.g, a.cls) for a in total.args)
+
+
+def _is_rounded(ctx: Context, cls: int) -> bool:
+    """Whether a class is a sum of products, which was rounded by about as much as it is large.
+
+    So is an outer product, as one of higher rank is. What picks single values (a diagonal,
+    one-hot labels) rounds nothing.
+    """
+    p = flattest(ctx.g, cls)
+    thin = len(p.factors) > 1 and ctx.elements(cls) > sum(ctx.elements(f.cls) for f in p.factors)
+    return (bool(p.bound) or thin) and not any(_picks(ctx, f.cls) for f in p.factors)
+
+
+def _picks(ctx: Context, cls: int) -> bool:
+    for n in ctx.g.classes[cls].nodes:
+        if n.op == DELTA:
+            return True
+        if n.op == MAP and n.args and ctx.g.classes[n.args[0].cls].dtype == "bool":
+            return True
+    return False
 
 
 def _is_useful(ctx: Context, cls: int, p: Product, f: Ref, total: Node) -> bool:
@@ -127,17 +146,18 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     "(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,)
 )
 def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
-    """Sums of sums used once are one sum; like terms of one sign are counted."""
+    """Sums of sums used once are one sum; like terms of one sign are counted.
+
+    Where terms may cancel, those that are exact stay in the sum they were written in: in
+    `(a − b) + x·W` a − b is exact for near a and b, and the rounding of a + x·W is not.
+    """
     g, c = ctx.g, ctx.g.classes[cls]
     terms: dict[Ref, Any] = {}
     for coefficient, arg in zip(node.attr, node.args, strict=True):
         arg = g.find(arg)
         if _is_zero(ctx, arg.cls) and len(node.args) > 1:
             continue
-        inner = _inner_sum(ctx, arg, c.dtype)
-        if inner is None:
-            inner = Node(ADD, (1,), (Ref(arg.cls, tuple(range(len(arg.axes)))),), 0, ())
-        for k, a in zip(inner.attr, inner.args, strict=True):
+        for k, a in _inner_terms(ctx, arg, c.dtype):
             ref = Ref(a.cls, tuple(arg.axes[i] for i in a.axes))
             if ref in terms and not _same_sign(terms[ref], k * coefficient, c.dtype):
                 return
@@ -151,12 +171,32 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     )
 
 
+def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]]:
+    """What a term of a sum contributes to it, over the term's slots: itself, or its own terms."""
+    g = ctx.g
+    own = [(1, Ref(arg.cls, tuple(range(len(arg.axes)))))]
+    inner = _inner_sum(ctx, arg, dtype)
+    if inner is None:
+        return own
+    opened = list(zip(inner.attr, inner.args, strict=True))
+    if _cannot_cancel(ctx, arg.cls, inner):
+        return opened
+    exact = [(k, a) for k, a in opened if not _is_rounded(ctx, a.cls)]
+    if len(exact) <= 1:
+        return opened
+    if len(exact) == len(opened):
+        return own
+    sizes, why = g.classes[arg.cls].sizes, flatten_sum.reason(arg.cls)
+    rest = g.add(ADD, tuple(k for k, _ in exact), tuple(a for _, a in exact), sizes, (), dtype, why)
+    return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]
+
+
 def _is_zero(ctx: Context, cls: int) -> bool:
     return any(n.op == CONST and n.attr[0] == 0 for n in ctx.g.classes[cls].nodes)
 
 
 def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
-    if ctx.uses(arg.cls) > 1 or ctx.g.classes[arg.cls].dtype != dtype:
+    if ctx.uses(arg.cls) > 1 or arg.cls in ctx.whole or ctx.g.classes[arg.cls].dtype != dtype:
         return None
     for node in ctx.g.classes[arg.cls].nodes:
         if node.op == ADD:

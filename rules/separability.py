@@ -100,7 +100,9 @@ def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str
 
 
 def _shifted(ctx: Context, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:
-    return _over(ctx, (1, -1), (a, mean), sizes, dtype, why)
+    ref = _over(ctx, (1, -1), (a, mean), sizes, dtype, why)
+    ctx.whole.add(ref.cls)
+    return ref
 
 
 def _over(ctx: Context, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:

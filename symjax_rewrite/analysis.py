@@ -26,7 +26,8 @@ def nonnegative(g: EGraph, cls: int, depth: int = 0) -> bool:
     known = g.facts("nonnegative")
     if cls not in known:
         known[cls] = False  # as long as it is being asked
-        nodes = g.classes[cls].nodes if depth < MAX_DEPTH else ()
+        ordered = not g.classes[cls].dtype.startswith("complex")
+        nodes = g.classes[cls].nodes if ordered and depth < MAX_DEPTH else ()
         known[cls] = any(_nonnegative_node(g, n, depth + 1) for n in nodes)
     return known[cls]
 

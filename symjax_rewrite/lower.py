@@ -313,6 +313,8 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
             strides.append(1)
         elif isinstance(attr, tuple):
             start, stride = attr
+            if isinstance(sizes[i], int) and sizes[i] == 0:
+                start, stride = 0, 1  # slices of slices may start behind the end of what is empty
             starts.append(start)
             limits.append(start + stride * (sizes[i] - 1) + 1)
             strides.append(stride)

@@ -38,7 +38,8 @@ class Context:
     uses: how many consumers a class has in the traced program (1 for classes made by rules).
     frozen: whether a class depends on frozen arguments alone.
     refused: reasons why a rule that matched did not fire, for the report.
-    ordered: products whose cheapest order is known. fresh: names of indices while matching.
+    ordered: products whose cheapest order is known. whole: sums that rules made and that lose
+    digits when they are opened. fresh: names of indices while matching.
     """
 
     g: EGraph
@@ -50,6 +51,7 @@ class Context:
     pairs: Pairs
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
     ordered: dict[tuple, Ref | None] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
     def refuse(self, rule: str, reason: str, cls: int) -> None:

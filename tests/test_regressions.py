@@ -322,3 +322,27 @@ def test_a_product_over_several_axes_rearranges_its_smaller_operand():
     sides = zip(products[0].invars, products[0].params["dimension_numbers"][0], strict=True)
     contracted = max(sides, key=lambda side: side[0].aval.size)[1]
     assert list(contracted) == sorted(contracted)
+
+
+def test_slices_of_slices_of_nothing():
+    """A slice of an empty slice started behind the end (TypeError)."""
+    agree(lambda x: jnp.cumprod(jnp.tanh(x), -2), (5, 2), transform="in_jvp")
+    agree(lambda x, y: (x * y)[1::2][2:2][:, :1] @ y[:1, :3], (4, 3), (4, 3))
+
+
+def test_near_values_are_subtracted_before_they_are_scaled():
+    """(u − v)/3 + x·W is exact where u is near v, and u/3 + x·W − v/3 is not."""
+    rng = np.random.default_rng(0)
+    x, y, w = (rng.standard_normal((6, 6)).astype(np.float32) for _ in range(3))
+    far = [x + np.float32(1e4), y + np.float32(1e4), w]
+
+    def squares(u, v, w):
+        return jnp.mean((u[:, None, :] - v[None, :, :]) ** 2, (0, 1))
+
+    def differences(u, v, w):
+        return (u - v) * 0.3 + w @ w, ((u - v) + w @ w) + (v - u) / 3, ((u - v) / 3 + w @ w) / 7
+
+    for f in (squares, differences):
+        for choice, seed in [*CHOICES, *(("wide", k) for k in range(9))]:
+            outcome = check_function(f, far, Mode("value", choice, seed))
+            assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
