@@ -232,7 +232,8 @@ def equations(closed: Any) -> list[Any]:
     """Every equation, calls opened."""
     out = []
     for e in closed.jaxpr.eqns:
-        inner = compat.bodies(e) if e.primitive.name in ("jit", "pjit", "custom_jvp_call") else []
+        is_call = e.primitive.name in ("jit", "pjit", "custom_jvp_call", "sym_call")
+        inner = compat.bodies(e) if is_call else []
         out += [q for b in inner for q in equations(b)] if inner else [e]
     return out
 

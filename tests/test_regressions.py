@@ -346,3 +346,15 @@ def test_near_values_are_subtracted_before_they_are_scaled():
         for choice, seed in [*CHOICES, *(("wide", k) for k in range(9))]:
             outcome = check_function(f, far, Mode("value", choice, seed))
             assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_maximum_of_a_routed_fold_is_used_in_its_own_dtype(dtype):
+    """The row algebra around a fold met the maximum in the accumulator's dtype (TypeError)."""
+
+    def f(x, y):
+        s = x @ x.T * 0.3
+        return jax.nn.softmax(s) @ y + jnp.max(s, 1, keepdims=True), jax.nn.logsumexp(s, 1)
+
+    given = [jax.ShapeDtypeStruct(s, dtype) for s in ((4, 16), (4, 32))]
+    agree(f, *given, kernels="always")

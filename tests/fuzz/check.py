@@ -20,7 +20,7 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend import core as jex_core
 
-from symjax_rewrite import compat, errors, extract, pipeline, solve, sym_optimize
+from symjax_rewrite import errors, extract, pipeline, solve, sym_optimize
 from symjax_rewrite import regions as regions_module
 from symjax_rewrite.api import unsupported
 from symjax_rewrite.egraph import ORIGINAL
@@ -208,7 +208,7 @@ def check_function(
         raise InvalidProgramError(f"{type(error).__name__}: {error}") from error
     settings: dict[str, Any] = {"on_unsupported": "error", "numerics": mode.numerics}
     settings |= {"kernels": mode.kernels, "verify": "always" if mode.compiled else "off"}
-    if not _supported(closed) or (mode.transform not in ("value", "vmap") and _has_rules(f, specs)):
+    if unsupported(closed) is not None:
         settings["on_unsupported"] = "keep"
     try:
         with choosing(mode):
@@ -233,15 +233,6 @@ def check_function(
         return f"skipped: {error}"
     except Exception as error:
         return Failure("interpreter", f"{type(error).__name__}: {error}")
-
-
-def _supported(closed: Any) -> bool:
-    """Whether the optimiser says that it takes on such a program."""
-    return unsupported(closed) is None
-
-
-def _has_rules(f: Callable, specs: list[Any]) -> bool:
-    return compat.has_primitive(jax.make_jaxpr(f)(*specs), "custom_vjp_call")
 
 
 def _root_cause(error: BaseException) -> str:

@@ -28,6 +28,49 @@ def cancelling(b: Builder) -> int:
     return b.step(b.r.choice(form), x, y, w)
 
 
+def near(b: Builder) -> int:
+    """Exact differences of near values, scaled and beside products."""
+    n = b.size()
+    x, y = b.new((n, n), "float32", "far"), b.new((n, n), "float32", "far")
+    w = b.new((n, n), "float32")
+    form = (
+        "({0} - {1}) * 0.3 + {2} @ {2}", "(({0} - {1}) + {2} @ {2}) + ({1} - {0}) / 3",
+        "(({0} - {1}) / 3 + {2} @ {2}) * 0.7", "({0} + {2} @ {2}) - {1}", "({0} - {1}) / 3 + {2}",
+        "{2} @ {2} - ({0} - {1}) * 1.1", "(({0} - {1}) * 0.3 + {2} @ {2}) + {2} @ {2}.T",
+    )  # fmt: skip
+    return b.step(b.r.choice(form), x, y, w)
+
+
+def far_pairs(b: Builder) -> int:
+    """Squared differences over all pairs, far from zero."""
+    n, m, d = b.size() + 1, b.size() + 1, b.size()
+    x, y = b.new((n, d), "float32", "far"), b.new((m, d), "float32", "far")
+    form = (
+        "jnp.sum(({0}[:, None] - {1}[None]) ** 2)", "jnp.mean(({0}[:, None] - {1}[None]) ** 2)",
+        "jnp.sum(({0}[:, None] - {1}[None]) ** 2, (0, 1))",
+        "jnp.sum((2.0 * {0}[:, None] - 2.0 * {1}[None]) ** 2, (0, 1))",
+        "jnp.sum(jnp.square({1}[:, None] - {0}[None])) / 3",
+        "jnp.einsum('nmd,nmd->d', {0}[:, None] - {1}[None], {0}[:, None] - {1}[None])",
+    )  # fmt: skip
+    return b.step(b.r.choice(form), x, y)
+
+
+def many_classes(b: Builder) -> int:
+    """More classes or places than the dtype of the labels can tell apart."""
+    i = b.new((b.size(),), b.r.choice(("int8", "uint8")), "wide")
+    k = b.r.choice((129, 257, 300))
+    w = b.new((k,), "float32")
+    form = (
+        f"jax.nn.one_hot({{0}}, {k}) @ {{1}}",
+        f"({{0}}[:, None] == jnp.arange({k}).astype({{0}}.dtype)).astype(jnp.float32) @ {{1}}",
+        f"({{0}}[:, None] == lax.iota({{0}}.dtype, {k})).astype(jnp.float32) @ {{1}}",
+        f"jnp.where({{0}}[:, None] == lax.iota({{0}}.dtype, {k}), 1.0, 0.0) @ {{1}}",
+        f"(lax.iota({{0}}.dtype, {k})[:, None] >= lax.iota({{0}}.dtype, {k})).astype(jnp.float32)"
+        " @ {1}",
+    )
+    return b.step(b.r.choice(form), i, w)
+
+
 def compensated(b: Builder) -> int:
     """Error terms: what is left of a rounding is not zero."""
     n = b.size()
@@ -202,10 +245,20 @@ def precisions(b: Builder) -> int:
         f"({{0}} @ {{1}} * 1e4).{h}.astype(jnp.float32) * 1e-4 @ {{2}}",
         f"jnp.concatenate([{{0}}.{h}, {{1}}.T.{h}]).astype(jnp.float32) @ {{1}}",
         f"({{0}}.{h} @ {{1}}.{h})[0].astype(jnp.float32) @ {{2}}",
-        f"lax.dot({{0}}.{h}, {{1}}.{h}, preferred_element_type=jnp.float32) - "
-        f"lax.dot({{0}}.{h}, {{1}}.{h})",
-        f"lax.dot({{0}}.{h}, {{1}}.{h}, preferred_element_type=jnp.float32) @ {{2}} + "
-        f"lax.dot({{0}}.{h}, {{1}}.{h}) @ {{2}}.{h}",
+    )  # fmt: skip
+    return b.step(b.r.choice(form), x, w, v)
+
+
+def rounded_twice(b: Builder) -> int:
+    """One product in two dtypes."""
+    low = b.r.choice(HALF)
+    n, d, o = b.size(), b.size(), b.size()
+    x, w, v = b.new((n, d), low), b.new((d, o), low), b.new((o, n), "float32")
+    wide, narrow = "lax.dot({0}, {1}, preferred_element_type=jnp.float32)", "lax.dot({0}, {1})"
+    form = (
+        f"{wide} - {narrow}", f"{narrow} @ {{2}} - {wide} @ {{2}}", f"{wide} @ ({{2}} @ {narrow})",
+        f"({narrow} @ {{2}}) @ {wide}", f"{wide}[0] - {narrow}[0]",
+        f"jnp.sum({narrow}, 1) @ {{2}}.T - {{2}}.T @ jnp.sum({wide}, 1)[:, None]",
     )  # fmt: skip
     return b.step(b.r.choice(form), x, w, v)
 
@@ -304,8 +357,7 @@ def weak(b: Builder) -> int:
 
 
 EDGES = (
-    cancelling, cancelling, compensated, counted, counted, constants, constants, out_of_range,
-    out_of_range, out_of_range, integers, integers, complexes, precisions, precisions, overflowing,
-    convolved,
-    ordered, empty, weak,
+    cancelling, near, far_pairs, many_classes, compensated, counted, counted, constants, constants,
+    out_of_range, out_of_range, out_of_range, integers, integers, complexes, precisions,
+    rounded_twice, overflowing, convolved, ordered, empty, weak,
 )  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.fuzz.algebra import ALGEBRA, blocks, einsum, matmul, shared_operand
 from tests.fuzz.builder import Builder, Chooser, TooLargeError
 from tests.fuzz.edges import EDGES
 from tests.fuzz.lookalikes import LOOKALIKES, ruled
 from tests.fuzz.programs import FORMS, Program, Step, tidy
+
+Production = Callable[[Builder], int]
 
 # Elementwise, reductions, movement
 
@@ -108,7 +110,8 @@ def parts(b: Builder) -> int:
     n = b.shape(x)[0]
     low = b.r.integer(0, max(n - 1, 0))
     forms = [
-        f"{{0}}[{low}:]", "{0}[::2]", "{0}[::-1]", f"{{0}}[{low}]", f"{{0}}[{low}:{low + 1}]",
+        f"{{0}}[{low}:]", "{0}[::2]", "({0} * 2)[1::2][::2]",
+        "({0} + 1)[::2][1:][..., ::2]", "{0}[::-1]", f"{{0}}[{low}]", f"{{0}}[{low}:{low + 1}]",
         "{0}[..., 0]",
         f"lax.dynamic_slice_in_dim({{0}}, jnp.int32({low}), 1, 0)", "{0}[..., :-1]",
         f"lax.dynamic_update_slice_in_dim({{0}}, {{0}}[:1] * 2, {low}, 0)",
@@ -320,18 +323,24 @@ SIZES = (1, 2, 3, 4, 5, 6, 8)
 LARGE = (2, 4, 16, 32, 64, 96)
 
 
-def program(r: Chooser, lines: int = 5, large: bool = False, special: bool = False) -> Program:
+def program(
+    r: Chooser,
+    lines: int = 5,
+    large: bool = False,
+    special: bool = False,
+    swarm: Sequence[Production] | None = None,
+) -> Program:
     """A random program; `special`: some inputs are NaN, infinite or -0.
 
     Every program is made of a few productions only, so that what they make meets (swarm testing,
-    Groce et al., "Swarm Testing", ISSTA 2012).
+    Groce et al., "Swarm Testing", ISSTA 2012); `swarm` says which.
     """
     dtypes = ("float32",) * 7 + ("bfloat16", "float16", "int32", "complex64", "float32")
     sizes = [r.choice(LARGE if large else SIZES) for _ in range(r.integer(2, 4))]
     if not large and r.integer(0, 19) == 19:
         sizes.append(0)
     b = Builder(r, sizes, r.choice(dtypes), special=special)
-    swarm = [r.choice(r.choice(FAMILIES)) for _ in range(r.integer(1, 4))]
+    swarm = swarm or [r.choice(r.choice(FAMILIES)) for _ in range(r.integer(1, 4))]
     for _ in range(r.integer(1, lines)):
         with contextlib.suppress(TooLargeError):
             r.choice(CONTROL if b.chance(12) else swarm)(b)

@@ -551,7 +551,8 @@ _CALLS: dict[str, Callable] = {
     "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"),
     "core_call": _call("call_jaxpr"), "remat2": _call("jaxpr"), "checkpoint": _call("jaxpr"),
     "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
-    "custom_vjp_call": _call("call_jaxpr"), "scan": _scan, "while": _while, "cond": _cond,
+    "custom_vjp_call": _call("call_jaxpr"), "sym_call": _call("call_jaxpr"),
+    "scan": _scan, "while": _while, "cond": _cond,
     "platform_index": _platform_index,
     "empty2": lambda m, eqn, xs: [m.store(np.zeros(v.aval.shape), v.aval) for v in eqn.outvars],
 }  # fmt: skip

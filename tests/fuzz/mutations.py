@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -15,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite import api, compat, egraph, emit, fold_route, loops, lower, monoid, ops, order
+from symjax_rewrite import call, compat, egraph, fold_route, loops, lower, monoid, ops, order
 from symjax_rewrite.ir import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
 from symjax_rewrite.rules import associativity, distributivity, locality, separability, sparsity
+from tests.fuzz import algebra, edges, grammar, lookalikes
+from tests.fuzz.builder import RandomChooser
+from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
 
 Change = tuple[Any, str, Callable[[Any], Any]]  # owner, name, what makes the wrong function
 
@@ -184,17 +188,34 @@ def _not_shifted(right: Any) -> Any:
 
 
 def _derivatives_of_the_rewritten(right: Any) -> Any:
-    return lambda result, values: result.emit()(*values)
+    return lambda self, values: self.result.emit()(*values)
+
+
+def _carries_never_change(right: Any) -> Any:
+    def levels(self: loops.Loop) -> dict[int, int]:
+        consts = {**self.consts, **{c.inner: c.start for c in self.carries}}
+        return right(dataclasses.replace(self, consts=consts, carries=[]))
+
+    return levels
+
+
+def _results_of_another_carry(right: Any) -> Any:
+    def finish(self: loops.Loop, finals: list, ys: list, read: Any) -> list:
+        shapes = [(np.shape(x), jnp.result_type(x)) for x in finals]
+        swapped = finals[::-1] if len(set(shapes)) == 1 else finals
+        return right(self, swapped, ys, read)
+
+    return finish
 
 
 def _dtypes_meet(right: Any) -> Any:
     def add(self: Any, op: str, attr: Any, args: Any, sizes: Any, bound: Any, dtype: str,
             reason: Any = egraph.ORIGINAL) -> Any:  # fmt: skip
-        if op == "contract" and dtype == "float32":
+        if op == "contract":
             same, read = self.canonical_args(op, attr, args)
             node, outs = egraph.canonical(op, same, read, len(sizes), bound)
-            for narrow in ("bfloat16", "float16"):
-                found = self.memo.get((node, tuple([sizes[i] for i in outs]), narrow))
+            for other in {"float32", "bfloat16", "float16"} - {dtype}:
+                found = self.memo.get((node, tuple([sizes[i] for i in outs]), other))
                 if found is not None:
                     return self.find(Ref(found, outs))
         return right(self, op, attr, args, sizes, bound, dtype, reason)
@@ -207,50 +228,104 @@ _is_half: list[Change] = [
     for module in (order, associativity, distributivity, sparsity, separability)
 ]
 
-MUTATIONS: dict[str, list[Change]] = {
-    "a cast between floats is dropped": [(ops.ROWS, "convert_element_type", _cast_is_dropped)],
-    "nodes of two dtypes are one": [(egraph.EGraph, "add", _dtypes_meet)],
-    "a coefficient is dropped": [(order, "scaled", _wrong(lambda g, ref, *_: ref))],
-    "an index that nothing reads is not counted": [
-        (order, "count_unread", _count_is_dropped),
-        (distributivity, "count_unread", _count_is_dropped),
-    ],
-    "counts leave sums below float32": _is_half,
-    "the fill of a mask is changed": [(fold_route._TileBuilder, "_step", _fill_is_changed)],
-    "exponents are not shifted": [
-        (monoid, "shift_of", _wrong(jnp.zeros_like)),
-        (fold_route, "shift_of", _wrong(jnp.zeros_like)),
-    ],
-    "one-hot labels are not checked": [(lower._LOWER, TAKE, _out_of_range_is_clipped)],
-    "an index may wrap": [
-        (ops, "holds", _wrong(lambda *_: True)),
-        (sparsity, "holds", _wrong(lambda *_: True)),
-    ],
-    "a square product is transposed": [(lower, "_dot", _square_is_transposed)],
-    "square matrices are symmetric": [(egraph.EGraph, "_canonical_ref", _squares_are_symmetric)],
-    "products are rounded to bfloat16": [(lower, "_dot", _rounded_dot)],
-    "a slice of a slice forgets its stride": [(locality, "_compose_entry", _stride_is_forgotten)],
-    "a slice starts one late": [(lower._LOWER, SLICE, _slice_starts_late)],
-    "branches are swapped": [(compat.BodySpot, "replace", _branches_are_swapped)],
-    "a carry counts as invariant": [
-        (loops, "_invariant", lambda right: lambda jaxpr, n: right(jaxpr, n + 1))
-    ],
-    "the first piece is read for any": [(locality, "_restrict", _first_piece_is_read)],
-    "pieces are reversed": [(lower._LOWER, CONCAT, _pieces_are_reversed)],
-    "coefficients stay while terms change places": [
-        (egraph, "canonical", _terms_change_places),
-    ],
-    "weak types are lost": [
-        (compat, "with_aval", _wrong(lambda value, aval: value)),
-        (emit.compat, "with_aval", _wrong(lambda value, aval: value)),
-    ],
-    "a prefix runs backwards": [(lower._LOWER, CUMSUM, _prefix_runs_backwards)],
-    "every triangle ends at the diagonal": [(sparsity, "triangle_of", _any_triangle)],
-    "sums that may cancel are distributed": [(distributivity, "_is_safe", _wrong(lambda *_: True))],
-    "pairs are separated unshifted": [(separability, "_mean", _not_shifted)],
-    "derivatives are those of the rewritten program": [
-        (api, "call", _derivatives_of_the_rewritten)
-    ],
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mutation:
+    """A planted bug. by: productions it concerns. transform: see `check.TRANSFORMS`."""
+
+    changes: list[Change]
+    by: tuple[grammar.Production, ...]
+    transform: str = "value"
+
+
+_swapped = (lookalikes.carried, lookalikes.recurrence)
+_slices = (grammar.parts, algebra.traces)
+_chains = (algebra.chain, algebra.powers)
+_scores = (lookalikes.attention_like,)
+
+MUTATIONS: dict[str, Mutation] = {
+    "a cast between floats is dropped": Mutation(
+        [(ops.ROWS, "convert_element_type", _cast_is_dropped)], (edges.precisions, grammar.cast)
+    ),
+    "nodes of two dtypes are one": Mutation(
+        [(egraph.EGraph, "add", _dtypes_meet)], (edges.rounded_twice,)
+    ),
+    "a coefficient is dropped": Mutation(
+        [(order, "scaled", _wrong(lambda g, ref, *_: ref))], (grammar.scale, algebra.matmul)
+    ),
+    "an index that nothing reads is not counted": Mutation(
+        [
+            (order, "count_unread", _count_is_dropped),
+            (distributivity, "count_unread", _count_is_dropped),
+        ],
+        (edges.counted,),
+    ),
+    "counts leave sums below float32": Mutation(_is_half, (edges.overflowing,)),
+    "the fill of a mask is changed": Mutation(
+        [(fold_route._TileBuilder, "_step", _fill_is_changed)], _scores
+    ),
+    "exponents are not shifted": Mutation(
+        [
+            (monoid, "shift_of", _wrong(jnp.zeros_like)),
+            (fold_route, "shift_of", _wrong(jnp.zeros_like)),
+        ],
+        _scores,
+    ),
+    "one-hot labels are not checked": Mutation(
+        [(lower._LOWER, TAKE, _out_of_range_is_clipped)], (edges.out_of_range,)
+    ),
+    "an index may wrap": Mutation(
+        [(ops, "holds", _wrong(lambda *_: True)), (sparsity, "holds", _wrong(lambda *_: True))],
+        (edges.many_classes,),
+    ),
+    "a square product is transposed": Mutation([(lower, "_dot", _square_is_transposed)], _chains),
+    "square matrices are symmetric": Mutation(
+        [(egraph.EGraph, "_canonical_ref", _squares_are_symmetric)], _chains
+    ),
+    "products are rounded to bfloat16": Mutation([(lower, "_dot", _rounded_dot)], _chains),
+    "a slice of a slice forgets its stride": Mutation(
+        [(locality, "_compose_entry", _stride_is_forgotten)], _slices
+    ),
+    "a slice starts one late": Mutation([(lower._LOWER, SLICE, _slice_starts_late)], _slices),
+    "branches are swapped": Mutation(
+        [(compat.BodySpot, "replace", _branches_are_swapped)], (grammar.branch, *_chains)
+    ),
+    "carries never change": Mutation([(loops.Loop, "levels", _carries_never_change)], _swapped),
+    "carries change places": Mutation(
+        [(loops.Loop, "finish", _results_of_another_carry)], _swapped
+    ),
+    "the first piece is read for any": Mutation(
+        [(locality, "_restrict", _first_piece_is_read)], (algebra.blocks,)
+    ),
+    "pieces are reversed": Mutation(
+        [(lower._LOWER, CONCAT, _pieces_are_reversed)], (algebra.blocks,)
+    ),
+    "coefficients stay while terms change places": Mutation(
+        [(egraph, "canonical", _terms_change_places)], (grammar.sums, algebra.shared_operand)
+    ),
+    "weak types are lost": Mutation(
+        [(compat, "with_aval", _wrong(lambda value, aval: value))], (edges.weak,)
+    ),
+    "a prefix runs backwards": Mutation(
+        [(lower._LOWER, CUMSUM, _prefix_runs_backwards)], (edges.constants, algebra.diagonal)
+    ),
+    "every triangle ends at the diagonal": Mutation(
+        [(sparsity, "triangle_of", _any_triangle)], (edges.constants,)
+    ),
+    "sums that may cancel are distributed": Mutation(
+        [(distributivity, "_is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
+    ),
+    "near values are scaled before they are subtracted": Mutation(
+        [(distributivity, "_is_rounded", _wrong(lambda *_: True))], (edges.near,)
+    ),
+    "pairs are separated unshifted": Mutation(
+        [(separability, "_mean", _not_shifted)], (edges.far_pairs,)
+    ),
+    "derivatives are those of the rewritten program": Mutation(
+        [(call.Call, "bind", _derivatives_of_the_rewritten)],
+        (grammar.with_rule, *_chains),
+        "grad",
+    ),
 }
 
 
@@ -258,7 +333,7 @@ MUTATIONS: dict[str, list[Change]] = {
 def planted(name: str) -> Iterator[None]:
     """Inside, the library has this bug."""
     with contextlib.ExitStack() as stack:
-        for owner, attribute, make in MUTATIONS[name]:
+        for owner, attribute, make in MUTATIONS[name].changes:
             if isinstance(owner, dict):
                 wrong = make(owner[attribute])
                 stack.enter_context(mock.patch.dict(owner, {attribute: wrong}))
@@ -277,18 +352,23 @@ class Caught:
     seed: int
 
 
+def once(name: str, seed: int) -> Failure | str:
+    """How the program of a seed, made of a mutation's productions, goes."""
+    mutation = MUTATIONS[name]
+    rng = random.Random(seed)
+    made = grammar.program(RandomChooser(rng), lines=3, swarm=mutation.by)
+    mode = Mode(mutation.transform, rng.choice(("random", "wide")), seed, kernels="always")
+    try:
+        return check(made, mode)
+    except InvalidProgramError as error:
+        return str(error)
+
+
 def hunt(name: str, seeds: range) -> Caught | None:
     """The first program of these seeds that shows a planted bug."""
-    from tests.fuzz.cases import case
-    from tests.fuzz.check import Failure, InvalidProgramError, check
-
     with planted(name):
         for count, seed in enumerate(seeds, start=1):
-            program, mode = case(seed)
-            try:
-                outcome = check(program, mode)
-            except InvalidProgramError:
-                continue
+            outcome = once(name, seed)
             if isinstance(outcome, Failure):
                 return Caught(count, outcome.kind, seed)
     return None
