@@ -1,9 +1,11 @@
 """Random programs against their optimised selves, as many as asked, in parallel.
 
     python experiments/fuzz/run.py --programs 20000 --seed 0 --jobs 2
+    python experiments/fuzz/run.py --bugs 200        # after how many programs planted bugs are seen
 
 Every program is the program of a seed (`tests/fuzz/cases.py`), so `--programs 1 --seed 1234` runs
-number 1234 again. Failures are made small and printed as Python. Results go to results.json.
+number 1234 again. Failures are made small and printed as Python. Results go to results.json, one
+record per version of JAX and first seed, and into the README's table; `--quick` writes nothing.
 """
 
 import argparse
@@ -19,8 +21,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).parent
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import harness
 
 BLOCK = 250  # programs per process: a fresh one forgets what JAX keeps of old traces
 PATIENCE = 60  # seconds of computing per program, after which it counts as a failure
@@ -77,15 +82,10 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
     return {"counts": counts, "failures": failures}
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
-    a = parser.parse_args()
+def run_programs(a: argparse.Namespace) -> dict[str, Any]:
+    """Run the programs asked for."""
+    import jax
+
     start = time.time()
     jobs = [
         (s, min(s + BLOCK, a.seed + a.programs), start + a.seconds)
@@ -98,20 +98,80 @@ def main() -> None:
         for done in pool.imap_unordered(run_block, jobs):
             counts.update(done["counts"])
             failures += done["failures"]
-    failures.sort(key=lambda f: f["seed"])
-    import jax
-
-    record = {
+    return {
         "jax": jax.__version__,
         "first_seed": a.seed,
         "programs": sum(counts.values()),
         "time_s": round(time.time() - start, 1),
         "outcomes": dict(counts.most_common()),
-        "failures": failures,
+        "failures": sorted(failures, key=lambda f: f["seed"]),
     }
-    a.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k != "failures"}, indent=1))
-    sys.exit(1 if failures else 0)
+
+
+def run_bugs(programs: int) -> dict[str, dict[str, Any] | None]:
+    """For every planted bug: after how many programs it is seen, and as what."""
+    from tests.fuzz.mutations import MUTATIONS, hunt
+
+    warnings.simplefilter("ignore")
+    found: dict[str, dict[str, Any] | None] = {}
+    for name in MUTATIONS:
+        caught = hunt(name, range(programs))
+        found[name] = caught and {"programs": caught.programs, "kind": caught.kind}
+        print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
+def write(results: dict[str, Any]) -> None:
+    """Results as JSON, and as the README's tables."""
+    harness.write_json(HERE / "results.json", results)
+    rows = [
+        (
+            r["jax"],
+            f"{r['first_seed']} …",
+            r["programs"],
+            sum(n for kind, n in r["outcomes"].items() if kind == "equal"),
+            r["outcomes"].get("unchanged", 0),
+            len(r["failures"]),
+        )
+        for r in results["runs"]
+    ]
+    header = ("jax", "seeds", "programs", "rewritten, equal", "unchanged", "failures")
+    bugs = [
+        (name, found["programs"] if found else "not seen", found["kind"] if found else "")
+        for name, found in results["bugs"].items()
+    ]
+    tables = [harness.markdown_table(header, rows)]
+    tables.append(harness.markdown_table(("planted bug", "seen after programs", "as"), bugs))
+    harness.write_table(HERE / "README.md", *tables)
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--bugs", type=int, default=0, help="programs per planted bug, at most")
+    parser.add_argument("--quick", action="store_true", help="write nothing")
+    a = parser.parse_args()
+    path = HERE / "results.json"
+    results: dict[str, Any] = {"runs": [], "bugs": {}}
+    if path.exists():
+        results = json.loads(path.read_text())["results"]
+    failed = False
+    if a.bugs:
+        results["bugs"] = run_bugs(a.bugs)
+    else:
+        record = run_programs(a)
+        failed = bool(record["failures"])
+        key = (record["jax"], record["first_seed"])
+        others = [r for r in results["runs"] if (r["jax"], r["first_seed"]) != key]
+        results["runs"] = sorted([*others, record], key=lambda r: (r["jax"], r["first_seed"]))
+        print(json.dumps({k: v for k, v in record.items() if k != "failures"}, indent=1))
+    if not a.quick:
+        write(results)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,8 @@ _scores = (lookalikes.attention_like,)
 
 MUTATIONS: dict[str, Mutation] = {
     "a cast between floats is dropped": Mutation(
-        [(ops.ROWS, "convert_element_type", _cast_is_dropped)], (edges.precisions, grammar.cast)
+        [(ops.ROWS, "convert_element_type", _cast_is_dropped)],
+        (edges.precisions, edges.rounded_twice),
     ),
     "nodes of two dtypes are one": Mutation(
         [(egraph.EGraph, "add", _dtypes_meet)], (edges.rounded_twice,)
