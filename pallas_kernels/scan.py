@@ -73,7 +73,7 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     return lax.platform_dependent(
         *operands,
         cuda=lambda *xs: best.run(spec, *xs),
-        default=lambda *xs: _xla.scan_xla(spec, *xs),
+        default=lambda *xs: _xla.scan_xla(spec, *xs, tree=False),
     )
 
 

@@ -1,7 +1,7 @@
 """The gradient of a scan, states recomputed block by block (imports the spec and `scan_xla`).
 
-The forward pass keeps one state per block. The backward pass goes over the blocks from the end,
-computes a block's states again and pulls the cotangents through it: of arrays the size of all
+A first pass keeps one state per block. The second goes over the blocks from the end, computes a
+block's states again and pulls the cotangents through it: of arrays the size of all
 states none exists, and the recurrence of the cotangents is a scan like the first
 (Chen et al. 2016, "Training deep nets with sublinear memory cost").
 """
@@ -9,6 +9,7 @@ states none exists, and the recurrence of the cotangents is a scan like the firs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,10 +25,10 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     placed,
     start_state,
 )
-from symjax_rewrite.pallas_kernels.scan_cost import span_steps
+from symjax_rewrite.pallas_kernels.scan_cost import span_steps, tree_steps
 from symjax_rewrite.pallas_kernels.scan_reference import advance
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, readout_axes
-from symjax_rewrite.pallas_kernels.scan_xla import scan_blocks, smaller, walk
+from symjax_rewrite.pallas_kernels.scan_xla import by_device, scan_blocks, smaller, walk
 
 Array = Any
 
@@ -37,15 +38,12 @@ def _run(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
 
 
 def _run_forward(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, Any]:
-    del backend
-    results, starts = scan_forward(spec, *operands)
-    return results, (operands, starts)
+    return _run(spec, backend, *operands), operands
 
 
 def _run_backward(spec: ScanSpec, backend: str, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     del backend
-    operands, starts = kept
-    return scan_backward(spec, operands, starts, cotangents)
+    return scan_backward(spec, kept, cotangents)
 
 
 _differentiable = jax.custom_vjp(_run, nondiff_argnums=(0, 1))
@@ -60,28 +58,49 @@ def differentiable_scan(spec: ScanSpec, backend: str, *operands: Any) -> tuple[A
     return _differentiable(spec, backend, *operands)
 
 
-def scan_forward(spec: ScanSpec, *operands: Any) -> tuple[tuple[Any, ...], Any]:
-    """A scan, and the states that `scan_backward` starts its blocks from."""
-    return scan_blocks(spec, operands, span_steps(spec), keep=True)
-
-
 def scan_backward(
-    spec: ScanSpec, operands: tuple[Any, ...], starts: Any, cotangents: Sequence[Any]
+    spec: ScanSpec,
+    operands: tuple[Any, ...],
+    cotangents: Sequence[Any],
+    tree: bool | None = None,
 ) -> tuple[Any, ...]:
     """The cotangents of a scan's operands.
 
     Args:
         spec: the scan.
         operands: its operands.
-        starts: as `scan_forward` gave them.
         cotangents: one per result of the scan.
+        tree: as in `scan_xla`.
 
     Returns:
         One array per operand, in its shape and dtype; None for operands that are no floats.
     """
+    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
+    count = len(operands)
+
+    def run(tree: bool) -> Any:
+        def pulled(*xs: Any) -> list[Any]:
+            bars = _backward(spec, xs[:count], xs[count:], tree)
+            return [x for x, s in zip(bars, smooth, strict=True) if s]
+
+        return pulled
+
+    arguments = (*operands, *cotangents)
+    bars = by_device(run, *arguments) if tree is None else run(tree)(*arguments)
+    made = iter(bars)
+    return tuple(next(made) if s else None for s in smooth)
+
+
+def _backward(
+    spec: ScanSpec, operands: tuple[Any, ...], cotangents: Sequence[Any], tree: bool
+) -> tuple[Any, ...]:
+    """`scan_backward` with its blocks in trees or not."""
+    steps = tree_steps(spec) if tree else span_steps(spec)
     shapes = [x.shape for x in operands]
     spec, operands = smaller(spec, operands)
     order = inner_order(spec)
+    quiet = replace(spec, readouts=(), last=False)
+    _, starts = scan_blocks(quiet, operands, steps, keep=True, tree=tree, order=order)
     source = Source.of(spec, operands, order)
     outputs = [
         x.reshape([spec.size[a] for a in readout_axes(spec, r)])
@@ -100,10 +119,10 @@ def scan_backward(
     def block(carry: Any, first: Any, count: int, h: Array) -> tuple[Any, None]:
         g, bars = carry
         given = [_cut(x, r, spec, first, count) for r, x in enumerate(outputs)]
-        g, new = _pull(source, first, count, h, (g, given), smooth)
+        g, new = _pull(source, first, count, h, (g, given), smooth, tree)
         return (g, _gather(spec, bars, new, first)), None
 
-    (g, bars), _ = walk(spec.length, span_steps(spec), not spec.reverse, block, (g, bars), starts)
+    (g, bars), _ = walk(spec.length, steps, not spec.reverse, block, (g, bars), starts)
     return _returned(source, bars, g, shapes)
 
 
@@ -124,14 +143,20 @@ def _cut(x: Array, readout: int, spec: ScanSpec, first: Any, count: int) -> Arra
 
 
 def _pull(
-    source: Source, first: Any, count: int, h: Array, cotangents: Any, smooth: list[bool]
+    source: Source,
+    first: Any,
+    count: int,
+    h: Array,
+    cotangents: Any,
+    smooth: list[bool],
+    tree: bool,
 ) -> tuple[Array, list[Any]]:
     """Cotangents of the state before a block, and of what the block read of each operand."""
     pieces = source.pieces(first, count)
 
     def run(smooth_pieces: list[Any], h: Array) -> tuple[Array, list[Array]]:
         merged = [p if q is None else q for p, q in zip(pieces, smooth_pieces, strict=True)]
-        return advance(source.arranged(merged, first, count), h)
+        return advance(source.arranged(merged, first, count), h, tree)
 
     chosen = [p if s else None for p, s in zip(pieces, smooth, strict=True)]
     _, pull = jax.vjp(run, chosen, h)

@@ -220,6 +220,9 @@ def sequential(
         h: [*sizes], the state before the first step.
     """
     step = KINDS[spec.kind].step
+    if count == 1:
+        after = step(a, h[None], b)
+        return h[None], after, after[0]
     fixed = [x[0] if x.shape[0] == 1 != count else None for x in (a, b)]
     moving = [None if f is not None else x for x, f in zip((a, b), fixed, strict=True)]
 
@@ -230,6 +233,28 @@ def sequential(
 
     last, (before, after) = lax.scan(turn, h, moving, length=count, reverse=spec.reverse)
     return before, after, last
+
+
+def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
+    """What `sequential` gives, by composing the maps of steps in a tree: for many cores."""
+    kind, shape = KINDS[spec.kind], (count, *h.shape)
+    guarded = spec.kind == "affine" and jnp.issubdtype(h.dtype, jnp.inexact)
+
+    def compose(first: Any, then: Any) -> Any:
+        a = _harmless(then[0], first[1]) if guarded else then[0]
+        return kind.monoid.combine(first, then)[0], kind.step(a, first[1], then[1])
+
+    maps = (jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape))
+    a, b = lax.associative_scan(compose, maps, reverse=spec.reverse)
+    after = kind.step(_harmless(a, h) if guarded else a, h, b)
+    if spec.reverse:
+        return jnp.concatenate([after[1:], h[None]]), after, after[0]
+    return jnp.concatenate([h[None], after[:-1]]), after, after[-1]
+
+
+def _harmless(a: Array, h: Array) -> Array:
+    """A product of decays that may have overflowed, 0 where there is nothing it multiplies."""
+    return jnp.where((h == 0) & ~jnp.isfinite(a), jnp.zeros_like(a), a)
 
 
 def struct_of(spec: ScanSpec) -> list[jax.ShapeDtypeStruct]:

@@ -11,6 +11,7 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     Source,
     Steps,
     empty_results,
+    in_tree,
     laid_out,
     last_state,
     sequential,
@@ -59,10 +60,16 @@ def _time(spec: ScanSpec, readout: int) -> int:
     return readout_axes(spec, spec.readouts[readout]).index(spec.time)
 
 
-def advance(steps: Steps, h: Array) -> tuple[Array, list[Array]]:
-    """The state after some steps, and their readouts as they are laid out."""
+def advance(steps: Steps, h: Array, tree: bool = False) -> tuple[Array, list[Array]]:
+    """The state after some steps, and their readouts as they are laid out.
+
+    Args:
+        steps: what they read.
+        h: the state before.
+        tree: whether states come from a tree of maps instead of step by step.
+    """
     spec, order = steps.spec, steps.order
     a, b = steps.coefficients()
-    before, after, last = sequential(spec, steps.shape[0], a, b, h)
+    before, after, last = (in_tree if tree else sequential)(spec, steps.shape[0], a, b, h)
     made = [laid_out(spec, r, order, steps.read_out(r, before, after)) for r in spec.readouts]
     return last, made

@@ -2,7 +2,8 @@
 
 Time is cut into blocks. Coefficients and readouts of a block are computed for all its steps at
 once, where they vectorise and run on every core; only the recurrence itself goes step by step, on
-values that still lie in the cache.
+values that still lie in the cache. Where there is little to compute beside the recurrence, a block
+is one step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     without_ones,
     write_steps,
 )
-from symjax_rewrite.pallas_kernels.scan_cost import block_steps
+from symjax_rewrite.pallas_kernels.scan_cost import block_steps, tree_steps
 from symjax_rewrite.pallas_kernels.scan_reference import advance
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes
 from symjax_rewrite.pallas_kernels.support import YES, Support
@@ -35,36 +36,58 @@ def supports(spec: ScanSpec) -> Support:
     return YES
 
 
-def scan_xla(spec: ScanSpec, *operands: Any, steps: int | None = None) -> tuple[Any, ...]:
+def scan_xla(
+    spec: ScanSpec, *operands: Any, steps: int | None = None, tree: bool | None = None
+) -> tuple[Any, ...]:
     """A scan, streamed.
 
     Args:
         spec: the scan.
         operands: one array per operand of the spec.
         steps: per block; chosen from the size of a state if left out.
+        tree: whether the maps of a block's steps are composed in a tree; if left out, where the
+            program is lowered for a GPU.
 
     Returns:
         The same as `scan_reference`.
     """
-    return scan_blocks(spec, operands, steps or block_steps(spec), keep=False)[0]
+
+    def run(tree: bool) -> Any:
+        chosen = steps or (tree_steps(spec) if tree else block_steps(spec))
+        return lambda *xs: scan_blocks(spec, xs, chosen, keep=False, tree=tree)[0]
+
+    if tree is not None:
+        return run(tree)(*operands)
+    return by_device(run, *operands)
+
+
+def by_device(run: Any, *operands: Any) -> Any:
+    """`run(tree)(*operands)`: with trees on a GPU, without elsewhere."""
+    return lax.platform_dependent(*operands, cuda=run(True), default=run(False))
 
 
 def scan_blocks(
-    spec: ScanSpec, operands: tuple[Any, ...], steps: int, keep: bool
+    spec: ScanSpec,
+    operands: tuple[Any, ...],
+    steps: int,
+    keep: bool,
+    tree: bool = False,
+    order: tuple[str, ...] | None = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
     """A scan in blocks of `steps`, and with `keep` the states that blocks start from.
 
-    Those come as `walk` gives them, for the scan without axes of size 1.
+    Those come as `walk` gives them, for the scan without axes of size 1, with the state's axes in
+    the inner `order`.
     """
     shapes = [shape for shape, _ in result_shapes(spec)]
     spec, operands = smaller(spec, operands)
-    order = inner_order(spec)
+    order = order or inner_order(spec)
     source = Source.of(spec, operands, order)
 
     def block(carry: Any, first: Any, count: int, x: Any) -> Any:
         del x
         h, results = carry
-        after, made = advance(source.steps(first, count), h)
+        after, made = advance(source.steps(first, count), h, tree)
         return (after, write_steps(spec, results, made, first)), h if keep else None
 
     start = (start_state(spec, operands, order), empty_results(spec))
@@ -101,15 +124,16 @@ def walk(
     ys: Any = None
     y_rest: Any = None
 
-    def turn(carry: Any, numbered: Any) -> Any:
-        number, x = numbered
-        return block(carry, number * steps, steps, x)
+    def turn(numbered: Any, x: Any) -> Any:
+        first, carry = numbered
+        carry, y = block(carry, first, steps, x)
+        return (first + (-steps if reverse else steps), carry), y
 
     if rest and reverse:
         carry, y_rest = block(carry, blocks * steps, rest, xs[1])
     if blocks:
-        numbers = jnp.arange(blocks, dtype=jnp.int32)
-        carry, ys = lax.scan(turn, carry, (numbers, xs[0]), reverse=reverse)
+        start = jnp.int32((blocks - 1) * steps if reverse else 0)
+        (_, carry), ys = lax.scan(turn, (start, carry), xs[0], length=blocks, reverse=reverse)
     if rest and not reverse:
         carry, y_rest = block(carry, blocks * steps, rest, xs[1])
     return carry, (ys, y_rest)

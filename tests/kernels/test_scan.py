@@ -10,8 +10,15 @@ import pytest
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan_backward import scan_backward, scan_forward
-from symjax_rewrite.pallas_kernels.scan_cost import block_bytes, bytes_moved, flops, states_bytes
+from symjax_rewrite.pallas_kernels.scan_backward import scan_backward
+from symjax_rewrite.pallas_kernels.scan_cost import (
+    block_bytes,
+    block_steps,
+    bytes_moved,
+    flops,
+    is_light,
+    states_bytes,
+)
 from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
 from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports
@@ -41,6 +48,18 @@ def test_reference_is_the_naive_formula(case):
 @pytest.mark.parametrize("steps", [1, 7, 64])
 def test_xla(case, steps):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
+
+
+@by_case
+def test_trees(case):
+    check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=24, tree=True))
+
+
+def test_a_tree_survives_decays_that_overflow():
+    spec = plain(64, (), ("t",), ("t",))
+    a, b = jnp.full(64, 1e3), jnp.zeros(64).at[60].set(1.0)
+    want = scan_reference(spec, a, b)[0]
+    np.testing.assert_allclose(scan_xla(spec, a, b, tree=True)[0], want, rtol=1e-6)
 
 
 @by_case
@@ -111,6 +130,15 @@ def test_costs():
     assert block_bytes(spec) < 0.02 * states_bytes(spec)
 
 
+def test_blocks_are_for_what_is_dear():
+    light = plain(64, (8,), ("t", "0"), ("t", "0"))
+    dear = replace(light, coefficients=Program(lambda v, t: (jnp.exp(v[0]), v[1]), (0, 1)))
+    assert is_light(light)
+    assert not is_light(dear)
+    assert not is_light(replace(light, readouts=(Readout(over=("0",)),)))
+    assert block_steps(light) == 1 < block_steps(dear)
+
+
 def gradient_of(run, case: ScanCase, wrt: list[int]):
     """The cotangents of the operands `wrt` for fixed cotangents of the results."""
     operands = [jnp.asarray(x) for x in case.make(case.spec)]
@@ -121,14 +149,15 @@ def gradient_of(run, case: ScanCase, wrt: list[int]):
 
 
 @by_case
-def test_backward_is_the_gradient_of_the_reference(case):
+@pytest.mark.parametrize("tree", [False, True])
+def test_backward_is_the_gradient_of_the_reference(case, tree):
     dtypes = [jnp.dtype(o.dtype) for o in case.spec.operands]
     wrt = [k for k, d in enumerate(dtypes) if jnp.issubdtype(d, jnp.inexact)]
     if not wrt:
         pytest.skip("integers have no gradient")
     operands, cotangents, want = gradient_of(scan_reference, case, wrt)
-    _, starts = scan_forward(case.spec, *operands)
-    got = jax.jit(lambda *xs: scan_backward(case.spec, *xs))(tuple(operands), starts, cotangents)
+    run = jax.jit(lambda *xs: scan_backward(case.spec, *xs, tree=tree))
+    got = run(tuple(operands), cotangents)
     for k, x in zip(wrt, want, strict=True):
         assert (got[k].shape, got[k].dtype) == (x.shape, x.dtype)
         scale = float(np.abs(x).max()) + 1e-6

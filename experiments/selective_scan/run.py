@@ -1,0 +1,150 @@
+"""The selective scan over its length: as spelled, under `sym_optimize`, and the kernel itself.
+
+python experiments/selective_scan/run.py             # every length; writes the README's tables
+python experiments/selective_scan/run.py --quick     # short lengths, few rounds, no files
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import harness
+import jax
+import numpy as np
+import spellings
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.pallas_kernels.selective_scan import selective_scan
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+GPU_LENGTHS = (256, 1024, 2048, 4096, 16384)
+GPU_SIZES = {"channels": 2048, "states": 16, "dtype": "bfloat16"}
+
+
+def main() -> None:
+    options = parse()
+    lengths = (32, 64) if options.quick else LENGTHS
+    rounds = 2 if options.quick else options.rounds
+    results: dict[str, Any] = {}
+    for what, transform in {"forward": lambda f: f, "gradient": spellings.gradient}.items():
+        for name, spelling in spellings.SPELLINGS.items():
+            for length in lengths:
+                result = measure(spelling, transform, length, rounds)
+                results.setdefault(what, {}).setdefault(name, {})[length] = result
+                print(f"{what:<9} {name:<32} {length:>6}  {summary(result)}", flush=True)
+    tables = [table(what, rows) for what, rows in results.items()]
+    tables.append(gpu_table(results, rounds, options.quick))
+    if options.quick:
+        print("\n\n".join(tables))
+        return
+    harness.write_json(HERE / "results.json", results)
+    harness.write_table(HERE / "README.md", *tables)
+    plot(results["forward"])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="short lengths, no files")
+    parser.add_argument("--rounds", type=int, default=9)
+    return parser.parse_args()
+
+
+def measure(spelling: Any, transform: Any, length: int, rounds: int, **sizes: Any) -> dict:
+    """Seconds, temporaries and errors of a spelling, of `sym_optimize` of it, and the kernel."""
+    arguments = spellings.arguments(length, **sizes)
+    programs = {
+        "as spelled": jax.jit(transform(spelling)),
+        "sym_optimize": sym_optimize(transform(spelling)),
+        "kernel": jax.jit(transform(selective_scan)),
+    }
+    compiled = {name: f.lower(*arguments).compile() for name, f in programs.items()}
+    calls = {name: caller(f, arguments) for name, f in compiled.items()}
+    values = {name: flat(call()) for name, call in calls.items()}
+    scale = np.abs(values["as spelled"]).max()
+    samples = harness.interleave(calls, rounds)
+    names = ("sym_optimize", "kernel")
+    return {
+        "seconds": {name: samples.median(name) for name in calls},
+        "speedup": {name: samples.ratio("as spelled", name) for name in names},
+        "temporaries": {n: f.memory_analysis().temp_size_in_bytes for n, f in compiled.items()},
+        "difference": {
+            name: float(np.abs(values[name] - values["as spelled"]).max() / scale) for name in names
+        },
+    }
+
+
+def caller(fun: Any, arguments: list[jax.Array]) -> Any:
+    return lambda: fun(*arguments)
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+
+
+def share(result: dict, name: str) -> str:
+    """Temporaries beside those of the program as spelled."""
+    bytes_used = result["temporaries"]
+    return f"{100 * bytes_used[name] / max(bytes_used['as spelled'], 1):.3g} %"
+
+
+def summary(result: dict) -> str:
+    return "  ".join(
+        f"{name}: {result['speedup'][name]} × ({share(result, name)})"
+        for name in ("sym_optimize", "kernel")
+    )
+
+
+def table(what: str, spelled: dict) -> str:
+    header = ["spelling", "steps", "as spelled", "temporaries", "`sym_optimize`, times as fast"]
+    header += ["its temporaries", "kernel", "times as fast", "its temporaries", "difference"]
+    lines = [
+        [
+            name,
+            length,
+            harness.duration(result["seconds"]["as spelled"]),
+            harness.quantity(result["temporaries"]["as spelled"], "B"),
+            result["speedup"]["sym_optimize"],
+            share(result, "sym_optimize"),
+            harness.duration(result["seconds"]["kernel"]),
+            result["speedup"]["kernel"],
+            share(result, "kernel"),
+            f"{max(result['difference'].values()):.0e}",
+        ]
+        for name, rows in spelled.items()
+        for length, result in rows.items()
+    ]
+    return f"**{what.capitalize()}**, on the CPU\n\n" + harness.markdown_table(header, lines)
+
+
+def gpu_table(results: dict, rounds: int, quick: bool) -> str:
+    """The same at the sizes of a real layer where there is a GPU."""
+    if jax.default_backend() != "gpu":
+        return "**On a GPU**: not measured."
+    rows = results.setdefault("gpu", {})
+    for what, transform in {"forward": lambda f: f, "gradient": spellings.gradient}.items():
+        for batch in (1, 8):
+            for length in GPU_LENGTHS[: 1 if quick else None]:
+                sizes = {**GPU_SIZES, "batch": batch}
+                for name, spelling in spellings.SPELLINGS.items():
+                    key = f"{what}, {name}, batch {batch}"
+                    result = measure(spelling, transform, length, rounds, **sizes)
+                    rows.setdefault(key, {})[length] = result
+    return table("gpu", rows).replace("on the CPU", "bfloat16, 2048 channels")
+
+
+def plot(spelled: dict) -> None:
+    first = next(iter(spelled.values()))
+    series = {
+        name: {n: r["seconds"]["as spelled"] for n, r in rows.items()}
+        for name, rows in spelled.items()
+    }
+    series["kernel"] = {n: r["seconds"]["kernel"] for n, r in first.items()}
+    harness.lines(HERE / "results.png", "selective scan", series, ("steps", "seconds"))
+
+
+if __name__ == "__main__":
+    main()
