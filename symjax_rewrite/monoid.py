@@ -336,7 +336,11 @@ def top_k(k: int, group: int = 32) -> Monoid:
         for x in (t, index):
             near.append(x[..., : groups * group].reshape(shape))
             rest.append(x[..., groups * group :])
-        _, chosen = lax.top_k(jnp.max(near[0], axis=-1), k)
+        leaders = jnp.max(near[0], axis=-1)
+        if jnp.issubdtype(t.dtype, jnp.floating):  # XLA's maximum on CPU may lose a NaN
+            broken = jnp.any(near[0] != near[0], axis=-1)
+            leaders = jnp.where(broken, jnp.full_like(leaders, jnp.nan), leaders)
+        _, chosen = lax.top_k(leaders, k)
         chosen = jnp.sort(chosen, axis=-1)[..., None]  # neighbours stay in order, so ties do too
         flat = (*shape[:-2], k * group)
         near = [jnp.take_along_axis(x, chosen, axis=-2).reshape(flat) for x in near]

@@ -150,3 +150,12 @@ def test_affine_maps_are_a_recurrence():
     ]
     state = monoid.reduce_blocks(monoid.AFFINE, halves)
     np.testing.assert_allclose(monoid.AFFINE.finalize(state, 3.0), h, rtol=1e-4)
+
+
+def test_top_k_of_groups_finds_nan():
+    x = np.random.default_rng(0).normal(size=(2, 1000)).astype(np.float32)
+    x[0, [5, 700]] = np.nan
+    index = jnp.arange(1000, dtype=jnp.int32)
+    got = jax.jit(lambda x: monoid.top_k(4).lift(x, index))(x)
+    want = jax.lax.top_k(x, 4)
+    jax.tree.map(np.testing.assert_array_equal, got, tuple(want))

@@ -10,7 +10,7 @@ import pytest
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan_backward import scan_backward, scan_forward
+from symjax_rewrite.pallas_kernels.scan_backward import scan_backward
 from symjax_rewrite.pallas_kernels.scan_cost import (
     block_bytes,
     block_steps,
