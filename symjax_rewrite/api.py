@@ -267,9 +267,10 @@ class _Worker:
             rules = self.options.rules
             assert isinstance(rules, RulePack)
             chosen = (self.options.kernels, self.options.numerics)
-            routers = (Router(*chosen), NormRouter(*chosen, device))
+            folds = Router(*chosen)
+            routers = (folds, NormRouter(*chosen, device))
             settlers = (FrozenNorms(self.options.numerics, device),)
-            self._optimiser = Optimiser(self.options, rules, device, routers, settlers)
+            self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
         return self._optimiser
 
     def wrapper(self) -> Callable[..., Any]:

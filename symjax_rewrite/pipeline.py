@@ -121,6 +121,10 @@ class Router(Protocol):
         """The kernels to route to, and what was considered."""
         ...
 
+
+class LoopRouter(Protocol):
+    """Finds a kernel that should run a loop."""
+
     def route_loop(self, loop: Loop, device: str) -> tuple[Any, str]:
         """A kernel for a loop on a device, or None, and why."""
         ...
@@ -144,8 +148,9 @@ class Optimiser:
         device: Device,
         routers: tuple[Router, ...] = (),
         settlers: tuple[Settler, ...] = (),
+        loop_router: LoopRouter | None = None,
     ) -> None:
-        self.settlers = settlers
+        self.settlers, self.loop_router = settlers, loop_router
         self.options, self.rules, self.device, self.routers = options, rules, device, routers
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
@@ -243,7 +248,7 @@ class Optimiser:
 
         live = flatten(compat.without_dead(result.closed))
         reorders = self.options.numerics.permits("reassoc")
-        router, device = self.router, self.device
+        router, device = self.loop_router, self.device
         route = None if router is None else lambda loop: router.route_loop(loop, device.name)
         loops = improve_loops(live, device, reorders, optimise, route)
         for reason, eqn in loops.refused:
