@@ -14,6 +14,7 @@ from symjax_rewrite.pallas_kernels.attention import (
     gradients,
 )
 from symjax_rewrite.pallas_kernels.fold import fold
+from symjax_rewrite.pallas_kernels.fold_blocks import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec
 from symjax_rewrite.pallas_kernels.fold_triton import fold_triton, supports
 from tests.kernels.cases import CASES
@@ -105,8 +106,16 @@ def test_a_training_step_holds_no_quadratic_array(compile_h200):
     arrays = avals(spec)
     compiled = compile_h200(step, *arrays, jax.ShapeDtypeStruct(arrays[0].shape, jnp.bfloat16))
     assert "4096,4096" not in compiled.as_text()
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') == 3
     linear = 2 * 4096 * 4 * 128 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * linear
+
+
+def test_a_spill_would_be_seen(compile_h200):
+    spec = forward(common(width=256))
+    too_much = TritonBlocks(128, 64, warps=2, stages=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="spill"):
+        compile_h200(lambda *xs: fold_triton(spec, *xs, blocks=too_much), *avals(spec))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
