@@ -30,19 +30,21 @@ GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
-    quick = parser.parse_args().quick
-    rounds = 3 if quick else 11
-    layers = tell_layers((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES, rounds)
+    parser.add_argument("--rounds", type=int, default=11, help="samples of each program")
+    chosen = parser.parse_args()
+    quick, rounds = chosen.quick, 3 if chosen.quick else chosen.rounds
     blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, rounds)
     minilm = tell_minilm(2 if quick else 6, rounds)
+    layers = tell_layers((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES, rounds)
     moved = tell_bytes()
     gpu = tell_gpu(rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
     parts = [
-        "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
-        "pairs, quartiles). Where the emitted program is the plain one, the ratio shows the noise.",
+        f"RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
+        f"{rounds} pairs, quartiles; other work ran on the machine). Where the emitted program is "
+        "the plain one, the ratio shows the noise.",
         harness.markdown_table(header, layers),
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
         "prepared against plain `jax.jit` with the same arrays closed over.",
