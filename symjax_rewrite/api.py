@@ -266,9 +266,9 @@ class _Worker:
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
-            chosen = (self.options.kernels, self.options.numerics)
+            chosen = (self.options.kernels, self.options.numerics, device)
             folds = Router(*chosen)
-            routers = (folds, NormRouter(*chosen, device))
+            routers = (folds, NormRouter(*chosen))
             settlers = (FrozenNorms(self.options.numerics, device),)
             self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
         return self._optimiser

@@ -136,7 +136,7 @@ class CostModel:
             return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
         if node.op in (INVERSE, SOLVE, CONV):
             return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
-        work = size * self._steps(node) * _weight(node)
+        work = size * self._steps(node) * weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
 
     def _peak(self, node: Node, dtype: str) -> float:
@@ -181,8 +181,8 @@ class CostModel:
     ) -> Cost:
         """The cost of computing the roots once, with sharing and fusion, in numbers."""
         order = reachable(choice, roots, free)
-        facts = {cls: self._facts_of(g, cls, choice[cls]) for cls in order}
-        written = self._written(facts, roots, free)
+        facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
+        written = self.written(facts, roots, free)
         d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
         launches = 0
@@ -207,7 +207,7 @@ class CostModel:
             seconds += time + d.launch_s
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
-    def _facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
+    def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """What a node costs whatever is chosen beside it; kept as long as the model."""
         found = self._facts.get(id(node))
         if found is not None and found.node is node:
@@ -224,14 +224,14 @@ class CostModel:
             is_kernel(node),
             node.op in FREE,
             self._class_bytes(g, cls),
-            self._count(sizes) * self._steps(node) * _weight(node),
+            self._count(sizes) * self._steps(node) * weight(node),
             flops,
         )
         self._facts[id(node)] = found
         return found
 
     @staticmethod
-    def _written(
+    def written(
         facts: dict[int, Facts], roots: tuple[int, ...], free: Callable[[int], bool]
     ) -> set[int]:
         """Classes whose values are written to memory."""
@@ -278,8 +278,8 @@ class CostModel:
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """The same totals with sizes left as polynomials."""
         order = reachable(choice, roots, _nothing)
-        facts = {cls: self._facts_of(g, cls, choice[cls]) for cls in order}
-        written = self._written(facts, roots, _nothing)
+        facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
+        written = self.written(facts, roots, _nothing)
         flops: Dim = 0
         elementwise: Dim = 0
         moved: Dim = 0
@@ -292,7 +292,7 @@ class CostModel:
             if is_dot(node):
                 flops = 2 * space + flops
             else:
-                elementwise = int(_weight(node) or 1) * space + elementwise
+                elementwise = int(weight(node) or 1) * space + elementwise
             if cls in written:
                 launches += 1
                 moved = itemsize(c.dtype) * product(c.sizes) + moved
@@ -302,7 +302,8 @@ class CostModel:
         return Cost(flops, elementwise, moved, launches)
 
 
-def _weight(node: Node) -> float:
+def weight(node: Node) -> float:
+    """Operations of an elementwise node per element; slow functions count as four."""
     if node.op == MAP:
         return 4.0 if node.attr[0] in _SLOW_MAPS else 1.0
     if node.op in (ADD, CONTRACT):

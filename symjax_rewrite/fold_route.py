@@ -1,365 +1,328 @@
-"""From a bundle of terms to a fold, and from the fold's results back to the terms (a face)."""
+"""From exits to a fold that serves them, and from its results back to their values (a face)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite import lower
+from symjax_rewrite import compat, lower
 from symjax_rewrite.band import band_of, known_operand
 from symjax_rewrite.canonical import TermGraph
-from symjax_rewrite.egraph import EGraph
-from symjax_rewrite.errors import UsageError
-from symjax_rewrite.fold_rows import Rows, apply, row_algebra, row_scale
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, IOTA, MAP, Node, Ref
-from symjax_rewrite.monoid import shift_of
+from symjax_rewrite.fold_forms import Piece
+from symjax_rewrite.fold_rows import Rows, Served, Surroundings, row_algebra, row_scale
+from symjax_rewrite.ir import Ref
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold_spec import (
+    ArgExtremum,
     Band,
-    Contraction,
     ExpSums,
+    Extremum,
     FoldSpec,
-    Operand,
+    Output,
+    Sums,
     Term,
     Tile,
+    TopK,
 )
 from symjax_rewrite.product import is_half
-from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.regions import node_of
+from symjax_rewrite.tile_program import (
+    COLUMN,
+    ROW,
+    At,
+    Step,
+    TileBuilder,
+    feature,
+    precision_name,
+    tile_function,
+    unwidened,
+)
 
-Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
+_REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
 
 
 @dataclass(slots=True)
 class FoldRoute:
-    """A fold that serves every sink of a bundle.
+    """A fold and the exits it serves.
 
-    operands: (class, its slots in the order of the operand's axes). outputs: sink class to the
-    number of its weighted sum (None: the maximum). names: for every tile slot its axis name.
+    inputs: per operand its class, and what each slot reads: an axis name or one place. rows: its
+    epilogue; without one, the row algebra is done outside. steps: the tile program.
     """
 
     spec: FoldSpec
     backend: str
-    operands: list[tuple[int, tuple[int, ...]]]
-    sinks: dict[int, Any]
-    terms: dict[int, tuple[int, tuple[str, ...]]]
-    names: tuple[str, ...]
-    lead: tuple[str, ...]
+    inputs: list[tuple[int, tuple[Any, ...]]]
+    served: dict[int, Served]
     rows: Rows | None
+    steps: list[Step]
 
     def classes(self) -> set[int]:
         """The classes this route computes."""
-        return set(self.sinks) if self.rows is None else {*self.sinks, *self.rows.inside}
+        return set(self.served) | (set() if self.rows is None else self.rows.inside)
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before a sink: the operands, and its row algebra."""
-        if self.rows is not None:
-            return [c for c, _ in self.operands]
-        rest = self.sinks[cls].rest
-        return [c for c, _ in self.operands] + [r.cls for r, _ in (*rest.factors, *rest.exponent)]
+        """Classes that must be there before a class: the operands, and its row algebra."""
+        needed = [c for c, _ in self.inputs]
+        for piece in self.served[cls].form if cls in self.served else ():
+            rows = piece.rows() if self.rows is None else [piece.after]
+            needed += [r.cls for r in rows if r is not None]
+        return needed
 
-    def run(self, emitter: Any) -> list[Any]:
-        """Emit the fold: the maximum, then every sum, over the leading axes and its features."""
-        arrays = []
-        for cls, slots in self.operands:
-            array = emitter.array(cls)
-            by_slot = dict(zip(array.slots, array.data.shape, strict=True))
-            shape = tuple(by_slot[s] for s in slots)
-            arrays.append(lower.arrange(array.data, array.slots, slots, shape))
-        results = fold(self.spec, *arrays, backend=self.backend)
-        return list(results if self.rows is not None else results[0])
+    def run(self, emitter: Any) -> Any:
+        """Emit the fold: everything it returns."""
+        arrays = [read_operand(emitter, cls, axes) for cls, axes in self.inputs]
+        return fold(self.spec, *arrays, backend=self.backend)
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value of a sink: the fold's result times its row algebra, and its slots."""
-        flat = emitter.folded(self)
-        if self.rows is not None:
+        """The value of a class and its slots."""
+        results = emitter.folded(self)
+        if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
             slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
-            return flat[number], tuple(slot[a] for a in self.rows.axes[number])
-        top = flat[0]
-        sink = self.sinks[cls]
-        axis_of = {index: self.names[slot] for slot, index in enumerate(sink.tile.axes)}
-        dtype = np.dtype(emitter.t.graph.classes[cls].dtype)
-        if sink.is_max:
-            data, axes = top, self.lead
+            return results[number], tuple(slot[a] for a in self.rows.axes[number])
+        served = self.served[cls]
+        total, axes = None, served.lead
+        for k, piece in enumerate(served.form):
+            value = self._piece(emitter, served, k, results)
+            if piece.kind != "count":
+                axes = (*served.lead, *(() if piece.after else served.places[k][2]))
+            total = value if total is None else total + value
+        return _finished(emitter.t, served, total, axes)
+
+    def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
+        """One piece of an exit over the leading axes and its features."""
+        piece, (place, shift, features) = served.form[k], served.places[k]
+        axes = (*served.lead, *features)
+        if self.rows is not None:
+            number = self.rows.exits.index((served.exit.cls, k))
+            data, top = results[number], None
+            stored = self.rows.axes[number]
+            data = jax.lax.transpose(data, [stored.index(a) for a in axes])
+        elif piece.kind == "count":
+            dtype = emitter.t.graph.classes[served.exit.cls].dtype
+            sizes = [self.spec.size[a] for a in served.lead]
+            data, top = jnp.ones(sizes, np.promote_types(dtype, np.float32)), None
         else:
-            number, features = self.terms[cls]
-            data, axes = flat[number], (*self.lead, *features)
-            scale = self._row_algebra(emitter, sink, axis_of, shift_of(top))
-            data = data * jnp.reshape(scale, (*scale.shape, *(1,) * len(features)))
-        slot_of = {axis: index for index, axis in axis_of.items()}
-        slot_of.update(self._features_of(sink))
-        return data.astype(dtype), tuple(slot_of[a] for a in axes)
-
-    def _features_of(self, sink: Any) -> dict[str, int]:
-        if sink.weights is None:
-            return {}
-        _, features = self.terms[sink.cls]
-        own = [i for i in sink.weights.axes if i not in sink.tile.axes]
-        return dict(zip(features, own, strict=True))
-
-    def _row_algebra(self, emitter: Any, sink: Any, axis_of: dict, shift: Any) -> Any:
-        """e^(shift + Σ row terms)·Π row factors, over the batch axes and the row."""
-        position = {axis: n for n, axis in enumerate(self.lead)}
-        sizes = shift.shape
-
-        def over_rows(ref: Ref) -> Any:
-            array = emitter.array(ref.cls)
-            labels = tuple(position[axis_of[ref.axes[s]]] for s in array.slots)
-            data = lower.arrange(array.data, labels, tuple(range(len(sizes))), sizes)
-            return data.astype(shift.dtype)
-
-        exponent = [(over_rows(r), c) for r, c in sink.rest.exponent]
-        return row_scale(shift, exponent, [(over_rows(r), p) for r, p in sink.rest.factors])
-
-
-class _TileBuilder:
-    """Turns a tile's class into a program over contractions, operands and index numbers."""
-
-    def __init__(self, t: TermGraph, roles: dict[int, str], row: int, column: int) -> None:
-        self.t, self.g = t, t.graph
-        self.roles, self.row, self.column = roles, row, column
-        self.steps: list[Step] = []
-        self.number: dict[Ref, int] = {}
-        self.operands: list[tuple[int, tuple[int, ...]]] = []
-        self.specs: list[Operand] = []
-        self.contractions: list[Contraction] = []
-        self.reads: list[int] = []
-        self.features: dict[str, Any] = {}
-
-    def build(self, ref: Ref) -> int:
-        """The number of the step that computes a reference over the tile's slots."""
-        found = self.number.get(ref)
-        if found is None:
-            found = self.number[ref] = self._build(ref)
-        return found
-
-    def _build(self, ref: Ref) -> int:
-        node, dtype = node_of(self.g, ref.cls), self.g.classes[ref.cls].dtype
-        if node.op == CONST:
-            return self._step("const", node.attr[0], (), dtype)
-        if node.op == IOTA and ref.axes[0] in (self.row, self.column):
-            return self._step("index", ref.axes[0] == self.row, (), dtype)
-        if node.op == DELTA and set(ref.axes) == {self.row, self.column}:
-            return self._step("delta", None, (), dtype)
-        paired = self.column in ref.axes and self.row in ref.axes
-        if not paired and not self._narrow(ref, len(ref.axes)):
-            return self._step("value", self._read(ref), (), dtype)
-        if _elementwise(node):
-            args = [self.build(Ref(a.cls, tuple(ref.axes[i] for i in a.axes))) for a in node.args]
-            return self._step("apply", (node.op, node.attr), tuple(args), dtype)
-        if node.op == CONTRACT and len(node.args) == 2:
-            number = self._contraction(ref, node, dtype)
-            if number is not None:
-                return self._step("dot", number, (), dtype)
-        return self._step("value", self._read(ref), (), dtype)
-
-    def _narrow(self, ref: Ref, rank: int) -> bool:
-        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
-        node = node_of(self.g, ref.cls)
-        if node.op == CONST or len(ref.axes) < rank:
-            return True
-        if node.op == IOTA:
-            return ref.axes[0] in (self.row, self.column)
-        if not _elementwise(node):
-            return False
-        args = (Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args)
-        return all(self._narrow(a, rank) for a in args)
-
-    def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
-        self.steps.append((kind, data, args, dtype))
-        return len(self.steps) - 1
-
-    def _read(self, ref: Ref) -> int:
-        self.reads.append(self.operand(ref))
-        return len(self.reads) - 1
-
-    def operand(self, ref: Ref, features: dict[Any, str] | None = None) -> int:
-        """The number of an operand: a class with its axes named."""
-        names = {**self.roles, **(features or {})}
-        axes = tuple(names[i] for i in ref.axes)
-        for slot, name in enumerate(axes):
-            self.features.setdefault(name, self.g.classes[ref.cls].sizes[slot])
-        entry = (ref.cls, tuple(range(len(ref.axes))))
-        spec = Operand(axes, self.g.classes[ref.cls].dtype)
-        for k, (known, shape) in enumerate(zip(self.operands, self.specs, strict=True)):
-            if known == entry and shape == spec:
-                return k
-        self.operands.append(entry)
-        self.specs.append(spec)
-        return len(self.operands) - 1
-
-    def _contraction(self, ref: Ref, node: Node, dtype: str) -> int | None:
-        axes = [*ref.axes, *(("sum", len(self.contractions), k) for k in range(len(node.bound)))]
-        sides = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
-        if self.column in sides[0].axes:
-            sides.reverse()
-        left, right = sides
-        if self.column in left.axes or self.row in right.axes or self.row not in left.axes:
-            return None
-        over = {i: f"s{i[1]}_{i[2]}" for i in axes if isinstance(i, tuple)}
-        if any(not set(over) <= set(s.axes) or len(set(s.axes)) != len(s.axes) for s in sides):
-            return None
-        left, right = (unwidened(self.g, side) for side in sides)
-        accumulate = dtype if dtype == "float64" else "float32"
-        row, col = self.operand(left, over), self.operand(right, over)
-        names = tuple(over.values())
-        self.contractions.append(Contraction(row, col, names, accumulate, _precision(node.attr)))
-        return len(self.contractions) - 1
-
-
-def _elementwise(node: Node) -> bool:
-    return node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound)
-
-
-def unwidened(g: EGraph, ref: Ref) -> Ref:
-    """The half-precision value that a cast to f32 widens: products with it are the same."""
-    node = node_of(g, ref.cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
-        return ref
-    arg = node.args[0]
-    if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
-        return ref
-    return Ref(arg.cls, tuple(ref.axes[i] for i in arg.axes))
-
-
-def _precision(attr: Any) -> str | None:
-    """A dot's precision as `lax.dot` takes it by name."""
-    if attr is None:
-        return None
-    if isinstance(attr, tuple):
-        attr = attr[0]
-    return getattr(attr, "name", str(attr)) if "_" in str(attr) else str(attr).lower()
-
-
-def tile_function(steps: list[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
-    """The steps as a function of contractions, operands and index numbers that broadcasts."""
-
-    def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
-        made: list[Any] = []
-        for kind, data, args, dtype in steps:
-            if kind == "const":
-                made.append(np.asarray(data).astype(np.dtype(dtype)))
-            elif kind == "index":
-                made.append((i if data else j).astype(np.dtype(dtype)))
-            elif kind == "delta":
-                made.append((i == j).astype(np.dtype(dtype)))
-            elif kind == "value":
-                made.append(values[data])
-            elif kind == "dot":
-                made.append(dots[data].astype(np.dtype(dtype)))
-            else:
-                made.append(apply(data, [made[a] for a in args], dtype, primitives))
-        return made[-1]
-
-    return tile
-
-
-def build_fold(t: TermGraph, need: Needed, bundle: Any, kernels: str) -> FoldRoute | str:
-    """The fold of a bundle, or why there is none."""
-    g = t.graph
-    rank = len(g.classes[bundle.tile].sizes)
-    slots = tuple(range(rank))
-    shared = _column_slots(t, bundle)
-    rows = [s for s in slots if s not in shared and s != bundle.slot]
-    if not rows:
-        return "no index belongs to the rows alone"
-    row = max(rows, key=lambda s: (g.classes[bundle.tile].sizes[s], -s))
-    roles = {s: f"b{s}" for s in slots}
-    roles[row], roles[bundle.slot] = "m", "n"
-    builder = _TileBuilder(t, roles, row, bundle.slot)
-    builder.build(Ref(bundle.tile, slots))
-    if not builder.contractions:
-        return "no small contraction makes the pairs"
-    lead = (*(roles[s] for s in slots if s not in (row, bundle.slot)), "m")
-    terms, numbers = [], {}
-    for sink in bundle.sinks:
-        if not sink.is_max:
-            term, features = _term(builder, sink, roles)
-            if term not in terms:
-                terms.append(term)
-            numbers[sink.cls] = (1 + terms.index(term), features)
-    sinks = {s.cls: s for s in bundle.sinks}
-    state = {c: numbers.get(c, (0, ())) for c in sinks}
-    rows = row_algebra(t, need, sinks, state, roles, lead, builder.operand, bundle.routed)
-    sizes = {roles[s]: g.classes[bundle.tile].sizes[s] for s in slots}
-    sizes.update(builder.features)
-    key = ("route", tuple((k, repr(d), a, x) for k, d, a, x in builder.steps))
-    try:
-        spec = FoldSpec(
-            sizes=tuple(sizes.items()),
-            batch=lead[:-1],
-            row="m",
-            col="n",
-            operands=tuple(builder.specs),
-            contractions=tuple(builder.contractions),
-            tile=Tile(tile_function(builder.steps, t.primitives), tuple(builder.reads), key=key),
-            outputs=(ExpSums(tuple(terms)),),
-            epilogue=None if rows is None else rows.epilogue,
-            band=_band(builder, t, lead[:-1], sizes),
+            data = results[place[0]][place[1]]
+            top = None if shift is None else results[shift[0]][shift[1]]
+        if piece.after is not None:
+            rows = read_over(emitter, piece.after, axes, data.shape)
+            data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
+            features = ()
+        if self.rows is not None:
+            return data
+        lead = data.shape[: len(served.lead)]
+        scale = row_scale(
+            top,
+            [(read_over(emitter, r, served.lead, lead), c) for r, c in piece.exponent],
+            [(read_over(emitter, r, served.lead, lead), p) for r, p in piece.factors],
+            data.dtype,
         )
-    except UsageError as error:
-        return f"not a fold: {error.what}"
-    backend = kernels if kernels in BACKENDS else "auto"
-    if backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
-        return str(support)
-    names = tuple(roles[s] for s in slots)
-    return FoldRoute(spec, backend, builder.operands, sinks, numbers, names, lead, rows)
+        if scale is not None:
+            data = data * jnp.reshape(scale, (*scale.shape, *(1,) * len(features)))
+        if piece.coefficient == 1:
+            return data
+        return data * lower.literal(piece.coefficient, str(data.dtype))
 
 
-def _band(builder: _TileBuilder, t: TermGraph, batch: tuple[str, ...], sizes: dict) -> Band:
-    """The columns that matter, from the tile program and what is known of what it reads."""
-    known = []
-    for number in builder.reads:
-        axes, (cls, _) = builder.specs[number].axes, builder.operands[number]
-        known.append(known_operand(t, number, cls, axes, batch))
-    ignores = [(len(builder.steps) - 1, -math.inf)]
-    return band_of(builder.steps, known, ignores, sizes["m"], sizes["n"])
+def _finished(
+    t: TermGraph, served: Served, data: Any, axes: tuple[str, ...]
+) -> tuple[Any, tuple[int, ...]]:
+    """The value over the exit's own indices: what it reduces besides the column goes last."""
+    dtype = np.dtype(t.graph.classes[served.exit.cls].dtype)
+    index = {name: i for i, name in served.names.items()}
+    gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.exit.bound)
+    if gone:
+        data = compat.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
+        axes = tuple(a for k, a in enumerate(axes) if k not in gone)
+    slots = [index[a] for a in axes]
+    if served.exit.kind == "top_k":
+        slots.append(next(i for i in range(len(slots) + 1) if i not in slots))
+    return data.astype(dtype), tuple(slots)
 
 
-def _column_slots(t: TermGraph, bundle: Any) -> set[int]:
-    """Tile slots that some column operand reads: batch axes."""
-    found: set[int] = set()
-    g = t.graph
-
-    def visit(ref: Ref) -> None:
-        node = node_of(g, ref.cls)
-        if bundle.slot not in ref.axes:
-            return
-        if _elementwise(node):
-            for a in node.args:
-                visit(Ref(a.cls, tuple(ref.axes[i] for i in a.axes)))
-        elif node.op == CONTRACT and len(node.args) == 2:
-            axes = [*ref.axes, *(-1 for _ in node.bound)]
-            for a in node.args:
-                side = {axes[i] for i in a.axes}
-                if bundle.slot in side:
-                    found.update(side)
-
-    visit(Ref(bundle.tile, tuple(range(len(g.classes[bundle.tile].sizes)))))
-    for sink in bundle.sinks:
-        if sink.weights is not None:
-            slot = {index: s for s, index in enumerate(sink.tile.axes)}
-            found.update(slot[i] for i in sink.weights.axes if i in slot)
-    return found - {bundle.slot, -1}
+def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...]) -> Any:
+    """An operand's array: its slots in order, those at one place dropped."""
+    array = emitter.array(cls)
+    order = tuple(range(len(axes)))
+    by_slot = dict(zip(array.slots, array.data.shape, strict=True))
+    data = lower.arrange(array.data, array.slots, order, tuple(by_slot[s] for s in order))
+    for axis in reversed(order):
+        if isinstance(axes[axis], At):
+            data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
+    return data
 
 
-def _term(builder: _TileBuilder, sink: Any, roles: dict[int, str]) -> tuple[Term, tuple[str, ...]]:
-    """A sink's sum, and the names of its feature axes."""
-    if sink.weights is None:
-        return Term(), ()
-    slot = {index: s for s, index in enumerate(sink.tile.axes)}
-    weights = unwidened(builder.g, sink.weights)
-    features = {i: f"f{weights.cls}_{k}" for k, i in enumerate(weights.axes) if i not in slot}
-    over = {i: slot[i] for i in weights.axes if i in slot}
-    axes: Any = tuple(over.get(i, ("f", i)) for i in weights.axes)
-    named = {("f", i): name for i, name in features.items()}
-    number = builder.operand(Ref(weights.cls, axes), named)
-    dtype = builder.g.classes[sink.weights.cls].dtype  # as the program has it: a cast may be gone
-    rounding = dtype if is_half(dtype) else None
-    named_features = tuple(features[i] for i in sink.weights.axes if i in features)
-    return Term(number, round_to=rounding), named_features
+def read_over(emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """A class broadcast over named axes."""
+    array = emitter.array(ref.cls)
+    labels = tuple(list(axes).index(ref.axes[s]) for s in array.slots)
+    return lower.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
+
+
+def named(ref: Ref, names: dict[Any, Any]) -> Ref:
+    """A reference with its indices called by name."""
+    return Ref(ref.cls, tuple([names[i] for i in ref.axes]))  # pyright: ignore[reportArgumentType]
+
+
+def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
+    """A piece with its axes called by name; features are called after the weights."""
+    full: dict[Any, Any] = dict(names)
+    weights = piece.weights
+    if weights is not None:
+        for slot, i in enumerate(weights.axes):
+            full.setdefault(i, feature(weights.cls, slot))
+        weights = named(weights, full)
+    return replace(
+        piece,
+        tile=None if piece.tile is None else named(piece.tile, full),
+        product=tuple((named(r, full), p) for r, p in piece.product),
+        weights=weights,
+        after=None if piece.after is None else named(piece.after, full),
+        factors=tuple((named(r, full), p) for r, p in piece.factors),
+        exponent=tuple((named(r, full), c) for r, c in piece.exponent),
+    )
+
+
+class FoldBuilder:
+    """Assembles one fold from the pieces of several exits."""
+
+    def __init__(
+        self, t: TermGraph, lead: tuple[str, ...], sizes: dict[str, int], gone: frozenset[int]
+    ) -> None:
+        self.t, self.lead = t, lead
+        self.tiles = TileBuilder(t, gone, sizes=dict(sizes))
+        self.roots: list[int] = []
+        self.outputs: dict[tuple, list[Term]] = {}
+        self.served: dict[int, Served] = {}
+        self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
+
+    def add(self, served: Served) -> None:
+        """Have an exit served."""
+        self.served[served.exit.cls] = served
+        self._keys.append((served, [self._piece(served, piece) for piece in served.form]))
+
+    def reads(self) -> set[int]:
+        """The classes that the tiles and the row algebra of the exits read."""
+        rows = {r.cls for s in self.served.values() for piece in s.form for r in piece.rows()}
+        return rows | {c for c, _ in self.tiles.inputs}
+
+    def _root(self, step: int) -> int:
+        if step not in self.roots:
+            self.roots.append(step)
+        return self.roots.index(step)
+
+    def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
+        """What a piece is a result of, which result, and its feature axes."""
+        if piece.kind == "count":
+            return (), 0, ()
+        if piece.kind not in ("exp", "sum"):
+            assert piece.tile is not None
+            key = (piece.kind, self._root(self.tiles.build(piece.tile)), served.exit.places)
+            self.outputs.setdefault(key, [])
+            second = piece.kind in ("argmax", "argmin") or served.exit.output
+            return key, int(second), ()
+        factor = self.tiles.product(list(piece.product)) if piece.product else None
+        if piece.kind == "exp":
+            assert piece.tile is not None
+            key = ("exp", self._root(self.tiles.build(piece.tile)), 0)
+            factor = None if factor is None else self._root(factor)
+        else:
+            assert factor is not None
+            key, factor = ("sum", self._root(factor), 0), None
+        term, features = self._term(served, piece, factor)
+        terms = self.outputs.setdefault(key, [])
+        if term not in terms:
+            terms.append(term)
+        return key, terms.index(term) + (piece.kind == "exp"), features
+
+    def _term(
+        self, served: Served, piece: Piece, factor: int | None
+    ) -> tuple[Term, tuple[str, ...]]:
+        if piece.weights is None:
+            return Term(None, factor), ()
+        g = self.t.graph
+        number = self.tiles.operand(unwidened(g, piece.weights))
+        features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
+        dtype = g.classes[piece.weights.cls].dtype  # as the program has it: a cast may be gone
+        attr = None if piece.after else node_of(g, served.exit.cls).attr
+        rounding = dtype if is_half(dtype) else None
+        return Term(number, factor, rounding, precision_name(attr)), features
+
+    def _place(self) -> list[Output]:
+        """The outputs; every exit learns where its results are."""
+        exps = {root for kind, root, _ in self.outputs if kind == "exp"}
+        outputs: list[Output] = []
+        at: dict[tuple, int] = {}
+        for key, terms in self.outputs.items():
+            if key[0] != "max" or key[1] not in exps:
+                at[key] = len(outputs)
+                kind, root, places = key
+                outputs.append(_output(kind, root, places, tuple(terms)))
+        for root in exps:
+            at["max", root, 0] = at["exp", root, 0]  # it comes first there
+        for served, keys in self._keys:
+            served.places = [
+                ((at.get(key, 0), k), (at[key], 0) if key[:1] == ("exp",) else None, features)
+                for key, k, features in keys
+            ]
+        return outputs
+
+    def _band(self) -> Band:
+        """The columns that matter, from the tile program and what is known of what it reads."""
+        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0}
+        if any(kind not in ignored for kind, _, _ in self.outputs):
+            return Band()  # these say which column it is
+        tiles, batch = self.tiles, self.lead[:-1]
+        known = [
+            known_operand(self.t, n, tiles.inputs[n][0], tiles.operands[n].axes, batch)
+            for n in tiles.reads
+        ]
+        outputs = [(self.roots[root], ignored[kind]) for kind, root, _ in self.outputs]
+        return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
+
+    def finish(self, kernels: str, around: Surroundings) -> FoldRoute:
+        """The route.
+
+        Raises:
+            UsageError: the parts are no fold.
+        """
+        outputs = self._place()
+        rows = row_algebra(around, self.served, self.tiles)
+        tiles, roots = self.tiles, tuple(self.roots)
+        fun = tile_function(tiles.steps, roots, self.t.primitives)
+        spec = FoldSpec(
+            sizes=tuple(tiles.sizes.items()),
+            batch=self.lead[:-1],
+            row=ROW,
+            col=COLUMN,
+            operands=tuple(tiles.operands),
+            contractions=tuple(tiles.contractions),
+            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots)),
+            outputs=tuple(outputs),
+            epilogue=None if rows is None else rows.epilogue,
+            band=self._band(),
+        )
+        backend = kernels if kernels in BACKENDS else "auto"
+        return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps)
+
+
+def _output(kind: str, root: int, places: int, terms: tuple[Term, ...]) -> Output:
+    """An output of a fold."""
+    match kind:
+        case "exp":
+            return ExpSums(terms, root)
+        case "sum":
+            return Sums(terms, root)
+        case "top_k":
+            return TopK(places, root)
+        case "argmax" | "argmin":
+            return ArgExtremum(kind == "argmax", root)
+        case _:
+            return Extremum(kind, root)

@@ -1,8 +1,8 @@
 """Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp (a face).
 
-A sink is a fold's state times row algebra; what follows it elementwise (a normaliser, a cast) is
-row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the program
-goes on with, and the raw sums are never stored.
+An exit is a fold's results times row algebra; what follows it elementwise (a normaliser, a cast)
+is row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the
+program goes on with, and the raw sums are never stored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import numpy as np
 from symjax_rewrite import lower
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.fold_forms import Form, Piece
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.monoid import shift_of
+from symjax_rewrite.pairs import Exit
 from symjax_rewrite.pallas_kernels.fold_spec import Epilogue
+from symjax_rewrite.product import is_half
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.tile_program import TileBuilder, apply
 
 # what both a loop and a Triton kernel can do to a row
 ROW_MAPS = frozenset(
@@ -30,21 +34,54 @@ ROW_MAPS = frozenset(
 )
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 Names = tuple[str, ...]
+Place = tuple[int, int]  # output of a fold, and which of its results
+Value = int | tuple[int, int]  # a class, or (exit, piece): a piece before what comes after it
+
+
+@dataclass(slots=True)
+class Served:
+    """One exit as a fold serves it.
+
+    form: its pieces, axes by name. places: for each piece the result of the fold, that of its
+    shift (None without an exponential) and its feature axes. names: index of the exit to axis
+    name. lead: the axes of every result.
+    """
+
+    exit: Exit
+    form: Form
+    names: dict[int, str]
+    lead: Names
+    places: list[tuple[Place, Place | None, Names]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Rows:
     """What a fold's epilogue computes.
 
-    exits: the classes it gives, in order. names: for each of them, the axis of each slot. inside:
+    exits: the values it gives, in order. names: for each of them, the axis of each slot. inside:
     every class that is computed on the way. axes: the axes of each result as it is stored.
     """
 
     epilogue: Epilogue
-    exits: list[int]
-    names: dict[int, Names]
+    exits: list[Value]
+    names: dict[Value, Names]
     inside: set[int]
     axes: tuple[Names, ...]
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """The program around a fold.
+
+    need: what of it is needed. pairwise: classes that are never made. read: classes that others
+    read. late: classes that other folds make at the same time or later.
+    """
+
+    t: TermGraph
+    need: Needed
+    pairwise: set[int]
+    read: set[int]
+    late: set[int]
 
 
 @dataclass(slots=True)
@@ -52,15 +89,13 @@ class _Program:
     """The steps of an epilogue under construction, and what they read."""
 
     t: TermGraph
-    sinks: dict[int, Any]
-    state: dict[int, tuple[int, Names]]  # sink class: number of its sum (0: the maximum), features
-    roles: dict[int, str]
     lead: Names
-    operand: Callable[[Ref], int]
+    tiles: TileBuilder
     after: set[int]
-    names: dict[int, Names] = field(default_factory=dict)
+    late: set[int]
+    names: dict[Value, Names] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    number: dict[int, int] = field(default_factory=dict)
+    number: dict[Value, int] = field(default_factory=dict)
     reads: list[int] = field(default_factory=list)
 
     def step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
@@ -69,43 +104,65 @@ class _Program:
             self.steps.append(new)
         return self.steps.index(new)
 
-    def value(self, ref: Ref, names: dict[int, str]) -> int | None:
-        """The step of an operand whose index i is the axis names[i]; None if it is no row value."""
-        axes = tuple(names.get(i, "") for i in ref.axes)
+    def value(self, ref: Ref, names: dict[Any, str] | None = None) -> int | None:
+        """The step of an operand, its indices called by `names`; None if it is no row value."""
+        axes: Any = ref.axes if names is None else tuple(names.get(i, "") for i in ref.axes)
         if ref.cls in self.number:
             return self.number[ref.cls] if axes == self.names[ref.cls] else None
         node, dtype = node_of(self.t.graph, ref.cls), self.t.graph.classes[ref.cls].dtype
         if node.op == CONST:
             return self.step("const", node.attr[0], (), dtype)
-        if ref.cls in self.after or len(set(axes)) != len(axes) or not set(axes) <= {*self.lead}:
+        if ref.cls in self.after or ref.cls in self.late:
             return None
-        slot_of = {name: slot for slot, name in self.roles.items()}
-        read = self.operand(Ref(ref.cls, tuple(slot_of[a] for a in axes)))
+        if len(set(axes)) != len(axes) or not set(axes) <= {*self.lead}:
+            return None
+        read = self.tiles.operand(Ref(ref.cls, axes))
         if read not in self.reads:
             self.reads.append(read)
         return self.step("read", self.reads.index(read), (), dtype)
 
-    def sink(self, cls: int) -> bool:
-        """Take in a sink: its state times its row algebra."""
-        sink = self.sinks[cls]
-        number, features = self.state[cls]
-        of_index = {i: self.roles[slot] for slot, i in enumerate(sink.tile.axes)}
-        if sink.weights is not None:
-            of_index.update(zip(_features_of(sink), features, strict=True))
-        slots = range(len(self.t.graph.classes[cls].sizes))
+    def serve(self, served: Served) -> bool:
+        """Take in an exit: the fold's results times their row algebra."""
+        found, cls = served.exit, served.exit.cls
         dtype = self.t.graph.classes[cls].dtype
-        out = self.step("state", number, (), "")
-        if sink.is_max:
-            out = self.step("cast", None, (out,), dtype)
-        else:
-            terms = [self.value(r, of_index) for r, _ in sink.rest.exponent]
-            factors = [self.value(r, of_index) for r, _ in sink.rest.factors]
-            if None in terms or None in factors:
+        whole = not any(served.names.get(b) in served.lead for b in found.bound)
+        whole = whole and not any(piece.after for piece in served.form)
+        if not whole and is_half(dtype):
+            dtype = "float32"  # what is summed later is not rounded before
+        if found.kind in ("argmax", "argmin", "top_k"):
+            return False
+        made: list[int] = []
+        for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
+            if piece.kind == "count":
                 return False
-            data = (tuple(c for _, c in sink.rest.exponent), tuple(p for _, p in sink.rest.factors))
-            out = self.step("scale", data, (out, *terms, *factors), dtype)  # pyright: ignore
-        self.number[cls], self.names[cls] = out, tuple(of_index[i] for i in slots)
+            scaled = self._scaled(piece, place, dtype)
+            if scaled is None:
+                return False
+            made.append(scaled)
+            if not whole:
+                self.number[cls, k], self.names[cls, k] = scaled, (*served.lead, *place[2])
+        if not whole:
+            return True
+        total = made[0]
+        if len(made) > 1:
+            total = self.step("apply", (ADD, (1,) * len(made)), tuple(made), dtype)
+        slots = range(len(self.t.graph.classes[cls].sizes))
+        self.number[cls], self.names[cls] = total, tuple(served.names[i] for i in slots)
         return True
+
+    def _scaled(
+        self, piece: Piece, place: tuple[Place, Place | None, Names], dtype: str
+    ) -> int | None:
+        state = self.step("state", place[0], (), "")
+        if piece.kind not in ("exp", "sum"):
+            return self.step("cast", None, (state,), dtype)
+        terms = [self.value(r) for r, _ in piece.exponent]
+        factors = [self.value(r) for r, _ in piece.factors]
+        if None in terms or None in factors:
+            return None
+        powers = tuple(p for _, p in piece.factors)
+        data = (place[1], tuple(c for _, c in piece.exponent), powers, piece.coefficient)
+        return self.step("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
 
     def follow(self, cls: int) -> bool:
         """Take in a class that is elementwise in what is in already."""
@@ -114,7 +171,7 @@ class _Program:
             return False
         if node.op not in (ADD, CONTRACT) and not (node.op == MAP and node.attr[0] in ROW_MAPS):
             return False
-        names: dict[int, str] = {}
+        names: dict[Any, str] = {}
         for a in node.args:
             for i, name in zip(a.axes, self.names.get(a.cls, ()), strict=False):
                 if names.setdefault(i, name) != name:
@@ -129,10 +186,6 @@ class _Program:
         return True
 
 
-def _features_of(sink: Any) -> list[int]:
-    return [i for i in sink.weights.axes if i not in sink.tile.axes]
-
-
 def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
     """The needed classes that depend on any of `roots`, and these."""
     found = set(roots)
@@ -142,92 +195,64 @@ def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
     return found
 
 
-def row_algebra(
-    t: TermGraph,
-    need: Needed,
-    sinks: dict[int, Any],
-    state: dict[int, tuple[int, Names]],
-    roles: dict[int, str],
-    lead: Names,
-    operand: Callable[[Ref], int],
-    routed: set[int],
-) -> Rows | None:
-    """The row algebra around a fold's sinks as its epilogue.
+def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuilder) -> Rows | None:
+    """The row algebra around a fold's exits as its epilogue.
 
     Args:
-        t: the program.
-        need: what of it is needed.
-        sinks: by class.
-        state: by sink class, the number of its sum (0 for the maximum) and its feature axes.
-        roles: the axis name of each tile slot.
-        lead: batch axes, then the row axis.
-        operand: gives the number of an operand over the tile's slots.
-        routed: what depends on any sink of the program: two folds must not wait for each other.
+        around: the program around it.
+        served: the exits, by class.
+        tiles: the fold's operands; those that the epilogue reads are added.
 
     Returns:
         None where some row algebra cannot be done inside.
     """
-    after = dependents(t.graph, need, set(sinks))
-    program = _Program(t, sinks, state, roles, lead, operand, after)
-    pairwise = _pairwise(t, need, sinks)
+    t, need = around.t, around.need
+    lead = next(iter(served.values())).lead
+    after = dependents(t.graph, need, set(served))
+    program = _Program(t, lead, tiles, after, around.late)
     for cls in need.order:
-        if cls in sinks:
-            if not program.sink(cls):
+        if cls in served:
+            if not program.serve(served[cls]):
                 return None
-        elif cls in after and cls not in pairwise:
-            foreign = (a for a in node_of(t.graph, cls).args if a.cls not in program.number)
-            if not any(a.cls in routed for a in foreign):
-                program.follow(cls)
-    inside = _kept(t, need, program, set(sinks), pairwise)
-    exits = sorted(_exits(need, inside, pairwise))
-    axes = tuple(_stored(t, program, cls) for cls in exits)
-    used = tuple(program.number[cls] for cls in exits)
+        elif cls in program.after and cls not in around.pairwise:
+            program.follow(cls)
+    inside = _kept(around, program, set(served))
+    exits: list[Value] = [*sorted(_exits(around, inside))]
+    exits += [v for v in program.number if isinstance(v, tuple)]
+    axes = tuple(_stored(t, program, served, value) for value in exits)
+    used = tuple(program.number[value] for value in exits)
     steps, reads = tuple(program.steps), tuple(program.reads)
     fun = _function(steps, used, t.primitives)
     key = ("rows", tuple((k, repr(d), a, x) for k, d, a, x in steps), used)
-    names = {cls: program.names[cls] for cls in exits}
+    names = {value: program.names[value] for value in exits}
     return Rows(Epilogue(fun, axes, reads, key), exits, names, inside, axes)
 
 
-def _pairwise(t: TermGraph, need: Needed, sinks: dict[int, Any]) -> set[int]:
-    """The classes between the tile and the sinks: what is never made."""
-    found: set[int] = set()
-    columns = {
-        t.graph.classes[s.tile.cls].sizes[s.tile.axes.index(s.index)] for s in sinks.values()
-    }
-    rank = min(len(s.tile.axes) for s in sinks.values())
-    for cls in reversed(need.order):
-        sizes, users = t.graph.classes[cls].sizes, need.users.get(cls, ())
-        if len(sizes) < rank or not columns & set(sizes) or node_of(t.graph, cls).bound:
-            continue
-        if users and cls not in need.outside and all(u in found or u in sinks for u in users):
-            found.add(cls)
-    return found
+def _exits(around: Surroundings, inside: set[int]) -> list[int]:
+    """The classes taken in that are read by something that is not."""
 
-
-def _exits(need: Needed, inside: set[int], pairwise: set[int]) -> list[int]:
     def leaves(cls: int) -> bool:
-        users = need.users.get(cls, ())
-        return cls in need.outside or any(u not in inside and u not in pairwise for u in users)
+        users = around.need.users.get(cls, ())
+        if cls in around.need.outside or cls in around.read:
+            return True
+        return any(u not in inside and u not in around.pairwise for u in users)
 
     return [cls for cls in inside if leaves(cls)]
 
 
-def _kept(
-    t: TermGraph, need: Needed, program: _Program, sinks: set[int], pairwise: set[int]
-) -> set[int]:
+def _kept(around: Surroundings, program: _Program, exits: set[int]) -> set[int]:
     """The classes taken in that make what leaves the fold smaller."""
 
     def weight(inside: set[int]) -> int:
-        classes = [t.graph.classes[c] for c in _exits(need, inside, pairwise)]
+        classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
         return sum(
             math.prod(int(str(s)) for s in c.sizes) * np.dtype(c.dtype).itemsize for c in classes
         )
 
-    inside = set(program.number)
+    inside = {v for v in program.number if isinstance(v, int)}
     now = weight(inside)
     while True:
-        for cls in sorted(set(_exits(need, inside, pairwise)) - sinks, reverse=True):
+        for cls in sorted(set(_exits(around, inside)) - exits, reverse=True):
             then = weight(inside - {cls})
             if then <= now:
                 inside, now = inside - {cls}, then
@@ -236,18 +261,19 @@ def _kept(
             return inside
 
 
-def _stored(t: TermGraph, program: _Program, cls: int) -> Names:
+def _stored(t: TermGraph, program: _Program, served: dict[int, Served], value: Value) -> Names:
     """The axes of a result in the order in which the program holds it last."""
-    names = program.names[cls]
+    names = program.names[value]
     order = list(names)
     for v in range(len(t.views) - 1, -1, -1):
         view = t.views[v]
-        if view is not None and view.cls == cls:
+        if view is not None and view.cls == value:
             by_place = sorted(range(len(names)), key=lambda s: view.axes[s])
             order = [names[s] for s in by_place]
             break
     features = [a for a in names if a not in program.lead]
-    wanted = next((list(f) for _, f in program.state.values() if set(f) == set(features)), features)
+    known = [list(place[2]) for s in served.values() for place in s.places]
+    wanted = next((f for f in known if set(f) == set(features)), features)
     if [a for a in order if a in features] != wanted:
         order = [*(a for a in order if a not in features), *wanted]
     return tuple(order)
@@ -266,11 +292,11 @@ def _function(
             elif kind == "read":
                 made.append(values[data])
             elif kind == "state":
-                made.append(results[0][data])
+                made.append(results[data[0]][data[1]])
             elif kind == "cast":
                 made.append(made[args[0]].astype(np.dtype(dtype)))
             elif kind == "scale":
-                scaled = _scaled(data, [made[a] for a in args], shift_of(results[0][0]))
+                scaled = _scaled(data, [made[a] for a in args], results)
                 made.append(scaled.astype(np.dtype(dtype)))
             else:
                 made.append(apply(data, [made[a] for a in args], dtype, primitives))
@@ -279,47 +305,39 @@ def _function(
     return epilogue
 
 
-def _scaled(data: tuple, args: list[Any], shift: Any) -> Any:
-    """A state times e^(shift + Σ coefficient·term) · Π factor^power."""
-    coefficients, powers = data
+def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
+    """A result times e^(shift + Σ coefficient·term) · Π factor^power."""
+    shift, coefficients, powers, coefficient = data
+    top = None if shift is None else results[shift[0]][shift[1]]
     terms, factors = args[1 : 1 + len(coefficients)], args[1 + len(coefficients) :]
-    exponent = zip(terms, coefficients, strict=True)
-    return args[0] * row_scale(shift, exponent, zip(factors, powers, strict=True))
+    exponent = list(zip(terms, coefficients, strict=True))
+    scale = row_scale(top, exponent, list(zip(factors, powers, strict=True)), args[0].dtype)
+    scaled = args[0] if scale is None else args[0] * scale
+    if coefficient == 1:
+        return scaled
+    return scaled * lower.literal(coefficient, str(scaled.dtype))
 
 
-def row_scale(shift: Any, exponent: Any, factors: Any) -> Any:
-    """e^(shift + Σ coefficient·term) · Π factor^power, in the shift's dtype."""
-    for term, coefficient in exponent:
-        shift = shift + coefficient * term.astype(shift.dtype)
-    scale = jnp.exp(shift)
+def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:
+    """e^(shift + Σ coefficient·term) · Π factor^power in a dtype; None where it is 1.
+
+    Args:
+        top: the maximum that exponentials were shifted by; None for no shift.
+        exponent: (term, coefficient) pairs.
+        factors: (factor, power) pairs.
+        dtype: of the result.
+    """
+    scale: Any = None
+    if top is not None or exponent:
+        shift: Any = jnp.zeros((), dtype) if top is None else shift_of(top).astype(dtype)
+        for term, coefficient in exponent:
+            shift = shift + coefficient * term.astype(dtype)
+        scale = jnp.exp(shift)
     for factor, power in factors:
-        value = factor.astype(scale.dtype)
+        value = factor.astype(dtype)
         if power == -1:
-            scale = scale / value
+            scale = (jnp.ones((), dtype) if scale is None else scale) / value
         else:
-            scale = scale * value ** (int(power) if power.denominator == 1 else float(power))
+            value = value ** (int(power) if power.denominator == 1 else float(power))
+            scale = value if scale is None else scale * value
     return scale
-
-
-def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
-    """One elementwise term on arrays that broadcast."""
-    op, attr = what
-    if op == ADD:
-        total: Any = None
-        for coefficient, x in zip(attr, args, strict=True):
-            term = x if coefficient == 1 else x * lower.literal(coefficient, dtype)
-            total = term if total is None else total + term
-        return total
-    if op == CONTRACT:
-        total = args[0]
-        for x in args[1:]:
-            total = total * x
-        return total
-    name, params = attr
-    if name == "convert_element_type":
-        return args[0].astype(np.dtype(dtype))
-    if name == "reciprocal":
-        return 1 / args[0]
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
-    arrays = [jnp.broadcast_to(x, shape) for x in args]
-    return primitives[name].bind(*arrays, **dict(params))

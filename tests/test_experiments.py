@@ -35,7 +35,15 @@ weights = load("minilm/weights")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["attention", "deferred_norm", "linear_algebra", "minilm", "optimiser_time", "selective_scan"],
+    [
+        "attention",
+        "deferred_norm",
+        "folds",
+        "linear_algebra",
+        "minilm",
+        "optimiser_time",
+        "selective_scan",
+    ],
 )
 def test_script_runs(name: str) -> None:
     before = {path: path.read_bytes() for path in (EXPERIMENTS / name).glob("*.*")}

@@ -27,11 +27,8 @@ LAYERS = {
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "
-    "band "
-    "fold_rows "
-    "fold_route "
-    "scan_route "
-    "route "
+    "band gathers pairs zeros fold_forms tile_program fold_rows fold_plan fold_route choice_route "
+    "worth scan_route route "
     "norm_form norm_program norm_epilogue norm_route norm_frozen "
     "report summary "
     "prepare "

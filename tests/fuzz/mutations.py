@@ -16,7 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite import call, compat, egraph, fold_route, loops, lower, monoid, ops, order
+from symjax_rewrite import (
+    call,
+    compat,
+    egraph,
+    fold_rows,
+    loops,
+    lower,
+    monoid,
+    ops,
+    order,
+    tile_program,
+)
 from symjax_rewrite.ir import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
 from symjax_rewrite.rules import associativity, distributivity, locality, separability, sparsity
 from tests.fuzz import algebra, edges, grammar, lookalikes
@@ -263,12 +274,12 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "counts leave sums below float32": Mutation(_is_half, (edges.overflowing,)),
     "the fill of a mask is changed": Mutation(
-        [(fold_route._TileBuilder, "_step", _fill_is_changed)], _scores
+        [(tile_program.TileBuilder, "_step", _fill_is_changed)], _scores
     ),
     "exponents are not shifted": Mutation(
         [
             (monoid, "shift_of", _wrong(jnp.zeros_like)),
-            (fold_route, "shift_of", _wrong(jnp.zeros_like)),
+            (fold_rows, "shift_of", _wrong(jnp.zeros_like)),
         ],
         _scores,
     ),

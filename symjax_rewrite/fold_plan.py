@@ -1,0 +1,280 @@
+"""Which exits of a program share pairwise terms, and in what order folds serve them (a face).
+
+Exits that share a pairwise term form a *cluster*: either all of them become folds and the term is
+never made whole, or it is made and they stay. Exits of one cluster that wait for the same earlier
+results, and reduce the same way round, are served by one fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
+from symjax_rewrite.ir import ADD, CONTRACT, MAP, NATIVE, Ref
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.pairs import Exit, Pair, Tile, exit_of, explore
+from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.zeros import vanishing, without
+
+_RANDOM = ("random_", "threefry", "rng_")
+
+
+@dataclass(slots=True)
+class Candidate:
+    """An exit that could be served by a fold: its pair of indices and what its tile is made of.
+
+    space: the indices of the tile. form: how it is read; level: how many folds come before.
+    """
+
+    exit: Exit
+    pair: Pair
+    tile: Tile
+    space: tuple[int, ...]
+    form: Form = ()
+    level: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """Elements of the tile."""
+        return prod(int(self.exit.sizes[i]) for i in self.space)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Candidates that share pairwise terms; `ids` names the indices they share.
+
+    light: classes made of index numbers and tests alone that some exit reduces by themselves.
+    """
+
+    members: list[Candidate] = field(default_factory=list)
+    light: set[int] = field(default_factory=set)
+    ids: dict[tuple[int, int], int] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def pairs(self) -> int:
+        """Elements of its largest tile."""
+        return max(c.pairs for c in self.members)
+
+    def shared(self, c: Candidate) -> list[Ref]:
+        """The pairwise references of a member by which it shares indices with others."""
+        return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
+
+
+def clusters(t: TermGraph, need: Needed, least: int) -> list[Cluster]:
+    """The clusters of a program, in program order; `least`: elements of a tile worth looking at."""
+    gone = frozenset(vanishing(t.graph, need))
+    need = without(t.graph, need, gone) if gone else need
+    found = [c for cls in need.order if (c := _candidate(t, cls, least, gone)) is not None]
+    bare = [c for c in found if not any(c.tile.inner.values())]
+    found = [c for c in found if any(c.tile.inner.values())]
+    parent = list(range(len(found)))
+
+    def root(k: int) -> int:
+        while parent[k] != k:
+            k = parent[k]
+        return k
+
+    first: dict[int, int] = {}
+    for k, c in enumerate(found):
+        for ref in c.tile.heavy():
+            other = root(first.setdefault(ref.cls, k))
+            parent[root(k)] = other
+    groups: dict[int, Cluster] = {}
+    for k, c in enumerate(found):
+        groups.setdefault(root(k), Cluster()).members.append(c)
+    out = [c for c in groups.values() if any(_makes_work(m) for m in c.members)]
+    for c in bare:
+        _join(out, c)
+    reaches = _reaches(t, need, out)
+    for number, cluster in enumerate(out):
+        cluster.ids = _shared_indices(cluster)
+        cluster.reason = _refused(t, need, cluster, reaches, number)
+    return out
+
+
+def _join(found: list[Cluster], c: Candidate) -> None:
+    """Have an exit that reduces tests alone served by a cluster that makes these tests too."""
+    mine = {r.cls for r in c.tile.inner}
+    for cluster in found:
+        if any(r.cls in mine for m in cluster.members for r in m.tile.inner):
+            cluster.light |= mine
+            cluster.members.append(c)
+            return
+
+
+def _makes_work(c: Candidate) -> bool:
+    """Whether a tile is more than sums of products, which the rules of algebra see to."""
+    return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
+
+
+def _candidate(t: TermGraph, cls: int, least: int, gone: frozenset[int]) -> Candidate | None:
+    info = t.graph.classes[cls]
+    if dtype_kind(info.dtype) not in "fiub":
+        return None
+    found = exit_of(t, cls)
+    if found is None or not all(isinstance(s, int) and s > 0 for s in found.sizes.values()):
+        return None
+    if not any(_may_open(t, a) for a in found.args):
+        return None
+    size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
+    for column in sorted(found.bound, key=size, reverse=True):
+        carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
+        rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
+        for row in rows:
+            made = _paired(found, Pair(t, row, column, gone))
+            if made is not None and made.pairs >= least:
+                return made
+    return None
+
+
+def elements(t: TermGraph, cls: int) -> int:
+    """How many elements a class has."""
+    return prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+
+
+def _may_open(t: TermGraph, ref: Ref) -> bool:
+    node = node_of(t.graph, ref.cls)
+    return len(ref.axes) > 1 and (node.op in (MAP, ADD, CONTRACT) or node.op == NATIVE)
+
+
+def _paired(found: Exit, pair: Pair) -> Candidate | None:
+    t, row = pair.t, pair.row
+    pairwise = [a for a in found.args if pair.holds(a)]
+    space = tuple(sorted({i for a in pairwise for i in a.axes}))
+    if not pairwise or any(len(set(a.axes)) != len(a.axes) for a in pairwise):
+        return None
+    if any(b not in space for b in found.bound):
+        return None
+    if not any(set(space) == set(a.axes) for a in pairwise):
+        return None  # the product of these is larger than they are
+    tile = explore(pair, pairwise)
+    if tile is None or not tile.meets:
+        return None
+    made = Candidate(found, pair, tile, space)
+    held = [found.cls, *(r.cls for r in tile.operands if row in r.axes)]
+    if made.pairs < max(elements(t, cls) for cls in held):
+        return None
+    whole = [r for r in tile.whole if dtype_kind(t.graph.classes[r.cls].dtype) == "f"]
+    if not tile.dots and any(len(r.axes) == len(space) for r in whole):
+        return None  # it lies in memory as it is
+    if found.kind == "sum" and split_sum(pair, found) is None:
+        return None
+    tile.nonlinear |= len(pairwise) > 1
+    return made
+
+
+def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
+    """For every (heavy class, slot) the number of the index it is, over the whole cluster."""
+    parent: dict[Any, Any] = {}
+
+    def root(x: Any) -> Any:
+        parent.setdefault(x, x)
+        while parent[x] != x:
+            x = parent[x]
+        return x
+
+    for k, c in enumerate(cluster.members):
+        for ref in cluster.shared(c):
+            for slot, i in enumerate(ref.axes):
+                if isinstance(i, int):
+                    parent[root((ref.cls, slot))] = root(("index", k, i))
+    number: dict[Any, int] = {}
+    return {x: number.setdefault(root(x), len(number)) for x in parent if not isinstance(x[0], str)}
+
+
+def frame(cluster: Cluster, c: Candidate) -> dict[int, Any]:
+    """For every index of a candidate's tile what it is called in its cluster."""
+    out: dict[int, Any] = {}
+    for ref in cluster.shared(c):
+        for slot, i in enumerate(ref.axes):
+            if isinstance(i, int):
+                out[i] = cluster.ids[ref.cls, slot]
+    if len(set(out.values())) != len(out):  # read both ways round: it shares names with nobody
+        out = {}
+    return {i: out.get(i, (c.exit.cls, i)) for i in c.space}
+
+
+def _reaches(t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, int]:
+    """For every class, as bits, the clusters whose exits it depends on; -1: on random numbers."""
+    own: dict[int, int] = {}
+    for number, cluster in enumerate(found):
+        for c in cluster.members:
+            own[c.exit.cls] = own.get(c.exit.cls, 0) | 2 << number
+    out: dict[int, int] = {}
+    for cls in need.order:
+        node = node_of(t.graph, cls)
+        bits = own.get(cls, 0)
+        for a in node.args:
+            bits |= out.get(a.cls, 0)
+        if node.op == NATIVE and _name(t, cls).startswith(_RANDOM):
+            bits |= 1
+        out[cls] = bits
+    return out
+
+
+def _name(t: TermGraph, cls: int) -> str:
+    """What a class is called in a reason."""
+    node = node_of(t.graph, cls)
+    if node.op == MAP:
+        return str(node.attr[0])
+    if cls in t.made_by:
+        return t.program.equations[t.made_by[cls][0]].name
+    return str(node.op)
+
+
+def _refused(
+    t: TermGraph, need: Needed, cluster: Cluster, reaches: dict[int, int], number: int
+) -> str:
+    """Why a cluster must stay, or nothing."""
+    inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
+    exits = {c.exit.cls for c in cluster.members}
+    for cls in sorted(inner):
+        if cls in need.outside:
+            return "the pairwise term is itself a result"
+        others = [u for u in need.users.get(cls, ()) if u not in inner and u not in exits]
+        if others:
+            return f"the pairwise term is also used by {_name(t, others[0])}"
+    for c in cluster.members:
+        for ref in c.tile.whole:
+            if reaches[ref.cls] & 1:
+                return "the pairwise term depends on random numbers"
+        jumps = [x for x in c.tile.compared if reaches[x] & 2 << number]
+        if jumps:
+            return f"{_name(t, jumps[0])} compares the pairwise term with its own reduction"
+    return ""
+
+
+def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]:
+    """Choose the form of every candidate; returns how many folds come before each class."""
+    members = {m.exit.cls: m for cluster in taken for m in cluster.members}
+    depth: dict[int, int] = {}
+
+    def depth_of(cls: int) -> int:
+        found = depth.get(cls)
+        if found is None:  # a sum made here
+            found = max((depth_of(a.cls) for a in node_of(t.graph, cls).args), default=0)
+            depth[cls] = found
+        return found
+
+    for cls in need.order:
+        m = members.get(cls)
+        if m is None:
+            depth[cls] = max((depth[a.cls] for a in node_of(t.graph, cls).args), default=0)
+            continue
+        best: tuple[int, int, Form] | None = None
+        for form in forms(m.pair, m.exit):
+            read = reads(m.pair, form)
+            if read is None:
+                continue
+            level = max((depth_of(r.cls) for r in read), default=0)
+            rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
+            if best is None or level < best[0]:
+                best = (level, max([level + 1, *rows]), form)
+        assert best is not None  # as it is written, at least
+        m.level, depth[cls], m.form = best
+    return depth

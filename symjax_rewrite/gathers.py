@@ -1,0 +1,183 @@
+"""Gathers and scatters of one element per row, read as terms (a face).
+
+`x[m, label[m]]`, in any of its spellings, chooses a column for each row; its transpose puts a value
+into the column chosen and zero everywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.ir import CONCAT, CONST, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ops import Groups
+from symjax_rewrite.regions import node_of
+
+SCATTERS = ("scatter-add", "scatter_add", "scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`table[.., place[..], ..]`, one element for each index of the result.
+
+    table: what is read, over the result's indices and `index`, of `size` elements. place: integers
+    over the result's indices. mode: `fill` (with `fill`, or NaN) or `clip` what is out of range.
+    """
+
+    table: Ref
+    index: int
+    size: Dim
+    place: Ref
+    mode: str
+    fill: Any
+
+
+class Hit(NamedTuple):
+    """`value` where index `along` is `place`, else zero; places are clipped below `limit`."""
+
+    along: int
+    place: Ref
+    value: Ref
+    limit: int | None
+
+
+def choice(node: Node, size: Dim) -> Choice | None:
+    """A gather that reads one element along one index, of `size` elements."""
+    if node.op != TAKE or len(node.args) != 2 or len(node.bound) != 1:
+        return None
+    mode, fill, windows = node.attr
+    table, place = node.args
+    if any(w is not None for w in windows) or node.out not in table.axes:
+        return None
+    value = None if fill is None else fill[0]
+    return Choice(table, node.out, size, place, "fill" if mode == "fill" else "clip", value)
+
+
+def hit(t: TermGraph, ref: Ref) -> Hit | None:
+    """A scatter into zeros of one element per row, over the reference's indices."""
+    if ref.cls not in t.made_by:
+        return None
+    number, _ = t.made_by[ref.cls]
+    e = t.program.equations[number]
+    if e.name not in SCATTERS or not all(isinstance(v, int) for v in e.invals):
+        return None
+    zeros, w, u = (int(v) for v in e.invals if isinstance(v, int))
+    node = node_of(t.graph, t.view(zeros).cls)
+    if node.op != CONST or node.attr[0] != 0:
+        return None
+    d, out = e.eqn.params["dimension_numbers"], e.outvals[0]
+    shape, updates = _shape(t, out), _shape(t, u)
+    spread = [a for a in range(len(updates)) if a not in d.update_window_dims]
+    windows = [a for a in range(len(shape)) if a not in
+               (*d.inserted_window_dims, *d.operand_batching_dims)]  # fmt: skip
+    found = _one_free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
+    if found is None:
+        return None
+    place, at, iotas = found
+    mine = dict(iotas)  # axis of the result: axis of the updates
+    for a, b in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
+        mine[a] = spread[b]
+    for a, b in zip(windows, sorted(map(int, d.update_window_dims)), strict=True):
+        if updates[b] != shape[a] and updates[b] != 1:
+            return None
+        if a != at:
+            mine[a] = b
+    loose = [b for b in range(len(updates)) if b not in mine.values() and updates[b] != 1]
+    axes = [a for a in range(len(shape)) if a != at]
+    if loose or sorted(mine) != axes or len(t.positions[out][at]) != 1:
+        return None
+    back: dict[int, int] = {}  # position in the updates: index of the reference
+    for a, b in mine.items():
+        theirs, ours = t.positions[u][b], t.positions[out][a]
+        if [t.sizes[u][q] for q in theirs] != [t.sizes[out][q] for q in ours]:
+            return None
+        back.update(zip(theirs, (ref.axes[q] for q in ours), strict=True))
+    view = t.view(u)
+    if any(i not in back for i in (*place.axes, *view.axes)):
+        return None
+    value = Ref(view.cls, tuple([back[i] for i in view.axes]))
+    place = Ref(place.cls, tuple([back[i] for i in place.axes]))
+    limit = int(shape[at]) if "CLIP" in str(e.eqn.params["mode"]) else None
+    return Hit(ref.axes[t.positions[out][at][0]], place, value, limit)
+
+
+def _shape(t: TermGraph, v: int) -> tuple[Any, ...]:
+    return tuple(t.program.avals[v].shape)
+
+
+def _one_free(
+    t: TermGraph,
+    w: int,
+    axes: tuple[int, ...],
+    spread: list[int],
+    positions: Groups,
+    sizes: tuple[Dim, ...],
+) -> tuple[Ref, int, dict[int, int]] | None:
+    """The one index array that chooses, the axis it chooses along, and the axes in step.
+
+    Index arrays that count up along an axis of the result only say that the axes go in step.
+    `spread` are the axes of the result (or updates) that the arrays are spread over.
+    """
+    parts = _parts(t, w, len(axes))
+    if parts is None:
+        return None
+    groups = t.positions[w][:-1]
+    to: dict[int, int] = {}
+    for group, b in zip(groups, spread, strict=True):
+        theirs = positions[b]
+        if [t.sizes[w][q] for q in group] != [sizes[q] for q in theirs]:
+            return None
+        to.update(zip(group, theirs, strict=True))
+    free: list[tuple[Ref, int]] = []
+    in_step: dict[int, int] = {}
+    for part, axis in zip(parts, map(int, axes), strict=True):
+        if any(i not in to for i in part.axes):
+            return None
+        place = Ref(part.cls, tuple([to[i] for i in part.axes]))
+        counted = counts_along(t, place)
+        home = [b for b in spread if positions[b] == (counted,)]
+        if counted is not None and home and home[0] not in in_step.values():
+            in_step[axis] = home[0]
+        else:
+            free.append((place, axis))
+    if len(free) != 1:
+        return None
+    return (*free[0], in_step)
+
+
+def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
+    """The index arrays stacked along the last axis of a value, over its positions."""
+    view = t.view(w)
+    if count == 1:
+        return [view]
+    node = node_of(t.graph, view.cls)
+    last = t.positions[w][-1]
+    if node.op != CONCAT or len(last) != 1 or len(node.args) != count:
+        return None
+    index, sizes = node.attr
+    if view.axes[index] != last[0] or any(s != 1 for s in sizes):
+        return None
+    return [Ref(a.cls, tuple([view.axes[i] for i in a.axes])) for a in node.args]
+
+
+def counts_along(t: TermGraph, ref: Ref) -> int | None:
+    """The index that an integer reference is the number of, if it is one."""
+    g = t.graph
+    node = node_of(g, ref.cls)
+    if node.op == IOTA:
+        return ref.axes[0]
+    args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
+    if node.op != MAP:
+        return None
+    if node.attr[0] == "convert_element_type":
+        return counts_along(t, args[0])
+    if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative: there is none
+        test = node_of(g, args[0].cls)
+        if test.op == MAP and test.attr[0] == "lt" and node_of(g, test.args[1].cls).op == CONST:
+            least = node_of(g, test.args[1].cls).attr[0]
+            tested = Ref(test.args[0].cls, tuple([args[0].axes[i] for i in test.args[0].axes]))
+            if least <= 0 and counts_along(t, tested) is not None:
+                return counts_along(t, args[1])
+    return None

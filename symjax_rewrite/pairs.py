@@ -1,0 +1,296 @@
+"""Pairwise regions: terms over a row index m and a column index n, and how they are left (a face).
+
+A term is *pairwise* where it carries both m and n. `Pair.open` says how such a term is computed
+from others of its kind, from small contractions of row and column operands, and from what lacks
+m or n. An `Exit` is where a pairwise term is left: a reduction over n (or m, with the roles of
+rows and columns exchanged), or the choice of one column for each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from symjax_rewrite import gathers
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.dims import Dim
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import (
+    ADD,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    MAP,
+    NATIVE,
+    REDUCE,
+    TAKE,
+    Node,
+    Ref,
+)
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.regions import node_of
+
+UNROLL = 64  # terms of a sum inside a tile that are written out at most
+LARGEST_TILE = 256  # terms of one tile at most
+
+_MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
+_COMPARISONS = frozenset(
+    "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
+)
+
+
+def over(ref: Ref, arg: Ref) -> Ref:
+    """An operand of a reference's node, over the indices the reference reads."""
+    return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether a node combines its operands element by element."""
+    return node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound)
+
+
+@dataclass(slots=True)
+class Exit:
+    """A class that reduces terms or chooses from one, over its own indices.
+
+    kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k` or `at`.
+    args: what is reduced (of a sum: the product of it). bound: indices reduced over.
+    choice: what a gather chooses.
+    """
+
+    cls: int
+    kind: str
+    args: tuple[Ref, ...]
+    bound: tuple[int, ...]
+    sizes: dict[int, Dim]
+    choice: gathers.Choice | None = None
+    places: int = 0  # of a top-k: how many
+    output: int = 0  # of a top-k: values or places
+
+
+def exit_of(t: TermGraph, cls: int) -> Exit | None:
+    """The class as an exit, if it reduces something."""
+    g = t.graph
+    node = node_of(g, cls)
+    if node.op == NATIVE:
+        return _native_exit(t, cls, node)
+    if not node.bound or node.op not in (REDUCE, CONTRACT, TAKE):
+        return None
+    sizes = dict(enumerate((*g.classes[cls].sizes, *node.bound)))
+    bound = tuple(range(node.out, node.out + len(node.bound)))
+    if node.op == TAKE:
+        found = gathers.choice(node, node.bound[0])
+        return found and Exit(cls, "at", (found.table,), bound, sizes, choice=found)
+    if node.op == CONTRACT:
+        return Exit(cls, "sum", node.args, bound, sizes)
+    kind = _MONOIDS.get(str(node.attr))
+    dtype = g.classes[cls].dtype
+    if kind is None or (kind in ("any", "all") and dtype != "bool"):
+        return None
+    return Exit(cls, kind, node.args, bound, sizes)
+
+
+def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
+    if cls not in t.made_by:
+        return None
+    number, output = t.made_by[cls]
+    e = t.program.equations[number]
+    if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
+        return None
+    v, out = e.invals[0], e.outvals[output]
+    groups, out_groups = t.positions[v], t.positions[out]
+    axes = e.eqn.params["axes"] if e.name != "top_k" else (e.eqn.params["axis"],)
+    axis = int(axes[0]) % len(groups)
+    if len(axes) != 1 or len(groups[axis]) != 1:
+        return None
+    rows = [a for a in range(len(groups)) if a != axis]
+    kept = out_groups if e.name != "top_k" else [out_groups[a] for a in rows]
+    index = len(t.sizes[out])
+    to = {groups[axis][0]: index}
+    for a, group in zip(rows, kept, strict=True):
+        mine, theirs = groups[a], group
+        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
+            return None
+        to.update(zip(mine, theirs, strict=True))
+    view = t.view(v)
+    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
+    sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][groups[axis][0]]}
+    places = int(e.eqn.params["k"]) if e.name == "top_k" else 0
+    if places and not out_groups[axis]:
+        return None
+    return Exit(cls, e.name, (arg,), (index,), sizes, None, places, output)
+
+
+class Opened(NamedTuple):
+    """How a pairwise reference is computed.
+
+    kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
+    column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
+    `hit` (a value where the column is the one chosen), or `leaf`.
+    """
+
+    kind: str
+    args: tuple[Ref, ...] = ()
+    data: Any = None
+
+
+class Pair:
+    """The reading of terms as pairwise in the indices m and n of one exit.
+
+    gone: classes that sums leave out, since they are zero.
+    """
+
+    def __init__(self, t: TermGraph, row: int, column: int, gone: frozenset[int]) -> None:
+        self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
+        self._fresh = 0
+
+    def holds(self, ref: Ref) -> bool:
+        """Whether a reference carries both indices."""
+        return self.row in ref.axes and self.column in ref.axes
+
+    def open(self, ref: Ref) -> Opened:
+        """How a reference that carries both is computed."""
+        node = node_of(self.g, ref.cls)
+        if len(set(ref.axes)) != len(ref.axes) or self.g.classes[ref.cls].dtype[:7] == "complex":
+            return Opened("leaf")
+        if is_elementwise(node):
+            return self._elementwise(ref, node)
+        if node.op == DELTA:
+            return Opened("delta")
+        if node.op == CONTRACT:
+            return self._contraction(ref, node)
+        if node.op == NATIVE:
+            hit = gathers.hit(self.t, ref)
+            return Opened("leaf") if hit is None else self._hit(hit)
+        return Opened("leaf")
+
+    def _elementwise(self, ref: Ref, node: Node) -> Opened:
+        kept = [k for k, a in enumerate(node.args) if a.cls not in self.gone]
+        if node.op != ADD or len(kept) in (0, len(node.args)):
+            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        attr = tuple([node.attr[k] for k in kept])
+        return Opened("apply", tuple([over(ref, node.args[k]) for k in kept]), attr)
+
+    def _hit(self, hit: gathers.Hit) -> Opened:
+        args = (hit.place, hit.value)
+        if hit.along not in (self.row, self.column) or any(map(self.holds, args)):
+            return Opened("leaf")
+        return Opened("hit", args, (hit.along == self.row, hit.limit))
+
+    def _contraction(self, ref: Ref, node: Node) -> Opened:
+        self._fresh += 1
+        tokens = [("sum", self._fresh, k) for k in range(len(node.bound))]
+        axes: list[Any] = [*ref.axes, *tokens]
+        args = [Ref(a.cls, tuple([axes[i] for i in a.axes])) for a in node.args]
+        split = self._separable(args, set(tokens))
+        if split is not None:
+            return Opened("dot", split, (tuple(tokens), node.attr))
+        count = node.bound[0] if len(node.bound) == 1 else 0
+        if isinstance(count, int) and 0 < count <= UNROLL:
+            unread = all(tokens[0] not in a.axes for a in args)
+            return Opened("leaf") if unread else Opened("sum", tuple(args), (tokens[0], count))
+        return Opened("leaf")
+
+    def _separable(self, args: list[Ref], tokens: set) -> tuple[Ref, Ref] | None:
+        """Row and column operand of a contraction, where it has them."""
+        if len(args) != 2:
+            return None
+        left, right = args if self.row in args[0].axes else args[::-1]
+        if self.column in left.axes or self.row in right.axes or self.column not in right.axes:
+            return None
+        if any(not tokens <= set(a.axes) or len(set(a.axes)) != len(a.axes) for a in args):
+            return None
+        if any(dtype_kind(self.g.classes[a.cls].dtype) not in "fiu" for a in args):
+            return None
+        return left, right
+
+
+@dataclass(slots=True)
+class Tile:
+    """What the pairwise terms under an exit are made of.
+
+    inner: pairwise classes computed from others, by reference; heavy: those among them that
+    are more than tests of index numbers. operands: what is read. whole: those that are pairwise
+    themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
+    no sum. compared: classes that jump where their operands change a little.
+    """
+
+    inner: dict[Ref, bool] = field(default_factory=dict)
+    operands: list[Ref] = field(default_factory=list)
+    whole: list[Ref] = field(default_factory=list)
+    dots: dict[int, int] = field(default_factory=dict)
+    nonlinear: bool = False
+    meets: bool = False
+    compared: set[int] = field(default_factory=set)
+    maps: int = 0
+
+    def heavy(self) -> Iterator[Ref]:
+        """Pairwise references that cost something."""
+        return (r for r, is_heavy in self.inner.items() if is_heavy)
+
+
+def explore(pair: Pair, refs: list[Ref]) -> Tile | None:
+    """Everything pairwise under some references; None where it is too much."""
+    tile = Tile()
+    for ref in refs:
+        if _visit(pair, tile, ref) is None:
+            return None
+    return tile
+
+
+def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
+    """Whether a pairwise reference is heavy; None where the tile grows too large."""
+    if ref in tile.inner:
+        return tile.inner[ref]
+    if len(tile.inner) > LARGEST_TILE:
+        return None
+    found = pair.open(ref)
+    dtype = pair.g.classes[ref.cls].dtype
+    if found.kind == "leaf":
+        tile.whole.append(ref)
+        return not is_test_like(pair.g, ref.cls)
+    heavy = False
+    tile.inner[ref] = heavy
+    if found.kind in ("dot", "hit"):
+        tile.operands.extend(found.args)
+        tile.meets = heavy = True
+        if found.kind == "dot":
+            sizes = pair.g.classes[found.args[0].cls].sizes
+            at = zip(found.args[0].axes, sizes, strict=True)
+            tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
+    for arg in found.args if found.kind in ("apply", "sum") else ():
+        if pair.holds(arg):
+            inside = _visit(pair, tile, arg)
+            if inside is None:
+                return None
+            heavy |= inside
+        elif node_of(pair.g, arg.cls).op != CONST:
+            tile.operands.append(arg)
+            carries = pair.row in arg.axes or pair.column in arg.axes
+            heavy |= carries and not is_test_like(pair.g, arg.cls)
+    node = node_of(pair.g, ref.cls)
+    if found.kind == "apply":
+        both = sum(map(pair.holds, found.args))
+        tile.meets |= both == 0
+        is_map = node.op == MAP and node.attr[0] != "convert_element_type"
+        tile.nonlinear |= is_map or (node.op == CONTRACT and both > 1)
+        tile.maps += is_map and dtype_kind(dtype) == "f"
+        if node.op == MAP and node.attr[0] in _COMPARISONS:
+            tile.compared.add(ref.cls)
+    tile.inner[ref] = heavy
+    return heavy
+
+
+def is_test_like(g: EGraph, cls: int) -> bool:
+    """Whether a class is made of index numbers, integers, tests and constants alone."""
+    if dtype_kind(g.classes[cls].dtype) in "iub":
+        return True
+    node = node_of(g, cls)
+    if node.op in (CONST, IOTA, DELTA):
+        return True
+    if is_elementwise(node):
+        return all(is_test_like(g, a.cls) for a in node.args)
+    return False

@@ -1,0 +1,276 @@
+"""Pairwise terms as the tile program of a fold (a face).
+
+References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for what rows and
+columns have in common, `At(k)` for one element of an axis that is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import lower
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, IOTA, MAP, Ref
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.pairs import Opened, Pair, is_elementwise, over
+from symjax_rewrite.pallas_kernels.fold_spec import Contraction, Operand
+from symjax_rewrite.product import is_half
+from symjax_rewrite.regions import node_of
+
+ROW, COLUMN = "m", "n"
+Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
+
+
+class At(NamedTuple):
+    """One element of an axis."""
+
+    place: int
+
+
+@dataclass(slots=True)
+class TileBuilder:
+    """Collects the steps, operands and contractions of a fold's tiles.
+
+    inputs: per operand its class and what each slot reads. number: step of a reference.
+    """
+
+    t: TermGraph
+    gone: frozenset[int] = frozenset()
+    steps: list[Step] = field(default_factory=list)
+    inputs: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    number: dict[Ref, int] = field(default_factory=dict)
+    known: dict[tuple, int] = field(default_factory=dict)
+    pair: Pair = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pair = Pair(self.t, ROW, COLUMN, self.gone)  # pyright: ignore[reportArgumentType]
+
+    def build(self, ref: Ref) -> int:
+        """The number of the step that computes a reference."""
+        found = self.number.get(ref)
+        if found is None:
+            found = self.number[ref] = self._build(ref)
+        return found
+
+    def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
+        """The step that multiplies factors to powers of 1 or -1."""
+        made = [self._power(self.build(ref), power) for ref, power in factors]
+        if len(made) == 1:
+            return made[0]
+        return self._step("apply", (CONTRACT, None), tuple(made), self._widest(made))
+
+    def _power(self, step: int, power: Fraction) -> int:
+        if power == 1:
+            return step
+        return self._step("apply", (MAP, ("reciprocal", ())), (step,), self.steps[step][3])
+
+    def _widest(self, steps: list[int]) -> str:
+        dtypes = [np.dtype(self.steps[s][3]) for s in steps]
+        return str(jnp.result_type(*dtypes))
+
+    def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
+        key = (kind, repr(data), args, dtype)  # the text tells 0.0 from -0.0
+        if key not in self.known:
+            self.known[key] = len(self.steps)
+            self.steps.append((kind, data, args, dtype))
+        return self.known[key]
+
+    def _build(self, ref: Ref) -> int:
+        g = self.t.graph
+        node, dtype = node_of(g, ref.cls), g.classes[ref.cls].dtype
+        if node.op == CONST:
+            return self._step("const", node.attr[0], (), dtype)
+        if node.op == IOTA and ref.axes[0] in (ROW, COLUMN):
+            return self._step("index", ref.axes[0] == ROW, (), dtype)
+        if not self.pair.holds(ref):
+            if not self._narrow(ref, len(ref.axes)) or not is_elementwise(node):
+                return self._read(ref, dtype)
+            found = Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        else:
+            found = self.pair.open(ref)
+        if found.kind == "apply":
+            args = tuple([self.build(a) for a in found.args])
+            return self._step("apply", (node.op, found.data), args, dtype)
+        if found.kind == "dot":
+            return self._step("dot", self._contraction(found, dtype), (), dtype)
+        if found.kind == "sum":
+            return self._written_out(found, dtype)
+        if found.kind == "hit":
+            args = tuple([self.build(a) for a in found.args])
+            return self._step("hit", found.data, args, dtype)
+        if found.kind == "delta":
+            return self._step("delta", None, (), dtype)
+        return self._read(ref, dtype)
+
+    def _narrow(self, ref: Ref, rank: int) -> bool:
+        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
+        node = node_of(self.t.graph, ref.cls)
+        if node.op == CONST or len(ref.axes) < rank:
+            return True
+        if node.op == IOTA:
+            return ref.axes[0] in (ROW, COLUMN)
+        if not is_elementwise(node):
+            return False
+        return all(self._narrow(over(ref, a), rank) for a in node.args)
+
+    def _read(self, ref: Ref, dtype: str) -> int:
+        number = self.operand(ref)
+        if number not in self.reads:
+            self.reads.append(number)
+        return self._step("value", self.reads.index(number), (), dtype)
+
+    def operand(self, ref: Ref) -> int:
+        """The number of an operand, every axis of which has a name or is at one place."""
+        g = self.t.graph
+        sizes = g.classes[ref.cls].sizes
+        names = tuple([a for a in ref.axes if not isinstance(a, At)])
+        for name, size in zip(ref.axes, sizes, strict=True):
+            if not isinstance(name, At):
+                self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
+        entry, spec = (ref.cls, tuple(ref.axes)), Operand(names, g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
+        if entry in self.inputs:
+            return self.inputs.index(entry)
+        self.inputs.append(entry)
+        self.operands.append(spec)
+        return len(self.inputs) - 1
+
+    def _contraction(self, found: Opened, dtype: str) -> int:
+        tokens, attr = found.data
+        column = found.args[1]
+        name = {i: feature(column.cls, slot) for slot, i in enumerate(column.axes) if i in tokens}
+        row, col = (self.operand(unwidened(self.t.graph, _renamed(a, name))) for a in found.args)
+        precision = precision_name(attr)
+        exact = dtype == "float64" or dtype_kind(dtype) != "f"
+        accumulate = dtype if exact else "float32"
+        made = Contraction(row, col, tuple([name[i] for i in tokens]), accumulate, precision)
+        if made not in self.contractions:
+            self.contractions.append(made)
+        return self.contractions.index(made)
+
+    def _written_out(self, found: Opened, dtype: str) -> int:
+        token, count = found.data
+        wide = "float32" if is_half(dtype) else dtype
+        terms = []
+        for k in range(count):
+            at = [
+                Ref(a.cls, tuple([At(k) if i == token else i for i in a.axes]))  # pyright: ignore[reportArgumentType]
+                for a in found.args
+            ]
+            made = [self._cast(self.build(a), wide) for a in at]
+            product = ("apply", (CONTRACT, None), tuple(made), wide)
+            terms.append(made[0] if len(made) == 1 else self._step(*product))
+        total = self._step("apply", (ADD, (1,) * count), tuple(terms), wide)
+        return self._cast(total, dtype)
+
+    def _cast(self, step: int, dtype: str) -> int:
+        if self.steps[step][3] == dtype:
+            return step
+        cast = (MAP, ("convert_element_type", (("new_dtype", dtype),)))
+        return self._step("apply", cast, (step,), dtype)
+
+    def key(self, roots: tuple[int, ...]) -> tuple:
+        """What tells two tile programs apart."""
+        return ("route", roots, tuple((k, repr(d), a, x) for k, d, a, x in self.steps))
+
+
+def feature(cls: int, slot: int) -> str:
+    """The name of a slot of a column operand that only this operand and its partner have."""
+    return f"c{cls}_{slot}"
+
+
+def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
+    return Ref(ref.cls, tuple([name.get(i, i) for i in ref.axes]))
+
+
+def unwidened(g: EGraph, ref: Ref) -> Ref:
+    """The half-precision value that a cast to f32 widens: products with it are the same."""
+    node = node_of(g, ref.cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
+        return ref
+    arg = node.args[0]
+    if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
+        return ref
+    return over(ref, arg)
+
+
+def precision_name(attr: Any) -> str | None:
+    """A dot's precision as `lax.dot` takes it by name."""
+    if attr is None:
+        return None
+    if isinstance(attr, tuple):
+        attr = attr[0]
+    return getattr(attr, "name", str(attr)) if "_" in str(attr) else str(attr).lower()
+
+
+def tile_function(
+    steps: list[Step], roots: tuple[int, ...], primitives: dict[str, Any]
+) -> Callable[..., Any]:
+    """The steps as a function of contractions, operands and index numbers that broadcasts."""
+
+    def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
+        made = run_steps(steps, dots, values, i, j, primitives)
+        return tuple([made[r] for r in roots])
+
+    return tile
+
+
+def run_steps(
+    steps: list[Step], dots: Any, values: Any, i: Any, j: Any, primitives: dict[str, Any]
+) -> list[Any]:
+    """The value of every step."""
+    made: list[Any] = []
+    for kind, data, args, dtype in steps:
+        if kind == "const":
+            made.append(np.asarray(data).astype(np.dtype(dtype)))
+        elif kind == "index":
+            made.append((i if data else j).astype(np.dtype(dtype)))
+        elif kind == "delta":
+            made.append((i == j).astype(np.dtype(dtype)))
+        elif kind == "hit":
+            place, value = (made[a] for a in args)
+            is_row, limit = data
+            place = place if limit is None else jnp.clip(place, 0, limit - 1)
+            here = place == (i if is_row else j)
+            made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
+        elif kind == "value":
+            made.append(values[data])
+        elif kind == "dot":
+            made.append(dots[data].astype(np.dtype(dtype)))
+        else:
+            made.append(apply(data, [made[a] for a in args], dtype, primitives))
+    return made
+
+
+def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
+    """One elementwise term on arrays that broadcast."""
+    op, attr = what
+    if op == ADD:
+        total: Any = None
+        for coefficient, x in zip(attr, args, strict=True):
+            term = x if coefficient == 1 else x * lower.literal(coefficient, dtype)
+            total = term if total is None else total + term
+        return total
+    if op == CONTRACT:
+        total = args[0]
+        for x in args[1:]:
+            total = total * x
+        return total
+    name, params = attr
+    if name == "convert_element_type":
+        return args[0].astype(np.dtype(dtype))
+    if name == "reciprocal":
+        return 1 / args[0]
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
+    arrays = [jnp.broadcast_to(x, shape) for x in args]
+    return primitives[name].bind(*arrays, **dict(params))

@@ -1,0 +1,105 @@
+"""Whether folds pay: the terms made whole against the folds that serve their exits (a face).
+
+Both sides are priced by the device model. A fold computes every tile again that it reads and
+writes none; the program as written makes each pairwise term once and reads it for every use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.cost import CostModel, itemsize, weight
+from symjax_rewrite.device import Device
+from symjax_rewrite.dims import value
+from symjax_rewrite.fold_plan import Cluster, elements
+from symjax_rewrite.fold_route import FoldRoute
+from symjax_rewrite.ir import Node, Ref
+from symjax_rewrite.pallas_kernels import fold_cost
+from symjax_rewrite.pallas_kernels.fold_spec import ArgExtremum, ExpSums, Output, TopK
+from symjax_rewrite.regions import node_of
+
+# Measured on two CPU cores, f32 (experiments/folds).
+FUSED_STEPS_PER_S = 16e9  # elementwise steps in a loop that stays in cache
+CACHED = 3.0  # how many times faster memory is while terms stay in cache
+KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
+FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
+_PLAIN_STEPS = {"argmax": 80, "argmin": 80, "top_k": 24}  # of XLA's own, per element
+LEAST_GAIN = 0.85  # a fold must be predicted to take at most this part of the time
+
+
+def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
+    """Whether serving a cluster by folds is predicted to be faster than making its terms."""
+    fresh = bytes_whole(t, cluster, device)
+    if device.name == "cpu":
+        cached = 1.0 if fresh >= KEPT_BYTES else CACHED
+        bandwidth = cached * device.bytes_per_s
+        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
+    whole = seconds_whole(t, cluster, device)
+    if device.name == "cpu" and fresh >= KEPT_BYTES:
+        whole += fresh / FRESH_BYTES_PER_S
+    return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
+
+
+def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:
+    """The written nodes of a cluster, its classes, and its exits."""
+    exits = sorted({m.exit.cls for m in cluster.members})
+    mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
+    reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
+    return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
+
+
+def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
+    """Seconds of the pairwise terms and their exits as they are written."""
+    choice, mine, exits = _choice(t, cluster)
+    model = CostModel(device, lambda d: value(d, {}))
+    seconds = model.evaluate(t.graph, choice, tuple(exits), lambda c: c not in mine).seconds
+    steps = sum(_PLAIN_STEPS.get(m.exit.kind, 0) * m.pairs for m in cluster.members)
+    return seconds + steps / device.elementwise_per_s
+
+
+def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
+    """Bytes of pairwise terms in memory at once when the program runs as it is written."""
+    choice, mine, exits = _choice(t, cluster)
+    order = sorted(mine)
+    model = CostModel(device, lambda d: value(d, {}))
+    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
+    written = model.written(facts, tuple(exits), lambda c: c not in mine)
+    last: dict[int, int] = {}
+    for c in reversed(order):
+        until = c if c in written else last.get(c, c)
+        for a in node_of(t.graph, c).args:
+            last[a.cls] = max(last.get(a.cls, -1), until)
+    held = [c for c in order if c in written and c not in exits]
+    size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
+    return max((sum(size[c] for c in held if c <= x <= last.get(c, c)) for x in order), default=0)
+
+
+def seconds_folded(route: FoldRoute, device: Device) -> float:
+    """Seconds of a fold: its products, its elementwise work, and its operands and results."""
+    spec = route.spec
+    dtype = spec.contractions[0].dtype if spec.contractions else "float32"
+    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
+    unread = Ref(-1, ())
+    steps = float(sum(kind == "hit" for kind, *_ in route.steps))
+    for kind, data, args, _ in route.steps:
+        if kind == "apply":
+            op, attr = data
+            steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
+    steps += sum(_output_steps(o, spec.cols) for o in spec.outputs)
+    products = fold_cost.flops(spec) / device.peak(dtype)
+    moved = fold_cost.bytes_moved(spec) / device.bytes_per_s
+    return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+
+
+def _output_steps(output: Output, columns: int) -> int:
+    match output:
+        case ExpSums():
+            return 7
+        case ArgExtremum():
+            return 16
+        case TopK(k=k):
+            return 17 if columns > 128 * k else 52  # searched in two steps, or in one
+        case _:
+            return 1

@@ -1,0 +1,188 @@
+"""Gradients that flow through a row's maximum and are zero in exact arithmetic (a face).
+
+A softmax does not depend on the shift it is computed with, so the derivative by the maximum is a
+sum that cancels; what is written spreads it over the places where the maximum is taken. That it
+cancels is proved here, from Σ(a+b) = Σa + Σb and Σ r·a = r·Σa alone. A fold then leaves it out: no
+tile need be compared with its own maximum.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.pairs import over
+from symjax_rewrite.regions import Needed, node_of
+
+MAX_TERMS = 32  # of a sum that is multiplied out
+MAX_DEPTH = 40
+
+Monomial = frozenset  # of (factor, power)
+Sum = dict[Any, float]  # monomial: coefficient
+
+
+class TooLargeError(Exception):
+    """More terms than are looked at (internal)."""
+
+
+def vanishing(g: EGraph, need: Needed) -> set[int]:
+    """The classes that spread a vanishing derivative over the places of a maximum."""
+    out: set[int] = set()
+    for cls in need.order:
+        node = node_of(g, cls)
+        if dtype_kind(g.classes[cls].dtype) != "f" or node.bound:
+            continue
+        if node.op == MAP and node.attr[0] == "div" and _is_tie_count(g, node.args[1].cls):
+            if _cancels(g, node.args[0]):
+                out.add(cls)
+        elif node.op == CONTRACT:
+            gone = [a for a in node.args if a.cls in out]
+            rest = [a for a in node.args if a.cls not in out]
+            if (gone and all(_is_tie(g, a.cls) for a in rest)) or _spread(g, node):
+                out.add(cls)
+    return out
+
+
+def _spread(g: EGraph, node: Node) -> bool:
+    """A vanishing sum times the reciprocal of a count of ties."""
+    counts = [a for a in node.args if _is_reciprocal_count(g, a.cls)]
+    rest = [a for a in node.args if a not in counts]
+    return bool(counts) and any(_cancels(g, a) for a in rest if node_of(g, a.cls).op != MAP)
+
+
+def _is_reciprocal_count(g: EGraph, cls: int) -> bool:
+    node = node_of(g, cls)
+    return node.op == MAP and node.attr[0] == "reciprocal" and _is_tie_count(g, node.args[0].cls)
+
+
+def _is_tie(g: EGraph, cls: int) -> bool:
+    """Whether a class is 1 where a term is its own maximum (or minimum), else 0."""
+    node = node_of(g, cls)
+    if node.op == MAP and node.attr[0] == "convert_element_type":
+        return _is_tie(g, node.args[0].cls)
+    if node.op != MAP or node.attr[0] != "eq":
+        return False
+    for a, b in (node.args, node.args[::-1]):
+        top = node_of(g, b.cls)
+        if top.op == REDUCE and top.attr in ("max", "min") and top.args[0].cls == a.cls:
+            place = {i: b.axes[i] for i in range(top.out)}
+            axes = top.args[0].axes
+            if all(place.get(i, j) == j for i, j in zip(axes, a.axes, strict=True)):
+                return True
+    return False
+
+
+def _is_tie_count(g: EGraph, cls: int) -> bool:
+    """Whether a class counts the places of a maximum along a row: at least one."""
+    node = node_of(g, cls)
+    return node.op == CONTRACT and len(node.args) == 1 and _is_tie(g, node.args[0].cls)
+
+
+def _cancels(g: EGraph, ref: Ref) -> bool:
+    try:
+        terms = _multiplied_out(g, ref, MAX_DEPTH)
+    except TooLargeError:
+        return False
+    return not terms and node_of(g, ref.cls).op in (ADD, CONTRACT)
+
+
+def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
+    """A reference as a sum of products of what is no sum or product."""
+    if depth == 0:
+        raise TooLargeError
+    node = node_of(g, ref.cls)
+    if node.op == ADD and not any(isinstance(c, complex) for c in node.attr):
+        total: Sum = {}
+        for c, a in zip(node.attr, node.args, strict=True):
+            for m, k in _multiplied_out(g, over(ref, a), depth - 1).items():
+                _put(total, m, float(c) * k)
+        return total
+    if node.op == CONTRACT:
+        tokens = tuple(("bound", ref, k) for k in range(len(node.bound)))
+        axes: Any = (*ref.axes, *tokens)
+        inner = Ref(ref.cls, axes)
+        product: Sum = {Monomial(): 1.0}
+        for a in node.args:
+            product = _times(product, _multiplied_out(g, over(inner, a), depth - 1))
+        return _summed(product, tokens) if tokens else product
+    if node.op == MAP and node.attr[0] in ("reciprocal", "integer_pow"):
+        power = -1 if node.attr[0] == "reciprocal" else int(dict(node.attr[1])["y"])
+        below = _multiplied_out(g, over(ref, node.args[0]), depth - 1)
+        if len(below) == 1:
+            ((m, k),) = below.items()
+            return {Monomial((f, p * power) for f, p in m): k**power}
+    if node.op == MAP and node.attr[0] == "div":
+        top, bottom = (_multiplied_out(g, over(ref, a), depth - 1) for a in node.args)
+        if len(bottom) == 1:
+            ((m, k),) = bottom.items()
+            return _times(top, {Monomial((f, -p) for f, p in m): 1 / k})
+    return {Monomial([(ref, Fraction(1))]): 1.0}
+
+
+def _put(total: Sum, m: Any, k: float) -> None:
+    """Add a term; what cancels to rounding is gone."""
+    old = total.pop(m, 0.0)
+    if abs(old + k) > 1e-9 * max(abs(old), abs(k)):
+        total[m] = old + k
+    if len(total) > MAX_TERMS:
+        raise TooLargeError
+
+
+def _times(a: Sum, b: Sum) -> Sum:
+    out: Sum = {}
+    for m, k in a.items():
+        for n, j in b.items():
+            powers = dict(m)
+            for f, p in n:
+                powers[f] = powers.get(f, Fraction(0)) + p
+            _put(out, Monomial((f, p) for f, p in powers.items() if p), k * j)
+    return out
+
+
+def _summed(product: Sum, tokens: tuple) -> Sum:
+    """Sums over bound indices: factors that lack them go outside; equal sums are equal factors."""
+    out: Sum = {}
+    for m, k in product.items():
+        inside = [(f, p) for f, p in m if _reads(f, tokens)]
+        outside = [(f, p) for f, p in m if not _reads(f, tokens)]
+        name = {token: f"#{n}" for n, token in enumerate(tokens)}
+        renamed = Monomial((_renamed(f, name), p) for f, p in inside)
+        powers = dict(outside)
+        powers["sum", len(tokens), renamed] = powers.get(("sum", len(tokens), renamed), 0) + 1
+        _put(out, Monomial((f, p) for f, p in powers.items() if p), k)
+    return out
+
+
+def _reads(factor: Any, tokens: tuple) -> bool:
+    if isinstance(factor, Ref):
+        return any(i in tokens for i in factor.axes)
+    return any(_reads(f, tokens) for f, _ in factor[2])
+
+
+def _renamed(factor: Any, name: dict) -> Any:
+    if isinstance(factor, Ref):
+        return Ref(factor.cls, tuple([name.get(i, i) for i in factor.axes]))
+    return ("sum", factor[1], Monomial((_renamed(f, name), p) for f, p in factor[2]))
+
+
+def without(g: EGraph, need: Needed, gone: frozenset[int]) -> Needed:
+    """What is still needed where sums leave out the classes in `gone`."""
+    users: dict[int, list[int]] = {}
+    seen = set(need.outside)
+    stack = list(seen)
+    while stack:
+        cls = stack.pop()
+        node = node_of(g, cls)
+        for arg in {a.cls for a in node.args}:
+            if node.op == ADD and arg in gone and len(node.args) > 1:
+                continue
+            users.setdefault(arg, []).append(cls)
+            if arg not in seen:
+                seen.add(arg)
+                stack.append(arg)
+    order = [c for c in need.order if c in seen]
+    uses = {c: len(users.get(c, ())) + (c in need.outside) for c in seen}
+    return Needed(order, uses, users, need.outside)

@@ -1,0 +1,325 @@
+"""Programs that reduce pairwise terms, as people write them; sizes no block covers whole.
+
+`FOLDS` name what must become folds, with the elements of its pairwise term; `LEFT` what must not,
+with a part of the reason the report gives.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+N, M, D = 600, 1100, 16  # rows, columns, features
+T, H = 300, 4
+
+
+class Program(NamedTuple):
+    """A function, its arguments, and how many elements its pairwise term has."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    pairs: int
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    """Normal deviates [*shape]."""
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+
+
+def labels() -> jax.Array:
+    """A column for each row, int32[N]; some count from the end."""
+    return jnp.asarray(np.random.default_rng(7).integers(-3, M, N), jnp.int32)
+
+
+# ---------------------------------------------------------------- cross-entropy over a vocabulary
+
+
+def ce_take(h, w, label):
+    logits = h @ w
+    chosen = jnp.take_along_axis(logits, label[:, None], -1)[:, 0]
+    return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+
+def ce_log_softmax(h, w, label):
+    return -jax.nn.log_softmax(h @ w)[jnp.arange(N), label].mean()
+
+
+def ce_one_hot(h, w, label):
+    return -(jax.nn.one_hot(label, M) * jax.nn.log_softmax(h @ w)).sum(-1).mean()
+
+
+def ce_by_hand(h, w, label):
+    logits = h @ w
+    logits -= jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - chosen)
+
+
+def ce_mapped(h, w, label):
+    return jax.vmap(lambda x, k: -jax.nn.log_softmax(x @ w)[k])(h, label % M).mean()
+
+
+def ce_smoothed(h, w, label):
+    logp = jax.nn.log_softmax((h @ w + 0.001 * jnp.arange(M)) / 0.7)
+    return -(0.9 * logp[jnp.arange(N), label] + 0.1 * logp.mean(-1)).mean()
+
+
+# ---------------------------------------------------------------- points, kernels, neighbours
+
+
+def squares(x, y):
+    return (x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)
+
+
+def forces(x, m):
+    d = x[None] - x[:, None]
+    r2 = (d * d).sum(-1) + 1e-2
+    return (m[None, :, None] * d * (r2**-1.5)[..., None]).sum(1)
+
+
+def forces_einsum(x, m):
+    d = x[:, None, :] - x[None]
+    r = jnp.sqrt(jnp.sum(d**2, -1) + 1e-2)
+    return -jnp.einsum("ijc,ij,j->ic", d, 1 / r**3, m)
+
+
+def energy(x, m):
+    d = x[:, None, :] - x[None]
+    return -0.5 * jnp.sum(m[:, None] * m / jnp.sqrt(jnp.sum(d**2, -1) + 1e-2))
+
+
+def gaussian(x, y, v):
+    return jnp.exp(-0.5 * squares(x, y)) @ v
+
+
+def gaussian_differences(x, y, v):
+    return jnp.exp(-((x[:, None] - y) ** 2).sum(-1)) @ v
+
+
+def smoothing(x, y, v):
+    k = jnp.exp(-((x[:, None] - y) ** 2).sum(-1))
+    return (k @ v) / k.sum(-1, keepdims=True)
+
+
+def polynomial(x, y, v):
+    return (x @ y.T / D + 1.0) ** 4 @ v
+
+
+def neighbours(x, y):
+    return jax.lax.top_k(-squares(x, y), 5)
+
+
+def nearest(x, y):
+    return jnp.argmin(((x[:, None] - y) ** 2).sum(-1), 1)
+
+
+def best(x, y):
+    s = x @ y.T
+    return jnp.argmax(s, -1), s.max(-1), s.min(-1)
+
+
+def column_max(x, y):
+    return jnp.tanh(x @ y.T).max(0)
+
+
+def log_sum_exp(x, y):
+    return jax.nn.logsumexp(x @ y.T, axis=-1)
+
+
+def tests(x, y):
+    s = x @ y.T
+    return jnp.any(s > 9.0, 1), jnp.all(s > -9.0, 1), (s > 1).sum(-1)
+
+
+def chamfer(x, y):
+    d = squares(x, y)
+    return d.min(0).mean() + d.min(1).mean()
+
+
+def entropy(x, y):
+    s = x @ y.T
+    p = jax.nn.softmax(s)
+    return -(p * jax.nn.log_softmax(s)).sum(-1)
+
+
+# ---------------------------------------------------------------- attention, for its gradients
+
+
+def scores(q, k):
+    return jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(D).astype(np.float32)
+
+
+def values(p, v):
+    return jnp.einsum("bhts,bshd->bthd", p, v)
+
+
+def causal(s, fill=-jnp.inf):
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, fill)
+
+
+def plain(q, k, v):
+    return values(jax.nn.softmax(scores(q, k)), v)
+
+
+def masked(q, k, v):
+    return values(jax.nn.softmax(causal(scores(q, k))), v)
+
+
+def finite_fill(q, k, v):
+    return values(jax.nn.softmax(causal(scores(q, k), -1e9)), v)
+
+
+def stopped(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return values(e, v) / jnp.moveaxis(e.sum(-1, keepdims=True), 1, 2)
+
+
+def by_hand(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return values(e / e.sum(-1, keepdims=True), v)
+
+
+def through_lse(q, k, v):
+    s = scores(q, k)
+    return values(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
+
+
+def repeated(q, k, v):
+    return masked(q, *(jnp.repeat(x[:, :, :2], H // 2, axis=2) for x in (k, v)))
+
+
+def grouped(q, k, v):
+    q = q.reshape(*q.shape[:2], 2, H // 2, D)
+    s = jnp.einsum("bthgd,bshd->bhgts", q, k[:, :, :2]) / 4
+    return jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(s), v[:, :, :2])
+
+
+def softcap(q, k, v):
+    return values(jax.nn.softmax(5 * jnp.tanh(scores(q, k) / 5)), v)
+
+
+def library(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def padded(q, k, v):
+    keep = jnp.arange(T) < jnp.array([T - 5, 7])[:, None]
+    return values(jax.nn.softmax(jnp.where(keep[:, None, None], scores(q, k), -1e9)), v)
+
+
+def biased(q, k, v):
+    bias = jnp.asarray(np.random.default_rng(3).standard_normal((H, T, T)), jnp.float32)
+    return values(jax.nn.softmax(scores(q, k) + bias), v)
+
+
+def sloped(q, k, v):
+    distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+    slopes = jnp.array([0.5, 0.25, 0.1, 0.05])[:, None, None]
+    return values(jax.nn.softmax(scores(q, k) - slopes * distance), v)
+
+
+def gradient(fun: Callable, arguments: int) -> Callable:
+    """The gradient of a scalar of the function, named after it."""
+
+    def loss(*args):
+        out = fun(*args)
+        return jnp.sin(out).sum() if jnp.ndim(out) else out
+
+    made = jax.grad(loss, tuple(range(arguments)))
+    made.__name__ = f"gradient_of_{fun.__name__}"
+    return made
+
+
+def train_step(params, q):
+    """One step of gradient descent on an attention layer's weights."""
+
+    def loss(params):
+        a, b, c = (jnp.einsum("bthd,de->bthe", q, w) for w in params)
+        return jnp.mean((masked(a, b, c) - q) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def _folds() -> list[Program]:
+    tokens = draw(N, D), draw(D, M, seed=1) * 0.3, labels()
+    cloud = draw(M, 3), jnp.abs(draw(M))
+    near = draw(N, 3), draw(M, 3), draw(M, 5)
+    wide = draw(N, D) * 0.5, draw(M, D, seed=1) * 0.5
+    qkv = tuple(draw(2, T, H, D, seed=s) for s in range(3))
+    losses = (ce_take, ce_log_softmax, ce_one_hot, ce_by_hand, ce_mapped, ce_smoothed)
+    out = [Program(f, tokens, N * M) for f in losses]
+    out += [Program(gradient(f, 2), tokens, N * M) for f in losses]
+    out += [Program(f, cloud, M * M) for f in (forces, forces_einsum, energy, gradient(energy, 1))]
+    out += [Program(f, near, N * M) for f in (gaussian, gaussian_differences, smoothing)]
+    out += [Program(gradient(gaussian, 3), near, N * M)]
+    out += [Program(polynomial, (*wide, draw(M, 5)), N * M)]
+    pairs = (neighbours, best, column_max, log_sum_exp, tests, chamfer, entropy)
+    out += [Program(f, wide, N * M) for f in pairs]
+    out += [Program(nearest, near[:2], N * M)]
+    layers = (
+        plain, masked, finite_fill, stopped, by_hand, through_lse, repeated, grouped, softcap,
+        library, padded, biased, sloped,
+    )  # fmt: skip
+    out += [Program(gradient(f, 3), qkv, 2 * H * T * T) for f in layers]
+    params = tuple(draw(D, D, seed=s) * 0.3 for s in range(3))
+    return [*out, Program(train_step, (params, qkv[0]), 2 * H * T * T)]
+
+
+FOLDS = _folds()
+
+
+# ---------------------------------------------------------------- what stays as it is
+
+
+def scores_returned(x, y):
+    s = x @ y.T
+    return jax.nn.logsumexp(s, -1), s
+
+
+def scores_sorted(x, y):
+    e = jnp.exp(x @ y.T)
+    return jnp.sort(e, -1)[:, 3] / e.sum(-1)
+
+
+def running(x, y):
+    e = jnp.exp(x @ y.T)
+    return jnp.cumsum(e, -1).max(-1) / e.max(-1)
+
+
+def dropped(x, y):
+    s = jnp.exp(-squares(x, y))
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, s.shape)
+    return jnp.where(keep, s, 0.0).sum(-1)
+
+
+def above_its_mean(x, y):
+    s = jnp.tanh(x @ y.T)
+    return jnp.where(s > s.mean(-1, keepdims=True), s, 0.0).max(-1)
+
+
+def steepest(x, y):
+    return jax.grad(lambda x: jnp.tanh(x @ y.T).max(-1).sum())(x)
+
+
+def products(x, y):
+    return (x @ y.T) @ y
+
+
+def rows_of_an_argument(x, y):
+    return jax.nn.logsumexp(x, -1), jnp.exp(x - x.max(-1, keepdims=True)).sum(-1)
+
+
+LEFT = [
+    (scores_returned, "itself a result"),
+    (scores_sorted, "used by sort"),
+    (running, "used by cumsum"),
+    (dropped, "random numbers"),
+    (above_its_mean, "compares the pairwise term with its own reduction"),
+    (steepest, "compares the pairwise term with its own reduction"),
+    (products, None),
+    (rows_of_an_argument, None),
+]

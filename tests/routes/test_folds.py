@@ -1,0 +1,100 @@
+"""Every reduction over a pairwise term becomes a fold, in the forward and the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate
+from tests.routes.programs import FOLDS, LEFT, D, M, N, Program, draw, log_sum_exp, neighbours
+
+
+def named(program: Program) -> str:
+    return program.fun.__name__
+
+
+@pytest.mark.parametrize("program", FOLDS, ids=named)
+def test_pairs_are_never_made_whole(program):
+    routed = sym_optimize(program.fun, kernels="always")
+    report = routed.explain(*program.args)
+    assert {r.taken for r in report.routes if r.name == "fold"} == {True}, report
+    assert_no_intermediate(routed, *program.args, elements=program.pairs)
+    assert_equivalent(routed, program.fun, *program.args, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("fun", "reason"), LEFT, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_is_no_fold_stays(fun, reason):
+    args = draw(N, D) * 0.5, draw(M, D, seed=1) * 0.5
+    routed = sym_optimize(fun, kernels="always")
+    routes = [r for r in routed.explain(*args).routes if r.name == "fold"]
+    assert not any(r.taken for r in routes)
+    assert bool(routes) == (reason is not None)
+    assert all(reason in r.reason for r in routes), routes
+    assert_equivalent(routed, fun, *args)
+
+
+@pytest.mark.parametrize("fun", [log_sum_exp, neighbours], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(fun, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, y = (jnp.asarray(draw(n, D) * 0.5, dtype) for n in (70, 90))
+        ours, theirs = (f(x, y) for f in (sym_optimize(fun, kernels="always"), fun))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(jax.tree.leaves(x)[0], np.float64) for x in (ours, theirs))
+        np.testing.assert_allclose(a, b, rtol={"float64": 1e-12}.get(dtype, 2e-2), atol=2e-2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_gives_the_same(bad):
+    x, y = draw(40, D), draw(50, D).at[3].set(bad)
+    for program in (log_sum_exp, lambda x, y: ((x @ y.T).max(-1), jnp.argmax(x @ y.T, -1))):
+        ours, theirs = (f(x, y) for f in (sym_optimize(program, kernels="always"), program))
+        jax.tree.map(np.testing.assert_allclose, ours, theirs)
+
+
+def test_integers_wrap_and_compare_as_written():
+    x, y = (jnp.arange(n * D, dtype=jnp.int32).reshape(n, D) * 7919 for n in (40, 50))
+
+    def fun(x, y):
+        s = jnp.maximum(x @ y.T, -5)
+        return s.max(-1), s.sum(-1), jnp.argmin(s, -1)
+
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(x, y).routes if r.name == "fold"] == [True]
+    jax.tree.map(np.testing.assert_array_equal, routed(x, y), fun(x, y))
+
+
+@pytest.mark.parametrize("label", [-1, -M - 1, M, 0])
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+def test_labels_out_of_range(label, mode):
+    def fun(h, w, label):
+        logits = jnp.exp(h @ w)
+        chosen = jnp.take_along_axis(logits, label[:, None], 1, mode=mode)[:, 0]
+        return jnp.log(logits.sum(-1)), chosen
+
+    args = draw(N, D), draw(D, M) * 0.3, jnp.full((N,), label, jnp.int32)
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(*args).routes if r.name == "fold"] == [True]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), routed(*args), fun(*args))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_small_and_empty(size):
+    x, y = draw(size, D), draw(3, D)
+    routed = sym_optimize(log_sum_exp, kernels="always")
+    np.testing.assert_allclose(routed(x, y), log_sum_exp(x, y), 1e-6)
+
+
+def test_small_sizes_are_left_alone():
+    x = jax.ShapeDtypeStruct((256, D), jnp.float32)
+    assert not [r for r in sym_optimize(log_sum_exp).explain(x, x).routes if r.taken]
+
+
+def test_large_sizes_are_taken(monkeypatch):
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    x = jax.ShapeDtypeStruct((1 << 14, D), jnp.float32)
+    report = sym_optimize(log_sum_exp, device="cpu").explain(x, x)
+    assert [r.taken for r in report.routes if r.name == "fold"] == [True]
+    assert report.after.largest_intermediate < 0.05 * report.before.largest_intermediate
