@@ -208,7 +208,7 @@ def stage(
     def step(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         env = dict(known)
         env.update((c.inner, x) for c, x in zip(loop.carries, carried, strict=True))
-        env.update(zip(keys, xs, strict=True))
+        env.update(zip(keys, xs, strict=False))
         run_equations(loop.body.equations, env)
         outs = [compat.with_aval(get(env, c.out), avals[c.inner]) for c in loop.carries]
         return outs, [typed(get(env, v), v) for v in loop.ys]
@@ -220,12 +220,15 @@ def stage(
         starts.append(compat.with_aval(start, aval))
     if loop.condition is not None:
         return _stage_while(loop, step, starts, read), []
+    xs, length = [steps[k] for k in keys], loop.length
+    if not isinstance(length, int):  # `lax.scan` takes a name from what it steps through only
+        xs, length = xs or [lax.iota(np.int32, length)], None
     with compat.equation_scope(loop.eqn):
         finals, ys = lax.scan(
             step,
             starts,
-            [steps[k] for k in keys],
-            length=loop.length,
+            xs,
+            length=length,
             reverse=loop.reverse,
             unroll=loop.unroll,
         )

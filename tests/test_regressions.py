@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -358,3 +359,20 @@ def test_maximum_of_a_routed_fold_is_used_in_its_own_dtype(dtype):
 
     given = [jax.ShapeDtypeStruct(s, dtype) for s in ((4, 16), (4, 32))]
     agree(f, *given, kernels="always")
+
+
+@pytest.mark.parametrize("name", ["xs", "fori"])
+def test_a_loop_of_a_named_length_gives_up_what_does_not_change(name):
+    """`lax.scan` refuses a length that is a name (InconclusiveDimensionOperation)."""
+    n = jax.export.symbolic_shape("n")[0]
+
+    def f(x, t):
+        if name == "xs":
+            return jax.lax.scan(lambda c, u: (c * 0.5 + t @ (x @ x.T) @ x, u), x[0], x)
+        return jax.lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.5 + (t @ (x @ x.T)) @ x, x[0])
+
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, 4), (n,))]
+    g = sym_optimize(f, on_unsupported="error", assume="n >= 1", kernels="always")
+    args = [jnp.ones((5, 4)), jnp.arange(5.0)]
+    ours, theirs = (jax.export.export(jax.jit(h))(*specs).call(*args) for h in (g, f))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), ours, theirs)
