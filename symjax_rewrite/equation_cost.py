@@ -34,7 +34,11 @@ def shape_of(atom: Any) -> tuple[Any, ...]:
 
 
 def equation_seconds(
-    eqn: JaxprEqn, device: Device, times: int = 1, moving: tuple[int, ...] = ()
+    eqn: JaxprEqn,
+    device: Device,
+    times: int = 1,
+    moving: tuple[int, ...] = (),
+    summed: bool = False,
 ) -> float:
     """Seconds of one equation, by the roofline.
 
@@ -43,6 +47,7 @@ def equation_seconds(
         device: where it runs.
         times: how often it is done, in one kernel.
         moving: numbers of the operands that are others each time; the rest is read once.
+        summed: whether only the sum of all its results is written.
     """
     name = eqn.primitive.name
     out = eqn.outvars[0].aval if eqn.outvars else None
@@ -50,7 +55,7 @@ def equation_seconds(
     made = sum(aval_size(v.aval) for v in eqn.outvars) * times
     if name in ("dot_general", "conv_general_dilated"):
         flops, rows = _product(eqn)
-        moved = made * itemsize(dtype)
+        moved = made * itemsize(dtype) / (times if summed else 1)
         for k, v in enumerate(eqn.invars):
             moved += aval_bytes(v.aval) * (times if k in moving else 1)
         thin = rows * times if times > 1 else rows

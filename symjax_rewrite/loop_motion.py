@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from symjax_rewrite import compat
+from symjax_rewrite.accumulation import Accumulation, accumulations
 from symjax_rewrite.compat import JaxprEqn
 from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
@@ -36,18 +37,19 @@ MIN_GAIN = 1.1  # predicted, of what is moved: less is noise
 class Motion:
     """What leaves a loop: equations run once, for all steps before it, and after it.
 
-    refused: why something worth moving stays.
+    sums: carries that only add products up. refused: why something worth moving stays.
     """
 
     once: list[Equation] = field(default_factory=list)
     before: list[Equation] = field(default_factory=list)
     after: list[Equation] = field(default_factory=list)
+    sums: list[Accumulation] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
     @property
     def any(self) -> bool:
         """Whether anything leaves."""
-        return bool(self.once or self.before or self.after)
+        return bool(self.once or self.before or self.after or self.sums)
 
 
 def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
@@ -65,6 +67,7 @@ def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
     if reorders and isinstance(loop.length, int) and loop.length > 1:
         _find_before(loop, level, device, motion)
         _find_after(loop, level, device, motion)
+        _find_sums(loop, level, device, motion)
         _add_fixed_reads(loop, level, motion)
     return motion
 
@@ -234,25 +237,50 @@ def _sink_gains(
     return alone > MIN_GAIN * (together + 2 * written / device.bytes_per_s)
 
 
+def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
+    """Σ over the steps of a product is one product, over the steps too."""
+    room = _limit(loop)
+    early = {id(e) for e in motion.before}
+    for found in accumulations(loop, level):
+        reads = {v for v in found.product.invals if isinstance(v, int)}
+        ready = {*loop.sources, *loop.ys, *[v for e in motion.before for v in e.outvals]}
+        written = loop.length * sum(aval_bytes(loop.body.avals[v]) for v in reads - ready)
+        eqn, carry = found.product.eqn, loop.body.avals[loop.carries[found.carry].inner]
+        alone = equation_seconds(eqn, device) + 2 * aval_bytes(carry) / device.bytes_per_s
+        together = equation_seconds(eqn, device, loop.length, (0, 1), summed=True)
+        together += 2 * written / device.bytes_per_s
+        if written > room or id(found.product) in early:
+            continue
+        if loop.length * alone > MIN_GAIN * together:
+            room -= written
+            motion.sums.append(found)
+
+
 def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
     """Stage out what runs before a loop, the rest of the loop, and what runs after it."""
     known, steps = loop.constants(read), loop.stacks(read)
     with compat.equation_scope(loop.eqn):
         run_equations(motion.once, known)
         steps.update(_all_steps(loop, motion.before, known, steps))
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after)}
+    added = [e for s in motion.sums for e in s.equations]
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
     rest = [e for e in loop.body.equations if id(e) not in gone]
     late = {v for e in motion.after for v in e.outvals}
-    reads = {v for e in motion.after for v in e.invals if isinstance(v, int)} - late
+    products = [s.product for s in motion.sums]
+    reads = {v for e in (*motion.after, *products) for v in e.invals if isinstance(v, int)} - late
     wanted = [v for v in dict.fromkeys([*loop.ys, *sorted(reads)]) if v not in late]
     made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
-    inner = replace(loop, body=replace(loop.body, equations=rest), ys=made)
+    summed = {s.carry for s in motion.sums}
+    carries = [c for k, c in enumerate(loop.carries) if k not in summed]
+    inner = replace(loop, body=replace(loop.body, equations=rest), ys=made, carries=carries)
     inside = _inside_reads(inner)
     finals, ys = stage(inner, known, {v: x for v, x in steps.items() if v in inside}, read)
     steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
     literal = {id(v): y for v, y in zip(made, ys, strict=True)}
     with compat.equation_scope(loop.eqn):
         steps.update(_all_steps(loop, motion.after, known, steps))
+        for s in motion.sums:  # in order of their carries, so that each finds its place
+            finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
     stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
     return loop.finish(finals, stacked, read)
 

@@ -196,7 +196,10 @@ def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
     for e in (*motion.before, *motion.after):
         moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
         total += equation_seconds(e.eqn, device, steps, tuple(moving))
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after)}
+    for s in motion.sums:
+        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
+    added = [e for s in motion.sums for e in s.equations]
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
     rest = [e for e in loop.body.equations if id(e) not in gone]
     return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
 
@@ -204,7 +207,8 @@ def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
 def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:
     """A loop with what leaves it, as a change of the program around it."""
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
-    names = [("loop_invariant", motion.once), ("loop_batching", motion.before or motion.after)]
+    batched = motion.before or motion.after or motion.sums
+    names = [("loop_invariant", motion.once), ("loop_batching", batched)]
     taken = (*[name for name, holds in names if holds], *also)
     return Change(eqn, reads, loop.makes, lambda read: run_moved(loop, motion, read), taken)
 

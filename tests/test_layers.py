@@ -22,8 +22,9 @@ LAYERS = {
     "graph": "egraph device",
     "knowledge": "record ops indexing analysis cost equation_cost product contract_order "
     "rule order",
-    "passes": "trace loops loop_cleaning loop_motion stepping loop_fusion prefixes recurrence "
-    "loop_pass axes canonical match saturate regions extract solve lower emit pipeline",
+    "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion "
+    "prefixes recurrence loop_pass axes canonical match saturate "
+    "regions extract solve lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "

@@ -229,6 +229,47 @@ def test_order_of_products_is_priced_first() -> None:
     assert report.after.flops < report.before.flops / 50
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+def test_sums_of_products_are_one_product(dtype: str) -> None:
+    def sums(xs, ys, start):
+        def step(total, given):
+            x, y = given
+            return total + jnp.einsum("rd,re->ed", x, y), None
+
+        return lax.scan(step, start, (xs, ys), reverse=True)[0]
+
+    scale = 50 if dtype == "int32" else 1
+    args = [(scale * v).astype(dtype) for v in (XS, jnp.cos(XS), WX)]
+    optimised = sym_optimize(sums)
+    report = optimised.explain(*args)
+    assert inside(report.after.jaxpr, "dot_general") == 0
+    want, got = jax.jit(sums)(*args), optimised(*args)
+    assert (want.dtype, want.weak_type) == (got.dtype, got.weak_type)
+    tol = {"float32": 1e-5, "int32": 0, "bfloat16": 0.1}[dtype]
+    np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), rtol=tol, atol=tol)
+
+
+def test_gradients_of_weights_leave_the_loop() -> None:
+    def loss(wx, wh, xs):
+        return (rnn(xs, wx, wh)[1] ** 2).sum()
+
+    grad = jax.grad(loss, argnums=(0, 1))
+    report = check_equal(grad, WX, WH, XS, rtol=1e-4)
+    assert inside(report.after.jaxpr, "dot_general") == 2  # h·wh, and its transpose backwards
+
+
+def test_sums_that_are_read_on_the_way_stay() -> None:
+    def fun(xs, wx):
+        def step(total, x):
+            total = total + x.T @ jnp.sin(x)
+            return total, total[0]
+
+        return lax.scan(step, wx, xs)
+
+    report = check_equal(fun, XS, WX)
+    assert inside(report.after.jaxpr, "dot_general") == 1
+
+
 DECOYS = {
     "elementwise": lambda h, x: (h * 0.5 + jnp.exp(x), h),
     "carried": lambda h, x: (jnp.tanh(h @ WH), h),
