@@ -21,7 +21,6 @@ class Device:
     elementwise_per_s: elementwise operations per second.
     bytes_per_s: memory bandwidth.
     launch_s: fixed cost of one kernel.
-    thin_rows: rows at which a thin matrix product runs at half its peak.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Device:
     elementwise_per_s: float
     bytes_per_s: float
     launch_s: float
-    thin_rows: float = 0.0
 
     def peak(self, dtype: str) -> float:
         """Matmul operations per second at a dtype."""
@@ -49,7 +47,6 @@ CPU = Device(
     4e9,
     2e10,
     1.5e-6,
-    8.0,
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,

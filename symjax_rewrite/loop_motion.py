@@ -30,7 +30,7 @@ HEAVY = frozenset(
 )
 STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
 GROWTH = 4  # what leaves a loop may write this many times the bytes of its inputs and outputs
-MIN_GAIN = 1.1  # predicted, of what is moved: less is noise
+MIN_GAIN = 1.25  # predicted, of what is moved: less is noise
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Moti
         written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
         if written > room:
             motion.refused.append("a product of all steps stays in the loop: it is too large")
-        elif _gains(loop, e, level, device):
+        elif _gains(loop, e, written, level, device):
             room -= written
             roots.append(e)
     motion.before = _cone(loop, roots, known)
@@ -164,13 +164,6 @@ def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int
     given = {*loop.sources, *loop.counters}
     reads = {v for e in cone for v in e.invals if isinstance(v, int) and level[v] == top}
     return reads <= made | given
-
-
-def _gains(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> bool:
-    moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
-    alone = loop.length * equation_seconds(e.eqn, device)
-    together = equation_seconds(e.eqn, device, loop.length, tuple(moving))
-    return alone > MIN_GAIN * together
 
 
 def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
@@ -190,7 +183,7 @@ def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motio
         written = loop.length * sum(aval_bytes(loop.body.avals[v]) for v in new)
         if written > room:
             motion.refused.append("a product of results stays in the loop: its input is too large")
-        elif _sink_gains(loop, e, written, level, device):
+        elif _gains(loop, e, written, level, device):
             moved = tail
     motion.after = moved
 
@@ -228,9 +221,7 @@ def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> s
     return {v for v in reads if level[v] > 0 and v not in loop.sources and v not in loop.counters}
 
 
-def _sink_gains(
-    loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device
-) -> bool:
+def _gains(loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device) -> bool:
     moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
     alone = loop.length * equation_seconds(e.eqn, device)
     together = equation_seconds(e.eqn, device, loop.length, tuple(moving))
