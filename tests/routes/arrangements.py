@@ -186,11 +186,5 @@ INSIDE = {  # in bodies of their own: the report of the whole program names the 
 LEFT = {  # kept as written today, and why
     "decode": "one query has no index of its own: its scores are no larger than the keys",
     "decode_one_row": "the same",
-    "safe_rows": "a select stands between the probabilities and the values",
-    "softmax_where": "a select stands between the probabilities and the values",
-    "multiplied_then_renormalised": "a mask is a factor beside the exponential",
-    "powers_of_two": "the maximum is taken of another multiple of the scores",
-    "temperature_after_shift": "the maximum is taken of another multiple of the scores",
-    "products_and_sums": "products and sums that are no contraction",
 }
 FOLDS = {"merged_caches": 2, "two_layers": 2, "branch": 2}  # one where not said
