@@ -395,6 +395,14 @@ def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     return tuple(eqn.params["branches"])
 
 
+def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
+    """Which inputs of a jaxpr its equations or results read."""
+    jaxpr = closed.jaxpr
+    atoms = [*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars)]
+    read = {v for v in atoms if not is_literal(v)}
+    return tuple([v in read for v in jaxpr.invars])
+
+
 def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:
     """A convolution with the params of an equation."""
     return jax.lax.conv_general_dilated_p.bind(x, w, **params)

@@ -260,7 +260,8 @@ def read_loop(e: Equation) -> Loop | None:
     if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
         return None  # references to mutable arrays
     if e.name == "while":
-        return _read_while(e)
+        (going,) = e.eqn.params["cond_jaxpr"].out_avals
+        return None if going.shape else _read_while(e)  # batched: each has an end of its own
     length = e.eqn.params["length"]
     return None if isinstance(length, int) and length == 0 else _read_scan(e)
 

@@ -37,7 +37,10 @@ class Equation:
 
 @dataclass(slots=True)
 class Program:
-    """A flat program: values are numbered; inputs and constants come first."""
+    """A flat program: values are numbered; inputs and constants come first.
+
+    saved: values that implementations for several platforms may make each in its own way.
+    """
 
     closed: ClosedJaxpr
     avals: list[Any] = field(default_factory=list)
@@ -45,6 +48,7 @@ class Program:
     consts: dict[int, Any] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
 
     def new_value(self, aval: Any) -> int:
         """A fresh value of this aval."""
@@ -90,6 +94,8 @@ def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> 
         outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outvals, strict=True))
         same_as = _one_implementation(program, eqn, invals)
+        if len(outvals) > 1 and compat.platform_branches(eqn):
+            program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as))
     return [read(a) for a in jaxpr.outvars]
 
@@ -97,7 +103,19 @@ def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> 
 def _one_implementation(
     program: Program, eqn: JaxprEqn, invals: tuple[Value, ...]
 ) -> tuple[Value, ...]:
-    """Implementations for several platforms are equal: read the one made of known operations."""
+    """Implementations for several platforms are equal: read the one made of known operations.
+
+    Not where differentiation made them: what each saves for its own backward pass is not equal.
+    """
+    derived = "transpose" in str(eqn.source_info.name_stack)
+    if (
+        len(eqn.outvars) != 1
+        or derived
+        or any(isinstance(v, int) and v in program.saved for v in invals)
+    ):
+        return ()
+    if len({compat.read_inputs(b) for b in compat.platform_branches(eqn)}) > 1:
+        return ()
     for body in compat.platform_branches(eqn):
         if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
             continue

@@ -376,3 +376,20 @@ def test_a_loop_of_a_named_length_gives_up_what_does_not_change(name):
     args = [jnp.ones((5, 4)), jnp.arange(5.0)]
     ours, theirs = (jax.export.export(jax.jit(h))(*specs).call(*args) for h in (g, f))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), ours, theirs)
+
+
+def test_what_platforms_save_for_their_backward_passes_is_not_equal():
+    """A gradient through `jnp.diag` read what another platform would have saved (wrong value)."""
+    agree(lambda a, b: jnp.diag(a @ b), (3, 1), (1, 3), transform="in_grad")
+    agree(lambda a, b: jnp.diag(a @ b), (3, 3), (3, 3), transform="grad")
+
+
+def test_a_batch_of_loops_ends_one_by_one():
+    """The condition of a batched `while` is no scalar (TypeError)."""
+
+    def f(x, w):
+        step = lambda c: c * 2 + 1 + 0 * (w @ w @ c)  # noqa: E731
+        return jax.lax.while_loop(lambda c: jnp.sum(c**2) < 50, step, x)
+
+    agree(f, (3,), (3, 3), transform="in_vmap")
+    agree(f, (3,), (3, 3), transform="vmap")
