@@ -78,7 +78,7 @@ def tuned(rows: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Tune the device at hand."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Measure and write the table of blocks.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--print", action="store_true", help="do not write the table")
     chosen = parser.parse_args()
