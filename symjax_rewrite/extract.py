@@ -6,12 +6,17 @@ moves follow that switch one class, or every class computable from one shared cl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from symjax_rewrite.cost import Cost, CostModel, CyclicChoiceError, reachable
 from symjax_rewrite.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir import CONTRACT, DELTA, LEAF, Node
+from symjax_rewrite.ir import ADD, CONTRACT, DELTA, LEAF, Node
+from symjax_rewrite.ops import dtype_kind
 
 GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
 DOMINATING_GAIN = 1.05  # one that dominates, this many: below it the model knows nothing
@@ -95,11 +100,29 @@ def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, s
 
 def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
     """Whether a node can be computed as it stands (n-ary products are split first)."""
-    if original or node.op != CONTRACT or not node.bound:
+    if original:
+        return True
+    if node.op == ADD:
+        dtype = g.classes[node.args[0].cls].dtype
+        return all(is_representable(c, dtype) for c in node.attr)
+    if node.op != CONTRACT or not node.bound:
         return True
     if len(node.args) > 2:
         return False
     return not any(m.op == DELTA for a in node.args for m in g.classes[a.cls].nodes)
+
+
+@functools.cache
+def is_representable(coefficient: Any, dtype: str) -> bool:
+    """Whether a dtype holds a number to its own precision.
+
+    Scales that were written one after the other may meet in one that under- or overflows.
+    """
+    if dtype_kind(dtype) not in "fc":
+        return True
+    info = jax.numpy.finfo(dtype)
+    parts = (complex(coefficient).real, complex(coefficient).imag)
+    return all(not x or float(info.tiny) <= abs(x) <= float(info.max) for x in parts)
 
 
 def _options(g: EGraph, cls: int) -> list[Node]:

@@ -126,8 +126,8 @@ def _candidate(t: TermGraph, cls: int, least: int, gone: frozenset[int]) -> Cand
         carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
         rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
         for row in rows:
-            made = _paired(found, Pair(t, row, column, gone))
-            if made is not None and made.pairs >= least:
+            made = _paired(found, Pair(t, row, column, gone), least)
+            if made is not None:
                 return made
     return None
 
@@ -142,10 +142,12 @@ def _may_open(t: TermGraph, ref: Ref) -> bool:
     return len(ref.axes) > 1 and (node.op in (MAP, ADD, CONTRACT) or node.op == NATIVE)
 
 
-def _paired(found: Exit, pair: Pair) -> Candidate | None:
+def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
     t, row = pair.t, pair.row
     pairwise = [a for a in found.args if pair.holds(a)]
     space = tuple(sorted({i for a in pairwise for i in a.axes}))
+    if prod(int(found.sizes[i]) for i in space) < least:  # pyright: ignore[reportArgumentType]
+        return None
     if not pairwise or any(len(set(a.axes)) != len(a.axes) for a in pairwise):
         return None
     if any(b not in space for b in found.bound):

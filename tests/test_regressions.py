@@ -393,3 +393,17 @@ def test_a_batch_of_loops_ends_one_by_one():
 
     agree(f, (3,), (3, 3), transform="in_vmap")
     agree(f, (3,), (3, 3), transform="vmap")
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(jnp.float16, 1e-3), (jnp.float32, 1e-25)])
+def test_scales_that_meet_do_not_underflow(dtype, scale):
+    """1e-4 · 1e-3 of float16 values left a sum as one coefficient, rounded by a fifth or to 0."""
+
+    def f(x, w, v):
+        return ((x * (scale / 10)) @ w @ v) * scale
+
+    x = jnp.full((4, 64), 60, dtype) if dtype == jnp.float16 else jnp.full((4, 64), 1e20, dtype)
+    w = jnp.full((64, 64), 30 if dtype == jnp.float16 else 1e20, dtype)
+    v = jnp.full((64,), 1, dtype)
+    got = np.asarray(sym_optimize(f)(x, w, v), np.float64)
+    np.testing.assert_allclose(got, np.asarray(f(x, w, v), np.float64), rtol=2e-2)
