@@ -367,6 +367,10 @@ def _run_compiled(
             except errors.EquivalenceError:  # it compares with the original, this with float64
                 mine = jax.tree.leaves(jax.jit(ours)(*args))
     except Exception as error:
+        try:
+            original(*args)  # forward mode of a custom_vjp function runs under jit alone
+        except Exception as same:
+            raise InvalidProgramError(str(same)) from error
         return Failure(f"exception {type(error).__name__}", _root_cause(error))
     try:
         wide = Machine(wide=True).run(closed, values)
