@@ -19,6 +19,7 @@ from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.product import is_half
 from symjax_rewrite.regions import node_of
 
+MAX_DEPTH = 24  # levels of nested products and sums that are opened
 MAX_PARTS = 8  # terms of a multiplied-out operand
 
 
@@ -84,11 +85,21 @@ class Opener:
     g: EGraph
     is_full: Callable[[Ref], bool]
     opened: set[int] = field(default_factory=set)
+    known: dict[Ref, list[Part]] = field(default_factory=dict)
+    depth: int = 0
 
     def parts(self, ref: Ref) -> list[Part]:
         """The terms of a reference; itself alone where it has no such structure."""
+        found = self.known.get(ref)
+        if found is None:
+            self.depth += 1
+            found = self.known[ref] = self._parts(ref)
+            self.depth -= 1
+        return found
+
+    def _parts(self, ref: Ref) -> list[Part]:
         alone = [Part(1, (ref,))]
-        if not self.is_full(ref):
+        if self.depth > MAX_DEPTH or not self.is_full(ref):
             return alone
         node = node_of(self.g, ref.cls)
         found = alone
