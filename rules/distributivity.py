@@ -181,7 +181,9 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]]:
     opened = list(zip(inner.attr, inner.args, strict=True))
     if _cannot_cancel(ctx, arg.cls, inner):
         return opened
-    exact = [(k, a) for k, a in opened if not _is_rounded(ctx, a.cls)]
+    exact = [
+        (k, a) for k, a in opened if not (_is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
+    ]  # what is frozen is folded into one constant, as by hand
     if len(exact) <= 1:
         return opened
     if len(exact) == len(opened):

@@ -59,6 +59,7 @@ class Router:
         if self.kernels == "auto" and compat.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
+        _refuse_readers(found)
         depth = schedule(t, need, [c for c in found if not c.reason])
         drafts = [None if c.reason else Draft(t, c, depth) for c in found]
         read = Counter(c for d in drafts if d is not None for each in d.reads() for c in each)
@@ -98,6 +99,19 @@ class Router:
         if self.kernels == "auto" and not pays(t, draft.cluster, folds, self.device):
             return f"{draft.cluster.pairs} pairs cost no less where they are computed than to keep"
         return [*draft.choices, *folds]
+
+
+def _refuse_readers(found: list[Cluster]) -> None:
+    """Leave clusters whose operands are pairs that a larger cluster never makes."""
+    for cluster in found:
+        if cluster.reason:
+            continue
+        inner = {r.cls for m in cluster.members for r in m.tile.inner}
+        for other in found:
+            if other is cluster or other.reason or other.pairs > cluster.pairs:
+                continue
+            if any(r.cls in inner for m in other.members for r in m.tile.operands):
+                other.reason = "it reads pairs that another fold never makes"
 
 
 class Draft:

@@ -107,16 +107,15 @@ def _one_implementation(
 
     Not where differentiation made them: what each saves for its own backward pass is not equal.
     """
-    derived = "transpose" in str(eqn.source_info.name_stack)
-    if (
-        len(eqn.outvars) != 1
-        or derived
-        or any(isinstance(v, int) and v in program.saved for v in invals)
-    ):
+    branches = compat.platform_branches(eqn)
+    if not branches or len(eqn.outvars) != 1:
         return ()
-    if len({compat.read_inputs(b) for b in compat.platform_branches(eqn)}) > 1:
+    stack = str(eqn.source_info.name_stack)
+    if "transpose" in stack or any(isinstance(v, int) and v in program.saved for v in invals):
         return ()
-    for body in compat.platform_branches(eqn):
+    if "jvp" in stack and len({compat.read_inputs(b) for b in branches}) > 1:
+        return ()
+    for body in branches:
         if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
             continue
         inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
