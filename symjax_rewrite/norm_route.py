@@ -171,6 +171,8 @@ class NormRouter:
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
                 note(uses, t, cls, False, found)
+            if found is not None and self.kernels == "auto" and self.device.name == "cpu":
+                break  # nothing is taken on a CPU: that is said once, for the first
         routes: list[NormRoute] = []
         for members in groups.values():
             made, reason = self._group(t, need, members)
