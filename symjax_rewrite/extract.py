@@ -85,8 +85,6 @@ def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, s
         return False, "no equal form is predicted faster"
     if after.seconds == 0:
         return True, "nothing is left to compute"
-    if not after.seconds:
-        return True, "nothing is left to compute"
     if before.seconds < GAIN * after.seconds:
         if any(b < a for b, a in pairs):
             return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
