@@ -12,19 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from symjax_rewrite.dims import Dim, divide, from_jax, value
+from symjax_rewrite.ops import ELEMENTWISE
 from symjax_rewrite.trace import Equation, Program
 
 Axes = tuple[int, ...]
 Atoms = tuple[int, ...]
-
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne
-    neg nextafter not or population_count pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor""".split()
-)
 
 
 class AxisSolver:

@@ -33,7 +33,7 @@ from symjax_rewrite.ir import (
 
 _ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
 _SLOW_MAPS = frozenset(
-    "exp exp2 log log1p expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
+    "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
     "lgamma div reciprocal atan2 erf_inv".split()
 )
 FREE = frozenset({LEAF, CONST, NATIVE})

@@ -21,6 +21,7 @@ from symjax_rewrite.regions import node_of
 
 MAX_DEPTH = 24  # levels of nested products and sums that are opened
 MAX_PARTS = 8  # terms of a multiplied-out operand
+MAX_FACTORS = 16  # of one such term
 
 
 class Part(NamedTuple):
@@ -122,7 +123,7 @@ class Opener:
             terms = self.parts(over(ref, arg))
             out = [Part(a.coefficient * b.coefficient, a.factors + b.factors) for a in out
                    for b in terms]  # fmt: skip
-            if len(out) > MAX_PARTS:
+            if len(out) > MAX_PARTS or any(len(p.factors) > MAX_FACTORS for p in out):
                 return None
         return out
 

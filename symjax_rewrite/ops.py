@@ -213,6 +213,15 @@ def _square(s: Site) -> list[Ref] | None:
     return [s.add(CONTRACT, None, (refs[0],) * 2)]
 
 
+def _one_minus_square(s: Site) -> list[Ref] | None:
+    """(1 + x)·(1 − x), as jax defines it."""
+    refs = s.over()
+    if dtype_kind(s.dtype[0]) not in RING or refs is None:
+        return None
+    one = constant(s.g, 1 if dtype_kind(s.dtype[0]) in "iu" else 1.0, s.dtype[0])
+    return [s.add(CONTRACT, None, tuple([s.add(ADD, (1, c), (one, refs[0])) for c in (1, -1)]))]
+
+
 def _same_value(s: Site) -> list[Ref] | None:
     return [s.refs[0]] if s.ids[0] == s.out_ids[0] else None
 
@@ -435,15 +444,21 @@ def _linear_solve(s: Site) -> list[Ref] | None:
     return [s.add(SOLVE, None, (left, right), (n,))]
 
 
-_MAPS = """
-abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
-digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma log
-log1p logistic lt max min ne nextafter not or population_count pow real reduce_precision rem
-round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt tan tanh
-xor""".split()
+# Elementwise primitives without an algebra of their own, and those that have one.
+MAPS = frozenset(
+    """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
+    digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma
+    log log1p log2 logistic lt max min ne nextafter not or population_count pow real
+    reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt tan tanh xor""".split()
+)
+ELEMENTWISE = MAPS | frozenset(
+    """add add_any convert_element_type copy copy_p div eq integer_pow mul neg one_minus_square
+    select_n square stop_gradient sub""".split()
+)
 
 ROWS: dict[str, Row] = {
-    **{name: _elementwise(name) for name in _MAPS},
+    **{name: _elementwise(name) for name in MAPS},
     "add": _sum(1, 1),
     "add_any": _sum(1, 1),
     "sub": _sum(1, -1),
@@ -452,6 +467,7 @@ ROWS: dict[str, Row] = {
     "div": _div,
     "integer_pow": _integer_pow,
     "square": _square,
+    "one_minus_square": _one_minus_square,
     "stop_gradient": _same_value,
     "copy": _same_value,
     "copy_p": _same_value,
@@ -473,15 +489,6 @@ ROWS: dict[str, Row] = {
     "custom_linear_solve": _linear_solve,
     "conv_general_dilated": _conv,
 }
-
-# One element of the result for one of every operand that is no scalar.
-ELEMENTWISE = frozenset(
-    [
-        *_MAPS,
-        *"""add add_any sub neg mul div integer_pow square stop_gradient copy copy_p
-    convert_element_type select_n eq""".split(),
-    ]
-)
 
 VIEWS = frozenset(
     ["stop_gradient", "copy", "copy_p", "transpose", "broadcast_in_dim", "squeeze", "reshape"]

@@ -253,7 +253,7 @@ def test_time_does_not_grow_with_the_paths_of_a_program(name):
     spec = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     f = sym_optimize(MANY[name], on_unsupported="error", kernels="always")
     report = f.explain(spec, spec)
-    assert report.time_s < 20, report.stop
+    assert report.time_s < 60, report.stop
 
 
 def test_pieces_are_joined_in_the_order_they_are_made():
