@@ -246,6 +246,26 @@ def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
                 m.solver.unify(x, y)
 
 
+def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    """`stack` and `unstack`: the pieces have every axis of the whole but one."""
+    pieces, whole = (ins, outs[0]) if len(ins) > 1 or len(ins[0]) < len(outs[0]) else (outs, ins[0])
+    for piece in pieces:
+        m._same_sizes(piece, _without(whole, p["axis"]))
+
+
+def _without(axes: Axes, k: int) -> Axes:
+    return (*axes[:k], *axes[k + 1 :])
+
+
+def _tile(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+    """An axis of n repeated r times is the product (r, n)."""
+    for r, x, y in zip(p["reps"], ins[0], outs[0], strict=True):
+        if r == 1:
+            m.solver.unify(x, y)
+        elif m.solver.size[x] not in (0, 1) and r > 1:
+            m.solver.align((m.solver.new(m._dim(r)), *m.solver.atoms(x)), m.solver.atoms(y))
+
+
 def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     if len(outs) == 1 and len(ins[-1]) == len(outs[0]):
         m._same_sizes(ins[-1], outs[0])
@@ -303,6 +323,9 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "reshape": _reshape,
     "concatenate": _concatenate,
     "split": _split,
+    "stack": _stack,
+    "unstack": _stack,
+    "tile": _tile,
     "slice": _same,
     "dynamic_slice": _same,
     "gather": _gather,

@@ -41,11 +41,16 @@ def _split(s: Site) -> list[Ref] | None:
     return out
 
 
-def _sliced(s: Site, spec: list[tuple[int, int]], k: int) -> list[Ref] | None:
-    """Operand 0 read at `start + stride·i` along each axis, as output k."""
+def _sliced(
+    s: Site, spec: list[tuple[int, int]], k: int, gone: int | None = None
+) -> list[Ref] | None:
+    """Operand 0 read at `start + stride·i` along each axis, as output k, which may lack one."""
     entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
+    theirs = list(s.out_groups[k])
+    if gone is not None:
+        theirs.insert(gone, ())
     for axis, (start, stride) in enumerate(spec):
-        src, dst = s.groups[0][axis], s.out_groups[k][axis]
+        src, dst = s.groups[0][axis], theirs[axis]
         if [s.ids[0][q] for q in src] == [s.out_ids[k][q] for q in dst] and len(src) == len(dst):
             entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
         elif len(src) == 1 and len(dst) == 1:
@@ -64,6 +69,53 @@ def _sliced(s: Site, spec: list[tuple[int, int]], k: int) -> list[Ref] | None:
     sizes = tuple(s.out_sizes[k][i] for i in used)
     ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
     return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
+
+
+def _stack(s: Site) -> list[Ref] | None:
+    """A concatenation of pieces that each hold one index of the new axis."""
+    d, axes = s.params["axis"], range(len(s.out_groups[0]))
+    rest = [a for a in axes if a != d]
+    args = []
+    for k, ref in enumerate(s.refs):
+        to = _positions(s, k, dict(zip(range(len(s.groups[k])), rest, strict=True)))
+        if to is None:
+            return None
+        args.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+    if not s.out_groups[0][d]:
+        return args
+    return [s.add(CONCAT, (s.out_groups[0][d][0], (1,) * len(args)), tuple(args))]
+
+
+def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
+    """Atom positions of operand k over the output's, where its axes are read whole."""
+    to: dict[int, int] = {}
+    for mine, theirs in onto.items():
+        src, dst = s.groups[k][mine], s.out_groups[0][theirs]
+        if [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
+            return None
+        to.update(zip(src, dst, strict=True))
+    return to
+
+
+def _unstack(s: Site) -> list[Ref] | None:
+    d, out = s.params["axis"], []
+    for k in range(len(s.out_ids)):
+        refs = _sliced(s, [(k if a == d else 0, 1) for a in range(len(s.groups[0]))], k, d)
+        if refs is None:
+            return None
+        out += refs
+    return out
+
+
+def _tile(s: Site) -> list[Ref] | None:
+    """Repeating an axis is reading it at every index of a new axis before it."""
+    to: dict[int, int] = {}
+    for mine, theirs in zip(s.groups[0], s.out_groups[0], strict=True):
+        last = theirs[len(theirs) - len(mine) :]
+        if [s.ids[0][q] for q in mine] != [s.out_ids[0][q] for q in last]:
+            return None
+        to.update(zip(mine, last, strict=True))
+    return [Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))]
 
 
 def _concatenate(s: Site) -> list[Ref] | None:
@@ -407,6 +459,9 @@ ROWS: dict[str, Row] = {
     "slice": _slice,
     "split": _split,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
     "pad": _pad,

@@ -165,6 +165,12 @@ FAMILIES = {
             "right operand": lambda x, V, W: V @ x + W @ x,
             "with a bias": lambda x, V, W: (x @ V + W[0]) + x @ W,
             "three": lambda x, V, W: x @ V + x @ W + x @ (V * W),
+            "weights in a stack": lambda x, V, W: sum(x @ w for w in jnp.stack([V, W])),
+            "unstacked": lambda x, V, W: _unroll(
+                [x @ w for w in jnp.unstack(jnp.stack([V, W], 2), axis=2)]
+            ),
+            "stacked products": lambda x, V, W: jnp.stack([x @ V, x @ W], -1).sum(-1),
+            "tiled": lambda x, V, W: jnp.tile(x, (1, 2)) @ jnp.concatenate([V, W]),
             "batched": lambda x, V, W: x.reshape(2, 256, -1) @ V + x.reshape(2, 256, -1) @ W,
             "vmap": lambda x, V, W: jax.vmap(lambda t: t @ V + t @ W)(x),
         },
