@@ -7,33 +7,22 @@ a `FoldSpec`; `fold_reference` is its definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import lax
 
-from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels import fold_library as _library
 from symjax_rewrite.pallas_kernels import fold_reference as _reference
 from symjax_rewrite.pallas_kernels import fold_triton as _triton
 from symjax_rewrite.pallas_kernels import fold_xla as _xla
 from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec
-from symjax_rewrite.pallas_kernels.support import Reason, Support
-
-OLDEST_GPU = 8.0  # compute capability
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to run folds: whether it can, and how; `platform` is where, None for anywhere."""
-
-    name: str
-    platform: str | None
-    supports: Callable[[FoldSpec], Support]
-    run: Callable[..., tuple[Any, ...]]
-
+from symjax_rewrite.pallas_kernels.support import (
+    Backend,
+    Reason,
+    check_operands,
+    first_on_cuda,
+    named_backend,
+)
 
 BACKENDS = {
     b.name: b
@@ -75,9 +64,11 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
         >>> fold(spec, jnp.array([0.0, 10.0]), jnp.array([1.0, 4.0, 8.0]))
         ((Array([1., 2.], dtype=float32),),)
     """
-    _check_operands(spec, operands)
+    check_operands(
+        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "fold"
+    )
     if backend != "auto":
-        return _named(spec, backend).run(spec, *operands)
+        return named_backend(BACKENDS, backend, spec, "fold").run(spec, *operands)
     best = cuda_backend(spec)
     if isinstance(best, Reason):
         return _xla.fold_xla(spec, *operands)
@@ -88,40 +79,6 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     )
 
 
-def cuda_backend(spec: FoldSpec) -> Backend | Reason:
+def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:
     """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
-    capability = oldest_capability()
-    if capability is not None and capability < OLDEST_GPU:
-        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
-    reasons = []
-    for name in CUDA_ORDER:
-        support = BACKENDS[name].supports(spec)
-        if support:
-            return BACKENDS[name]
-        reasons.append(f"{name}: {support}")
-    return Reason("; ".join(reasons))
-
-
-def oldest_capability() -> float | None:
-    """The least compute capability of the GPUs at hand; None without any."""
-    if jax.default_backend() != "gpu":
-        return None
-    found = [getattr(d, "compute_capability", None) for d in jax.local_devices()]
-    return min((float(c) for c in found if c), default=None)
-
-
-def _named(spec: FoldSpec, name: str) -> Backend:
-    if name not in BACKENDS:
-        raise KernelError("no such backend", expected=["auto", *BACKENDS], got=name)
-    backend = BACKENDS[name]
-    support = backend.supports(spec)
-    if not support:
-        raise KernelError(f"the {name} backend does not run this fold", got=str(support))
-    return backend
-
-
-def _check_operands(spec: FoldSpec, operands: tuple[Any, ...]) -> None:
-    wanted = [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
-    given = [(tuple(x.shape), str(x.dtype)) for x in operands]
-    if wanted != given:
-        raise KernelError("the operands do not fit the fold", expected=wanted, got=given)
+    return first_on_cuda([BACKENDS[name] for name in CUDA_ORDER], spec)

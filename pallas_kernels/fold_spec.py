@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.errors import UsageError
+from symjax_rewrite.pallas_kernels.support import checker
 
 Array = Any
 TileFunction = Callable[[tuple[Array, ...], tuple[Array, ...], Array, Array], Any]
@@ -341,10 +341,7 @@ def _map_axes(fun: Callable, rank: int, args: tuple) -> Any:
 
 
 def _validate(spec: FoldSpec) -> None:
-    def check(holds: bool, what: str, got: object) -> None:
-        if not holds:
-            raise UsageError(f"not a fold: {what}", got=got)
-
+    check = checker("fold")
     size, shared = spec.size, {*spec.batch, spec.row, spec.col}
     check(len(size) == len(spec.sizes) and len(shared) == len(spec.batch) + 2, "axes repeat", size)
     check(shared <= set(size), "an axis has no size", shared - set(size))

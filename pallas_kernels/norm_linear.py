@@ -9,29 +9,22 @@ its definition, `norm_layer` writes the specs of whole layers and of their gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
 
-from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels import norm_triton as _triton
 from symjax_rewrite.pallas_kernels import norm_xla as _xla
-from symjax_rewrite.pallas_kernels.fold import OLDEST_GPU, oldest_capability
 from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
-from symjax_rewrite.pallas_kernels.support import Reason, Support
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to run it: whether it can, and how; `platform` is where, None for anywhere."""
-
-    name: str
-    platform: str | None
-    supports: Callable[[NormSpec], Support]
-    run: Callable[..., Any]
-
+from symjax_rewrite.pallas_kernels.support import (
+    YES,
+    Backend,
+    Reason,
+    Support,
+    check_operands,
+    first_on_cuda,
+    named_backend,
+)
 
 BACKENDS = {
     b.name: b
@@ -44,10 +37,8 @@ BACKENDS = {
 
 def supports(spec: NormSpec) -> Support:
     """Whether a program lowered for CUDA runs the spec as one kernel, or why not."""
-    capability = oldest_capability()
-    if capability is not None and capability < OLDEST_GPU:
-        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
-    return _triton.supports(spec)
+    found = first_on_cuda([BACKENDS["triton"]], spec)
+    return found if isinstance(found, Reason) else YES
 
 
 def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
@@ -73,15 +64,9 @@ def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
         >>> norm_linear(spec, jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones((4, 2)))
         Array([[2.8, 2.8]], dtype=float32)
     """
-    given = [(tuple(x.shape), str(x.dtype)) for x in operands]
-    if spec.shapes != given:
-        raise KernelError("the operands do not fit", expected=spec.shapes, got=given)
+    check_operands(spec.shapes, operands, "matmul")
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise KernelError("no such backend", expected=["auto", *BACKENDS], got=backend)
-        if not (support := BACKENDS[backend].supports(spec)):
-            raise KernelError(f"the {backend} backend does not run this", got=str(support))
-        return BACKENDS[backend].run(spec, *operands)
+        return named_backend(BACKENDS, backend, spec, "matmul").run(spec, *operands)
     if not supports(spec):
         return _xla.norm_xla(spec, *operands)
     return lax.platform_dependent(

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from symjax_rewrite import compat
 from symjax_rewrite.pallas_kernels.norm_blocks import NormBlocks, norm_blocks
 from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Sums
 from symjax_rewrite.pallas_kernels.norm_xla import scale_weight
@@ -26,11 +27,6 @@ from symjax_rewrite.pallas_kernels.support import Support, first_reason
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
-LOWERED = frozenset(  # elementwise primitives that Pallas-Triton lowers
-    """abs add and broadcast_in_dim convert_element_type cos div eq exp exp2 expand_dims ge gt
-    integer_pow le log log1p logistic lt max min mul ne neg not or pow reshape rsqrt select_n
-    sign sin sqrt square squeeze stop_gradient sub tanh""".split()
-)
 MAX_ELEMENTS = 2**31 - 1
 
 
@@ -55,7 +51,7 @@ def supports(spec: NormSpec) -> Support:
 
 @functools.lru_cache(maxsize=256)
 def unlowered(spec: NormSpec) -> tuple[str, ...]:
-    """Operations of the spec's programs that this kernel could not contain."""
+    """Operations of the spec's programs that Pallas-Triton has no rule for."""
     total = spec.accumulator
 
     def arrays(dtypes: Sequence[Any], shape: tuple[int, int]) -> tuple[Any, ...]:
@@ -76,17 +72,8 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
         arrays(spec.fulls, (16, 16)),
     )
     programs.append(jax.make_jaxpr(spec.finish.fun)(sums))
-    names = {name for p in programs for name in _names(p.jaxpr)}
-    return tuple(sorted(names - LOWERED))
-
-
-def _names(jaxpr: Any) -> set[str]:
-    found: set[str] = set()
-    for eqn in jaxpr.eqns:
-        inner = [p for p in eqn.params.values() if hasattr(p, "jaxpr")]
-        names = [_names(p.jaxpr) for p in inner] or [{eqn.primitive.name}]
-        found.update(*names)
-    return found
+    names = {p.name for x in programs for p in compat.primitives(x) if not compat.triton_lowers(p)}
+    return tuple(sorted(names))
 
 
 def norm_triton(

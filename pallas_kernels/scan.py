@@ -7,30 +7,21 @@ it computes is a `ScanSpec`; `scan_reference` is its definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
 
-from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels import scan_reference as _reference
 from symjax_rewrite.pallas_kernels import scan_triton as _triton
 from symjax_rewrite.pallas_kernels import scan_xla as _xla
-from symjax_rewrite.pallas_kernels.fold import OLDEST_GPU, oldest_capability
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec
-from symjax_rewrite.pallas_kernels.support import Reason, Support
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A way to run scans: whether it can, and how; `platform` is where, None for anywhere."""
-
-    name: str
-    platform: str | None
-    supports: Callable[[ScanSpec], Support]
-    run: Callable[..., tuple[Any, ...]]
-
+from symjax_rewrite.pallas_kernels.support import (
+    Backend,
+    Reason,
+    check_operands,
+    first_on_cuda,
+    named_backend,
+)
 
 BACKENDS = {
     b.name: b
@@ -64,9 +55,11 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
         >>> scan(average, jnp.float32(0.5), jnp.ones(4))
         (Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32),)
     """
-    _check_operands(spec, operands)
+    check_operands(
+        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "scan"
+    )
     if backend != "auto":
-        return _named(spec, backend).run(spec, *operands)
+        return named_backend(BACKENDS, backend, spec, "scan").run(spec, *operands)
     best = cuda_backend(spec)
     if isinstance(best, Reason):
         return _xla.scan_xla(spec, *operands)
@@ -77,27 +70,6 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     )
 
 
-def cuda_backend(spec: ScanSpec) -> Backend | Reason:
+def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
     """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
-    capability = oldest_capability()
-    if capability is not None and capability < OLDEST_GPU:
-        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
-    support = BACKENDS["triton"].supports(spec)
-    return BACKENDS["triton"] if support else Reason(f"triton: {support}")
-
-
-def _named(spec: ScanSpec, name: str) -> Backend:
-    if name not in BACKENDS:
-        raise KernelError("no such backend", expected=["auto", *BACKENDS], got=name)
-    backend = BACKENDS[name]
-    support = backend.supports(spec)
-    if not support:
-        raise KernelError(f"the {name} backend does not run this scan", got=str(support))
-    return backend
-
-
-def _check_operands(spec: ScanSpec, operands: tuple[Any, ...]) -> None:
-    wanted = [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
-    given = [(tuple(x.shape), str(x.dtype)) for x in operands]
-    if wanted != given:
-        raise KernelError("the operands do not fit the scan", expected=wanted, got=given)
+    return first_on_cuda([BACKENDS["triton"]], spec)

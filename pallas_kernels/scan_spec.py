@@ -22,9 +22,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from symjax_rewrite import monoid
-from symjax_rewrite.errors import UsageError
 from symjax_rewrite.monoid import Monoid
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
+from symjax_rewrite.pallas_kernels.support import checker
 
 Array = Any
 Values = tuple[Array, ...]
@@ -238,10 +238,7 @@ def programs_of(spec: ScanSpec) -> tuple[Program, ...]:
 
 
 def _validate(spec: ScanSpec) -> None:
-    def check(holds: bool, what: str, got: object) -> None:
-        if not holds:
-            raise UsageError(f"not a scan: {what}", got=got)
-
+    check = checker("scan")
     size, known = spec.size, {spec.time, *spec.state}
     check(len(size) == len(spec.sizes) and len(known) == len(spec.state) + 1, "axes repeat", size)
     check(known <= set(size), "an axis has no size", known - set(size))
