@@ -130,7 +130,7 @@ def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
 
 
 def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
-    node = next(iter(g.classes[cls].nodes))
+    node = g.classes[cls].first
 
     def of(a: Ref) -> LogLinear:
         return log_linear(g, a.cls, depth + 1).over(a.axes)
@@ -168,7 +168,7 @@ def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
 def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
     known = g.facts("sum_terms")
     if cls not in known:
-        node = next(iter(g.classes[cls].nodes))
+        node = g.classes[cls].first
         own = {Ref(cls, tuple(range(len(g.classes[cls].sizes)))): 1.0}
         known[cls] = own  # as long as it is being asked
         real = node.op == ADD and not any(isinstance(c, complex) for c in node.attr)
@@ -219,7 +219,7 @@ def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
         cls = stack.pop()
         if cls in wide:
             return True
-        for a in next(iter(g.classes[cls].nodes)).args:
+        for a in g.classes[cls].first.args:
             if a.cls >= least and a.cls not in seen:
                 seen.add(a.cls)
                 stack.append(a.cls)
@@ -235,7 +235,7 @@ def _elementwise_cone(g: EGraph, refs: list[Ref], rank: int) -> set[int]:
         if cls in found or len(g.classes[cls].sizes) < rank:
             continue
         found.add(cls)
-        node = next(iter(g.classes[cls].nodes))
+        node = g.classes[cls].first
         if node.op in (MAP, ADD, CONTRACT) and not node.bound:
             stack.extend(a.cls for a in node.args)
     return found

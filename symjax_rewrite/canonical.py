@@ -21,6 +21,7 @@ from symjax_rewrite.indexing import lift
 from symjax_rewrite.ir import LEAF, NATIVE, Ref
 from symjax_rewrite.trace import Equation, Program, Value
 
+_SCALAR: Any = ((), (), (), ())  # ids, sizes, groups and shape of a literal
 SCAN_LIMIT = 1 << 22  # constants of more elements are not read to see whether they are uniform
 
 
@@ -46,6 +47,7 @@ class TermGraph:
     dtypes: list[str] = field(default_factory=list)
     made_by: dict[int, tuple[int, int]] = field(default_factory=dict)
     leaf_value: dict[int, int] = field(default_factory=dict)  # leaf class to value
+    literals: dict[tuple[object, str], Ref] = field(default_factory=dict)  # by bits and dtype
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
     dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
 
@@ -144,9 +146,13 @@ def _constant_view(t: TermGraph, const: Any) -> Ref:
 
 
 def _literal(t: TermGraph, literal: Literal) -> Ref:
-    value = np.asarray(literal.val)
-    dtype = dtype_of(literal.aval)
-    return ops.constant(t.graph, value.astype(dtype).item(), dtype)
+    number, dtype = literal.val, dtype_of(literal.aval)
+    key = (number.tobytes() if hasattr(number, "tobytes") else repr(number), dtype)
+    ref = t.literals.get(key)
+    if ref is None:
+        value = np.asarray(number).astype(dtype).item()
+        ref = t.literals[key] = ops.constant(t.graph, value, dtype)
+    return ref
 
 
 def _lift(t: TermGraph, number: int, e: Equation) -> None:
@@ -176,25 +182,29 @@ def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
 
 
 def _site(t: TermGraph, e: Equation) -> ops.Site | None:
-    rows = []
+    refs, ids, sizes, groups, shapes = [], [], [], [], []
     for v in e.invals:
         if isinstance(v, int):
-            view = t.views[v]
+            view, row = t.views[v], t.rows[v]
             if view is None:
                 return None
-            rows.append((view, *t.rows[v]))
         elif ops.is_number(v.val):
-            rows.append((_literal(t, v), (), (), (), ()))
+            view, row = _literal(t, v), _SCALAR
         else:
             return None
+        refs.append(view)
+        ids.append(row[0])
+        sizes.append(row[1])
+        groups.append(row[2])
+        shapes.append(row[3])
     s = ops.Site()
     s.g, s.params = t.graph, e.eqn.params
-    s.refs, s.ids, s.sizes, s.groups, s.shapes = zip(*rows, strict=True) if rows else ((),) * 5
-    outvals = e.outvals
-    s.out_ids = [t.ids[v] for v in outvals]
-    s.out_sizes = [t.sizes[v] for v in outvals]
-    s.out_groups = [t.positions[v] for v in outvals]
-    s.dtype = [t.dtypes[v] for v in outvals]
+    s.refs, s.ids, s.sizes, s.groups, s.shapes = refs, ids, sizes, groups, shapes
+    rows = [t.rows[v] for v in e.outvals]
+    s.out_ids = [row[0] for row in rows]
+    s.out_sizes = [row[1] for row in rows]
+    s.out_groups = [row[2] for row in rows]
+    s.dtype = [t.dtypes[v] for v in e.outvals]
     return s
 
 

@@ -89,13 +89,11 @@ def is_thin(node: Node) -> bool:
     return (a < b or b < a) and any(i < node.out for i in a & b)
 
 
-def is_kernel(node: Node) -> bool:
-    """Whether a node is a kernel of its own, not fused into its consumer."""
-    return is_dot(node) or node.op in (INVERSE, SOLVE, CUMSUM, CONV)
-
-
 class Facts(NamedTuple):
-    """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs."""
+    """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs.
+
+    is_kernel: whether it is a kernel of its own, not fused into its consumer.
+    """
 
     node: Node
     args: tuple[int, ...]
@@ -212,19 +210,21 @@ class CostModel:
         found = self._facts.get(id(node))
         if found is not None and found.node is node:
             return found
-        sizes = g.classes[cls].sizes
+        c, op, bound = g.classes[cls], node.op, node.bound
+        count = self._count(c.sizes)
         flops = None
         if is_dot(node):
-            flops = 2 * self._count(sizes) * self._count(node.bound)
-        elif node.op in (INVERSE, SOLVE, CONV):
+            flops = 2 * count * self._count(bound)
+        elif op in (INVERSE, SOLVE, CONV):
             flops = self._library_flops(g, cls, node)
+        args = tuple([a.cls for a in node.args])
         found = Facts(
             node,
-            tuple({a.cls: None for a in node.args}),
-            is_kernel(node),
-            node.op in FREE,
-            self._class_bytes(g, cls),
-            self._count(sizes) * self._steps(node) * weight(node),
+            args if len(args) < 2 else tuple(dict.fromkeys(args)),
+            flops is not None or op == CUMSUM,
+            op in FREE,
+            count * itemsize(c.dtype),
+            count * (self._steps(node) if bound else 1.0) * weight(node),
             flops,
         )
         self._facts[id(node)] = found

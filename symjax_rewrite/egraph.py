@@ -38,11 +38,12 @@ ORIGINAL = Reason("original", -1)
 
 @dataclass(slots=True)
 class EClass:
-    """One value: slot sizes, dtype, and the equal nodes that compute it (the first is original)."""
+    """One value: slot sizes, dtype, and the equal nodes that compute it; the first is original."""
 
     sizes: tuple[Dim, ...]
     dtype: str
-    nodes: dict[Node, Reason] = field(default_factory=dict)
+    first: Node
+    nodes: dict[Node, Reason]
     symmetric: set[Axes] = field(default_factory=set)
 
 
@@ -112,7 +113,7 @@ class EGraph:
                 self._adopt(cls, node, reason)
             return found
         cls = len(self.classes)
-        self.classes.append(EClass(slot_sizes, dtype, {node: reason}))
+        self.classes.append(EClass(slot_sizes, dtype, node, {node: reason}))
         self.parent.append(None)
         self.uses.append([])
         self.memo[key] = cls
@@ -225,6 +226,7 @@ class EGraph:
         ref = self.add(node.op, attr, args, sizes, node.bound, owner.dtype, reason)
         kept = {n: r for n, r in owner.nodes.items() if n != node}
         owner.nodes = kept
+        owner.first = next(iter(kept), fresh)
         identity = Ref(user, tuple(range(len(sizes))))
         if ref.cls != user or ref.axes != identity.axes:
             self.union(identity, ref, Reason("congruence", user))
@@ -237,9 +239,11 @@ class EGraph:
 
     def _adopt(self, cls: int, node: Node, reason: Reason) -> None:
         """Give a class a node; one that a rule made too is still the written one."""
-        nodes = self.classes[cls].nodes
-        if node not in nodes or reason == ORIGINAL:
-            nodes[node] = reason
+        c = self.classes[cls]
+        if not c.nodes:
+            c.first = node
+        if node not in c.nodes or reason == ORIGINAL:
+            c.nodes[node] = reason
 
     def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
         """Union class `cls` with a reference over its own slots."""

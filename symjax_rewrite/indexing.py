@@ -144,7 +144,7 @@ def _concatenate(s: Site) -> list[Ref] | None:
 
 def number_range(g: EGraph, cls: int) -> Range | None:
     """The smallest and largest value of an integer class, where arithmetic tells it."""
-    node = next(iter(g.classes[cls].nodes))
+    node = g.classes[cls].first
     if dtype_kind(g.classes[cls].dtype) not in "iu":
         return None
     found: Range | None = None
@@ -173,7 +173,7 @@ def number_range(g: EGraph, cls: int) -> Range | None:
 
 def decided(g: EGraph, cls: int) -> bool | None:
     """Whether an order test of integers holds everywhere, or nowhere; None where it varies."""
-    node = next(iter(g.classes[cls].nodes))
+    node = g.classes[cls].first
     if node.op == CONST and isinstance(node.attr[0], bool):
         return node.attr[0]
     if node.op != MAP or node.attr[0] not in ("lt", "ge"):
@@ -188,7 +188,7 @@ def decided(g: EGraph, cls: int) -> bool | None:
 
 def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
     """`(start, stride, index)` of an integer value `start + stride·index`; index -1: a number."""
-    node = next(iter(g.classes[ref.cls].nodes))
+    node = g.classes[ref.cls].first
     bounds = number_range(g, ref.cls)
     if bounds is None:
         return None
@@ -378,7 +378,7 @@ def _fill(s: Site) -> Any:
         else:
             value = True if kind == "b" else float("nan")
     made = constant(s.g, np.asarray(value).astype(dtype).item(), dtype)
-    return next(iter(s.g.classes[made.cls].nodes)).attr
+    return s.g.classes[made.cls].first.attr
 
 
 def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
@@ -406,7 +406,7 @@ def _index_value(
 
 def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
     """Element k of an array along one of its atom positions: of `concat([a, b])`, a or b."""
-    node = next(iter(g.classes[ref.cls].nodes))
+    node = g.classes[ref.cls].first
     single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
     if single and ref.axes[node.attr[0]] == position:
         piece = node.args[k]

@@ -89,6 +89,8 @@ def canonical(
             args = (args[1], args[0])
             attr = attr[::-1] if op == ADD else attr
         return _number(op, attr, args, out, bound)
+    if op == CONTRACT and args.count(args[0]) == len(args):
+        return _number(op, attr, args, out, bound)  # a power: every order is the same
     payload = attr if op == ADD else (0,) * len(args)
     groups = _colour_order(args, payload, out, bound)
     best: tuple[Node, Axes] | None = None

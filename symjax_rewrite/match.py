@@ -58,7 +58,7 @@ def shape(g: EGraph, cls: int) -> tuple:
 
 def node(g: EGraph, cls: int) -> Node:
     """The first node of a class."""
-    return next(iter(g.classes[cls].nodes))
+    return g.classes[cls].first
 
 
 def _numbers(t: TermGraph) -> list[str]:

@@ -79,11 +79,11 @@ class Site:
 
     g: EGraph
     params: dict[str, Any]
-    refs: tuple[Ref, ...]
-    ids: tuple[tuple[int, ...], ...]
-    sizes: tuple[tuple[Dim, ...], ...]
-    groups: tuple[Groups, ...]
-    shapes: tuple[tuple[Any, ...], ...]
+    refs: list[Ref]
+    ids: list[tuple[int, ...]]
+    sizes: list[tuple[Dim, ...]]
+    groups: list[Groups]
+    shapes: list[tuple[Any, ...]]
     out_ids: list[tuple[int, ...]]
     out_sizes: list[tuple[Dim, ...]]
     out_groups: list[Groups]
@@ -97,7 +97,7 @@ class Site:
 
     def node(self, k: int) -> Any:
         """The original node of operand k's class."""
-        return next(iter(self.g.classes[self.refs[k].cls].nodes))
+        return self.g.classes[self.refs[k].cls].first
 
     def scalar(self, k: int) -> Any:
         """The number operand k is everywhere, or None."""

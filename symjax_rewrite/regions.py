@@ -73,7 +73,7 @@ class Needed:
 
 def node_of(g: EGraph, cls: int) -> Node:
     """The original node of a class."""
-    return next(iter(g.classes[cls].nodes))
+    return g.classes[cls].first
 
 
 def is_test(g: EGraph, cls: int) -> bool:

@@ -551,7 +551,7 @@ def _meet(t: TermGraph, axioms: tuple[Axiom, ...]) -> bool:
     g, to = EGraph(), {}
     leaves = {}
     for c in need.order:
-        info, node = t.graph.classes[c], next(iter(t.graph.classes[c].nodes))
+        info, node = t.graph.classes[c], t.graph.classes[c].first
         args = tuple(
             a._replace(cls=to[a.cls].cls, axes=tuple(a.axes[i] for i in to[a.cls].axes))
             for a in node.args
