@@ -22,7 +22,7 @@ from symjax_rewrite.egraph import EGraph, Reason
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.product import Product, flattest, scaled
-from symjax_rewrite.rule import Context, Lemma, line_of
+from symjax_rewrite.rule import Context, Lemma, line_of, too_large
 from symjax_rewrite.trace import flatten
 
 SUMMED = 1000  # indices from here on are summed over; below, they are outputs
@@ -398,5 +398,9 @@ class _RightSide:
             attr = tuple(coefficients) if pnode.op == ADD else pnode.attr
             bound = tuple(sizes[i] for i in sums)
             ref = g.add(pnode.op, attr, args, out_sizes, bound, self.dtype, self.why)
+            inner = pnode.op == CONTRACT and pcls != self.p.right.cls
+            if inner and self.ctx.may_overflow(ref.cls):
+                self.ctx.refuse(self.p.lemma.name, too_large(self.dtype), self.why.source)
+                return None
         ref = scaled(g, ref, coefficient, out_sizes, self.why)
         return Bound(ref.cls, tuple(outs[i] for i in ref.axes))

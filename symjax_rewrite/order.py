@@ -11,7 +11,7 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
 from symjax_rewrite.ir import CONTRACT, DELTA, MAP, Ref
 from symjax_rewrite.product import Product, is_half, scaled
-from symjax_rewrite.rule import Context
+from symjax_rewrite.rule import Context, too_large
 
 
 def order_product(
@@ -33,7 +33,11 @@ def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Re
     counted = count_unread(_read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None
-    found = _Builder(ctx, counted, sizes, dtype, why).solve()
+    builder = _Builder(ctx, counted, sizes, dtype, why)
+    found = builder.solve()
+    if any(ctx.may_overflow(c) for c in builder.inner):
+        ctx.refuse(why.rule, too_large(dtype), why.source)
+        return None
     return None if found is None else scaled(ctx.g, found, counted.coefficient, sizes, why)
 
 
@@ -101,6 +105,7 @@ class _Builder:
         self.numbers = [s if isinstance(s, int) else ctx.model.at(s) for s in self.all_sizes]
         self.out_mask = (1 << p.out) - 1
         self._volume: dict[int, float] = {}
+        self.inner: list[int] = []  # classes of the products within the tree
 
     def solve(self) -> Ref | None:
         factors = [self._sum_private(k) for k in range(len(self.p.factors))]
@@ -172,8 +177,10 @@ class _Builder:
         def make(t: Tree) -> Ref:
             if isinstance(t, int):
                 return factors[t]
-            left, right = make(t[0]), make(t[1])
-            return self._node((left, right), outside(leaves(t)))
+            made = self._node((make(t[0]), make(t[1])), outside(leaves(t)))
+            if t is not tree:
+                self.inner.append(made.cls)
+            return made
 
         return make(tree)
 

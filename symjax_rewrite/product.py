@@ -6,8 +6,11 @@ law about products (order, distribution, common factors, partial access) is stat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
 
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
@@ -34,6 +37,12 @@ class Product(NamedTuple):
 def is_half(dtype: str) -> bool:
     """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
     return dtype in HALF or dtype.startswith("float8")
+
+
+@functools.cache
+def ends_early(dtype: str) -> bool:
+    """Dtypes whose largest number a sum of products may pass (float16 ends at 65504)."""
+    return dtype_kind(dtype) == "f" and float(jax.numpy.finfo(dtype).max) < 1e30
 
 
 def own_product(g: EGraph, cls: int) -> Product:

@@ -16,10 +16,11 @@ from symjax_rewrite.config import Numerics
 from symjax_rewrite.contract_order import Pairs
 from symjax_rewrite.cost import CostModel
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.egraph import EGraph, Reason
+from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir import Node, Ref
+from symjax_rewrite.ir import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.product import ends_early
 
 ASSOCIATIVITY = "associativity"
 DISTRIBUTIVITY = "distributivity"
@@ -65,6 +66,17 @@ class Context:
         """
         return dtype_kind(dtype) in "iub" or self.numerics.permits(level)
 
+    def may_overflow(self, cls: int) -> bool:
+        """Whether a product that a rule made may be infinite where nothing written is.
+
+        So it is in dtypes that end early, unless it is a product of the program's own, or a part
+        of one: in float16 (A·B)·x may pass 65504 where A·(B·x) does not.
+        """
+        c = self.g.classes[cls]
+        if not ends_early(c.dtype) or self.permits("finite", c.dtype):
+            return False
+        return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
+
     def count(self, sizes: Iterable[Dim]) -> float:
         """The number of elements of an index space, at the sample sizes."""
         out = 1.0
@@ -75,6 +87,11 @@ class Context:
     def elements(self, cls: int) -> float:
         """The number of elements of a class."""
         return self.count(self.g.classes[cls].sizes)
+
+
+def too_large(dtype: str) -> str:
+    """Why a rule did not fire where `Context.may_overflow`."""
+    return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
 
 
 Apply = Callable[[Context, int, Node], Iterator[Ref]]

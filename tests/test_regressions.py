@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import errors, sym_optimize
-from tests.fuzz.check import Failure, Mode, check_function
+from tests.fuzz.check import Failure, Mode, check_function, choosing
 
 CHOICES = [("model", 0), ("always", 0), *(("random", k) for k in range(6)), ("wide", 0)]
 
@@ -407,3 +407,34 @@ def test_scales_that_meet_do_not_underflow(dtype, scale):
     v = jnp.full((64,), 1, dtype)
     got = np.asarray(sym_optimize(f)(x, w, v), np.float64)
     np.testing.assert_allclose(got, np.asarray(f(x, w, v), np.float64), rtol=2e-2)
+
+
+def test_float16_products_keep_their_order():
+    """A gradient's (g·x)·xᵀ was made as g·(x·xᵀ), which is infinite in float16."""
+
+    def f(x, w, v):
+        return (x * v * 1e-4) @ w @ w.T * 1e-3
+
+    rng = np.random.default_rng(0)
+    args = [(300 * rng.standard_normal(s)).astype(np.float16) for s in ((48, 4), (4, 96), (4,))]
+    for choice, seed in CHOICES:
+        outcome = check_function(f, args, Mode("grad", choice, seed))
+        assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
+    specs = f16(8, 2048), f16(2048, 2048), f16(2048, 16), f16(16, 2048)
+    lora = lambda x, w, a, b: x @ (w + a @ b)  # noqa: E731
+    report = sym_optimize(lora).explain(*specs)
+    assert not report.rules
+    assert any("may be infinite in float16" in r.reason for r in report.routes)
+    assert [r.name for r in sym_optimize(lora, numerics="finite").explain(*specs).rules] == ["lora"]
+
+
+def test_not_a_number_may_become_infinite():
+    """Σ a/x at x = 0 is inf − inf; as (Σ a)/x it is infinite, which `verify` lets pass too."""
+    f = lambda a, x: (a / x).sum(-1)  # noqa: E731
+    agree(f, (4, 64), (4, 1))
+    a = np.resize(np.float32([1, -2]), (4, 64))
+    x = np.float32([[0], [1], [2], [0]])
+    for choice, seed in CHOICES:
+        with choosing(Mode("value", choice, seed)):
+            got = sym_optimize(f, verify="always")(a, x)
+        assert not np.isfinite(got[0])
