@@ -39,6 +39,10 @@ class ChoiceRoute:
         """The class this route computes."""
         return {self.cls}
 
+    def gives(self) -> set[int]:
+        """What others may read."""
+        return {self.cls}
+
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before."""
         del cls

@@ -66,6 +66,12 @@ class FoldRoute:
         """The classes this route computes."""
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
 
+    def gives(self) -> set[int]:
+        """Those of them that others may read; the rest exists within the fold alone."""
+        if self.rows is None:
+            return set(self.served)
+        return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
+
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before a class: the operands, and its row algebra."""
         needed = [c for c, _ in self.inputs]

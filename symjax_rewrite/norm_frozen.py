@@ -58,6 +58,10 @@ class FrozenRoute:
         """The classes this route computes or makes superfluous."""
         return {c for p in self.products for c in (p.exit, p.normed.cls)}
 
+    def gives(self) -> set[int]:
+        """Those of them that others may read."""
+        return {p.exit for p in self.products}
+
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before the products."""
         m = self.products[0].normed

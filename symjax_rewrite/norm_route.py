@@ -57,6 +57,10 @@ class NormRoute:
         """The classes this route computes or makes superfluous."""
         return {self.exit.cls, *self.exit.inside}
 
+    def gives(self) -> set[int]:
+        """Those of them that others may read."""
+        return {self.exit.cls}
+
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before the call."""
         first = self.members[0]

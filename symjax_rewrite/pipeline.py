@@ -266,11 +266,21 @@ class Optimiser:
 
     @staticmethod
     def _take(result: Result, found: Iterable[tuple[list[Any], list[RouteUse]]]) -> None:
+        """Take what computes nothing that another does, and reads nothing that one hides."""
+        routed = result.plan.routed
+        others = {id(r): r for r in routed.values()}.values()
+        hidden = {c for r in others for c in r.classes() - r.gives()}
+        read = {c for r in others for cls in r.classes() for c in r.needs(cls)}
         for routes, uses in found:
             result.routes.extend(uses)
             for route in routes:
-                if not route.classes() & result.plan.routed.keys():
-                    result.plan.routed.update(dict.fromkeys(route.classes(), route))
+                mine = route.classes()
+                hides, reads = mine - route.gives(), {c for cls in mine for c in route.needs(cls)}
+                if mine & routed.keys() or hides & read or reads & hidden:
+                    continue
+                routed.update(dict.fromkeys(mine, route))
+                hidden |= hides
+                read |= reads
 
     def _apply_all(
         self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]

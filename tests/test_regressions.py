@@ -428,6 +428,16 @@ def test_float16_products_keep_their_order():
     assert [r.name for r in sym_optimize(lora, numerics="finite").explain(*specs).rules] == ["lora"]
 
 
+def test_what_a_fold_keeps_to_itself_is_read_by_no_other_route():
+    """A norm and product read the part of a sum that a fold's epilogue had taken in (ValueError)."""
+
+    def f(a, b, mask, c):
+        p = jax.nn.softmax(a @ b.T / 2, where=mask > 0) @ a
+        return jnp.exp(c - jnp.max(c, 0)) @ p
+
+    agree(f, (6, 6), (6, 6), (6, 6), (6, 6), transform="in_second", kernels="always")
+
+
 def test_not_a_number_may_become_infinite():
     """Σ a/x at x = 0 is inf − inf; as (Σ a)/x it is infinite, which `verify` lets pass too."""
     f = lambda a, x: (a / x).sum(-1)  # noqa: E731

@@ -224,6 +224,12 @@ def _convert(p: dict, x: np.ndarray) -> np.ndarray:
         info = np.iinfo(dtype)
         x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0.0)
         return np.clip(x, info.min, info.max).astype(np.int64).astype(dtype)
+    if str(dtype) in HALF and x.dtype.kind in "fiu":  # what such a dtype can't hold is infinite
+        info = jax.numpy.finfo(dtype)
+        wide = x.astype(np.float64)
+        return np.where(
+            np.abs(wide) > float(info.max) * (1 + float(info.eps) / 4), np.sign(wide) * np.inf, wide
+        )
     return x if str(dtype) in FLOATS or dtype.kind == "c" else x.astype(dtype)
 
 
@@ -441,6 +447,7 @@ ROWS: dict[str, Callable] = {
     "one_minus_square": _plain(lambda x: 1 - x * x), "is_finite": _plain(np.isfinite),
     "not": _plain(np.invert), "and": _plain(np.bitwise_and),
     "or": _plain(np.bitwise_or), "xor": _plain(np.bitwise_xor), "atan2": _plain(np.arctan2),
+    "eq_to": _plain(np.equal), "le_to": _plain(np.less_equal), "lt_to": _plain(np.less),
     "eq": _plain(np.equal), "ne": _plain(np.not_equal), "lt": _plain(np.less),
     "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal),
     "conj": _plain(np.conj), "real": _plain(np.real), "imag": _plain(np.imag),
