@@ -429,7 +429,7 @@ def test_float16_products_keep_their_order():
 
 
 def test_what_a_fold_keeps_to_itself_is_read_by_no_other_route():
-    """A norm and product read the part of a sum that a fold's epilogue had taken in (ValueError)."""
+    """A norm and product read part of a sum that a fold's epilogue had taken in (ValueError)."""
 
     def f(a, b, mask, c):
         p = jax.nn.softmax(a @ b.T / 2, where=mask > 0) @ a
