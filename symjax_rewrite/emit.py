@@ -163,11 +163,20 @@ class Emitter:
     def _make(self, v: int) -> None:
         cls = self.t.view(v).cls
         special = cls in self.plan.rewritten or cls in self.plan.routed
-        if special or self._home(v, cls) is not None:
+        home = None if special else self._home(v, cls)
+        if home is not None and self._is_same(v, home):
+            self.values[v] = self.value(home)
+            return
+        if special or home is not None:
             self.values[v] = self._from_array(v, self.array(cls))
             return
         number = self.maker[v]
         self._emit_equation(number, self.t.program.equations[number])
+
+    def _is_same(self, v: int, other: int) -> bool:
+        """Whether two values of a class hold it the same way round."""
+        t = self.t
+        return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
 
     def _emit_equation(self, number: int, e: Equation) -> None:
         if any(v in self.values for v in e.outvals):

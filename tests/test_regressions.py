@@ -448,3 +448,16 @@ def test_not_a_number_may_become_infinite():
         with choosing(Mode("value", choice, seed)):
             got = sym_optimize(f, verify="always")(a, x)
         assert not np.isfinite(got[0])
+
+
+def test_what_is_spelled_twice_is_read_as_it_is():
+    """A product with equal columns was read as its first column, spread: other bits, more work."""
+
+    def f(x):
+        half = jnp.full((32, 32), 0.5)
+        return jnp.sin(x @ half) + x @ half
+
+    made = jax.make_jaxpr(sym_optimize(f, numerics="exact"))(jnp.ones((32, 32)))
+    assert str(made).count("dot_general[") == 1
+    assert "slice" not in str(made)
+    agree(f, (32, 32), numerics="exact")

@@ -245,6 +245,9 @@ def precisions(b: Builder) -> int:
         f"({{0}} @ {{1}} * 1e4).{h}.astype(jnp.float32) * 1e-4 @ {{2}}",
         f"jnp.concatenate([{{0}}.{h}, {{1}}.T.{h}]).astype(jnp.float32) @ {{1}}",
         f"({{0}}.{h} @ {{1}}.{h})[0].astype(jnp.float32) @ {{2}}",
+        f"({{0}} - {{0}}.{h}.astype({{0}}.dtype)) @ {{1}}",
+        f"({{0}} @ {{1}}).{h}.astype(jnp.float32) @ {{2}} - {{0}} @ {{1}} @ {{2}}",
+        f"{{0}} @ ({{1}} - {{1}}.{h}) + {{0}} @ {{1}}.{h}",
     )  # fmt: skip
     return b.step(b.r.choice(form), x, w, v)
 
@@ -279,6 +282,23 @@ def overflowing(b: Builder) -> int:
     )  # fmt: skip
     text = b.r.choice(form).replace("{n}", str(n)).replace("{d}", str(d))
     return b.step(text, x, w, v)
+
+
+def restrided(b: Builder) -> int:
+    """Slices of slices of products: starts, strides and what is left at the ends."""
+    n, d, o = b.size() + 2, b.size(), b.size() + 1
+    x, w = b.get((n, d)), b.get((d, o))
+    k, j, s, t = b.r.integer(0, 2), b.r.integer(0, 1), b.r.integer(1, 3), b.r.integer(1, 3)
+    form = (
+        f"({{0}} @ {{1}})[{k}::{s}][{j}::{t}]", f"({{0}} @ {{1}})[::{s}, {j}:][{k}:, ::{t}]",
+        f"(2 * {{0}})[{k}::{s}][::{t}] @ {{1}}", f"jnp.tanh({{0}} @ {{1}})[{k}:][::{s}][:{t}]",
+        f"({{0}} @ {{1}})[::-1][{k}::{s}]", f"({{0}} @ {{1}} + {{0}}[:, :1])[::{s}][{k}::{t}]",
+        f"({{0}} @ {{1}})[::{s}][{j}]", f"jnp.sum(({{0}} @ {{1}})[{k}::{s}][::{t}], 1)",
+        f"jnp.pad({{0}} @ {{1}}, ((1, {k}), (0, {j})))[{j}::{s}][::{t}]",
+        f"lax.slice_in_dim(lax.dynamic_slice_in_dim({{0}} @ {{1}}, {k}, 2), 0, 2, {s})",
+        f"jnp.flip({{0}}[{k}:], 0)[::{s}] @ {{1}}", f"jnp.roll({{0}} @ {{1}}, {k}, 0)[{j}::{t}]",
+    )  # fmt: skip
+    return b.step(b.r.choice(form), x, w)
 
 
 def convolved(b: Builder) -> int:
@@ -359,5 +379,5 @@ def weak(b: Builder) -> int:
 EDGES = (
     cancelling, near, far_pairs, many_classes, compensated, counted, counted, constants, constants,
     out_of_range, out_of_range, out_of_range, integers, integers, complexes, precisions,
-    rounded_twice, overflowing, convolved, ordered, empty, weak,
+    rounded_twice, overflowing, restrided, convolved, ordered, empty, weak,
 )  # fmt: skip

@@ -30,11 +30,14 @@ class UnsupportedPrimitiveError(Exception):
 class Machine:
     """How numbers are kept and rounded.
 
-    wide: floats in float64. noise: multiples of the dtype's epsilon added at random.
+    wide: floats in float64. noise: multiples of the dtype's epsilon added at random. casts: what a
+    cast to a smaller float loses is lost in float64 too, exactly.
     """
 
-    def __init__(self, wide: bool = False, noise: float = 0.0, seed: int = 0) -> None:
-        self.wide, self.noise = wide, noise
+    def __init__(
+        self, wide: bool = False, noise: float = 0.0, seed: int = 0, casts: bool = False
+    ) -> None:
+        self.wide, self.noise, self.casts = wide, noise, casts
         self.rng = np.random.default_rng(seed)
 
     def run(self, closed: ClosedJaxpr, args: list[Any]) -> list[np.ndarray]:
@@ -81,6 +84,9 @@ class Machine:
             return call(self, eqn, xs)
         if name == "reduce_precision" and self.wide and _keeps_dtype(eqn):
             return xs  # residuals are rounded to what they are already
+        if self.casts and narrows(eqn):
+            small = eqn.outvars[0].aval
+            return [self.store(xs[0].astype(small.dtype), small)]
         row = ROWS.get(name)
         if row is None:
             raise UnsupportedPrimitiveError(name)
@@ -390,6 +396,14 @@ def _shift(left: bool, logical: bool) -> Callable:
 def _keeps_dtype(eqn: Any) -> bool:
     info = jax.numpy.finfo(eqn.invars[0].aval.dtype)
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (info.nexp, info.nmant)
+
+
+def narrows(eqn: Any) -> bool:
+    """Whether an equation is a cast from a float to a smaller one."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    old, new = (str(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))
+    return old in FLOATS and new in HALF and jax.numpy.finfo(new).bits < jax.numpy.finfo(old).bits
 
 
 def _reduce_precision(p: dict, x: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from symjax_rewrite import (
     compat,
     egraph,
     fold_rows,
+    indexing,
     loops,
     lower,
     monoid,
@@ -250,13 +251,13 @@ class Mutation:
 
 
 _swapped = (lookalikes.carried, lookalikes.recurrence)
-_slices = (grammar.parts, algebra.traces)
+_slices = (grammar.parts, edges.restrided)
 _chains = (algebra.chain, algebra.powers)
 _scores = (lookalikes.attention_like,)
 
 MUTATIONS: dict[str, Mutation] = {
     "a cast between floats is dropped": Mutation(
-        [(ops.ROWS, "convert_element_type", _cast_is_dropped)],
+        [(indexing.ROWS, "convert_element_type", _cast_is_dropped)],
         (edges.precisions, edges.rounded_twice),
     ),
     "nodes of two dtypes are one": Mutation(
@@ -369,7 +370,8 @@ def once(name: str, seed: int) -> Failure | str:
     mutation = MUTATIONS[name]
     rng = random.Random(seed)
     made = grammar.program(RandomChooser(rng), lines=3, swarm=mutation.by)
-    mode = Mode(mutation.transform, rng.choice(("random", "wide")), seed, kernels="always")
+    choice = rng.choice(("random", "wide", "always"))
+    mode = Mode(mutation.transform, choice, seed, kernels=rng.choice(("always", "always", "off")))
     try:
         return check(made, mode)
     except InvalidProgramError as error:
