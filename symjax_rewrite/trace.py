@@ -28,11 +28,10 @@ class Equation:
     invals: tuple[Value, ...]
     outvals: tuple[int, ...]
     same_as: tuple[Value, ...] = ()
+    name: str = field(init=False)  # of the primitive
 
-    @property
-    def name(self) -> str:
-        """The primitive's name."""
-        return self.eqn.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.eqn.primitive.name
 
 
 @dataclass(slots=True)
