@@ -7,12 +7,13 @@ factors has n²/2 connected subsets and n³/6 pairs, so a chain of thirty is fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds
+FormOf = Callable[[list[int], int], Hashable]  # (factors, kept indices) to their product's form
 
 
 @dataclass(slots=True)
@@ -32,7 +33,12 @@ class Pairs:
 
 
 def best_order(
-    factors: Sequence[int], out: int, cost_of: CostOf, pairs: Pairs, free: int = 0
+    factors: Sequence[int],
+    out: int,
+    cost_of: CostOf,
+    pairs: Pairs,
+    free: int = 0,
+    form_of: FormOf | None = None,
 ) -> tuple[Tree, float] | None:
     """The cheapest tree over all factors.
 
@@ -42,6 +48,8 @@ def best_order(
         cost_of: seconds of one join, from index bit sets.
         pairs: how many pairs of subsets may still be tried.
         free: the bit set of factors whose joins among themselves cost nothing (frozen weights).
+        form_of: equal for products that are one product up to the names of indices: where both
+            sides of a join are, one is computed (AᵀB AᵀB is a square). None: no two are.
 
     Returns:
         The tree (leaves are factor numbers) and its cost; None when the budget ran out.
@@ -49,7 +57,7 @@ def best_order(
     components = _components(factors)
     solved: list[tuple[Tree, int, float]] = []
     for members in components:
-        found = _connected_order(factors, members, out, cost_of, pairs, free)
+        found = _connected_order(factors, members, out, cost_of, pairs, free, form_of)
         if found is None:
             return None
         solved.append(found)
@@ -80,8 +88,52 @@ def _components(factors: Sequence[int]) -> list[int]:
     return out
 
 
+class _Subsets:
+    """Index bit sets of the subsets of some factors, each found once."""
+
+    def __init__(self, local: list[int], out: int) -> None:
+        self.local, self.out = local, out
+        self.full = (1 << len(local)) - 1
+        self._union: dict[int, int] = {1 << i: mask for i, mask in enumerate(local)}
+        self._kept: dict[int, int] = {}
+        self._forms: dict[int, Hashable] = {}
+
+    def union(self, subset: int) -> int:
+        """Every index of the subset."""
+        got = self._union.get(subset)
+        if got is None:
+            low = subset & -subset
+            got = self._union[subset] = self._union[low] | self.union(subset ^ low)
+        return got
+
+    def kept(self, subset: int) -> int:
+        """The indices that the output or a factor outside the subset reads."""
+        got = self._kept.get(subset)
+        if got is None:
+            rest = self.full ^ subset
+            outside = self.out | (self.union(rest) if rest else 0)
+            got = self._kept[subset] = self.union(subset) & outside
+        return got
+
+    def is_square(self, left: int, right: int, ids: list[int], form_of: FormOf) -> bool:
+        """Whether two subsets that sum something have one product."""
+        if left.bit_count() != right.bit_count() or self.union(left) == self.kept(left):
+            return False
+        for subset in (left, right):
+            if subset not in self._forms:
+                inside = [k for i, k in enumerate(ids) if subset >> i & 1]
+                self._forms[subset] = form_of(inside, self.kept(subset))
+        return self._forms[left] == self._forms[right]
+
+
 def _connected_order(
-    factors: Sequence[int], members: int, out: int, cost_of: CostOf, pairs: Pairs, free: int
+    factors: Sequence[int],
+    members: int,
+    out: int,
+    cost_of: CostOf,
+    pairs: Pairs,
+    free: int,
+    form_of: FormOf | None,
 ) -> tuple[Tree, int, float] | None:
     ids = [k for k in range(len(factors)) if members >> k & 1]
     n = len(ids)
@@ -90,26 +142,8 @@ def _connected_order(
         return ids[0], factors[ids[0]] & out, 0.0
     local = [factors[k] for k in ids]
     neighbours = [sum(1 << j for j in range(n) if j != i and local[i] & local[j]) for i in range(n)]
-    full = (1 << n) - 1
-    union_cache: dict[int, int] = {1 << i: local[i] for i in range(n)}
-
-    def union(subset: int) -> int:
-        got = union_cache.get(subset)
-        if got is None:
-            low = subset & -subset
-            got = union_cache[subset] = union_cache[low] | union(subset ^ low)
-        return got
-
-    kept_cache: dict[int, int] = {}
-
-    def kept(subset: int) -> int:
-        got = kept_cache.get(subset)
-        if got is None:
-            rest = full ^ subset
-            outside = out | (union(rest) if rest else 0)
-            got = kept_cache[subset] = union(subset) & outside
-        return got
-
+    subsets = _Subsets(local, out)
+    kept = subsets.kept
     best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
     last = pairs.left - pairs.each
     for left, right in _connected_pairs(n, neighbours):
@@ -120,7 +154,8 @@ def _connected_order(
         if a is None or b is None:
             continue
         both = left | right
-        total = a[0] + b[0]
+        square = form_of is not None and subsets.is_square(left, right, ids, form_of)
+        total = a[0] if square else a[0] + b[0]
         known = best.get(both)
         if known is not None and known[0] <= total:
             continue
@@ -128,8 +163,8 @@ def _connected_order(
             total += cost_of(kept(left), kept(right), kept(both))
         if known is None or total < known[0]:
             best[both] = (total, (a[1], b[1]))
-    cost, tree = best[full]
-    return tree, kept(full), cost
+    cost, tree = best[subsets.full]
+    return tree, kept(subsets.full), cost
 
 
 def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int]]:

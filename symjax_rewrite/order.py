@@ -9,7 +9,7 @@ from symjax_rewrite.contract_order import Tree, best_order
 from symjax_rewrite.cost import itemsize
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import CONTRACT, DELTA, MAP, Ref
+from symjax_rewrite.ir import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.product import Product, is_half, scaled
 from symjax_rewrite.rule import Context, too_large
 
@@ -113,11 +113,23 @@ class _Builder:
         if len(factors) == 1:
             return self._in_dtype(factors[0])
         free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
-        found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free)
+        repeats = len({f.cls for f in factors}) < len(factors)
+        form = (lambda inside, kept: self._form(factors, inside, kept)) if repeats else None
+        found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free, form)
         if found is None:
             self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
             return None
         return self._build(found[0], factors, masks)
+
+    def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
+        """The product of some factors over the kept indices, the same whatever they are called."""
+        args = [factors[k] for k in inside]
+        mine = sorted({i for f in args for i in f.axes}, key=lambda i: (not kept >> i & 1, i))
+        to = {i: n for n, i in enumerate(mine)}
+        out = sum(kept >> i & 1 for i in mine)
+        over = tuple([Ref(f.cls, tuple([to[i] for i in f.axes])) for f in args])
+        bound = tuple([self.all_sizes[i] for i in mine[out:]])
+        return canonical(CONTRACT, self.p.precision, over, out, bound)[0]
 
     def _in_dtype(self, f: Ref) -> Ref:
         """A factor that is left alone is cast as the sum over it would have been."""

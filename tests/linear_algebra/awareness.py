@@ -17,6 +17,9 @@ FAMILIES = {
         1.4,
         {
             "(AᵀB)ᵀ(AᵀB)": lambda a, b: (a.T @ b).T @ (a.T @ b),
+            "AᵀBAᵀB, no parentheses": lambda a, b: a.T @ b @ a.T @ b,
+            "BᵀAAᵀB, no parentheses": lambda a, b: b.T @ a @ a.T @ b,
+            "A⁴, no parentheses": lambda a, b: a @ a @ a @ a,
             "AᵀB + AᵀB": lambda a, b: a.T @ b + a.T @ b,
             "AᵀB + (BᵀA)ᵀ": lambda a, b: a.T @ b + (b.T @ a).T,
             "AB + AC": lambda a, b: a @ b + a @ jnp.sin(b),

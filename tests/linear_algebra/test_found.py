@@ -78,7 +78,9 @@ def test_dtypes_are_kept(dtype):
     def f(a, b, v):
         return (a @ b) @ v
 
-    report = sym_optimize(f).explain(*specs("ij,jk,k", MATRICES, dtype))
+    # In float16 either order may pass 65504 where the other does not.
+    numerics = "finite" if dtype is jnp.float16 else "reassoc"
+    report = sym_optimize(f, numerics=numerics).explain(*specs("ij,jk,k", MATRICES, dtype))
     assert report.rules
     assert [v.aval.dtype for v in report.after.jaxpr.jaxpr.outvars] == [dtype]
 
