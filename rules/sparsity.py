@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    CUMSUM,
+    DELTA,
+    IOTA,
+    MAP,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+)
 from symjax_rewrite.ops import dtype_kind, holds
 from symjax_rewrite.order import order_product
 from symjax_rewrite.product import Product, expand_node, is_half
@@ -129,8 +142,8 @@ def _identity_rows(ctx: Context, f: Ref) -> tuple[Ref, int, Any] | None:
     return None
 
 
-def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
-    """`(i, j)` of a factor `[i ≥ j]` in two indices, in whatever way it is written."""
+def triangle_of(ctx: Context, f: Ref) -> tuple[int, int, int] | None:
+    """`(i, j, b)` of a factor `[i ≥ j + b]` in two indices, in whatever way it is written."""
     for test in tests(ctx, f):
         left, right = _index(ctx, test.left), _index(ctx, test.right)
         if left is None or right is None or test.kind == "eq":
@@ -143,8 +156,7 @@ def triangle_of(ctx: Context, f: Ref) -> tuple[int, int] | None:
         if test.negated:
             bound = bound - 1 if from_below else bound + 1
             from_below = not from_below
-        if bound == 0:
-            return (i, j) if from_below else (j, i)
+        return (i, j, bound) if from_below else (j, i, -bound)
     return None
 
 
@@ -187,7 +199,12 @@ def _without(p: Product, index: int) -> Product:
     return p._replace(factors=factors, bound=bound)
 
 
-@axiom("Σⱼ [i ≥ j]·f(j) = prefix sum of f at i", property=SPARSITY, on=(CONTRACT,), needs=(IOTA,))
+@axiom(
+    "Σⱼ [i ≥ j + b]·f(j) = prefix sum of f at i − b",
+    property=SPARSITY,
+    on=(CONTRACT,),
+    needs=(IOTA,),
+)
 def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
     c = ctx.g.classes[cls]
@@ -198,28 +215,65 @@ def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         test = triangle_of(ctx, f)
         if test is None:
             continue
-        (i, j), reverse = test, False
-        if i >= p.out > j:
-            i, j, reverse = j, i, True
+        i, j, shift = test
+        reverse = i >= p.out > j
+        if reverse:
+            i, j = j, i
         rest = [g for m, g in enumerate(p.factors) if m != k]
         if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
             continue
         # The prefix runs over j, which takes the place of output i.
         swapped = tuple(Ref(g.cls, tuple(i if a == j else a for a in g.axes)) for g in rest)
-        if c.sizes[i] != p.bound[j - p.out] or p.coefficient != 1:
+        size = c.sizes[i]
+        if size != p.bound[j - p.out] or p.coefficient != 1:
+            continue
+        if shift and not (isinstance(size, int) and abs(shift) < size):
             continue
         inner = _without(Product(1, swapped, p.out, p.bound, p.precision), j)
         ref = order_product(ctx, inner, c.sizes, c.dtype, triangular_prefix.reason(cls))
         if ref is None or i not in ref.axes:
             continue
-        local = {a: n for n, a in enumerate(ref.axes)}
-        made = ctx.g.add(
-            CUMSUM,
-            (local[i], reverse),
-            (Ref(ref.cls, tuple(range(len(ref.axes)))),),
-            tuple(c.sizes[a] for a in ref.axes),
-            (),
-            c.dtype,
-            triangular_prefix.reason(cls),
-        )
+        at = ref.axes.index(i)
+        made = _prefix(ctx, ref.cls, at, reverse)
+        if shift:
+            made = _shifted(ctx, made, at, -shift if reverse else shift, reverse)
         yield Ref(made.cls, tuple(ref.axes[a] for a in made.axes))
+
+
+def _prefix(ctx: Context, cls: int, at: int, reverse: bool) -> Ref:
+    c = ctx.g.classes[cls]
+    over = (Ref(cls, tuple(range(len(c.sizes)))),)
+    why = triangular_prefix.reason(cls)
+    return ctx.g.add(CUMSUM, (at, reverse), over, c.sizes, (), c.dtype, why)
+
+
+def _shifted(ctx: Context, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
+    """Sums S over n indices, read at i − by: 0 where nothing is summed, the last beyond the end."""
+    g, why = ctx.g, triangular_prefix.reason(ref.cls)
+    c = g.classes[ref.cls]
+    slot, n = ref.axes.index(at), int(c.sizes[ref.axes.index(at)])
+    count = abs(by)
+
+    def part(entry: Any, size: int | None) -> Ref:
+        """S where index `at` is what the entry says."""
+        kept = [i for i in range(len(ref.axes)) if i != at or size is not None]
+        local = {i: k for k, i in enumerate(kept)}
+        sizes = {i: c.sizes[k] for k, i in enumerate(ref.axes)} | (
+            {} if size is None else {at: size}
+        )
+        attr = tuple([entry if k == slot else None for k in range(len(ref.axes))])
+        arg = Ref(ref.cls, tuple([local.get(i, -1) for i in ref.axes]))
+        made = g.add(SLICE, attr, (arg,), tuple([sizes[i] for i in kept]), (), c.dtype, why)
+        return Ref(made.cls, tuple([kept[i] for i in made.axes]))
+
+    summed = part((0, 1) if by > 0 else (count, 1), n - count)
+    empty = (by > 0) != reverse
+    rest = (
+        g.add(CONST, zero_of(c.dtype), (), (), (), c.dtype)
+        if empty
+        else part(n - 1 if by < 0 else 0, None)
+    )
+    pieces = [(count, rest), (n - count, summed)][:: 1 if by > 0 else -1]
+    whole = tuple([n if i == at else c.sizes[ref.axes.index(i)] for i in range(len(ref.axes))])
+    attr = (at, tuple([size for size, _ in pieces]))
+    return g.add(CONCAT, attr, tuple([r for _, r in pieces]), whole, (), c.dtype, why)

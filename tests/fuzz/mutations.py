@@ -186,7 +186,7 @@ def _any_triangle(right: Any) -> Any:
             left, other = (sparsity._index(ctx, side) for side in (test.left, test.right))
             if left and other and test.kind != "eq" and left[0] != other[0]:
                 below = (test.kind in ("ge", "gt")) != test.negated
-                return (left[0], other[0]) if below else (other[0], left[0])
+                return (left[0], other[0], 0) if below else (other[0], left[0], 0)
         return None
 
     return triangle_of

@@ -378,6 +378,14 @@ FAMILIES = {
                 (jnp.arange(256)[:, None] >= jnp.arange(256)).astype(F32) @ a
             ),
             "tri": lambda a: jnp.tri(256) @ a,
+            "strict": lambda a: jnp.tril(jnp.ones((256, 256)), -1) @ a,
+            "strict, by comparison": lambda a: (
+                (jnp.arange(256)[:, None] > jnp.arange(256)).astype(F32) @ a
+            ),
+            "one diagonal more": lambda a: jnp.tri(256, k=1) @ a,
+            "far above": lambda a: jnp.triu(jnp.ones((256, 256)), 7) @ a,
+            "far below": lambda a: jnp.triu(jnp.ones((256, 256)), -7) @ a,
+            "strict, from the right": lambda a: (a.T @ jnp.tril(jnp.ones((256, 256)), -1)).T,
             "einsum": lambda a: jnp.einsum("ts,sd->td", jnp.tril(jnp.ones((256, 256))), a),
         },
     ),
