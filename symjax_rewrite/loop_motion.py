@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.accumulation import Accumulation, accumulations
@@ -31,6 +32,7 @@ HEAVY = frozenset(
 STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
 GROWTH = 4  # what leaves a loop may write this many times the bytes of its inputs and outputs
 MIN_GAIN = 1.25  # predicted, of what is moved: less is noise
+MIN_SHARE = 0.08  # of the loop's time, that products of all steps at once must save
 
 
 @dataclass(slots=True)
@@ -67,6 +69,8 @@ def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
     if reorders and isinstance(loop.length, int) and loop.length > 1:
         _find_before(loop, level, device, motion)
         _find_after(loop, level, device, motion)
+        if _saved_share(loop, level, device, [*motion.before, *motion.after]) < MIN_SHARE:
+            motion.before, motion.after = [], []
         _find_sums(loop, level, device, motion)
         _add_fixed_reads(loop, level, motion)
     return motion
@@ -155,7 +159,30 @@ def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Moti
         elif _gains(loop, e, written, level, device):
             room -= written
             roots.append(e)
-    motion.before = _cone(loop, roots, known)
+    motion.before = _with_followers(loop, _cone(loop, roots, known), known)
+
+
+def _with_followers(loop: Loop, moved: list[Equation], known: Any) -> list[Equation]:
+    """What only reshapes, splits or shifts moved products leaves with them, if no larger.
+
+    A loop then reads each part as it needs it; a part of a step's slice costs XLA's CPU backend
+    more than the product did.
+    """
+    inside, made = {id(e) for e in moved}, {v for e in moved for v in e.outvals}
+    level = loop.levels()
+    ready = {*made, *loop.sources, *loop.counters}
+    for e in loop.body.equations:
+        reads = {v for v in e.invals if isinstance(v, int) and level[v] == 1}
+        if id(e) not in inside and known(e) and reads & made and reads <= ready:
+            inside.add(id(e))
+            made.update(e.outvals)
+            ready.update(e.outvals)
+    more = [e for e in loop.body.equations if id(e) in inside]
+    return more if _bytes_read(loop, more) <= _bytes_read(loop, moved) else moved
+
+
+def _bytes_read(loop: Loop, moved: list[Equation]) -> float:
+    return sum(aval_bytes(loop.body.avals[v]) for v in _read_elsewhere(loop, moved))
 
 
 def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int) -> bool:
@@ -221,11 +248,28 @@ def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> s
     return {v for v in reads if level[v] > 0 and v not in loop.sources and v not in loop.counters}
 
 
-def _gains(loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device) -> bool:
+def _apart(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> tuple[float, float]:
+    """Seconds of an equation step by step, and for all steps at once."""
     moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
     alone = loop.length * equation_seconds(e.eqn, device)
-    together = equation_seconds(e.eqn, device, loop.length, tuple(moving))
+    return alone, equation_seconds(e.eqn, device, loop.length, tuple(moving))
+
+
+def _gains(loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device) -> bool:
+    alone, together = _apart(loop, e, level, device)
     return alone > MIN_GAIN * (together + 2 * written / device.bytes_per_s)
+
+
+def _saved_share(loop: Loop, level: dict[int, int], device: Device, moved: list[Equation]) -> float:
+    """Which part of a loop's time its moved products save."""
+    saved = 0.0
+    for e in moved:
+        if e.name in STACKABLE:
+            alone, together = _apart(loop, e, level, device)
+            written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
+            saved += alone - together - 2 * written / device.bytes_per_s
+    whole = loop.length * sum(equation_seconds(e.eqn, device) for e in loop.body.equations)
+    return saved / whole if whole else 0.0
 
 
 def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
@@ -294,8 +338,26 @@ def _all_steps(
 
     def one(*values: Any) -> list[Any]:
         env = {**known, **dict(zip(given, values, strict=True))}
-        run_equations(equations, env)
+        for e in equations:
+            if e.name == "dot_general" and e.invals[0] in known:
+                env[e.outvals[0]] = _weights_last(e, *[get(env, v) for v in e.invals])
+            else:
+                run_equations([e], env)
         return [get(env, v) for v in made]
 
     stacked = jax.vmap(one)(*[steps[v] for v in given])
     return dict(zip(made, stacked, strict=True))
+
+
+def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
+    """A product with its operands exchanged, so that the steps are its first axis as they are."""
+    params = dict(e.eqn.params)
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    params["dimension_numbers"] = ((right, left), (right_batch, left_batch))
+    if isinstance(params["precision"], tuple):
+        params["precision"] = params["precision"][::-1]
+    (out,) = compat.eval_equation(e.eqn, [moving, weights], params)
+    batch, free = len(left_batch), moving.ndim - len(right_batch) - len(right)
+    with compat.equation_scope(e.eqn):
+        order = (*range(batch), *range(batch + free, out.ndim), *range(batch, batch + free))
+        return lax.transpose(out, order)

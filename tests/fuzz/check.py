@@ -243,10 +243,10 @@ def check_function(
         return "unchanged"
     try:
         found = compare(closed, closed2, values, mode.numerics)
-        if found == "equal" and _casts_differ(closed, closed2, values):
+        if found == "equal" and casts_differ(closed, closed2, values):
             algebra = optimised(kernels="off")[1]  # kernels look through casts, rules do not
-            lost = _casts_differ(closed, algebra, values)
-            if lost and _casts_differ(closed, algebra, [_moved(x) for x in values]):
+            lost = casts_differ(closed, algebra, values)
+            if lost and casts_differ(closed, algebra, [_moved(x) for x in values]):
                 return Failure("a cast is lost", lost)
         return found
     except UnsupportedPrimitiveError as error:
@@ -316,7 +316,7 @@ def compare(
     return "equal"
 
 
-def _casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
+def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
     """Where casts to smaller floats do not lose the same in two jaxprs; nothing if they do.
 
     `x - f32(bf16(x))` is as small as rounding to bfloat16 is: `compare` could not tell it from 0.

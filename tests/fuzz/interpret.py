@@ -82,8 +82,8 @@ class Machine:
         call = _CALLS.get(name)
         if call is not None:
             return call(self, eqn, xs)
-        if name == "reduce_precision" and self.wide and _keeps_dtype(eqn):
-            return xs  # residuals are rounded to what they are already
+        if name == "reduce_precision" and _keeps_dtype(eqn):
+            return xs  # residuals are rounded to what they are already: for XLA, no operation
         if self.casts and narrows(eqn):
             small = eqn.outvars[0].aval
             return [self.store(xs[0].astype(small.dtype), small)]

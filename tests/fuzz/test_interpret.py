@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz.cases import case
-from tests.fuzz.check import Failure, InvalidProgramError, compare
+from tests.fuzz.check import Failure, InvalidProgramError, casts_differ, compare
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError
 
 
@@ -58,3 +58,22 @@ def test_judge_sees_a_wrong_program(name):
     left, right = (jax.make_jaxpr(f)(x, w) for f in WRONG[name])
     assert isinstance(compare(left, right, [x, w]), Failure)
     assert compare(left, left, [x, w]) == "equal"
+
+
+def test_judge_sees_a_lost_cast():
+    """What is left of a cast is as small as rounding: `compare` cannot tell it from nothing."""
+
+    def left(x, w):
+        return (x - x.astype(jnp.bfloat16).astype(jnp.float32)) @ w
+
+    lost, moved = lambda x, w: (x - x) @ w, lambda x, w: 2 * (left(x, w) / 2)
+    a, b, c = (jax.make_jaxpr(f)(x, w) for f in (left, lost, moved))
+    assert compare(a, b, [x, w]) == "equal"
+    assert casts_differ(a, b, [x, w])
+    assert not casts_differ(a, c, [x, w])
+
+
+def test_same_precision_is_no_operation():
+    tiny = np.float16([1e-5, 3e-5])
+    closed = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 5, 10))(tiny)
+    np.testing.assert_array_equal(Machine().run(closed, [tiny])[0], tiny)
