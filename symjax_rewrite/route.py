@@ -21,7 +21,7 @@ from symjax_rewrite.fold_rows import Served, Surroundings
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.record import RouteUse
-from symjax_rewrite.regions import Needed
+from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.scan_route import ScanRoute, route_loop
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.worth import pays
@@ -142,7 +142,7 @@ class Draft:
         Raises:
             UsageError: the parts of some fold do not fit.
         """
-        pairwise = {r.cls for m in self.cluster.members for r in m.tile.inner}
+        pairwise = self._never_made(read)
         out: list[FoldRoute] = []
         for builder, level in zip(self.builders, self.levels, strict=True):
             elsewhere = set(read - Counter(builder.reads()))
@@ -150,6 +150,17 @@ class Draft:
             around = Surroundings(self.t, need, pairwise, elsewhere, late)
             out.append(builder.finish(kernels, around))
         return out
+
+    def _never_made(self, read: Counter[int]) -> set[int]:
+        """The pairwise classes that no fold reads whole, nor anything that one is made of."""
+        inner = {r.cls for m in self.cluster.members for r in m.tile.inner}
+        stack = [cls for cls in inner if cls in read]
+        while stack:
+            cls = stack.pop()
+            if cls in inner:
+                inner.discard(cls)
+                stack += [a.cls for a in node_of(self.t.graph, cls).args]
+        return inner
 
 
 def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder:
