@@ -251,8 +251,9 @@ def _shifted(ctx: Context, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
     """Sums S over n indices, read at i − by: 0 where nothing is summed, the last beyond the end."""
     g, why = ctx.g, triangular_prefix.reason(ref.cls)
     c = g.classes[ref.cls]
-    slot, n = ref.axes.index(at), int(c.sizes[ref.axes.index(at)])
-    count = abs(by)
+    slot, count = ref.axes.index(at), abs(by)
+    n = c.sizes[slot]
+    assert isinstance(n, int)
 
     def part(entry: Any, size: int | None) -> Ref:
         """S where index `at` is what the entry says."""

@@ -51,6 +51,11 @@ class TermGraph:
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
     dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
 
+    def where(self, cls: int) -> str:
+        """The user's line that computes a class; empty where no equation does."""
+        made = self.made_by.get(cls)
+        return "" if made is None else self.program.equations[made[0]].where()
+
     def view(self, value: Value) -> Ref:
         """The reference of a value that has one: a numbered value that is lifted already."""
         view = self.views[value] if isinstance(value, int) else None

@@ -63,12 +63,13 @@ def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
 
 
-def source_line(eqn: JaxprEqn) -> str:
-    """`file.py:12 (function)` of the user's frame that made the equation."""
-    frame = _source.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return "<unknown>"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+def source_line(*eqns: JaxprEqn) -> str:
+    """`file.py:12 (function)` of the user's frame that made the first of these that has one."""
+    for eqn in eqns:
+        frame = _source.user_frame(eqn.source_info.traceback)
+        if frame is not None:
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return "<unknown>"
 
 
 def make_jaxpr(fun: Callable, *args: Any) -> tuple[ClosedJaxpr, Any]:

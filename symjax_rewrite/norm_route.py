@@ -281,15 +281,12 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
 
 def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
     """Note what was considered at a class; equal reasons count as one entry."""
-    where = ""
-    if cls in t.made_by:
-        where = compat.source_line(t.program.equations[t.made_by[cls][0]].eqn)
     for use in uses:
         if (use.taken, use.reason) == (taken, reason):
             use.count += 1
             return
     log("route", "%s: %s", NAME, reason)
-    uses.append(RouteUse(NAME, taken, reason, where))
+    uses.append(RouteUse(NAME, taken, reason, t.where(cls)))
 
 
 def _exits(

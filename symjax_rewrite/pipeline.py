@@ -230,9 +230,7 @@ class Optimiser:
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
         for c in result.plan.shared:
-            self._note(
-                result, "common_subexpression", REDUNDANCY, t.program.equations[t.made_by[c][0]].eqn
-            )
+            self._note(result, "common_subexpression", REDUNDANCY, t.where(c))
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
         return result
 
@@ -257,7 +255,7 @@ class Optimiser:
             result.routes.append(RouteUse("scan", taken, reason, compat.source_line(eqn)))
         for change in loops.changes:
             for name in change.names:
-                self._note(result, name, REDUNDANCY, change.eqn)
+                self._note(result, name, REDUNDANCY, compat.source_line(change.eqn))
         return flatten(rewritten(live, loops.changes)) if loops.changes else program
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
@@ -367,9 +365,9 @@ class Optimiser:
             self._count(result, name, where)
             result.rules[name].count += 1
 
-    def _note(self, result: Result, name: str, property: str, eqn: Any) -> None:
+    def _note(self, result: Result, name: str, property: str, where: str) -> None:
         use = result.rules.setdefault(name, RuleUse(name, property, 0))
-        use.where.append(compat.source_line(eqn))
+        use.where.append(where)
         use.count += 1
 
     def _count(self, result: Result, name: str, where: str) -> None:
@@ -422,12 +420,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def _where(t: TermGraph, region: Region) -> str:
-    eqn = _scope(t, region)
-    return compat.source_line(eqn) if eqn is not None else "<unknown>"
+    made = (t.where(c) for c in (*reversed(region.roots), *reversed(region.classes)))
+    return next(filter(None, made), "<unknown>")
 
 
 def _scope(t: TermGraph, region: Region) -> Any:
-    for c in reversed(region.roots):
+    for c in (*reversed(region.roots), *reversed(region.classes)):
         if c in t.made_by:
             return t.program.equations[t.made_by[c][0]].eqn
     return None

@@ -73,7 +73,8 @@ class Router:
             backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
             reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
             log("route", "fold: %s", reason)
-            uses.append(RouteUse("fold", not cluster.reason, reason))
+            where = t.where(cluster.members[0].exit.cls)
+            uses.append(RouteUse("fold", not cluster.reason, reason, where))
         return routes, uses
 
     def route_loop(self, loop: Loop, device: str) -> tuple[ScanRoute | None, str]:

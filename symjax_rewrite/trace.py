@@ -22,16 +22,22 @@ class Equation:
 
     same_as: for an equation that chooses an implementation by platform, the values of one of
     them: what the result *is*, though the equation itself is what is emitted.
+    calls: those in whose inlined bodies it stands, the outermost first.
     """
 
     eqn: JaxprEqn
     invals: tuple[Value, ...]
     outvals: tuple[int, ...]
     same_as: tuple[Value, ...] = ()
+    calls: tuple[JaxprEqn, ...] = ()
     name: str = field(init=False)  # of the primitive
 
     def __post_init__(self) -> None:
         self.name = self.eqn.primitive.name
+
+    def where(self) -> str:
+        """The user's line that it is of."""
+        return compat.source_line(self.eqn, *reversed(self.calls))
 
 
 @dataclass(slots=True)
@@ -65,7 +71,7 @@ def flatten(closed: ClosedJaxpr) -> Program:
         env[var] = number
         program.inputs.append(number)
     _bind_consts(program, env, jaxpr.constvars, closed.consts)
-    program.outputs = _inline(program, jaxpr, env, None)
+    program.outputs = _inline(program, jaxpr, env)
     return program
 
 
@@ -75,18 +81,20 @@ def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> No
         program.consts[env[var]] = const
 
 
-def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> list[Value]:
+def _inline(
+    program: Program, jaxpr: Any, env: dict, calls: tuple[JaxprEqn, ...] = ()
+) -> list[Value]:
     def read(atom: Any) -> Value:
         return atom if compat.is_literal(atom) else env[atom]
 
     for eqn in jaxpr.eqns:
-        if outer is not None:
-            eqn = compat.nested_under(eqn, outer)
+        if calls:
+            eqn = compat.nested_under(eqn, calls[-1])
         body = inlinable_body(eqn)
         if body is not None:
             inner = dict(zip(body.jaxpr.invars, map(read, eqn.invars), strict=True))
             _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
-            results = _inline(program, body.jaxpr, inner, eqn)
+            results = _inline(program, body.jaxpr, inner, (*calls, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         invals = tuple([read(a) for a in eqn.invars])
@@ -95,7 +103,7 @@ def _inline(program: Program, jaxpr: Any, env: dict, outer: JaxprEqn | None) -> 
         same_as = _one_implementation(program, eqn, invals)
         if len(outvals) > 1 and compat.platform_branches(eqn):
             program.saved.update(outvals)
-        program.equations.append(Equation(eqn, invals, outvals, same_as))
+        program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
     return [read(a) for a in jaxpr.outvars]
 
 
@@ -118,7 +126,7 @@ def _one_implementation(
         if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
             continue
         inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
-        return tuple(_inline(program, body.jaxpr, inner, eqn))
+        return tuple(_inline(program, body.jaxpr, inner, (eqn,)))
     return ()
 
 

@@ -85,6 +85,12 @@ def test_dtypes_are_kept(dtype):
     assert [v.aval.dtype for v in report.after.jaxpr.jaxpr.outvars] == [dtype]
 
 
+def test_the_users_line_is_named_inside_library_functions():
+    report = sym_optimize(lambda a, b: jnp.trace(a @ b)).explain(*specs("ij,ji", MATRICES))
+    (rule,) = report.rules
+    assert all("test_found.py" in line for line in rule.where)
+
+
 def test_integers_are_exact():
     def f(x, W, A, B):
         return x @ (W - A @ B) + x @ W
