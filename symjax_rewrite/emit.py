@@ -52,13 +52,15 @@ class Plan:
 
     rewritten: program class to (solution, reference in its e-graph over the class's slots).
     equations: equations replaced by number (loops with optimised bodies). routed: program class
-    to the kernel that computes it. shared: classes spelled twice.
+    to the kernel that computes it. shared: classes spelled twice. spread: classes that equations
+    compute at more indices than they have; they are computed at their own.
     """
 
     rewritten: dict[int, tuple[Rewritten, Ref]] = field(default_factory=dict)
     equations: dict[int, JaxprEqn] = field(default_factory=dict)
     routed: dict[int, Any] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
+    spread: set[int] = field(default_factory=set)
 
 
 class Emitter:
@@ -114,12 +116,16 @@ class Emitter:
         cls = self.t.view(v).cls
         if cls in self.arrays:
             return []
-        if cls in self.plan.routed or cls in self.plan.rewritten:
+        if self._is_special(cls):
             return self._class_needs(cls)
         home = self._home(v, cls)
         if home is not None:
             return [home]
         return [u for u in self.t.program.equations[self.maker[v]].invals if isinstance(u, int)]
+
+    def _is_special(self, cls: int) -> bool:
+        plan = self.plan
+        return cls in plan.routed or cls in plan.rewritten or cls in plan.spread
 
     def _home(self, v: int, cls: int) -> int | None:
         """Another value that computes the same class, where sharing it is worth a change."""
@@ -152,7 +158,7 @@ class Emitter:
         """The program value that holds a class as it was written."""
         if cls in self.t.leaf_value:
             return self.t.leaf_value[cls]
-        if cls in self.t.made_by:
+        if cls in self.t.made_by and cls not in self.plan.spread:
             number, k = self.t.made_by[cls]
             v = self.t.program.equations[number].outvals[k]
             read = self.t.view(v).axes
@@ -162,7 +168,7 @@ class Emitter:
 
     def _make(self, v: int) -> None:
         cls = self.t.view(v).cls
-        special = cls in self.plan.rewritten or cls in self.plan.routed
+        special = self._is_special(cls)
         home = None if special else self._home(v, cls)
         if home is not None and self._is_same(v, home):
             self.values[v] = self.value(home)

@@ -28,6 +28,7 @@ from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.rule import REDUNDANCY, RulePack
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
+from symjax_rewrite.spread import spread_products
 from symjax_rewrite.trace import Program, flatten
 
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
@@ -41,6 +42,7 @@ class Result:
     saved: costs of every rewritten region, before and after. bodies: results of loop and branch
     bodies, with how often they run. sample: the sizes symbolic names were priced at. known:
     classes that depend on frozen inputs alone. made: values the emitted program has made.
+    repeated_s: seconds of work repeated for copies of an operand, which no term counts.
     """
 
     closed: ClosedJaxpr
@@ -55,13 +57,15 @@ class Result:
     sample: dict[str, int] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
+    repeated_s: float = 0.0
     stop: str = "nothing to do"
     time_s: float = 0.0
 
     @property
     def taken(self) -> bool:
         """Whether anything is emitted differently."""
-        if self.plan.rewritten or self.plan.equations or self.plan.shared or self.plan.routed:
+        plan = self.plan
+        if plan.rewritten or plan.equations or plan.shared or plan.routed or plan.spread:
             return True
         return self.terms is not None and self.terms.program.closed is not self.closed
 
@@ -227,6 +231,8 @@ class Optimiser:
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
         self._take(result, (s.find(t, need, result.plan) for s in self.settlers))
+        if allowed is None and self.options.numerics.permits("reassoc"):
+            self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
         for c in result.plan.shared:
@@ -295,6 +301,22 @@ class Optimiser:
         for region, s in found:
             small = bool(s.changed) and gains[s.digest] < least and not result.known
             self._apply(result, t, region, s, small)
+
+    def _narrow(self, result: Result, t: TermGraph, need: Needed) -> None:
+        """Compute once what equations compute for every copy of an operand."""
+        plan = result.plan
+        model = CostModel(self.device, lambda d: value(d, result.sample))
+        found = spread_products(t, need, model)
+        if not found:
+            return
+        least = MIN_SHARE * self._program_seconds(result, t, need, model)
+        other = plan.routed.keys() | plan.rewritten.keys()
+        for cls, saved in found:
+            read = cls in need.outside or any(u not in other for u in need.users.get(cls, ()))
+            if saved > least and read and cls not in other:
+                plan.spread.add(cls)
+                result.repeated_s += saved
+                self._note(result, "repeated_work", REDUNDANCY, t.where(cls))
 
     def _small(
         self, result: Result, t: TermGraph, need: Needed, regions: list[Region]

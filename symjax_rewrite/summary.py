@@ -54,6 +54,7 @@ def program_costs(result: Result, optimiser: Optimiser) -> tuple[Cost, Cost]:
         exact = model.symbolic(t.graph, choice, roots)
         before = Cost(exact.flops, exact.elementwise, exact.bytes, exact.launches, before.seconds)
     after = before
+    before = _plus(before, Cost(seconds=result.repeated_s))
     for old, new in result.saved:
         after = _minus(after, old, new)
     for body, times in result.bodies:

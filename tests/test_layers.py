@@ -24,7 +24,7 @@ LAYERS = {
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion "
     "prefixes recurrence loop_pass axes canonical match saturate "
-    "regions extract solve lower emit pipeline",
+    "regions extract solve spread lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "

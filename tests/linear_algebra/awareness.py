@@ -25,6 +25,18 @@ FAMILIES = {
             "AB + AC": lambda a, b: a @ b + a @ jnp.sin(b),
         },
     ),
+    "copies of an operand": Family(
+        "nd,do",
+        {"n": 64, "d": 512, "o": 512},
+        3,
+        {
+            "tile": lambda x, W: jnp.tile(x, (4, 1)) @ W,
+            "repeat, as for beams": lambda x, W: jnp.repeat(x, 4, 0) @ W,
+            "broadcast": lambda x, W: jnp.broadcast_to(x[None], (4, *x.shape)) @ W,
+            "two users": lambda x, W: (lambda y: (y @ W, jnp.sin(y) @ W))(jnp.tile(x, (4, 1))),
+            "of a map": lambda x, W: jnp.tanh(jnp.repeat(x, 4, 0)) @ W,
+        },
+    ),
     "products with a vector": Family(
         "ii,ii,i,i",
         SQUARE,
