@@ -155,7 +155,7 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     terms: dict[Ref, Any] = {}
     for coefficient, arg in zip(node.attr, node.args, strict=True):
         arg = g.find(arg)
-        if _is_zero(ctx, arg.cls) and len(node.args) > 1:
+        if ctx.is_zero(arg.cls) and len(node.args) > 1:
             continue
         for k, a in _inner_terms(ctx, arg, c.dtype):
             ref = Ref(a.cls, tuple(arg.axes[i] for i in a.axes))
@@ -191,10 +191,6 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]]:
     sizes, why = g.classes[arg.cls].sizes, flatten_sum.reason(arg.cls)
     rest = g.add(ADD, tuple(k for k, _ in exact), tuple(a for _, a in exact), sizes, (), dtype, why)
     return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]
-
-
-def _is_zero(ctx: Context, cls: int) -> bool:
-    return any(n.op == CONST and n.attr[0] == 0 for n in ctx.g.classes[cls].nodes)
 
 
 def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:

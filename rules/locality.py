@@ -276,7 +276,7 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
             else:
                 factors.append(_part(ctx, f, part, index, size, tuple(sizes), why))
         begin += size
-        if any(_is_zero(ctx, f.cls) for f in factors):
+        if any(ctx.is_zero(f.cls) for f in factors):
             refs.append(_zero(ctx, c.dtype, why))
             continue
         ref = _piece_product(ctx, p, factors, sizes, index, c.dtype, why)
@@ -286,7 +286,7 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
     if not summed:
         attr = (index, inner.attr[1])
         return ctx.g.add(CONCAT, attr, tuple(refs), c.sizes, (), c.dtype, why)
-    terms = [r for r in refs if not _is_zero(ctx, r.cls)]
+    terms = [r for r in refs if not ctx.is_zero(r.cls)]
     if not terms:
         return _zero(ctx, c.dtype, why)
     if len(terms) == 1:
@@ -346,11 +346,6 @@ def _drop(ctx: Context, f: Ref, index: int, dtype: str, why: Reason) -> Ref:
     sizes = dict(zip(f.axes, ctx.g.classes[f.cls].sizes, strict=True))
     full = tuple(sizes.get(i, 1) for i in range(max(f.axes) + 1))
     return sliced(ctx, f, entries, full, why)
-
-
-def _is_zero(ctx: Context, cls: int) -> bool:
-    nodes = ctx.g.classes[cls].nodes
-    return any(n.op == CONST and n.attr[0] == 0 for n in nodes)
 
 
 def _zero(ctx: Context, dtype: str, why: Reason) -> Ref:

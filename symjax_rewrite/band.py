@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import numpy as np
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.ir import ADD, CONTRACT, MAP
-from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.ops import NUMPY, dtype_kind
 from symjax_rewrite.pallas_kernels.fold_spec import Band
 
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
@@ -439,20 +439,4 @@ class _Points:
             return np.where(made[0].astype(bool), made[2], made[1])
         if op == MAP and attr[0] == "convert_element_type":
             return made[0].astype(dtype)
-        return _NUMPY[attr[0]](*made) if op == MAP and attr[0] in _NUMPY else None
-
-
-_NUMPY: dict[str, Callable[..., np.ndarray]] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.invert,
-    "abs": np.abs,
-    "max": np.maximum,
-    "min": np.minimum,
-}
+        return NUMPY[attr[0]](*made) if op == MAP and attr[0] in NUMPY else None

@@ -18,6 +18,7 @@ from jax import lax
 from symjax_rewrite import compat
 from symjax_rewrite.compat import JaxprEqn
 from symjax_rewrite.equation_cost import shape_of
+from symjax_rewrite.ops import NUMPY
 from symjax_rewrite.trace import Equation, Program, Value, flatten
 
 Read = Callable[[Value], Any]  # the array of an outer value
@@ -349,22 +350,7 @@ def step_of(body: Program, inner: int, out: Value) -> int | None:
     return int(value) if made.name == "add" else -int(value)
 
 
-_FOLLOWED: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
+_FOLLOWED: dict[str, Callable[..., Any]] = NUMPY | {
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),
 }

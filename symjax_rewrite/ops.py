@@ -490,6 +490,27 @@ ROWS: dict[str, Row] = {
     "conv_general_dilated": _conv,
 }
 
+# Those that NumPy has, with the same meaning for integers and booleans.
+NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+}
+
 VIEWS = frozenset(
     ["stop_gradient", "copy", "copy_p", "transpose", "broadcast_in_dim", "squeeze", "reshape"]
 )

@@ -15,6 +15,7 @@ import numpy as np
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr
+from symjax_rewrite.ops import NUMPY
 
 # How far two results may be apart, as a part of the largest value: rounding of some thousand steps.
 TOLERANCE = {
@@ -162,30 +163,16 @@ _ROWS: dict[str, Callable[..., Any]] = {
     "square": lambda p, a: a * a,
     **{
         name: _elementwise(f)
-        for name, f in {
-            "add": np.add,
-            "add_any": np.add,
-            "sub": np.subtract,
-            "mul": np.multiply,
-            "neg": np.negative,
-            "abs": np.abs,
-            "max": np.maximum,
-            "min": np.minimum,
-            "exp": np.exp,
-            "log": np.log,
-            "tanh": np.tanh,
-            "sin": np.sin,
-            "cos": np.cos,
-            "sqrt": np.sqrt,
-            "eq": np.equal,
-            "ne": np.not_equal,
-            "lt": np.less,
-            "le": np.less_equal,
-            "gt": np.greater,
-            "ge": np.greater_equal,
-            "and": np.bitwise_and,
-            "or": np.bitwise_or,
-            "not": np.invert,
-        }.items()
+        for name, f in (
+            NUMPY
+            | {
+                "exp": np.exp,
+                "log": np.log,
+                "tanh": np.tanh,
+                "sin": np.sin,
+                "cos": np.cos,
+                "sqrt": np.sqrt,
+            }
+        ).items()
     },
 }

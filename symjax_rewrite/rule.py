@@ -18,7 +18,7 @@ from symjax_rewrite.cost import CostModel
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir import SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir import CONST, SLICE, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.product import ends_early
 
@@ -76,6 +76,10 @@ class Context:
         if not ends_early(c.dtype) or self.permits("finite", c.dtype):
             return False
         return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
+
+    def is_zero(self, cls: int) -> bool:
+        """Whether a class is the constant zero."""
+        return any(n.op == CONST and n.attr[0] == 0 for n in self.g.classes[cls].nodes)
 
     def count(self, sizes: Iterable[Dim]) -> float:
         """The number of elements of an index space, at the sample sizes."""

@@ -1,14 +1,33 @@
 """Small programs and arrays that many tests share."""
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value", "none"], meta_fields=["name"]
+)
+@dataclasses.dataclass
+class Tagged:
+    value: Any
+    none: Any
+    name: str
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

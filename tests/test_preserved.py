@@ -1,10 +1,9 @@
 """What `sym_optimize` must leave as it is: trees, types, names, effects, lines, streams, bits."""
 
 import collections
-import dataclasses
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jax.experimental import io_callback
 from symjax_rewrite import compat, keep, sym_optimize
 from tests.fuzz.check import Mode, choosing
 from tests.fuzz.interpret import Machine
+from tests.programs import Pair, Tagged
 
 N, D, R = 8, 256, 2
 
@@ -35,21 +35,6 @@ def lora(x):
 def rewritten(f: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether something is emitted differently."""
     return bool(f.explain(*args, **kwargs).rules)
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "none"], meta_fields=["name"]
-)
-@dataclasses.dataclass
-class Tagged:
-    value: Any
-    none: Any
-    name: str
 
 
 @jax.tree_util.register_pytree_node_class

@@ -1,8 +1,6 @@
 """Functions × transformations: an optimised function is transformed like the original."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax_rewrite import sym_optimize
+from tests.programs import Pair, Tagged
 
 N, R = 32, 2
 
@@ -72,21 +71,6 @@ def halved(x):
 
 
 halved.defvjp(lambda x: (halved(x), None), lambda _, g: (0.5 * g @ W.T,))
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "none"], meta_fields=["name"]
-)
-@dataclasses.dataclass
-class Tagged:
-    value: Any
-    none: Any
-    name: str
 
 
 def trees(x):
