@@ -122,6 +122,7 @@ TRITON_CUTS = (
     (1536, TritonBlocks(64, 32, warps=8)),
     (4096, TritonBlocks(32, 32, warps=8)),
 )
+TILES_OF_FOUR_WARPS = 2  # contractions and pair operands; more of them spill
 TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
 TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
 TRITON_SLICED = (  # weights too wide for one program: (rows at most, cut)
@@ -156,7 +157,11 @@ def _triton_cut(spec: FoldSpec) -> TritonBlocks:
     if any(spec.width(c.row) > WIDE for c in spec.contractions):
         return TRITON_WIDE
     held = bytes_held(spec)
-    return next((b for limit, b in TRITON_CUTS if held <= limit), TRITON_CUTS[-1][1])
+    found = next((b for limit, b in TRITON_CUTS if held <= limit), TRITON_CUTS[-1][1])
+    pairs = sum({spec.row, spec.col} <= {*o.axes} for o in spec.operands)
+    if len(spec.contractions) + pairs > TILES_OF_FOUR_WARPS:
+        found = replace(found, warps=max(found.warps, 8))
+    return found
 
 
 def bytes_held(spec: FoldSpec) -> int:

@@ -111,12 +111,12 @@ class Call:
     def _spared(self, primals: Sequence[Any], live: list[int]) -> Callable[..., list[Any]]:
         """The same, where what the optimised program does not make is no residual either."""
         original = self._of(primals, live)
-        spared = self.result.spared()
-        if not spared or self.closed.effects:
+        if not self.result.spares or self.closed.effects:
             return original
+        spared = self.result.spared()
 
         def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
-            return (primitive.name, *map(compat.kind_of, avals)) not in spared
+            return not spared(primitive.name, tuple(map(compat.kind_of, avals)))
 
         return jax.checkpoint(original, policy=may_save, prevent_cse=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -23,7 +24,7 @@ from symjax_rewrite.zeros import vanishing, without
 _RANDOM = ("random_", "threefry", "rng_")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Candidate:
     """An exit that could be served by a fold: its pair of indices and what its tile is made of.
 
@@ -129,7 +130,23 @@ def _candidate(t: TermGraph, cls: int, least: int, gone: frozenset[int]) -> Cand
             made = _paired(found, Pair(t, row, column, gone), least)
             if made is not None:
                 return made
-    return None
+    return _single(t, found, least, gone)
+
+
+def _single(t: TermGraph, found: Exit, least: int, gone: frozenset[int]) -> Candidate | None:
+    """An exit over scores of one row, as of one query of a decoder: it has no index."""
+    if len(found.bound) != 1:
+        return None
+    (column,) = found.bound
+    spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
+    space = min(spaces, key=len, default=None)
+    if space is None or not all(space <= s for s in spaces):
+        return None
+    made = _paired(found, Pair(t, None, column, gone, space), 0)
+    if made is None or not made.tile.dots:
+        return None
+    widest = max(max(elements(t, r.cls) for r in made.tile.operands), made.pairs)
+    return made if widest >= least else None
 
 
 def elements(t: TermGraph, cls: int) -> int:
@@ -139,34 +156,34 @@ def elements(t: TermGraph, cls: int) -> int:
 
 def _may_open(t: TermGraph, ref: Ref) -> bool:
     node = node_of(t.graph, ref.cls)
-    return len(ref.axes) > 1 and (node.op in (MAP, ADD, CONTRACT) or node.op == NATIVE)
+    return bool(ref.axes) and (node.op in (MAP, ADD, CONTRACT) or node.op == NATIVE)
 
 
 def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
-    t, row = pair.t, pair.row
-    pairwise = [a for a in found.args if pair.holds(a)]
-    space = tuple(sorted({i for a in pairwise for i in a.axes}))
+    t = pair.t
+    held = [a for a in found.args if pair.holds(a)]
+    space = tuple(sorted({i for a in held for i in a.axes}))
     if prod(int(found.sizes[i]) for i in space) < least:  # pyright: ignore[reportArgumentType]
         return None
-    if not pairwise or any(len(set(a.axes)) != len(a.axes) for a in pairwise):
+    if not held or any(len(set(a.axes)) != len(a.axes) for a in held):
         return None
     if any(b not in space for b in found.bound):
         return None
-    if not any(set(space) == set(a.axes) for a in pairwise):
+    if not any(set(space) == set(a.axes) for a in held):
         return None  # the product of these is larger than they are
-    tile = explore(pair, pairwise)
+    tile = explore(pair, held)
     if tile is None or not tile.meets:
         return None
     made = Candidate(found, pair, tile, space)
-    held = [found.cls, *(r.cls for r in tile.operands if row in r.axes)]
-    if made.pairs < max(elements(t, cls) for cls in held):
+    read = [*tile.whole, *(r for r in tile.operands if pair.is_of_row(r))]
+    if made.pairs < max(elements(t, cls) for cls in (found.cls, *(r.cls for r in read))):
         return None
     whole = [r for r in tile.whole if dtype_kind(t.graph.classes[r.cls].dtype) == "f"]
     if not tile.dots and any(len(r.axes) == len(space) for r in whole):
         return None  # it lies in memory as it is
     if found.kind == "sum" and split_sum(pair, found) is None:
         return None
-    tile.nonlinear |= len(pairwise) > 1
+    tile.nonlinear |= len(held) > 1
     return made
 
 
@@ -235,12 +252,17 @@ def _refused(
     """Why a cluster must stay, or nothing."""
     inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
     exits = {c.exit.cls for c in cluster.members}
+    sorts = {c.exit.through for c in cluster.members} - {None}
     for cls in sorted(inner):
         if cls in need.outside:
             return "the pairwise term is itself a result"
-        others = [u for u in need.users.get(cls, ()) if u not in inner and u not in exits]
+        allowed = inner | exits | sorts
+        others = [u for u in need.users.get(cls, ()) if u not in allowed]
         if others:
             return f"the pairwise term is also used by {_name(t, others[0])}"
+    for cls in sorts:
+        if cls in need.outside or any(u not in exits for u in need.users.get(cls, ())):  # pyright: ignore[reportArgumentType,reportCallIssue]
+            return "more of the sorted pairwise term is used"
     for c in cluster.members:
         for ref in c.tile.whole:
             if reaches[ref.cls] & 1:
@@ -252,7 +274,41 @@ def _refused(
 
 
 def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]:
-    """Choose the form of every candidate; returns how many folds come before each class."""
+    """Choose the form of every candidate; returns how many folds come before each class.
+
+    What nothing else waits for is made as late as a fold over the same pairs runs: the gradients
+    by keys and by values share one.
+    """
+    least: dict[int, int] = {}
+    depth = _levels(t, need, taken, least)
+    for cluster in taken:
+        alike: dict[tuple, list[Candidate]] = {}
+        for m in cluster.members:
+            if m.exit.kind != "at":
+                alike.setdefault(direction(cluster, m), []).append(m)
+        for group in alike.values():
+            for level, later in pairwise(sorted({m.level for m in group})):
+                early = {m.exit.cls: later for m in group if m.level == level}
+                before = {m: m.level for c in taken for m in c.members}
+                depth = _levels(t, need, taken, {**least, **early})
+                if all(m.level == old for m, old in before.items() if m.exit.cls not in early):
+                    least |= early
+                else:
+                    depth = _levels(t, need, taken, least)
+    return depth
+
+
+def direction(cluster: Cluster, m: Candidate) -> tuple:
+    """Equal for candidates of a cluster that reduce the same pairs the same way round."""
+    ids = frame(cluster, m)
+    row, column = ids.get(m.pair.row), ids[m.pair.column]
+    return row, column, frozenset(ids.values()) - {row, column}
+
+
+def _levels(
+    t: TermGraph, need: Needed, taken: list[Cluster], least: dict[int, int]
+) -> dict[int, int]:
+    """The earliest level of every candidate, none before the `least` of its class."""
     members = {m.exit.cls: m for cluster in taken for m in cluster.members}
     depth: dict[int, int] = {}
 
@@ -274,6 +330,7 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
             if read is None:
                 continue
             level = max((depth_of(r.cls) for r in read), default=0)
+            level = max(level, least.get(cls, 0))
             rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
             if best is None or level < best[0]:
                 best = (level, max([level + 1, *rows]), form)

@@ -31,6 +31,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     TopK,
 )
 from symjax_rewrite.product import is_half
+from symjax_rewrite.ranks import unranked
 from symjax_rewrite.regions import node_of
 from symjax_rewrite.tile_program import (
     COLUMN,
@@ -91,7 +92,8 @@ class FoldRoute:
         if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
             slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
-            return results[number], tuple(slot[a] for a in self.rows.axes[number])
+            data, axes = without_single(results[number], self.rows.axes[number], slot)
+            return data, tuple(slot[a] for a in axes)
         served = self.served[cls]
         total, axes = None, served.lead
         for k, piece in enumerate(served.form):
@@ -147,22 +149,37 @@ def _finished(
     if gone:
         data = compat.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
         axes = tuple(a for k, a in enumerate(axes) if k not in gone)
+    data, axes = without_single(data, axes, index)
     slots = [index[a] for a in axes]
+    part = served.exit.part
+    if part is not None:
+        if not served.exit.output:
+            data = unranked(data, dtype)
+        data = data[..., part.start :: part.stride]
+        slots += [] if part.axis is None else [part.axis]
+        data = data[..., 0] if part.axis is None else data
     if served.exit.kind == "top_k":
         slots.append(next(i for i in range(len(slots) + 1) if i not in slots))
     return data.astype(dtype), tuple(slots)
 
 
+def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
+    """A result without the axis of rows, where the program has one row and no such axis."""
+    if ROW in known or ROW not in axes:
+        return data, axes
+    return jax.lax.squeeze(data, (axes.index(ROW),)), tuple(a for a in axes if a != ROW)
+
+
 def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...]) -> Any:
     """An operand's array: its slots in order, those at one place dropped."""
     array = emitter.array(cls)
-    order = tuple(range(len(axes)))
+    order = tuple(range(len(emitter.t.graph.classes[cls].sizes)))
     by_slot = dict(zip(array.slots, array.data.shape, strict=True))
     data = lower.arrange(array.data, array.slots, order, tuple(by_slot[s] for s in order))
     for axis in reversed(order):
         if isinstance(axes[axis], At):
             data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
-    return data
+    return data if len(axes) == len(order) else data[..., None]  # the one row
 
 
 def read_over(emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -200,10 +217,15 @@ class FoldBuilder:
     """Assembles one fold from the pieces of several exits."""
 
     def __init__(
-        self, t: TermGraph, lead: tuple[str, ...], sizes: dict[str, int], gone: frozenset[int]
+        self,
+        t: TermGraph,
+        lead: tuple[str, ...],
+        sizes: dict[str, int],
+        gone: frozenset[int],
+        single: bool,
     ) -> None:
         self.t, self.lead = t, lead
-        self.tiles = TileBuilder(t, gone, sizes=dict(sizes))
+        self.tiles = TileBuilder(t, gone, single=single, sizes=dict(sizes))
         self.roots: list[int] = []
         self.outputs: dict[tuple, list[Term]] = {}
         self.served: dict[int, Served] = {}
@@ -230,7 +252,10 @@ class FoldBuilder:
             return (), 0, ()
         if piece.kind not in ("exp", "sum"):
             assert piece.tile is not None
-            key = (piece.kind, self._root(self.tiles.build(piece.tile)), served.exit.places)
+            step = self.tiles.build(piece.tile)
+            if piece.kind == "sorted":
+                step = self.tiles.ranked(step)
+            key = (piece.kind, self._root(step), served.exit.places)
             self.outputs.setdefault(key, [])
             second = piece.kind in ("argmax", "argmin") or served.exit.output
             return key, int(second), ()
@@ -326,7 +351,7 @@ def _output(kind: str, root: int, places: int, terms: tuple[Term, ...]) -> Outpu
             return ExpSums(terms, root)
         case "sum":
             return Sums(terms, root)
-        case "top_k":
+        case "top_k" | "sorted":
             return TopK(places, root)
         case "argmax" | "argmin":
             return ArgExtremum(kind == "argmax", root)

@@ -129,7 +129,7 @@ class _Program:
         whole = whole and not any(piece.after for piece in served.form)
         if not whole and is_half(dtype):
             dtype = "float32"  # what is summed later is not rounded before
-        if found.kind in ("argmax", "argmin", "top_k"):
+        if found.kind in ("argmax", "argmin", "top_k", "sorted"):
             return False
         made: list[int] = []
         for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
@@ -271,6 +271,8 @@ def _stored(t: TermGraph, program: _Program, served: dict[int, Served], value: V
             by_place = sorted(range(len(names)), key=lambda s: view.axes[s])
             order = [names[s] for s in by_place]
             break
+    if program.lead[-1] not in order:  # the one row
+        order.insert(sum(a in program.lead for a in order), program.lead[-1])
     features = [a for a in names if a not in program.lead]
     known = [list(place[2]) for s in served.values() for place in s.places]
     wanted = next((f for f in known if set(f) == set(features)), features)

@@ -168,9 +168,9 @@ def counts_along(t: TermGraph, ref: Ref) -> int | None:
     node = node_of(g, ref.cls)
     if node.op == IOTA:
         return ref.axes[0]
-    args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
     if node.op != MAP:
         return None
+    args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
     if node.attr[0] == "convert_element_type":
         return counts_along(t, args[0])
     if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative: there is none

@@ -26,6 +26,7 @@ from symjax_rewrite.ir import (
     MAP,
     NATIVE,
     REDUCE,
+    SLICE,
     TAKE,
     Node,
     Ref,
@@ -34,7 +35,9 @@ from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.regions import node_of
 
 UNROLL = 64  # terms of a sum inside a tile that are written out at most
+LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad to as many
 LARGEST_TILE = 256  # terms of one tile at most
+LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 _COMPARISONS = frozenset(
@@ -47,18 +50,31 @@ def over(ref: Ref, arg: Ref) -> Ref:
     return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
 
 
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies its operands element by element."""
+    return node.op == CONTRACT and not node.bound
+
+
 def is_elementwise(node: Node) -> bool:
     """Whether a node combines its operands element by element."""
-    return node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound)
+    return node.op in (MAP, ADD) or is_product(node)
+
+
+class Part(NamedTuple):
+    """What is read of a sorted row: `start + stride·i` at index `axis`; no axis: one place."""
+
+    start: int
+    stride: int
+    axis: int | None
 
 
 @dataclass(slots=True)
 class Exit:
     """A class that reduces terms or chooses from one, over its own indices.
 
-    kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k` or `at`.
+    kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k`, `sorted` or `at`.
     args: what is reduced (of a sum: the product of it). bound: indices reduced over.
-    choice: what a gather chooses.
+    choice: what a gather chooses. through: the class of a sort of which only `part` is read.
     """
 
     cls: int
@@ -67,8 +83,10 @@ class Exit:
     bound: tuple[int, ...]
     sizes: dict[int, Dim]
     choice: gathers.Choice | None = None
-    places: int = 0  # of a top-k: how many
-    output: int = 0  # of a top-k: values or places
+    places: int = 0  # of a top-k or a sort: how many
+    output: int = 0  # of a top-k or a sort: values or places
+    through: int | None = None
+    part: Part | None = None
 
 
 def exit_of(t: TermGraph, cls: int) -> Exit | None:
@@ -77,6 +95,10 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
     node = node_of(g, cls)
     if node.op == NATIVE:
         return _native_exit(t, cls, node)
+    if node.op == SLICE:
+        return _sorted_exit(t, cls, node)
+    if node.op == CONTRACT and not node.bound:
+        return _diagonal(g, cls, node)
     if not node.bound or node.op not in (REDUCE, CONTRACT, TAKE):
         return None
     sizes = dict(enumerate((*g.classes[cls].sizes, *node.bound)))
@@ -91,6 +113,21 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
     if kind is None or (kind in ("any", "all") and dtype != "bool"):
         return None
     return Exit(cls, kind, node.args, bound, sizes)
+
+
+def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
+    """`x[i, i]`: the column chosen for each row is the one of its own number."""
+    axes = list(node.args[0].axes)
+    twice = [i for i in set(axes) if axes.count(i) == 2]
+    if len(node.args) != 1 or len(axes) != len(set(axes)) + 1 or not twice:
+        return None
+    size = g.classes[cls].sizes[twice[0]]
+    axes[len(axes) - 1 - axes[::-1].index(twice[0])] = node.out
+    place = g.add(IOTA, None, (), (size,), (), "int32")
+    table = Ref(node.args[0].cls, tuple(axes))
+    chosen = gathers.Choice(table, node.out, size, Ref(place.cls, (twice[0],)), "clip", None)
+    sizes = dict(enumerate((*g.classes[cls].sizes, size)))
+    return Exit(cls, "at", (table,), (node.out,), sizes, choice=chosen)
 
 
 def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
@@ -124,6 +161,52 @@ def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     return Exit(cls, e.name, (arg,), (index,), sizes, None, places, output)
 
 
+def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
+    """The first places of a sorted row, or of the numbers that were sorted along."""
+    sort = node.args[0]
+    if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != NATIVE:
+        return None
+    number, output = t.made_by[sort.cls]
+    e = t.program.equations[number]
+    if e.name != "sort" or e.eqn.params["num_keys"] != 1 or output > 1:
+        return None
+    v, out, axis = e.invals[0], e.outvals[output], int(e.eqn.params["dimension"])
+    if not isinstance(v, int) or len(t.positions[v][axis]) != 1 or not t.positions[out][axis]:
+        return None
+    if output and not _counts_along_axis(t, e.invals[1], axis):
+        return None
+    along, column = t.positions[out][axis][0], len(t.graph.classes[cls].sizes)
+    entries, to = dict(enumerate(node.attr)), {t.positions[v][axis][0]: column}
+    entry = entries.pop(along)
+    if entry is None or any(x is not None for x in entries.values()):
+        return None
+    for mine, theirs in zip(t.positions[v], t.positions[out], strict=True):
+        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
+            return None
+        to.update({q: sort.axes[p] for q, p in zip(mine, theirs, strict=True) if p != along})
+    sizes = {**dict(enumerate(t.graph.classes[cls].sizes)), column: t.sizes[out][along]}
+    kept = sort.axes[along] if isinstance(entry, tuple) else None
+    start, stride = entry if isinstance(entry, tuple) else (entry, 1)
+    count, size = 1 if kept is None else sizes[kept], sizes[column]
+    if not isinstance(count, int) or not isinstance(size, int) or not count or stride < 1:
+        return None
+    places = start + stride * (count - 1) + 1
+    if places * LEAST_OF_SORT > size:
+        return None
+    part = Part(start, stride, kept)
+    view = t.view(v)
+    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
+    return Exit(cls, "sorted", (arg,), (column,), sizes, None, places, output, sort.cls, part)
+
+
+def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
+    """Whether a value holds the index of an axis."""
+    if not isinstance(v, int) or t.views[v] is None:
+        return False
+    view = t.view(v)
+    return node_of(t.graph, view.cls).op == IOTA and view.axes == t.positions[v][axis]
+
+
 class Opened(NamedTuple):
     """How a pairwise reference is computed.
 
@@ -140,16 +223,33 @@ class Opened(NamedTuple):
 class Pair:
     """The reading of terms as pairwise in the indices m and n of one exit.
 
-    gone: classes that sums leave out, since they are zero.
+    gone: classes that sums leave out, since they are zero. single: where there is one row, which
+    has no index: the indices of the term reduced.
     """
 
-    def __init__(self, t: TermGraph, row: int, column: int, gone: frozenset[int]) -> None:
+    def __init__(
+        self,
+        t: TermGraph,
+        row: Any,
+        column: Any,
+        gone: frozenset[int],
+        single: frozenset | None = None,
+    ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
+        self.single = single
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
         """Whether a reference carries both indices."""
+        if self.single is not None:
+            return self.column in ref.axes and self.single.issuperset(ref.axes)
         return self.row in ref.axes and self.column in ref.axes
+
+    def is_of_row(self, ref: Ref) -> bool:
+        """Whether a reference carries the row; without an index of rows, whether it may."""
+        if self.single is not None:
+            return self.column not in ref.axes
+        return self.row in ref.axes
 
     def open(self, ref: Ref) -> Opened:
         """How a reference that carries both is computed."""
@@ -189,6 +289,12 @@ class Pair:
         if split is not None:
             return Opened("dot", split, (tuple(tokens), node.attr))
         count = node.bound[0] if len(node.bound) == 1 else 0
+        if len(args) == 1 and isinstance(count, int) and count >= LEAST_DOT:
+            inner = node_of(self.g, args[0].cls)
+            factors = [over(args[0], a) for a in inner.args]
+            split = self._separable(factors, set(tokens)) if is_product(inner) else None
+            if split is not None:  # a sum of products is a dot that loses no digits
+                return Opened("dot", split, (tuple(tokens), "highest"))
         if isinstance(count, int) and 0 < count <= UNROLL:
             unread = all(tokens[0] not in a.axes for a in args)
             return Opened("leaf") if unread else Opened("sum", tuple(args), (tokens[0], count))
@@ -198,7 +304,9 @@ class Pair:
         """Row and column operand of a contraction, where it has them."""
         if len(args) != 2:
             return None
-        left, right = args if self.row in args[0].axes else args[::-1]
+        left, right = args if self.column in args[1].axes else args[::-1]
+        if self.single is None and self.row not in left.axes:
+            return None
         if self.column in left.axes or self.row in right.axes or self.column not in right.axes:
             return None
         if any(not tokens <= set(a.axes) or len(set(a.axes)) != len(a.axes) for a in args):

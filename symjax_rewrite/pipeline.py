@@ -80,15 +80,37 @@ class Result:
             return lambda *args: compat.eval_jaxpr(self.closed, *args)
         return emit_function(self.terms, self.plan, self.made)
 
-    def spared(self) -> set[tuple]:
-        """Equations whose results the emitted program does not make: (primitive, operands)."""
+    @property
+    def spares(self) -> bool:
+        """Whether some equation of the program is not among those emitted."""
+        assert self.terms is not None
+        equations = self.terms.program.equations
+        return any(not any(v in self.made for v in e.outvals) for e in equations)
+
+    def spared(self) -> Callable[[str, tuple[tuple, ...]], bool]:
+        """Whether the emitted program is spared what a primitive makes of operands of some kinds.
+
+        So it is for an equation whose results it does not make, and for whatever differentiation
+        adds that reads arrays of a shape of which it makes none.
+        """
         assert self.terms is not None
         program = self.terms.program
-        return {
-            (e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars))
-            for e in program.equations
-            if not any(v in self.made for v in e.outvals)
-        }
+        keys: dict[bool, set[tuple]] = {True: set(), False: set()}
+        shapes: dict[bool, set[Any]] = {True: set(), False: set()}
+        shapes[True].update(compat.kind_of(program.avals[v])[0] for v in program.inputs)
+        for e in program.equations:
+            made = any(v in self.made for v in e.outvals)
+            keys[made].add((e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars)))
+            shapes[made].update(compat.kind_of(v.aval)[0] for v in e.eqn.outvars)
+        unmade = shapes[False] - shapes[True]
+
+        def spared(name: str, operands: tuple[tuple, ...]) -> bool:
+            key = (name, *operands)
+            if key in keys[False] or key in keys[True]:
+                return key in keys[False]
+            return any(kind[0] in unmade for kind in operands)
+
+        return spared
 
     def plan_record(self) -> dict[str, Any]:
         """What to pass as `plan=` to get the same program again."""

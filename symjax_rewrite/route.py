@@ -15,11 +15,12 @@ from symjax_rewrite.choice_route import ChoiceRoute
 from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.device import CPU, Device
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.fold_plan import Candidate, Cluster, clusters, frame, schedule
+from symjax_rewrite.fold_plan import Candidate, Cluster, clusters, direction, frame, schedule
 from symjax_rewrite.fold_route import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.fold_rows import Served, Surroundings
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
+from symjax_rewrite.pieces import Reread, rereads, restated
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.scan_route import ScanRoute, route_loop
@@ -28,7 +29,7 @@ from symjax_rewrite.worth import pays
 
 MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
 
-Route = FoldRoute | ChoiceRoute
+Route = FoldRoute | ChoiceRoute | Reread
 
 
 class Router:
@@ -54,6 +55,18 @@ class Router:
         """The folds to route, and what was considered."""
         if self.kernels == "off" or t.dim_env:
             return [], []
+        made = self._find(t, need)
+        again = restated(t, need)
+        if again is None:
+            return made
+        changed, need = again
+        routes, uses = self._find(t, need)
+        routed = {c for r in routes for c in r.classes()}
+        if not changed.wanted <= routed:
+            return made
+        return [*routes, *rereads(changed, routed)], uses
+
+    def _find(self, t: TermGraph, need: Needed) -> tuple[list[Route], list[RouteUse]]:
         least = MIN_PAIRS if self.kernels == "auto" else 0
         found = clusters(t, need, least)
         if self.kernels == "auto" and compat.may_be_partitioned():
@@ -126,10 +139,7 @@ class Draft:
             if m.exit.kind == "at":
                 self.choices.append(_choice(t, m))
                 continue
-            ids = frame(cluster, m)
-            rest = frozenset(ids.values()) - {ids[m.pair.row], ids[m.pair.column]}
-            key = (m.level, ids[m.pair.row], ids[m.pair.column], rest)
-            groups.setdefault(key, []).append(m)
+            groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
         self.builders = [_fold(t, cluster, group) for group in groups.values()]
         self.levels = [group[0].level for group in groups.values()]
 
@@ -168,13 +178,13 @@ def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder
     """One fold for candidates that reduce the same way round and wait for the same results."""
     first = frame(cluster, group[0])
     pair = group[0].pair
-    name = {first[pair.row]: ROW, first[pair.column]: COLUMN}
+    name = {first.get(pair.row): ROW, first[pair.column]: COLUMN}
     for i in group[0].space:
         if first[i] not in name:
             name[first[i]] = f"b{len(name) - 2}"
     lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
     sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
-    builder = FoldBuilder(t, lead, sizes, pair.gone)
+    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair.gone, pair.single is not None)
     for m in group:
         ids = frame(cluster, m)
         names = {i: name[ids[i]] for i in m.space}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -22,6 +23,7 @@ from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import Opened, Pair, is_elementwise, over
 from symjax_rewrite.pallas_kernels.fold_spec import Contraction, Operand
 from symjax_rewrite.product import is_half
+from symjax_rewrite.ranks import ranks
 from symjax_rewrite.regions import node_of
 
 ROW, COLUMN = "m", "n"
@@ -38,11 +40,13 @@ class At(NamedTuple):
 class TileBuilder:
     """Collects the steps, operands and contractions of a fold's tiles.
 
-    inputs: per operand its class and what each slot reads. number: step of a reference.
+    inputs: per operand its class and what each slot reads. number: step of a reference. single:
+    whether there is one row, which has no index in the program.
     """
 
     t: TermGraph
     gone: frozenset[int] = frozenset()
+    single: bool = False
     steps: list[Step] = field(default_factory=list)
     inputs: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
@@ -54,7 +58,8 @@ class TileBuilder:
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pair = Pair(self.t, ROW, COLUMN, self.gone)  # pyright: ignore[reportArgumentType]
+        space = frozenset(self.sizes) if self.single else None
+        self.pair = Pair(self.t, ROW, COLUMN, self.gone, space)
 
     def build(self, ref: Ref) -> int:
         """The number of the step that computes a reference."""
@@ -69,6 +74,12 @@ class TileBuilder:
         if len(made) == 1:
             return made[0]
         return self._step("apply", (CONTRACT, None), tuple(made), self._widest(made))
+
+    def ranked(self, step: int) -> int:
+        """The step that gives each value an integer in the order of a sort."""
+        dtype = np.dtype(self.steps[step][3])
+        made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
+        return self._step("rank", None, (step,), str(made.dtype))
 
     def _power(self, step: int, power: Fraction) -> int:
         if power == 1:
@@ -130,15 +141,20 @@ class TileBuilder:
             self.reads.append(number)
         return self._step("value", self.reads.index(number), (), dtype)
 
-    def operand(self, ref: Ref) -> int:
-        """The number of an operand, every axis of which has a name or is at one place."""
+    def operand(self, ref: Ref, of_row: bool = False) -> int:
+        """The number of an operand, every axis of which has a name or is at one place.
+
+        of_row: it is contracted as the operand of rows, so a single row's gets its axis here.
+        """
         g = self.t.graph
         sizes = g.classes[ref.cls].sizes
         names = tuple([a for a in ref.axes if not isinstance(a, At)])
         for name, size in zip(ref.axes, sizes, strict=True):
             if not isinstance(name, At):
                 self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
-        entry, spec = (ref.cls, tuple(ref.axes)), Operand(names, g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
+        added = (ROW,) if of_row and self.single else ()
+        entry = (ref.cls, (*ref.axes, *added))
+        spec = Operand((*names, *added), g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
         if entry in self.inputs:
             return self.inputs.index(entry)
         self.inputs.append(entry)
@@ -149,7 +165,8 @@ class TileBuilder:
         tokens, attr = found.data
         column = found.args[1]
         name = {i: feature(column.cls, slot) for slot, i in enumerate(column.axes) if i in tokens}
-        row, col = (self.operand(unwidened(self.t.graph, _renamed(a, name))) for a in found.args)
+        left, right = (unwidened(self.t.graph, _renamed(a, name)) for a in found.args)
+        row, col = self.operand(left, of_row=True), self.operand(right)
         precision = precision_name(attr)
         exact = dtype == "float64" or dtype_kind(dtype) != "f"
         accumulate = dtype if exact else "float32"
@@ -245,6 +262,8 @@ def run_steps(
             made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
         elif kind == "value":
             made.append(values[data])
+        elif kind == "rank":
+            made.append(ranks(made[args[0]]))
         elif kind == "dot":
             made.append(dots[data].astype(np.dtype(dtype)))
         else:

@@ -25,7 +25,12 @@ FUSED_STEPS_PER_S = 16e9  # elementwise steps in a loop that stays in cache
 CACHED = 3.0  # how many times faster memory is while terms stay in cache
 KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
 FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
-_PLAIN_STEPS = {"argmax": 80, "argmin": 80, "top_k": 24}  # of XLA's own, per element
+_PLAIN_STEPS = {
+    "argmax": 80,
+    "argmin": 80,
+    "top_k": 24,
+    "sorted": 2900,
+}  # of XLA's own, per element
 LEAST_GAIN = 0.85  # a fold must be predicted to take at most this part of the time
 
 
@@ -46,6 +51,7 @@ def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], 
     """The written nodes of a cluster, its classes, and its exits."""
     exits = sorted({m.exit.cls for m in cluster.members})
     mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
+    mine |= {m.exit.through for m in cluster.members if m.exit.through is not None}
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
 

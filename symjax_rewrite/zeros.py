@@ -9,7 +9,7 @@ tile need be compared with its own maximum.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
@@ -22,6 +22,12 @@ MAX_DEPTH = 40
 
 Monomial = frozenset  # of (factor, power)
 Sum = dict[Any, float]  # monomial: coefficient
+
+
+class Whole(NamedTuple):
+    """A sum that something is divided by, not multiplied out."""
+
+    ref: Ref
 
 
 class TooLargeError(Exception):
@@ -82,11 +88,35 @@ def _is_tie_count(g: EGraph, cls: int) -> bool:
 
 
 def _cancels(g: EGraph, ref: Ref) -> bool:
+    if node_of(g, ref.cls).op not in (ADD, CONTRACT):
+        return False
     try:
-        terms = _multiplied_out(g, ref, MAX_DEPTH)
+        return not _cleared(g, _multiplied_out(g, ref, MAX_DEPTH))
     except TooLargeError:
         return False
-    return not terms and node_of(g, ref.cls).op in (ADD, CONTRACT)
+
+
+def _cleared(g: EGraph, terms: Sum) -> Sum:
+    """The terms times the sums they are divided by, multiplied out."""
+    while True:
+        least: dict[Whole, Fraction] = {}
+        for m in terms:
+            for f, p in m:
+                if isinstance(f, Whole):
+                    least[f] = min(p, least.get(f, Fraction(0)))
+        below = next((f for f, p in least.items() if p < 0), None)
+        if below is None:
+            return terms
+        inside = _multiplied_out(g, below.ref, MAX_DEPTH)
+        cleared: Sum = {}
+        for m, k in terms.items():
+            power = next((p for f, p in m if f == below), Fraction(0)) - least[below]
+            product: Sum = {Monomial((f, p) for f, p in m if f != below): k}
+            for _ in range(int(power)):
+                product = _times(product, inside)
+            for n, j in product.items():
+                _put(cleared, n, j)
+        terms = cleared
 
 
 def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
@@ -114,11 +144,15 @@ def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
         if len(below) == 1:
             ((m, k),) = below.items()
             return {Monomial((f, p * power) for f, p in m): k**power}
+        if power < 0:
+            return {Monomial([(Whole(over(ref, node.args[0])), Fraction(power))]): 1.0}
     if node.op == MAP and node.attr[0] == "div":
         top, bottom = (_multiplied_out(g, over(ref, a), depth - 1) for a in node.args)
         if len(bottom) == 1:
             ((m, k),) = bottom.items()
             return _times(top, {Monomial((f, -p) for f, p in m): 1 / k})
+        below = Whole(over(ref, node.args[1]))
+        return _times(top, {Monomial([(below, Fraction(-1))]): 1.0})
     return {Monomial([(ref, Fraction(1))]): 1.0}
 
 
@@ -157,12 +191,16 @@ def _summed(product: Sum, tokens: tuple) -> Sum:
 
 
 def _reads(factor: Any, tokens: tuple) -> bool:
+    if isinstance(factor, Whole):
+        factor = factor.ref
     if isinstance(factor, Ref):
         return any(i in tokens for i in factor.axes)
     return any(_reads(f, tokens) for f, _ in factor[2])
 
 
 def _renamed(factor: Any, name: dict) -> Any:
+    if isinstance(factor, Whole):
+        return Whole(_renamed(factor.ref, name))
     if isinstance(factor, Ref):
         return Ref(factor.cls, tuple([name.get(i, i) for i in factor.axes]))
     return ("sum", factor[1], Monomial((_renamed(f, name), p) for f, p in factor[2]))

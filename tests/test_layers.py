@@ -28,8 +28,8 @@ LAYERS = {
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "
-    "band gathers pairs zeros fold_forms tile_program fold_rows fold_plan fold_route choice_route "
-    "worth scan_route route "
+    "band gathers ranks pairs pieces zeros fold_forms tile_program fold_rows fold_plan "
+    "fold_route choice_route worth scan_route route "
     "norm_form norm_program norm_epilogue norm_route norm_frozen "
     "report summary "
     "prepare "

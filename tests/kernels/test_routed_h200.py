@@ -168,3 +168,23 @@ def test_attention_is_one_kernel(kernels, fun, width, dtype, compile_h200):
     assert found == [*widened, "custom-call"], compiled.as_text()
     held = compiled.memory_analysis().temp_size_in_bytes
     assert held < 2**20 + (B * T * T if widened else 0)
+
+
+def gradients(fun, kernels, inside):
+    """The gradients of a scalar of the attention, optimised before or after differentiation."""
+    wrapped = sym_optimize(fun, kernels=kernels) if inside else fun
+    loss = lambda *args: jnp.sum(wrapped(*args).astype(jnp.float32) ** 2)  # noqa: E731
+    grad = jax.grad(loss, (0, 1, 2))
+    return grad if inside else sym_optimize(grad, kernels=kernels)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+@pytest.mark.parametrize("fun", [causal, softcap, bias, sinks, segments], ids=lambda f: f.__name__)
+def test_gradients_are_four_kernels_at_most(fun, inside, compile_h200):
+    compiled = compile_h200(gradients(fun, "always", inside), *arguments(fun, 64, "bfloat16"))
+    text = compiled.as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') <= 4  # one of them forward
+    quadratic = re.findall(rf"\w+\[([0-9,]*{T},{T})\]", text)
+    largest = max((np.prod([*map(int, s.split(","))]) for s in quadratic), default=0)
+    assert largest <= (H * T * T if fun is bias else 0)  # the bias itself
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * 2**20

@@ -183,8 +183,9 @@ INSIDE = {  # in bodies of their own: the report of the whole program names the 
         q[0, 0, 0, 0] > 0, FUNCTIONS["unshifted"], FUNCTIONS["shifted"], q, k, v
     ),
 }
-LEFT = {  # kept as written today, and why
-    "decode": "one query has no index of its own: its scores are no larger than the keys",
-    "decode_one_row": "the same",
-}
-FOLDS = {"merged_caches": 2, "two_layers": 2, "branch": 2}  # one where not said
+FOLDS = {
+    "merged_caches": 2,
+    "beside_global_keys": 2,
+    "two_layers": 2,
+    "branch": 2,
+}  # one where not said

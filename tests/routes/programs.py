@@ -128,6 +128,24 @@ def log_sum_exp(x, y):
     return jax.nn.logsumexp(x @ y.T, axis=-1)
 
 
+def sorted_neighbours(x, y):
+    d = squares(x, y)
+    return jnp.argsort(d, axis=1)[:, 1:6], jnp.sort(d, 1)[:, 2]
+
+
+def contrastive(x, y):
+    s = x @ y[:N].T
+    label = jnp.arange(N)
+    rows, columns = (jax.nn.log_softmax(s, axis) for axis in (1, 0))
+    return -(rows[label, label] + columns[label, label]).mean()
+
+
+def queued(x, y):
+    other = jnp.roll(x, 1, 0)
+    s = jnp.concatenate([(x * other).sum(-1, keepdims=True), x @ y.T], 1)
+    return -jax.nn.log_softmax(s / 3, -1)[:, 0].mean()
+
+
 def tests(x, y):
     s = x @ y.T
     return jnp.any(s > 9.0, 1), jnp.all(s > -9.0, 1), (s > 1).sum(-1)
@@ -216,6 +234,19 @@ def biased(q, k, v):
     return values(jax.nn.softmax(scores(q, k) + bias), v)
 
 
+def sinks(q, k, v):
+    s, sink = scores(q, k), jnp.asarray([0.3, -0.2, 2.0, 0.1])[:, None, None]
+    top = jnp.maximum(s.max(-1, keepdims=True), sink)
+    e = jnp.exp(s - top)
+    return values(e / (e.sum(-1, keepdims=True) + jnp.exp(sink - top)), v)
+
+
+def joined_sinks(q, k, v):
+    sink = jnp.broadcast_to(jnp.asarray([0.3, -0.2, 2.0, 0.1])[:, None, None], (2, H, T, 1))
+    p = jax.nn.softmax(jnp.concatenate([causal(scores(q, k)), sink], -1))
+    return values(p[..., :-1], v)
+
+
 def sloped(q, k, v):
     distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
     slopes = jnp.array([0.5, 0.25, 0.1, 0.05])[:, None, None]
@@ -257,12 +288,14 @@ def _folds() -> list[Program]:
     out += [Program(f, near, N * M) for f in (gaussian, gaussian_differences, smoothing)]
     out += [Program(gradient(gaussian, 3), near, N * M)]
     out += [Program(polynomial, (*wide, draw(M, 5)), N * M)]
-    pairs = (neighbours, best, column_max, log_sum_exp, tests, chamfer, entropy)
+    out += [Program(queued, wide, N * M)]
+    out += [Program(f, wide, N * N) for f in (contrastive, gradient(contrastive, 2))]
+    pairs = (neighbours, sorted_neighbours, best, column_max, log_sum_exp, tests, chamfer, entropy)
     out += [Program(f, wide, N * M) for f in pairs]
     out += [Program(nearest, near[:2], N * M)]
     layers = (
         plain, masked, finite_fill, stopped, by_hand, through_lse, repeated, grouped, softcap,
-        library, padded, biased, sloped,
+        library, padded, biased, sloped, sinks, joined_sinks,
     )  # fmt: skip
     out += [Program(gradient(f, 3), qkv, 2 * H * T * T) for f in layers]
     params = tuple(draw(D, D, seed=s) * 0.3 for s in range(3))
@@ -281,8 +314,8 @@ def scores_returned(x, y):
 
 
 def scores_sorted(x, y):
-    e = jnp.exp(x @ y.T)
-    return jnp.sort(e, -1)[:, 3] / e.sum(-1)
+    e = jnp.sort(jnp.exp(x @ y.T), -1)
+    return e[:, 3] / e[:, -2]
 
 
 def running(x, y):
@@ -315,7 +348,7 @@ def rows_of_an_argument(x, y):
 
 LEFT = [
     (scores_returned, "itself a result"),
-    (scores_sorted, "used by sort"),
+    (scores_sorted, "more of the sorted"),
     (running, "used by cumsum"),
     (dropped, "random numbers"),
     (above_its_mean, "compares the pairwise term with its own reduction"),

@@ -149,6 +149,22 @@ def gpt_oss(q, k, v):
 
 
 @spelling
+def concatenated_sinks(q, k, v):
+    sinks = jnp.asarray([0.3, -0.2], jnp.float32)[None, :, None, None]
+    s = jnp.where(TRIL, dot(q, k) * D**-0.5, -jnp.inf)
+    s = jnp.concatenate([s, jnp.broadcast_to(sinks, (B, H, T, 1))], -1)
+    return out(jax.nn.softmax(s - s.max(-1, keepdims=True), -1)[..., :-1], v)
+
+
+@spelling
+def beside_global_keys(q, k, v):
+    near, far = (k, v), (k[:, :12] + 1, v[:, :12] - 1)
+    s = jnp.concatenate([dot(q, far[0]), jnp.where(TRIL, dot(q, near[0]), -1e9)], -1)
+    p = jax.nn.softmax(s * D**-0.5)
+    return out(p[..., :12], far[1]) + out(p[..., 12:], near[1])
+
+
+@spelling
 def quiet_softmax(q, k, v):
     s = dot(q, k) * D**-0.5
     top = jax.lax.stop_gradient(jnp.maximum(s.max(-1, keepdims=True), 0))

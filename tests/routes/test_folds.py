@@ -59,7 +59,7 @@ def test_integers_wrap_and_compare_as_written():
 
     def fun(x, y):
         s = jnp.maximum(x @ y.T, -5)
-        return s.max(-1), s.sum(-1), jnp.argmin(s, -1)
+        return s.max(-1), s.sum(-1), jnp.argmin(s, -1), jnp.argsort(s, -1)[:, :4]
 
     routed = sym_optimize(fun, kernels="always")
     assert [r.taken for r in routed.explain(x, y).routes if r.name == "fold"] == [True]
@@ -98,3 +98,38 @@ def test_large_sizes_are_taken(monkeypatch):
     report = sym_optimize(log_sum_exp, device="cpu").explain(x, x)
     assert [r.taken for r in report.routes if r.name == "fold"] == [True]
     assert report.after.largest_intermediate < 0.05 * report.before.largest_intermediate
+
+
+@pytest.mark.parametrize("words", [60, 70])
+def test_pairs_that_a_fold_never_makes_are_read_by_no_other(words):
+    """The second fold's scores are a product of the probabilities that the first never makes."""
+
+    def fun(q, k, v, w):
+        p = jax.nn.softmax(q @ k.T)
+        return p @ v, jax.nn.logsumexp(p @ w, -1)
+
+    args = draw(90, 8), draw(70, 8), draw(70, 5), draw(70, words)
+    routed = sym_optimize(fun, kernels="always")
+    report = routed.explain(*args)
+    folds = [r for r in report.routes if r.name == "fold"]
+    assert sum(r.taken for r in folds) == 1
+    refused = [r.reason for r in folds if not r.taken]
+    assert refused == ["it reads pairs that another fold never makes"] * (words == 70)
+    assert_equivalent(routed, fun, *args, rtol=2e-5)
+
+
+def test_the_first_of_a_sorted_row_are_those_of_a_sort():
+    """NaN comes last and equal values in order, in every dtype."""
+
+    def fun(x):
+        s = jnp.maximum(x[:, None] - x[None], -1)
+        return jnp.argsort(s, -1)[:, 1:6], jnp.sort(s, -1)[:, 3]
+
+    x = jnp.round(draw(40) * 4).at[3].set(jnp.nan).at[5:8].set(jnp.inf)  # no rounding
+    for dtype in ("float32", "bfloat16", "float16"):
+        x = x.astype(dtype)
+        routed = sym_optimize(fun, kernels="always")
+        assert [r.taken for r in routed.explain(x).routes if r.name == "fold"] == [True]
+        for ours, written in zip(routed(x), fun(x), strict=True):
+            assert ours.dtype == written.dtype
+            np.testing.assert_array_equal(*(np.asarray(v, np.float64) for v in (ours, written)))

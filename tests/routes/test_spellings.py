@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
-from tests.routes.arrangements import FOLDS, INSIDE, LEFT
+from tests.routes.arrangements import FOLDS, INSIDE
 from tests.routes.spellings import FUNCTIONS, B, T, arrays, tolerance
 
 ALL = {**FUNCTIONS, **INSIDE}
@@ -50,7 +50,7 @@ def check_values(routed, fun, args, name):
         np.testing.assert_allclose(a, b, tolerance(name), tolerance(name))
 
 
-@pytest.mark.parametrize("name", [n for n in ALL if n not in LEFT])
+@pytest.mark.parametrize("name", ALL)
 def test_spelling_is_a_fold(name):
     fun, args = ALL[name], arrays()
     routed = sym_optimize(fun, kernels="always", on_unsupported="error")
@@ -59,9 +59,3 @@ def test_spelling_is_a_fold(name):
     assert taken.count(True) == FOLDS.get(name, 1), report
     assert not list(pairwise(report.after.jaxpr.jaxpr))
     check_values(routed, fun, args, name)
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_keeps_its_values(name):
-    routed = sym_optimize(ALL[name], kernels="always", on_unsupported="error")
-    check_values(routed, ALL[name], arrays(), name)
