@@ -83,20 +83,44 @@ class Steps:
         a, b = (jnp.asarray(x, dtype) for x in self.run(self.spec.coefficients))
         return _padded(a, rank), _padded(b, rank)
 
-    def read_out(self, readout: Readout, before: Array, after: Array) -> Array:
-        """A readout of the states before and after each step, as [steps, *what is left]."""
-        made = after if readout.program is None else self.run(readout.program, (before, after))
-        made = jnp.broadcast_to(made, self.shape)
+    def read_out(self, readout: Readout, before: Array, after: Array, dots: bool = False) -> Array:
+        """A readout of the states before and after each step, as [steps, *what is left].
+
+        With `dots` the sums of products that may be products of matrices are.
+        """
         places = tuple(1 + self.order.index(a) for a in readout.over)
-        if places:
-            total = accumulator(made.dtype)
-            made = jnp.sum(made, axis=places, keepdims=True, dtype=total)
+        if dots and places and readout.factor is not None:
+            made = self._dot(self.run(readout.factor), after, places)
+        else:
+            made = after if readout.program is None else self.run(readout.program, (before, after))
+            made = jnp.broadcast_to(made, self.shape)
+            if places:
+                total = accumulator(made.dtype)
+                made = jnp.sum(made, axis=places, keepdims=True, dtype=total)
         if readout.finish is not None:
             made = self.run(readout.finish, made)
             sizes = (1 if k in places else n for k, n in enumerate(self.shape))
             made = jnp.broadcast_to(made, tuple(sizes))
         made = made.astype(readout.dtype or self.spec.dtype)
         return lax.squeeze(made, places)
+
+    def _dot(self, factor: Array, after: Array, over: tuple[int, ...]) -> Array:
+        """Σ_over after·factor as a product of matrices, the axes summed over of size 1."""
+        factor = _padded(jnp.asarray(factor, after.dtype), after.ndim)
+        whole = tuple(
+            n if k in over else m
+            for k, (n, m) in enumerate(zip(after.shape, factor.shape, strict=True))
+        )
+        factor = jnp.broadcast_to(factor, whole)
+        batch = tuple(k for k, n in enumerate(whole) if n > 1 and k not in over)
+        kept = (*batch, *over)
+        factor = lax.squeeze(factor, tuple(k for k in range(after.ndim) if k not in kept))
+        mine = {k: n for n, k in enumerate(sorted(kept))}
+        numbers = ((tuple(mine[k] for k in over), over), (tuple(mine[k] for k in batch), batch))
+        made = lax.dot_general(factor, after, numbers, precision=lax.Precision.HIGHEST)
+        axes = (*batch, *(k for k in range(after.ndim) if k not in kept))
+        made = lax.transpose(made, tuple(axes.index(k) for k in sorted(axes)))
+        return lax.expand_dims(made, over)
 
 
 def _padded(x: Array, rank: int) -> Array:

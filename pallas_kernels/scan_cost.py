@@ -9,7 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes
+from symjax_rewrite.pallas_kernels.scan_spec import (
+    ScanSpec,
+    result_axes,
+    result_shapes,
+    wide_order,
+)
 
 # Blocks pay where coefficients are dear or readouts are sums: computed for a whole block both
 # vectorise and run on all cores. Steps per block are taken so that what a block holds of states
@@ -40,16 +45,21 @@ def tree_steps(spec: ScanSpec) -> int:
     return max(TREE_BYTES // max(state_bytes(spec), 1), 1)
 
 
-@lru_cache(maxsize=256)
 def is_light(spec: ScanSpec) -> bool:
     """Whether a step is little more than the recurrence itself: no sum, nothing but arithmetic."""
+    return not any(r.over for r in spec.readouts) and _is_cheap(spec)
+
+
+@lru_cache(maxsize=256)
+def _is_cheap(spec: ScanSpec) -> bool:
+    """Whether coefficients are nothing but arithmetic."""
     values = tuple(
         jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), o.dtype) for o in spec.operands
     )
     t = jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), jnp.int32)
     program = spec.coefficients
     jaxpr = jax.make_jaxpr(program.fun)(tuple(values[k] for k in program.reads), t)
-    return not any(r.over for r in spec.readouts) and _names(jaxpr.jaxpr) <= CHEAP
+    return _names(jaxpr.jaxpr) <= CHEAP
 
 
 def _names(jaxpr: Any) -> set[str]:
@@ -60,6 +70,53 @@ def _names(jaxpr: Any) -> set[str]:
         inner = [p for p in inner if hasattr(p, "eqns")]
         names |= set().union(*map(_names, inner)) if inner else {eqn.primitive.name}
     return names
+
+
+def runs_in_turns(spec: ScanSpec) -> bool:
+    """Whether the `xla` backend runs a scan as one loop over its steps."""
+    return spec.length > 0 and all(r.factor is not None for r in spec.readouts if r.over)
+
+
+# On two CPU cores, f32 (experiments/selective_scan/turns.py): nanoseconds per entry of a state and
+# step where the innermost axis has so few entries that the compiler unrolls the loop over it before
+# it can be vectorised, and where it is vectorised; with transcendentals and without.
+NARROW = range(9, 32)
+ENTRY_S = {True: (1.15e-9, 0.55e-9), False: (0.6e-9, 0.4e-9)}
+STEP_S = 0.8e-6  # of calls in every step
+MOVED_BYTES_PER_S = 5e9  # an array laid out anew
+
+
+def seconds_written(spec: ScanSpec, fused: bool) -> float:
+    """Predicted seconds on a CPU of a loop that has its states as the scan names their axes.
+
+    Args:
+        spec: the scan.
+        fused: whether its sums are no products of matrices: one loop with a cheap step.
+    """
+    if fused and _is_cheap(spec):
+        return _seconds_in_turns(spec, 1)
+    axes = [a for a in spec.state if spec.size[a] > 1]
+    return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1)
+
+
+def seconds_turned(spec: ScanSpec) -> float:
+    """Predicted seconds of the same loop with the longest axis innermost, laying out included."""
+    axes = [a for a in wide_order(spec) if spec.size[a] > 1]
+    moved = 0
+    given = [(o.axes, o.dtype) for o in spec.operands]
+    made = zip(result_axes(spec), result_shapes(spec), strict=True)
+    for names, dtype in (*given, *((names, dtype) for names, (_, dtype) in made)):
+        inner = [a for a in names if a in axes]
+        if inner != [a for a in axes if a in inner]:
+            moved += 2 * math.prod(spec.size[a] for a in names) * jnp.dtype(dtype).itemsize
+    width = spec.size[axes[-1]] if axes else 1
+    return 1.1 * _seconds_in_turns(spec, width) + moved / MOVED_BYTES_PER_S
+
+
+def _seconds_in_turns(spec: ScanSpec, width: int) -> float:
+    narrow, wide = ENTRY_S[not _is_cheap(spec)]
+    rate = narrow if width in NARROW else wide
+    return spec.length * (STEP_S + rate * math.prod(spec.state_shape))
 
 
 def block_steps(spec: ScanSpec) -> int:

@@ -62,6 +62,8 @@ class Readout:
         axes: the axes of the result in the order wanted; time, then what is left of the state's, if
             left out.
         dtype: of the result; the scan's if left out.
+        factor: where `program` is the state after the step times what operands give, that factor
+            as `fun(values, t)`: such a sum is also a product of matrices.
     """
 
     program: Program | None = None
@@ -69,6 +71,7 @@ class Readout:
     finish: Program | None = None
     axes: tuple[str, ...] | None = None
     dtype: str | None = None
+    factor: Program | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +234,15 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
     )
 
 
+def wide_order(spec: ScanSpec) -> tuple[str, ...]:
+    """The axes of a state, the longest last: the innermost loop is the one that vectorises."""
+    last = max(reversed(spec.state), key=lambda a: spec.size[a], default=None)
+    return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
+
+
 def programs_of(spec: ScanSpec) -> tuple[Program, ...]:
     """Every program of a scan."""
-    found = [p for r in spec.readouts for p in (r.program, r.finish) if p is not None]
+    found = [p for r in spec.readouts for p in (r.program, r.factor, r.finish) if p is not None]
     return (spec.coefficients, *found)
 
 

@@ -22,9 +22,10 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     without_ones,
     write_steps,
 )
-from symjax_rewrite.pallas_kernels.scan_cost import block_steps, tree_steps
+from symjax_rewrite.pallas_kernels.scan_cost import block_steps, runs_in_turns, tree_steps
 from symjax_rewrite.pallas_kernels.scan_reference import advance
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes
+from symjax_rewrite.pallas_kernels.scan_turns import scan_turns
 from symjax_rewrite.pallas_kernels.support import YES, Support
 
 Array = Any
@@ -53,6 +54,8 @@ def scan_xla(
     """
 
     def run(tree: bool) -> Any:
+        if not tree and steps is None and runs_in_turns(spec):
+            return lambda *xs: scan_turns(spec, xs)
         chosen = steps or (tree_steps(spec) if tree else block_steps(spec))
         return lambda *xs: scan_blocks(spec, xs, chosen, keep=False, tree=tree)[0]
 

@@ -131,7 +131,14 @@ def forward(s: SelectiveScan) -> ScanSpec:
             s.coefficients, s.reads("x", "dt", "A", "B", "bias"), key=("selective", s.softplus)
         ),
         readouts=(
-            Readout(read, over=("n",), finish=finish, axes=CHANNELS, dtype=s.operand("x").dtype),
+            Readout(
+                read,
+                over=("n",),
+                finish=finish,
+                axes=CHANNELS,
+                dtype=s.operand("x").dtype,
+                factor=Program(lambda values, t: values[0], s.reads("C"), "factor"),
+            ),
         ),
         last=s.last,
         start=s.parts.index("start") if s.start else None,

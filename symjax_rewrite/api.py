@@ -301,7 +301,7 @@ class _Worker:
         result = self.decide(closed)
         if result.taken:
             try:
-                return Call(result, self.stage).bind(values)
+                return Call(result, self.stage, self.optimiser()).bind(values)
             except SymjaxError:
                 raise
             except Exception as error:

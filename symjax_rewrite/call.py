@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ import numpy as np
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr
-from symjax_rewrite.pipeline import Result
+from symjax_rewrite.loop_pairs import made_again
+from symjax_rewrite.loop_pass import before_derivatives
+from symjax_rewrite.pipeline import Optimiser, Result
 
 Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
@@ -27,10 +30,12 @@ class Call:
     """One optimised program in place of the original.
 
     result: what was decided. stage_program: stages out another program, optimised likewise.
+    optimiser: what decided.
     """
 
     result: Result
     stage_program: Stage
+    optimiser: Optimiser
 
     def __repr__(self) -> str:
         return f"the original of {len(self.closed.jaxpr.eqns)} equations"
@@ -63,21 +68,26 @@ class Call:
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
         """Results and tangents of the original, where the inputs `live` have tangents."""
-        return jax.jvp(self._of(primals, live), [primals[k] for k in live], tangents)
+        return jax.jvp(self._of(self.closed, primals, live), [primals[k] for k in live], tangents)
 
     def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
         """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
         moving = self.moving(live)
         count = len(moving)
         trees = []
+        original = self._kept_small()
 
-        def forward(*values: Any) -> list[Any]:
-            outs, pullback = jax.vjp(self._spared(values, live), *[values[k] for k in live])
+        def forward(again: set[tuple], *values: Any) -> list[Any]:
+            fun = self._spared(self._of(original, values, live), again)
+            outs, pullback = jax.vjp(fun, *[values[k] for k in live])
             leaves, tree = jax.tree.flatten(pullback)
             trees.append(tree)
             return [*outs, *leaves]
 
-        closed, _ = compat.make_jaxpr(forward, *primals)
+        closed, _ = compat.make_jaxpr(partial(forward, set()), *primals)
+        again = set() if self.closed.effects else made_again(closed, count, self.optimiser.device)
+        if again:
+            closed, _ = compat.make_jaxpr(partial(forward, again), *primals)
         kept, read = _forwarded(closed)
         made = self.stage(kept, primals)
         flat = [primals[k] if k < len(primals) else made[k - len(primals)] for k in read]
@@ -97,26 +107,44 @@ class Call:
 
         return flat[:count], flat[count:], pull
 
-    def _of(self, primals: Sequence[Any], live: list[int]) -> Callable[..., list[Any]]:
-        """The original as a function of the inputs `live`."""
+    def _kept_small(self) -> ClosedJaxpr:
+        """The original with its loops as they keep least for a gradient."""
+        optimiser = self.optimiser
+        if self.closed.effects or not optimiser.options.numerics.permits("reassoc"):
+            return self.closed
+        return before_derivatives(self.closed, optimiser.device)
+
+    def _of(
+        self, closed: ClosedJaxpr, primals: Sequence[Any], live: list[int]
+    ) -> Callable[..., list[Any]]:
+        """A program as a function of the inputs `live`."""
 
         def original(*moving: Any) -> list[Any]:
             full = list(primals)
             for k, value in zip(live, moving, strict=True):
                 full[k] = value
-            return compat.eval_jaxpr(self.closed, *full)
+            return compat.eval_jaxpr(closed, *full)
 
         return original
 
-    def _spared(self, primals: Sequence[Any], live: list[int]) -> Callable[..., list[Any]]:
-        """The same, where what the optimised program does not make is no residual either."""
-        original = self._of(primals, live)
-        if not self.result.spares or self.closed.effects:
+    def _spared(
+        self, original: Callable[..., list[Any]], again: set[tuple]
+    ) -> Callable[..., list[Any]]:
+        """The same, where some results are no residuals.
+
+        These are what the optimised program does not make, and what equations of the kinds `again`
+        make.
+        """
+        spares = self.result.spares
+        if self.closed.effects or not (spares or again):
             return original
         spared = self.result.spared()
 
         def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
-            return not spared(primitive.name, tuple(map(compat.kind_of, avals)))
+            kinds = tuple(map(compat.kind_of, avals))
+            if (primitive.name, *kinds) in again:
+                return False
+            return not (spares and spared(primitive.name, kinds))
 
         return jax.checkpoint(original, policy=may_save, prevent_cse=False)
 

@@ -32,7 +32,7 @@ from symjax_rewrite.ir import (
 )
 
 _ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
-_SLOW_MAPS = frozenset(
+SLOW_MAPS = frozenset(
     "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
     "lgamma div reciprocal atan2 erf_inv".split()
 )
@@ -305,7 +305,7 @@ class CostModel:
 def weight(node: Node) -> float:
     """Operations of an elementwise node per element; slow functions count as four."""
     if node.op == MAP:
-        return 4.0 if node.attr[0] in _SLOW_MAPS else 1.0
+        return 4.0 if node.attr[0] in SLOW_MAPS else 1.0
     if node.op in (ADD, CONTRACT):
         scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)

@@ -19,9 +19,10 @@ from symjax_rewrite.equation_cost import SYMBOLIC, aval_bytes, equation_seconds
 from symjax_rewrite.loop_cleaning import clean
 from symjax_rewrite.loop_fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
+from symjax_rewrite.loop_pairs import Pair, find_pairs, run_back, run_there, start_avals
 from symjax_rewrite.loops import Loop, Read, read_loop
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
-from symjax_rewrite.trace import Equation, Program, Value
+from symjax_rewrite.trace import RULED, Equation, Program, Value, flatten
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Loops:
 
 
 FUSED = ("loop_fusion",)
+BLOCKS = ("loop_recomputation",)
 MIN_GAIN = 1.25  # predicted, for a tree to become a loop
 
 
@@ -94,8 +96,12 @@ def improve_loops(
     around = Surroundings(program)
     for prefix in find_prefixes(program):
         _take_tree(prefix, around, device, reorders, route, found)
+    paired: set[int] = set()
+    for pair in find_pairs(around, device):
+        found.changes += _in_blocks(program, pair)
+        paired |= {id(pair.there.eqn), id(pair.back.eqn)}
     for e in program.equations:
-        loop = _plain(e)
+        loop = None if id(e.eqn) in paired else _plain(e)
         if loop is None:
             continue
         fused = 0.0
@@ -112,6 +118,43 @@ def improve_loops(
         if motion.any or fused:
             found.changes.append(make_change(e.eqn, loop, motion, FUSED if fused else ()))
     return found
+
+
+def before_derivatives(closed: ClosedJaxpr, device: Device) -> ClosedJaxpr:
+    """A program whose trees of affine steps are loops, and whose loops make what they read.
+
+    These are the same equations at other places, and a polynomial evaluated in another order, so
+    that derivatives are the same too; reverse mode then keeps far less.
+    """
+    program = flatten(compat.without_dead(closed), has_rules=True)
+    if not has_loops(program) or device.name != "cpu":
+        return closed
+    around, found = Surroundings(program), Loops()
+    for prefix in find_prefixes(program):
+        _take_tree(prefix, around, device, True, None, found)
+    for e in program.equations:
+        if any(compat.has_primitive(b, name) for b in compat.bodies(e.eqn) for name in RULED):
+            continue
+        loop = _plain(e)
+        if loop is not None and isinstance(loop.length, int) and fuse(loop, around, [e]):
+            found.changes.append(make_change(e.eqn, clean(loop), Motion(), FUSED))
+    return rewritten(program, found.changes) if found.changes else closed
+
+
+def _in_blocks(program: Program, pair: Pair) -> list[Change]:
+    """A loop that keeps what blocks of its steps start from, and the loop back over them."""
+    there, back = pair.there, pair.back
+    pair.starts = [program.new_value(aval) for aval in start_avals(pair)]
+    carried = len(there.carries)
+    kept = {there.makes[carried + k] for k in pair.kept}
+    makes = [*[v for v in there.makes if v not in kept], *pair.starts]
+    first = [v for v in there.outer_values() if isinstance(v, int)]
+    second = [v for v in (*first, *back.outer_values(), *pair.starts) if isinstance(v, int)]
+    second = [v for v in second if v not in kept]
+    return [
+        Change(there.eqn, first, makes, lambda read: run_there(pair, read), BLOCKS),
+        Change(back.eqn, second, back.makes, lambda read: run_back(pair, read), ()),
+    ]
 
 
 def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loops) -> bool:

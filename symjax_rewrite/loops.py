@@ -214,11 +214,7 @@ def stage(
         outs = [compat.with_aval(get(env, c.out), avals[c.inner]) for c in loop.carries]
         return outs, [typed(get(env, v), v) for v in loop.ys]
 
-    starts = []
-    for c in loop.carries:
-        start, aval = read(c.start), avals[c.inner]
-        start = jnp.broadcast_to(start, aval.shape) if jnp.shape(start) != aval.shape else start
-        starts.append(compat.with_aval(start, aval))
+    starts = read_starts(loop, read)
     if loop.condition is not None:
         return _stage_while(loop, step, starts, read), []
     xs, length = [steps[k] for k in keys], loop.length
@@ -234,6 +230,16 @@ def stage(
             unroll=loop.unroll,
         )
     return finals, ys
+
+
+def read_starts(loop: Loop, read: Read) -> list[Any]:
+    """The carries before the first step."""
+    starts = []
+    for c in loop.carries:
+        start, aval = read(c.start), loop.body.avals[c.inner]
+        start = jnp.broadcast_to(start, aval.shape) if jnp.shape(start) != aval.shape else start
+        starts.append(compat.with_aval(start, aval))
+    return starts
 
 
 def _stage_while(loop: Loop, step: Callable, starts: list[Any], read: Read) -> list[Any]:

@@ -24,11 +24,17 @@ from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
 from symjax_rewrite.loops import Loop, Read
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
+from symjax_rewrite.pallas_kernels.scan_cost import (
+    runs_in_turns,
+    seconds_turned,
+    seconds_written,
+)
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec
 from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of
 from symjax_rewrite.regions import node_of
 
 TIME = "t"
+MIN_GAIN = 1.25  # predicted, for a loop to be laid out anew
 
 
 class NotAScanError(Exception):
@@ -86,8 +92,6 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None,
     moves = describe(loop)
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
-    if kernels == "auto" and device == "cpu":
-        return None, f"{moves}; on a CPU the loop is cheapest"
     try:
         spec, operands, shapes = _Builder(loop).build()
     except NotAScanError as error:
@@ -95,6 +99,13 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None,
     except UsageError as error:
         return None, f"{moves}; no kernel: {error.what}"
     backend = kernels if kernels in BACKENDS else "auto"
+    if kernels == "auto" and device == "cpu":
+        fused = any(e.name == "reduce_sum" for e in loop.body.equations)
+        before, after = seconds_written(spec, fused), seconds_turned(spec)
+        if not runs_in_turns(spec) or spec.dtype != "float32" or before < MIN_GAIN * after:
+            return None, f"{moves}; on a CPU the loop is cheapest as it is"
+        reason = f"{moves}; the longest axis of its states innermost, predicted {after:.1e} s"
+        return ScanRoute(loop, spec, "xla", operands, shapes), f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
@@ -237,9 +248,10 @@ class _Builder:
         turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
         after = Ref(out.cls, out.axes)
         program = self._product(turned, after, dtype)
+        factor = self._factor(turned, after) if bound and view.cls != out.cls else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
         left = tuple(f"s{place[i]}" for i in range(width))
-        return Readout(program, over, axes=(TIME, *left), dtype=dtype)
+        return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
 
     def _place(self, tops: list[Ref], out: Ref) -> dict[int, int]:
         """Index of a result, or of its sum, to index of the state."""
@@ -270,6 +282,24 @@ class _Builder:
         steps.append(("apply", (CONTRACT, None), numbers, dtype))
         key = ("scan", False, tuple((k, repr(d), a, x) for k, d, a, x in steps))
         return Program(_reading(steps, self.t.primitives), tuple(reads), key=key)
+
+    def _factor(self, refs: list[Ref], after: Ref) -> Program | None:
+        """What the state after a step is multiplied by, where a product is that."""
+        rest = [r for r in refs if r != after]
+        dtypes = {self.t.graph.classes[r.cls].dtype for r in refs}
+        if len(rest) != len(refs) - 1 or not rest or len(dtypes) > 1:
+            return None
+        steps: list[tuple] = []
+        known: dict[Ref, int] = {}
+        reads: list[int] = []
+        numbers = tuple(self._steps(r, after, steps, known, reads) for r in rest)
+        if any(kind in ("before", "after") for kind, *_ in steps):
+            return None
+        steps.append(("apply", (CONTRACT, None), numbers, dtypes.pop()))
+        key = ("factor", tuple((k, repr(d), a, x) for k, d, a, x in steps))
+        run = _reading(steps, self.t.primitives)
+        factor = lambda values, t: run((None, None), values, t)  # noqa: E731
+        return Program(factor, tuple(reads), key=key)
 
 
 def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:

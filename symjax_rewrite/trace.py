@@ -45,6 +45,7 @@ class Program:
     """A flat program: values are numbered; inputs and constants come first.
 
     saved: values that implementations for several platforms may make each in its own way.
+    has_rules: whether calls with derivatives of their own stand in it as they are.
     """
 
     closed: ClosedJaxpr
@@ -54,6 +55,7 @@ class Program:
     equations: list[Equation] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
+    has_rules: bool = False
 
     def new_value(self, aval: Any) -> int:
         """A fresh value of this aval."""
@@ -61,9 +63,14 @@ class Program:
         return len(self.avals) - 1
 
 
-def flatten(closed: ClosedJaxpr) -> Program:
-    """Number the values of a jaxpr and inline what may be inlined."""
-    program = Program(closed)
+def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
+    """Number the values of a jaxpr and inline what may be inlined.
+
+    Args:
+        closed: the jaxpr.
+        has_rules: whether calls with derivatives of their own stay: for what is differentiated.
+    """
+    program = Program(closed, has_rules=has_rules)
     jaxpr = closed.jaxpr
     env: dict[Any, Value] = {}
     for var in jaxpr.invars:
@@ -91,7 +98,7 @@ def _inline(
         if calls:
             eqn = compat.nested_under(eqn, calls[-1])
         body = inlinable_body(eqn)
-        if body is not None:
+        if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
             inner = dict(zip(body.jaxpr.invars, map(read, eqn.invars), strict=True))
             _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
             results = _inline(program, body.jaxpr, inner, (*calls, eqn))
@@ -130,14 +137,17 @@ def _one_implementation(
     return ()
 
 
+RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The body of a call equation whose call may be dissolved, else None."""
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
         is_open = compat.jit_equation_is_plain(eqn) and not compat.is_sealed(eqn)
         return eqn.params["jaxpr"] if is_open else None
-    if name in ("custom_jvp_call", "sym_call"):
+    if name in ("custom_jvp_call", "sym_call", "closed_call"):
         return eqn.params["call_jaxpr"]
-    if name in ("custom_vjp_call", "custom_vjp_call_jaxpr"):
+    if name in RULED:
         return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     return None

@@ -22,7 +22,7 @@ LAYERS = {
     "graph": "egraph device",
     "knowledge": "record ops indexing analysis cost equation_cost product contract_order "
     "rule order",
-    "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion "
+    "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
     "prefixes recurrence loop_pass axes canonical match saturate "
     "regions extract solve spread lower emit pipeline",
     "kernels": "pallas_kernels",

@@ -23,6 +23,7 @@ from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
 from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports
 from symjax_rewrite.pallas_kernels.scan_triton_kernel import Cut
+from symjax_rewrite.pallas_kernels.scan_turns import scan_turns
 from symjax_rewrite.pallas_kernels.scan_xla import scan_xla
 from tests.kernels.scan_cases import CASES, ScanCase
 
@@ -48,6 +49,11 @@ def test_reference_is_the_naive_formula(case):
 @pytest.mark.parametrize("steps", [1, 7, 64])
 def test_xla(case, steps):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
+
+
+@by_case
+def test_turns(case):
+    check(case, lambda spec, *xs: scan_turns(spec, xs))
 
 
 @by_case

@@ -126,6 +126,26 @@ def test_on_a_cpu_the_loop_stays() -> None:
     assert "affine" in route.reason
 
 
+def test_on_a_cpu_states_too_narrow_to_vectorise_are_turned() -> None:
+    def report(long: int, narrow: int, step: Callable = mamba) -> Any:
+        def fun(x, dt, A, b, c):
+            def inner(h, given):
+                x, dt, b, c = given
+                return step(jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b, c)
+
+            return lax.scan(inner, jnp.zeros(A.shape), (x, dt, b, c))[1]
+
+        sizes = ((256, long), (256, long), (long, narrow), (256, narrow), (256, narrow))
+        specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+        (route,) = sym_optimize(fun, device="cpu").explain(*specs).routes
+        return route
+
+    assert report(256, 16, lambda h, c: (h, h @ c)).taken
+    for long, narrow in ((256, 64), (4, 4), (16, 16), (1, 16)):
+        assert not report(long, narrow, lambda h, c: (h, h @ c)).taken
+    assert not report(256, 16, lambda h, c: (h, jnp.tanh(h) @ c)).taken  # no product of states
+
+
 def test_wrapping_integers_and_exact_programs_have_no_kernel() -> None:
     fun, _ = scan(lambda h, x: (h * x + x, h))
     xs = jnp.arange(L * D, dtype=jnp.int32).reshape(L, D) * 99991

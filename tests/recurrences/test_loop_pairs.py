@@ -1,0 +1,166 @@
+"""Loops that keep states for a gradient: made again in blocks, with the same values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import loop_pairs, sym_optimize
+from symjax_rewrite.device import CPU
+from symjax_rewrite.loop_pass import before_derivatives
+
+L, D, N = 37, 6, 4
+RULE = "loop_recomputation"
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).uniform(-1, 1, shape), jnp.float32)
+
+
+def selective(x, dt, A, b, c):
+    def step(h, given):
+        x, dt, b, c = given
+        h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
+        return h, h @ c
+
+    return lax.scan(step, jnp.zeros(A.shape, A.dtype), (x, dt, b, c))[1]
+
+
+def network(x, w):
+    def step(carry, x):
+        h, total = carry
+        h = jnp.tanh(h * w + x)
+        return (h, total + h.sum()), (h * h).sum()
+
+    return lax.scan(step, (x[0], jnp.float32(0)), x, reverse=True)
+
+
+def states(x, w):
+    return lax.scan(lambda h, x: (jnp.sin(h * w) + x, h), x[0], x)
+
+
+def no_steps_given(x):
+    return lax.scan(lambda h, _: (jnp.sin(h) + h, None), x, None, length=L)[0]
+
+
+PROGRAMS = {
+    "selective scan": (selective, (draw(L, D), draw(L, D), draw(D, N), draw(L, N), draw(L, N))),
+    "several carries, reversed": (network, (draw(L, D), draw(D))),
+    "states are results too": (states, (draw(L, D), draw(D))),
+    "nothing but a carry": (no_steps_given, (draw(D),)),
+}  # fmt: skip
+
+
+def loss(fun: Any) -> Any:
+    def total(*args):
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(*args)))
+
+    return total
+
+
+def check(want: Any, got: Any) -> None:
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the sizes: blocks are taken."""
+    monkeypatch.setattr(loop_pairs, "MIN_BYTES", 1)
+    monkeypatch.setattr(loop_pairs, "_pays", lambda *_: True)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradients_are_the_same(name: str, always: None) -> None:
+    fun, args = PROGRAMS[name]
+    gradient = jax.value_and_grad(loss(fun), argnums=tuple(range(len(args))))
+    optimised = sym_optimize(gradient, on_unsupported="error")
+    assert RULE in [r.name for r in optimised.explain(*args).rules]
+    check(gradient(*args), optimised(*args))
+
+
+def test_gradients_of_optimised_functions(always: None) -> None:
+    args = PROGRAMS["selective scan"][1]
+    through = sym_optimize(selective, kernels="xla", on_unsupported="error")
+    assert any(r.taken for r in through.explain(*args).routes)
+    numbers = tuple(range(len(args)))
+    check(jax.grad(loss(selective), numbers)(*args), jax.grad(loss(through), numbers)(*args))
+    constant = jax.make_jaxpr(lambda x: (x, 1.0))(1.0)
+    assert loop_pairs.made_again(constant, 1, CPU) == set()
+
+
+@pytest.mark.parametrize("steps", [1, 31, 5])
+def test_blocks_of_any_length(steps: int, always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_pairs, "_block", lambda *_: steps)
+    fun, args = PROGRAMS["several carries, reversed"]
+    gradient = jax.grad(loss(fun), argnums=(0, 1))
+    check(gradient(*args), sym_optimize(gradient, on_unsupported="error")(*args))
+
+
+def test_what_others_read_is_kept(always: None) -> None:
+    def fun(x):
+        made, pull = jax.vjp(lambda x: lax.scan(lambda h, x: (h * x, jnp.sin(h)), x[0], x)[1], x)
+        return pull(made)[0], jax.jvp(
+            lambda x: lax.scan(lambda h, x: (h * x, h), x[0], x), (x,), (x,)
+        )
+
+    x = draw(L, D)
+    check(fun(x), sym_optimize(fun, on_unsupported="error")(x))
+
+
+def test_temporaries_shrink_and_loops_with_products_stay() -> None:
+    sizes = ((512, 256), (512, 256), (256, 16), (512, 16), (512, 16))
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+    gradient = jax.grad(loss(selective), argnums=(0, 1, 2, 3, 4))
+    through = jax.jit(jax.grad(loss(sym_optimize(selective)), argnums=(0, 1, 2, 3, 4)))
+    programs = (jax.jit(gradient), sym_optimize(gradient), through)
+    memory = [f.lower(*specs).compile().memory_analysis() for f in programs]
+    plain, inside, outside = (m.temp_size_in_bytes for m in memory if m is not None)
+    assert inside < 0.15 * plain
+    assert outside < 0.2 * plain
+
+    def recurrent(x, w):
+        return lax.scan(lambda h, x: ((h := jnp.tanh(x + h @ w)), h), x[0], x)[1]
+
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 8, 512), (512, 512))]
+    report = sym_optimize(jax.grad(loss(recurrent), argnums=(0, 1))).explain(*specs)
+    assert RULE not in [r.name for r in report.rules]
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+
+
+def hoisted(x, dt, A, b, c):
+    dt = jax.nn.relu(dt) + straight_through(x)
+    a = jnp.exp(dt[:, :, None] * A)
+    b = (dt * x)[:, :, None] * b[:, None]
+
+    def step(h, given):
+        a, b, c = given
+        h = a * h + b
+        return h, h @ c
+
+    return lax.scan(step, jnp.zeros(A.shape), (a, b, c))[1]
+
+
+def test_rules_of_their_own_are_differentiated_by() -> None:
+    args = (
+        draw(64, 32),
+        draw(64, 32).at[:, 0].set(0),
+        -abs(draw(32, 16)),
+        draw(64, 16),
+        draw(64, 16),
+    )
+    closed = jax.make_jaxpr(hoisted)(*args)
+    assert before_derivatives(closed, CPU) is not closed  # coefficients are made in the loop
+    through = sym_optimize(hoisted, kernels="xla", on_unsupported="error")
+    check(*(jax.grad(loss(f), argnums=(0, 1, 2, 3, 4))(*args) for f in (hoisted, through)))
