@@ -50,10 +50,13 @@ class Reread:
 
     cls: int
     source: Ref
-    backend: str = "read"
 
     def classes(self) -> set[int]:
         """The class this route computes."""
+        return {self.cls}
+
+    def gives(self) -> set[int]:
+        """What others may read."""
         return {self.cls}
 
     def needs(self, cls: int) -> list[int]:

@@ -120,6 +120,12 @@ def with_lse(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jnp.exp(s - lse[..., None]).astype(v.dtype), v), lse
 
 
+def one_query(q, k, v, lengths):
+    s = jnp.einsum("bhd,bshd->bhs", q[:, 0], k, preferred_element_type=jnp.float32) / 8
+    s = jnp.where((jnp.arange(T) < lengths[:, None])[:, None], s, -jnp.inf)
+    return jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(s).astype(v.dtype), v)
+
+
 # program, head size, dtype, key heads, further arguments (shape, dtype)
 EXTRA = {
     bias: ((H, T, T), "float32"),
@@ -176,6 +182,13 @@ def gradients(fun, kernels, inside):
     loss = lambda *args: jnp.sum(wrapped(*args).astype(jnp.float32) ** 2)  # noqa: E731
     grad = jax.grad(loss, (0, 1, 2))
     return grad if inside else sym_optimize(grad, kernels=kernels)
+
+
+def test_a_step_of_decoding_is_one_kernel_and_its_splits_combined(compile_h200):
+    q, *rest = (jax.ShapeDtypeStruct((B, t, H, 64), "bfloat16") for t in (1, T, T))
+    lengths = jax.ShapeDtypeStruct((B,), "int32")
+    found = launches(compile_h200(sym_optimize(one_query, kernels="always"), q, *rest, lengths))
+    assert found == ["custom-call", "fusion"]
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
