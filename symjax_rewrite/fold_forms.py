@@ -99,6 +99,8 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
         form = form.times(log_linear(g, ref.cls).over(ref.axes))
     inside = [x for x in form.exponent if pair.column in x[0].axes]
     outside = tuple(x for x in form.exponent if pair.column not in x[0].axes)
+    if len(inside) > 1:
+        return None  # e^a·e^b as e^(a+b) loses b beside a large a, however it is shifted
     tile = _joined(g, inside, found) if inside else None
     if inside and (tile is None or not pair.holds(tile)):
         return None

@@ -51,8 +51,9 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
     if time.time() > deadline:
         return {"counts": {}, "failures": []}
     from tests.fuzz.cases import case
-    from tests.fuzz.check import Failure, InvalidProgramError, check
+    from tests.fuzz.check import Failure, InvalidProgramError
     from tests.fuzz.shrink import script, shrink
+    from tests.fuzz.symbolic import check_named
 
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGPROF, _stop)
@@ -64,7 +65,7 @@ def run_block(job: tuple[int, int, float]) -> dict[str, Any]:
         program, mode = case(seed)
         try:
             signal.setitimer(signal.ITIMER_PROF, PATIENCE)
-            outcome = check(program, mode)
+            outcome = check_named(program, mode)
             signal.setitimer(signal.ITIMER_PROF, 0)
         except TooSlowError as error:
             outcome = Failure("too slow", where(error))

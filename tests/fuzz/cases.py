@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from tests.fuzz.builder import RandomChooser
@@ -15,6 +16,7 @@ CHOICES = ("random", "random", "random", "wide", "wide", "model", "always")
 NUMERICS = {"reassoc": 84, "cancels": 6, "finite": 4, "exact": 6}
 LARGE_PERCENT = 15
 COMPILED_PERCENT = 2
+SYMBOLIC_PERCENT = 8  # of those that are not transformed; most refuse
 KERNELS_PERCENT = 40
 
 
@@ -30,4 +32,6 @@ def case(seed: int) -> tuple[Program, Mode]:
     numerics = rng.choices(list(NUMERICS), list(NUMERICS.values()))[0]
     special = numerics == "exact" and rng.random() < 0.5
     mode = Mode(transform, choice, seed, numerics, compiled, kernels)
-    return program(RandomChooser(rng), large=large, special=special), mode
+    made = program(RandomChooser(rng), large=large, special=special)
+    symbolic = mode.transform == "value" and rng.randrange(100) < SYMBOLIC_PERCENT
+    return made, dataclasses.replace(mode, symbolic=symbolic)

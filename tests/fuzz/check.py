@@ -39,6 +39,7 @@ class Mode:
 
     transform: see `TRANSFORMS`. choice: `model` takes what the cost model takes, `random` takes
     any equal form (numbered by `seed`), `wide` does so for every region, interesting or not.
+    symbolic: a size of the arguments is a name (see `symbolic.py`).
     """
 
     transform: str = "value"
@@ -47,6 +48,7 @@ class Mode:
     numerics: str = "reassoc"
     compiled: bool = False
     kernels: str = "auto"
+    symbolic: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ def check_function(
         ours, closed2, spec2 = optimised(kernels=mode.kernels)
         check_jaxpr(closed2.jaxpr)
     except Exception as error:
-        return Failure(f"exception {type(error).__name__}", _root_cause(error))
+        return Failure(f"exception {type(error).__name__}", root_cause(error))
     difference = _avals_differ(closed, spec, closed2, spec2)
     if difference:
         return Failure("avals", difference)
@@ -255,7 +257,7 @@ def check_function(
         return Failure("interpreter", f"{type(error).__name__}: {error}")
 
 
-def _root_cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
@@ -435,7 +437,14 @@ def _run_compiled(
             original(*args)  # forward mode of a custom_vjp function runs under jit alone
         except Exception as same:
             raise InvalidProgramError(str(same)) from error
-        return Failure(f"exception {type(error).__name__}", _root_cause(error))
+        return Failure(f"exception {type(error).__name__}", root_cause(error))
+    return judge_compiled(closed, values, mine, theirs)
+
+
+def judge_compiled(
+    closed: Any, values: list[np.ndarray], mine: list[Any], theirs: list[Any]
+) -> Failure | str:
+    """Whether compiled results are as near to float64 as the original's."""
     try:
         wide = Machine(wide=True).run(closed, values)
         noisy = [Machine(True, 1.0, k).run(closed, values) for k in range(2)]

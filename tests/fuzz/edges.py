@@ -334,6 +334,11 @@ def ordered(b: Builder) -> int:
         "jnp.take_along_axis({0}, jnp.argsort({0}, -1), -1)", "jnp.cumsum({0}[..., ::-1], {a})",
         "lax.cumsum({0} @ {0}.T, 0)", "jnp.cumsum({0}, {a})[..., 0]", "jnp.ptp({0}, {a})",
         "jnp.searchsorted(jnp.sort({0}.reshape(-1)), {0})", "jnp.diff(jnp.cumsum({0}, {a}))",
+        "lax.top_k({0} @ {0}.T, min(2, {0}.shape[0]))[0]", "jnp.sort({0} @ {0}.T, {a})[..., :1]",
+        "lax.sort(({0}, -{0}, {0} * 2), num_keys=2)[1]", "lax.rev({0}, (0,)) @ {0}.T",
+        "jnp.take_along_axis({0}, lax.top_k({0}, 1)[1], -1)", "jnp.unique({0}, size=3)",
+        "lax.sort_key_val({0}, {0} ** 2)[1]", "jnp.partition({0}, 0, {a})[..., 0]",
+        "jnp.sum(lax.top_k({0}, {0}.shape[-1])[0], -1)", "jnp.flip(jnp.cumsum({0}, {a}), {a})",
     )  # fmt: skip
     return b.step(b.r.choice(form).replace("{a}", str(a)), x)
 

@@ -99,6 +99,16 @@ def movement(b: Builder) -> int:
             "jnp.tile({0}, 2)",
             "jnp.roll({0}, 1, 0)",
             "jnp.stack([{0}, {0}])",
+            "jnp.stack([{0}, 2 * {0}], -1)",
+            "sum(jnp.unstack({0}))",
+            "jnp.unstack({0})[-1]",
+            "jnp.stack(jnp.unstack({0})[::-1])",
+            "jnp.tile({0}[None], (2, 1))",
+            "jnp.sum(jnp.stack([{0}, {0} @ {0}.T @ {0}]), 0)",
+            "jnp.stack([{0}, -{0}]) @ {0}.T",
+            "jnp.tile({0}, (2,) * {0}.ndim) @ jnp.tile({0}, (2,) * {0}.ndim).T",
+            "lax.pad({0}, jnp.zeros((), {0}.dtype), ((1, -1, 1),) * {0}.ndim)",
+            "lax.rev({0}, (0,))",
         ]
     if 1 in s:
         forms += ["jnp.squeeze({0})"] * 3
@@ -221,6 +231,10 @@ def called(b: Builder) -> int:
             "jax.checkpoint({body0})",
             "{body0}",
             "jax.jit(jax.checkpoint({body0}))",
+            "jax.jit(jax.jit({body0}))",
+            "jax.checkpoint(jax.jit({body0}), policy=jax.checkpoint_policies.dots_saveable)",
+            "jax.named_call({body0}, name='part')",
+            "jax.jit({body0}, inline=True)",
         )
     )
     return b.step(_call(b, f"{wrap}({{0}}", ")", 1, len(rest)), x, *rest, bodies=(body,))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
+from tests.fuzz.check import Failure, InvalidProgramError, Mode
 from tests.fuzz.programs import Program, smaller
+from tests.fuzz.symbolic import check_named
 
 SEEDS = 4  # a smaller program makes other random choices: so many are tried
 
@@ -16,7 +17,7 @@ def fails(program: Program, mode: Mode, kind: str) -> tuple[Mode, Failure] | Non
     for seed in range(mode.seed, mode.seed + count):
         trial = dataclasses.replace(mode, seed=seed)
         try:
-            found = check(program, trial)
+            found = check_named(program, trial)
         except (InvalidProgramError, AssertionError, RecursionError):
             return None
         if isinstance(found, Failure) and found.kind == kind:

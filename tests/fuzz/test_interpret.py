@@ -74,6 +74,6 @@ def test_judge_sees_a_lost_cast():
 
 
 def test_same_precision_is_no_operation():
-    tiny = np.float16([1e-5, 3e-5])
+    tiny = np.array([1e-5, 3e-5], np.float16)
     closed = jax.make_jaxpr(lambda x: jax.lax.reduce_precision(x, 5, 10))(tiny)
     np.testing.assert_array_equal(Machine().run(closed, [tiny])[0], tiny)

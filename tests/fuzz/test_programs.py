@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.cases import CHOICES, case
-from tests.fuzz.check import TRANSFORMS, Failure, InvalidProgramError, Mode, check
+from tests.fuzz.check import TRANSFORMS, Failure, InvalidProgramError, Mode
 from tests.fuzz.grammar import program
 from tests.fuzz.programs import Program
 from tests.fuzz.shrink import script
+from tests.fuzz.symbolic import check_named
 
 BLOCKS = 6
 PER_BLOCK = 25
@@ -53,7 +54,7 @@ modes = st.builds(
 @given(program=programs(), mode=modes)
 def test_drawn_program_means_the_same(program: Program, mode: Mode):
     try:
-        outcome = check(program, mode)
+        outcome = check_named(program, mode)
     except InvalidProgramError:
         outcome = "invalid"
     if isinstance(outcome, Failure):
@@ -69,7 +70,7 @@ def test_program_of_a_seed_means_the_same(block: int):
             break
         made, mode = case(seed)
         try:
-            outcome = check(made, mode)
+            outcome = check_named(made, mode)
         except InvalidProgramError:
             continue
         assert not isinstance(outcome, Failure), script(made, mode, outcome)
