@@ -38,6 +38,7 @@ weights = load("minilm/weights")
     [
         "attention",
         "deferred_norm",
+        "dispatch",
         "folds",
         "linear_algebra",
         "minilm",
