@@ -136,7 +136,13 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
     if all(i < out for i in left):
         result = _multiply(operands, sizes, out)
     elif is_dot(node) or (len(operands) == 2 and out == 0):
-        result = _dot(operands[0], operands[1], out, node.attr, dtype)
+        made = dtype
+        if jnp.issubdtype(dtype, jnp.inexact) and all(
+            jnp.issubdtype(data.dtype, jnp.integer) for data, _ in operands
+        ):  # beside a float an integer is taken as one, two of them make no float
+            made = _accumulator(dtype)
+            operands = _promoted(operands, made)
+        result = _dot(operands[0], operands[1], out, node.attr, made)
     else:  # a half-precision dot accumulates in float32, and so does what is written for it
         data, labels = _multiply(_promoted(operands, _accumulator(dtype)), sizes, len(sizes))
         result = _sum_out((data, labels), set(range(out)))

@@ -154,11 +154,28 @@ def params_key(params: dict[str, Any]) -> tuple | None:
     return key
 
 
+def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
+    """What an equation of numbers makes in its dtype, if that is finite; None: not of numbers."""
+    values = [s.scalar(k) for k in range(len(s.refs))]
+    if None in values:
+        return None
+    dtype = np.dtype(s.dtype[0])
+    with np.errstate(all="ignore"):
+        made = np.asarray(f(*[np.asarray(v).astype(dtype) for v in values])).astype(dtype)
+    if not np.isfinite(complex(made)):
+        return None
+    return [constant(s.g, made.item(), s.dtype[0])]
+
+
 def _sum(*coefficients: int) -> Row:
+    total = np.subtract if coefficients[-1] < 0 else np.add
+
     def row(s: Site) -> list[Ref] | None:
         refs = s.over()
         if dtype_kind(s.dtype[0]) not in RING or refs is None:
             return None
+        if len(refs) > 1 and (made := _number(s, total)):
+            return made
         if dtype_kind(s.dtype[0]) in "iu" and len(refs) == 2:
             for k in (0, 1):
                 if s.scalar(k) == 0 and coefficients[1 - k] == 1:
@@ -172,6 +189,8 @@ def _mul(s: Site) -> list[Ref] | None:
     refs = s.over()
     if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
+    if made := _number(s, lambda a, b: a * b):
+        return made
     for k in (0, 1):
         c = s.scalar(k)
         if c is not None and s.scalar(1 - k) is None and is_finite_nonzero(c):
@@ -202,6 +221,8 @@ def _integer_pow(s: Site) -> list[Ref] | None:
     y = s.params["y"]
     refs = s.over()
     if y in (2, 3, 4) and dtype_kind(s.dtype[0]) in RING and refs is not None:
+        if made := _number(s, lambda a: math.prod([a] * y)):
+            return made
         return [s.add(CONTRACT, None, (refs[0],) * y)]
     return _elementwise("integer_pow")(s)
 
@@ -210,7 +231,7 @@ def _square(s: Site) -> list[Ref] | None:
     refs = s.over()
     if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
-    return [s.add(CONTRACT, None, (refs[0],) * 2)]
+    return _number(s, lambda a: a * a) or [s.add(CONTRACT, None, (refs[0],) * 2)]
 
 
 def _one_minus_square(s: Site) -> list[Ref] | None:

@@ -482,6 +482,32 @@ def test_pairs_that_a_fold_reads_whole_are_made():
     agree(f, *shapes, transform="in_second", kernels="always", choices=CHOICES[:1])
 
 
+def test_numbers_are_computed_when_they_are_read():
+    """`g² + 0²`, as optax spells a norm, was a sum with a product in it."""
+
+    def norm(g):
+        return jnp.sqrt(jnp.sum(jnp.real(g) ** 2 + jnp.imag(g) ** 2))
+
+    def numbers(x):
+        two = jnp.full(x.shape, 200, x.dtype)
+        return x * ((two * 3 - two) * 2 - 1) ** 2, x - (two - 201)
+
+    made = jax.make_jaxpr(sym_optimize(norm))(jnp.ones((256, 512)))
+    assert str(made).count("integer_pow") == 1
+    agree(norm, (5, 7), choices=CHOICES[:3])
+    for dtype in (jnp.uint8, jnp.int32, jnp.float16, jnp.bfloat16, jnp.complex64):
+        x = np.arange(12).reshape(4, 3).astype(dtype)
+        for a, b in zip(sym_optimize(numbers)(x), jax.jit(numbers)(x), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_product_of_integers_for_a_sum_of_floats():
+    """x·A of integers, for x·(W + A·B) with a B of floats, was asked to be bfloat16 (TypeError)."""
+    i32 = jax.ShapeDtypeStruct((3, 3), jnp.int32), jax.ShapeDtypeStruct((3, 1), jnp.int32)
+    b16 = jax.ShapeDtypeStruct((1, 3), jnp.bfloat16)
+    agree(lambda x, w, a, b: x @ (w + a @ b), i32[0], i32[0], i32[1], b16)
+
+
 def test_products_of_exponentials_stay_products():
     """softmax(e^a)·e^a was summed as e^(e^a + a - max), where a is lost beside e^a."""
 
