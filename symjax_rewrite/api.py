@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from symjax_rewrite import compat, config
+from symjax_rewrite import compat, config, tune
 from symjax_rewrite.call import Call
 from symjax_rewrite.config import Budget, Numerics, Options
 from symjax_rewrite.device import device_profile
@@ -25,8 +25,9 @@ from symjax_rewrite.errors import (
 )
 from symjax_rewrite.norm_frozen import FrozenNorms
 from symjax_rewrite.norm_route import NormRouter
-from symjax_rewrite.pipeline import Optimiser, Result
+from symjax_rewrite.pipeline import Optimiser, Result, fingerprint
 from symjax_rewrite.prepare import prepare
+from symjax_rewrite.record import RouteUse
 from symjax_rewrite.report import Report
 from symjax_rewrite.route import Router
 from symjax_rewrite.rule import RulePack
@@ -85,7 +86,7 @@ def sym_optimize(
             `"warn"` warns and keeps the original.
         on_unsupported: `"keep"` the original where a program can't be optimised, or `"error"`.
         plan, budget: a saved `report.plan` to replay; how much work one optimisation may do.
-        tune: reserved; nothing is measured yet.
+        tune: time what was decided against the original on the device and keep the fastest.
         static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -111,8 +112,6 @@ def sym_optimize(
 
 def _options(given: dict[str, Any]) -> Options:
     """Validate what `sym_optimize` was given."""
-    if given["tune"]:
-        raise UsageError("tune=True is not available", remedy="leave it out: costs are modelled")
     values = {f.name: given[f.name] for f in dataclasses.fields(Options)}
     for name in ("frozen", "assume"):
         value = values[name]
@@ -258,6 +257,7 @@ class _Worker:
             "jit with shardings: another form might need other collectives" if sharded else None
         )
         self._optimiser: Optimiser | None = None
+        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and its form
 
     def optimiser(self) -> Optimiser:
         """The optimiser; made on first use, since it asks JAX for the device."""
@@ -321,7 +321,8 @@ class _Worker:
         reason = self.sharded or unsupported(closed)
         if reason is None:
             try:
-                return self.optimiser().run(closed)
+                result = self.optimiser().run(closed)
+                return self._tuned(result) if self.options.tune and result.taken else result
             except SymjaxError:
                 raise
             except Exception as error:
@@ -329,6 +330,28 @@ class _Worker:
         elif self.options.on_unsupported == "error":
             raise UnsupportedError(reason)
         return Result(closed, stop=reason, time_s=time.perf_counter() - start)
+
+    def _tuned(self, result: Result) -> Result:
+        """The fastest on the device of what was decided, that without kernels, and the original."""
+        closed = result.closed
+        if (reason := tune.unmeasurable(closed)) is not None:
+            result.declined("tune", f"not measured: {reason}", "")
+            return result
+        found = {"rewritten": result}
+        if any(use.taken for use in result.routes):
+            plain = _Worker(self.fun, dataclasses.replace(self.options, kernels="off"), False)
+            found["without kernels"] = plain.optimiser().run(closed)
+        program = fingerprint(closed)
+        if program not in self._measured:
+            forms = {name: each.emit() for name, each in found.items()}
+            forms["as written"] = functools.partial(compat.eval_jaxpr, closed)
+            self._measured[program] = tune.measure(forms, closed)
+        seconds = self._measured[program]
+        best = tune.fastest(seconds, "as written")
+        kept = found.get(best) or Result(closed, stop="measured: nothing is faster")
+        text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in seconds.items())
+        kept.routes.append(RouteUse("tune", best != "as written", f"measured: {text}"))
+        return kept
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and report."""

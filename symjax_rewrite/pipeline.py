@@ -448,8 +448,7 @@ class Optimiser:
 def _no_collection() -> Iterator[None]:
     """No pass of the cycle collector meanwhile: with JAX loaded one takes longer than all of this.
 
-    Nothing here makes reference cycles, so what is left need not be looked through as young
-    objects either: where nothing else is frozen, freezing and unfreezing makes it old at once.
+    Nothing here makes reference cycles.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -457,9 +456,6 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 

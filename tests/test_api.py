@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax_rewrite import Budget, RulePack, disabled, errors, keep, packs, sym_optimize
+from symjax_rewrite import Budget, RulePack, disabled, errors, keep, packs, sym_optimize, tune
 from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate, assert_optimized
 from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
@@ -338,3 +338,37 @@ def test_a_pack_is_what_it_says():
     assert assert_optimized(sym_optimize(chain, rules=only), M, M, V, uses="contraction_order")
     less = packs.default - ["lora", "lora_scaled", "lora_pair"]
     assert assert_optimized(sym_optimize(lora, rules=less), X, W, A, B, uses="distribute")
+
+
+def test_tuning_keeps_what_is_measured_to_be_faster(monkeypatch):
+    f = sym_optimize(lora, tune=True)
+    seconds = iter(
+        ({"rewritten": 1e-3, "as written": 2e-3}, {"rewritten": 2e-3, "as written": 1e-3})
+    )
+    monkeypatch.setattr(tune, "measure", lambda forms, closed: next(seconds))
+    taken, kept = f.explain(X, W, A, B), sym_optimize(lora, tune=True).explain(X, W, A, B)
+    assert [(r.taken, r.reason) for r in taken.routes if r.name == "tune"] == [
+        (True, "measured: rewritten 1e+03 us, as written 2e+03 us")
+    ]
+    assert [r.name for r in taken.rules] == ["lora"]
+    assert f.explain(X, W, A, B).rules, "the second trace measures nothing"
+    assert not kept.rules
+    assert str(kept.after.jaxpr) == str(kept.before.jaxpr)
+
+
+def test_tuning_measures_under_every_transformation():
+    f = sym_optimize(lambda x: lora(x, W, A, B), tune=True)
+    assert_equivalent(f, lambda x: lora(x, W, A, B), X)
+    assert jax.jit(jax.vmap(f))(X[None]).shape == (1, *f(X).shape)
+    assert jax.grad(lambda x: f(x).sum())(X).shape == X.shape
+
+
+def test_what_cannot_be_measured_is_decided_by_the_model():
+    def f(x):
+        jax.debug.print("{}", x[0, 0])
+        return lora(x, W, A, B)
+
+    report = sym_optimize(f, tune=True).explain(X)
+    (use,) = (r for r in report.routes if r.name == "tune")
+    assert use.reason == "not measured: it has effects"
+    assert report.rules

@@ -34,7 +34,7 @@ LAYERS = {
     "report summary "
     "prepare "
     "call "
-    "verify "
+    "verify tune "
     "specimens rulecheck testing",
     "door": "api __main__ __init__",
 }
