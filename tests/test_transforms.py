@@ -198,10 +198,30 @@ def test_symbolic_export():
     check(exported.call(normal(7, N)), lora(normal(7, N)))
 
 
-def test_x64():
+WIDE = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.grad(total(f)),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
+    "integers": lambda f: lambda x: (f(x), f((x * 4).astype(int)), jnp.arange(3) * 2**40),
+    "weak": lambda f: lambda x: (f(x) * 2, f(x.astype(jnp.float32)) * 0.5, 3.0, x.sum() * 2**20),
+}
+
+
+@pytest.mark.parametrize("transform", WIDE)
+@pytest.mark.parametrize("name", ["lora", "chain", "looped"])
+def test_x64(name, transform):
+    """In 64 bits as well, and back in 32 with the same function object."""
+    if name == "looped" and transform in ("integers", "weak"):
+        pytest.skip("its carry has one dtype")
+    f = FUNCTIONS[name]
+    g = WIDE[transform](sym_optimize(f))
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(0).standard_normal((4, N)))
-        check(sym_optimize(lora)(x), lora(x))
+        assert x.dtype == jnp.float64
+        check(g(x), WIDE[transform](f)(x))
+        check(sym_optimize(WIDE[transform](f))(x), WIDE[transform](f)(x))
+    if transform != "integers":
+        check(g(X), WIDE[transform](f)(X))
 
 
 def test_effects_and_order(capfd):
