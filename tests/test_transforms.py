@@ -198,6 +198,25 @@ def test_symbolic_export():
     check(exported.call(normal(7, N)), lora(normal(7, N)))
 
 
+@pytest.mark.parametrize("transform", ["jit", "vmap", "scan", "cond", "checkpoint"])
+def test_no_tracer_leaks(transform):
+    """Nothing of a trace is kept: also inside of others, and while it is differentiated."""
+    f = sym_optimize(lora)
+    with jax.checking_leaks():
+        VALUES[transform](f)(X)
+        jax.grad(total(VALUES[transform](f)))(X)
+        sym_optimize(jax.grad(total(lora)))(X)
+
+
+def test_debug_nans_finds_them():
+    """It complains where the original would, and only there."""
+    f = sym_optimize(lambda x: jnp.log(lora(x)))
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError):
+            f(X)
+        assert np.isfinite(sym_optimize(lambda x: jnp.log(lora(x) ** 2 + 1))(X)).all()
+
+
 WIDE = {
     "value": lambda f: f,
     "grad": lambda f: jax.grad(total(f)),
