@@ -109,6 +109,7 @@ def improve_loops(
             fused = fuse(loop, around, [e])
             loop = clean(loop) if fused else _plain(e)
             assert loop is not None
+            _find_constant_starts(loop, around)
         if _take_kernel(e.eqn, loop, route if reorders else None, found):
             continue
         motion = find_motion(loop, device, reorders)
@@ -139,6 +140,16 @@ def before_derivatives(closed: ClosedJaxpr, device: Device) -> ClosedJaxpr:
         if loop is not None and isinstance(loop.length, int) and fuse(loop, around, [e]):
             found.changes.append(make_change(e.eqn, clean(loop), Motion(), FUSED))
     return rewritten(program, found.changes) if found.changes else closed
+
+
+def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
+    """Carries that start from one number everywhere start from that number."""
+    for c in loop.carries:
+        maker = around.makers.get(c.start) if isinstance(c.start, int) else None
+        if maker is None or maker.name != "broadcast_in_dim":
+            continue
+        if not isinstance(maker.invals[0], int):
+            c.start = maker.invals[0]
 
 
 def _in_blocks(program: Program, pair: Pair) -> list[Change]:

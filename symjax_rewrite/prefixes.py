@@ -343,7 +343,8 @@ def _step(prefix: Prefix, program: Program, products: bool) -> compat.ClosedJaxp
     """One step as a jaxpr of (h, a, b, whether it is the first), or (h, p, a, b, first)."""
 
     def step(h: Any, *rest: Any) -> list[Any]:
-        *p, a, b, first = rest
+        *p, a, b, flag = rest
+        first = lax.broadcast(flag, b.shape)
         outs = [lax.select_n(first, lax.add(lax.mul(a, h), b), b)]
         return outs + [lax.select_n(first, lax.mul(a, x), a) for x in p]
 

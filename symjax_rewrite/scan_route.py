@@ -65,7 +65,8 @@ class ScanRoute:
         """What the loop gives, made by the kernel."""
         loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
-        known[loop.carries[0].inner] = read(loop.carries[0].start)
+        if self.spec.start is not None:
+            known[loop.carries[0].inner] = read(loop.carries[0].start)
         size = self.spec.size
         arrays = []
         for (v, axes), spec in zip(self.operands, self.spec.operands, strict=True):
@@ -152,7 +153,7 @@ class _Builder:
         self.carry = start.cls
         self.indices = start.axes
         names = tuple(f"s{i}" for i in range(len(sizes)))
-        number = self._operand(start)
+        number = None if _is_zero(carry.start) else self._operand(start)
         coefficients = self._program(out, None)
         readouts, shapes = [], []
         for y in loop.ys:
@@ -190,6 +191,19 @@ class _Builder:
             self.operands.append((v, axes))
         return self.operands.index((v, axes))
 
+    def _counted(self, ref: Ref) -> tuple[int, int] | int | None:
+        """A counter as its start and step, or as the only step where it holds."""
+        numbers = self.loop.counters.get(self.t.leaf_value[ref.cls])
+        if numbers is None or numbers.size != self.loop.length or numbers.dtype.kind not in "iub":
+            return None
+        numbers = numbers.reshape(-1)
+        if numbers.dtype.kind == "b":
+            return int(np.argmax(numbers)) if numbers.sum() == 1 else None
+        first = int(numbers[0])
+        step = int(numbers[1]) - first if len(numbers) > 1 else 1
+        even = [first + k * step for k in range(len(numbers))] == numbers.tolist()
+        return (first, step) if even and max(abs(first), abs(int(numbers[-1]))) < 1 << 31 else None
+
     def _program(self, ref: Ref, after: Ref | None) -> Program:
         """The term as a program of operands; `after` is the state it may read."""
         steps: list[tuple] = []
@@ -217,6 +231,8 @@ class _Builder:
             kind = "before"
         elif node.op == CONST:
             kind, data = "const", node.attr[0]
+        elif node.op == LEAF and (counted := self._counted(ref)) is not None:
+            kind, data = "count", counted
         elif node.op == LEAF:
             number = self._operand(ref)
             if number not in reads:
@@ -306,7 +322,6 @@ def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..
     """The steps as `fun(values, t) -> (a, b)`."""
 
     def run(values: tuple, t: Any) -> tuple[Any, Any]:
-        del t
         made: list[Pair] = []
         dtype = steps[-1][3]
         for kind, data, args, dtype in steps:
@@ -316,12 +331,29 @@ def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..
                 made.append(Pair(None, np.asarray(data).astype(np.dtype(dtype))))
             elif kind == "value":
                 made.append(Pair(None, values[data]))
+            elif kind == "count":
+                made.append(Pair(None, _count(data, t, dtype)))
             else:
                 made.append(_apply_pairs(data, [made[a] for a in args], dtype, primitives))
         a, b = made[-1]
         return (np.zeros((), dtype) if a is None else a), b
 
     return run
+
+
+def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
+    """A counter at the steps of these numbers."""
+    if isinstance(counted, int):
+        return t == counted
+    first, step = counted
+    return (first + step * t).astype(dtype)
+
+
+def _is_zero(start: Any) -> bool:
+    """Whether a loop's carry starts from the state that is none."""
+    return (
+        not isinstance(start, int) and not np.any(start.val) and not np.any(np.signbit(start.val))
+    )
 
 
 def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str, Any]) -> Pair:
@@ -343,7 +375,6 @@ def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., An
     """The steps as `fun((before, after), values, t)`."""
 
     def run(states: tuple, values: tuple, t: Any) -> Any:
-        del t
         before, after = states
         made: list[Any] = []
         for kind, data, args, dtype in steps:
@@ -355,6 +386,8 @@ def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., An
                 made.append(np.asarray(data).astype(np.dtype(dtype)))
             elif kind == "value":
                 made.append(values[data])
+            elif kind == "count":
+                made.append(_count(data, t, dtype))
             else:
                 made.append(apply(data, [made[a] for a in args], dtype, primitives))
         return made[-1]

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
@@ -168,3 +170,28 @@ def test_backward_is_the_gradient_of_the_reference(case, tree):
         assert (got[k].shape, got[k].dtype) == (x.shape, x.dtype)
         scale = float(np.abs(x).max()) + 1e-6
         np.testing.assert_allclose(got[k] / scale, x / scale, atol=2e-5)
+
+
+@pytest.mark.parametrize("run", ["turns", "blocks", "tree", "optimised"])
+def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
+    rng = np.random.default_rng(0)
+    decay = np.float32([0, 1e-38, 1e-20, 1e-3, 0.5, 0.99, 1 - 1e-3, 1 - 1e-5, 1 - 6e-8, 1])
+    a = np.tile(decay, (16384, 1))
+    a[:, 4] = rng.choice(decay, 16384)  # decays that change at every step
+    b = rng.uniform(0.5, 1, a.shape).astype("float32")
+    want, h = np.empty(a.shape), np.zeros(decay.size)
+    for t in range(len(a)):
+        want[t] = h = a[t].astype(float) * h + b[t]
+    spec = plain(len(a), (decay.size,), ("t", "0"), ("t", "0"))
+
+    def tree(a, b):
+        return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, b))[1]
+
+    runs = {
+        "turns": lambda a, b: scan_turns(spec, (a, b))[0],
+        "blocks": lambda a, b: scan_xla(spec, a, b, steps=64)[0],
+        "tree": lambda a, b: scan_xla(spec, a, b, tree=True)[0],
+        "optimised": sym_optimize(tree),
+    }
+    got = np.asarray(jax.jit(runs[run])(a, b), float)
+    assert np.abs(got / want - 1).max() < 1e-4

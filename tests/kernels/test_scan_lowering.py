@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.scan import scan
 from symjax_rewrite.pallas_kernels.scan_block import struct_of
 from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports, triton_cut
@@ -106,3 +107,53 @@ def test_temporaries_are_an_eighth_of_the_associative_scan(compile_h200):
 @pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
 def test_every_scan_compiles(case, compile_h200):
     compile_h200(lambda *xs: scan_triton(case.spec, *xs), *struct_of(case.spec))
+
+
+def sequential(x, dt, A, B, C, D, z):
+    """Mamba's reference, step by step."""
+
+    def step(h, given):
+        x, dt, b, c = given
+        dt = jax.nn.softplus(dt)
+        h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None, :]
+        return h, jnp.einsum("bdn,bn->bd", h, c)
+
+    start = jnp.zeros((x.shape[0], *A.shape))
+    y = lax.scan(step, start, [v.swapaxes(0, 1) for v in (x, dt, B, C)])[1].swapaxes(0, 1)
+    return (y + D * x) * jax.nn.silu(z)
+
+
+def coefficients_first(x, dt, A, B, C, D, z):
+    """The same, coefficients made for all steps before."""
+    a = jnp.exp(dt[..., None] * A)
+    b = (dt * x)[..., None] * B[:, :, None, :]
+
+    def step(h, given):
+        a, b, c = given
+        h = a * h + b
+        return h, jnp.sum(h * c[:, None, :], -1)
+
+    start = jnp.zeros((x.shape[0], *A.shape))
+    y = lax.scan(step, start, [v.swapaxes(0, 1) for v in (a, b, C)])[1].swapaxes(0, 1)
+    return (y + D * x) * jax.nn.silu(z)
+
+
+def in_a_tree(x, dt, A, B, C, D, z):
+    """The same by `associative_scan`."""
+    return (associative(x, dt, A, B, C) + D * x) * jax.nn.silu(z)
+
+
+@pytest.mark.parametrize("fun, most", [(sequential, 3), (coefficients_first, 4), (in_a_tree, 4)])
+def test_spellings_are_few_kernels_that_hold_no_states(fun, most, compile_h200):
+    """Two for the scan, one for skip and gate, and one for Δ·x where all steps have it at once."""
+    wide, shared = (1, 1024, 512), (1, 1024, 16)
+    shapes = (wide, wide, (512, 16), shared, shared, (512,), wide)
+    avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    ours = compile_h200(
+        sym_optimize(fun, kernels="triton", device="h200", on_unsupported="error"), *avals
+    )
+    theirs = compile_h200(in_a_tree, *avals)
+    assert kernels(ours) <= most
+    assert (
+        8 * ours.memory_analysis().temp_size_in_bytes <= theirs.memory_analysis().temp_size_in_bytes
+    )

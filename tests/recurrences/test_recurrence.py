@@ -48,6 +48,11 @@ def choice(h, given):
     return jnp.where(x[:, None] > 0, h * b, h + 1), h.T
 
 
+def counted(carry, x):
+    h, i = carry
+    return (jnp.where(i == 3, x, 0.9 * h + i * x), i + 1), h
+
+
 def running(h, given):
     return h + given[0][:, None], None
 
@@ -59,6 +64,10 @@ AFFINE = {
     "reversed": scan(mamba, reverse=True),
     "a choice that is given": scan(choice),
     "a running sum": scan(running),
+    "steps that are counted": (
+        lambda h, xs: lax.scan(counted, (h, 0), xs, reverse=True), (jnp.ones(D), X)
+    ),
+    "from zero": (lambda xs: lax.scan(mamba, jnp.zeros((D, N)), xs), ((X, DT, B, C),)),
     "exponential average": scan(lambda h, x: (0.9 * h + 0.1 * x, h), jnp.zeros(D), X),
     "one number": scan(lambda h, x: (h * x + 1, h), jnp.float32(1), X[:, 0]),
     "half": scan(
