@@ -66,11 +66,19 @@ class Cluster:
         return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
 
 
-def clusters(t: TermGraph, need: Needed, least: int) -> list[Cluster]:
-    """The clusters of a program, in program order; `least`: elements of a tile worth looking at."""
+def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Cluster]:
+    """The clusters of a program, in program order.
+
+    Args:
+        t: the lifted program.
+        need: its needed classes.
+        least: elements of a tile worth looking at.
+        single: whether scores of one row are looked at, as of one query of a decoder.
+    """
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
-    found = [c for cls in need.order if (c := _candidate(t, cls, least, gone)) is not None]
+    tried = (_candidate(t, cls, least, gone, single) for cls in need.order)
+    found = [c for c in tried if c is not None]
     bare = [c for c in found if not any(c.tile.inner.values())]
     found = [c for c in found if any(c.tile.inner.values())]
     parent = list(range(len(found)))
@@ -113,7 +121,9 @@ def _makes_work(c: Candidate) -> bool:
     return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
 
 
-def _candidate(t: TermGraph, cls: int, least: int, gone: frozenset[int]) -> Candidate | None:
+def _candidate(
+    t: TermGraph, cls: int, least: int, gone: frozenset[int], single: bool
+) -> Candidate | None:
     info = t.graph.classes[cls]
     if dtype_kind(info.dtype) not in "fiub":
         return None
@@ -130,7 +140,7 @@ def _candidate(t: TermGraph, cls: int, least: int, gone: frozenset[int]) -> Cand
             made = _paired(found, Pair(t, row, column, gone), least)
             if made is not None:
                 return made
-    return _single(t, found, least, gone)
+    return _single(t, found, least, gone) if single else None
 
 
 def _single(t: TermGraph, found: Exit, least: int, gone: frozenset[int]) -> Candidate | None:

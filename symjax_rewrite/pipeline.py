@@ -448,14 +448,20 @@ class Optimiser:
 def _no_collection() -> Iterator[None]:
     """No pass of the cycle collector meanwhile: with JAX loaded one takes longer than all of this.
 
-    Nothing here makes reference cycles.
+    Nothing here makes reference cycles, so that what is left need not be looked through as young
+    objects either: freezing and unfreezing makes it old at once. Garbage of before goes first.
     """
     was_on = gc.isenabled()
+    if was_on:
+        gc.collect(1)
     gc.disable()
     try:
         yield
     finally:
         if was_on:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -68,7 +68,9 @@ class Router:
 
     def _find(self, t: TermGraph, need: Needed) -> tuple[list[Route], list[RouteUse]]:
         least = MIN_PAIRS if self.kernels == "auto" else 0
-        found = clusters(t, need, least)
+        # On a CPU the scores of one query are few beside what makes them.
+        single = self.kernels != "auto" or self.device.name != "cpu"
+        found = clusters(t, need, least, single)
         if self.kernels == "auto" and compat.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
