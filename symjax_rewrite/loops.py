@@ -100,7 +100,8 @@ class Loop:
     order. ys: body values that are stacked. makes: the outer values it gives. results: how each is
     made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value),
     and ("kept", (k, axis, reversed)) where the steps' results have the axis of the steps.
-    condition: of a `while` that does not count, with the outer values it reads first.
+    condition: of a `while` that does not count, with the outer values it reads first. packed:
+    the dtypes of `ys` that are stacked as their bits, by number.
     """
 
     eqn: JaxprEqn
@@ -117,6 +118,7 @@ class Loop:
     results: list[tuple[str, Any]] = field(default_factory=list)
     condition: Program | None = None
     condition_reads: tuple[Value, ...] = ()
+    packed: dict[int, Any] = field(default_factory=dict)
 
     def levels(self) -> dict[int, int]:
         """0: the same at every step; 1: known before the loop; 2: depends on a carry or effect."""
@@ -154,6 +156,8 @@ class Loop:
     def finish(self, finals: list[Any], ys: list[Any], read: Read) -> list[Any]:
         """What the loop gives, in the order of `makes`; weak types are set by who knows them."""
         outs = []
+        for k, dtype in self.packed.items():
+            ys[k] = lax.bitcast_convert_type(ys[k], dtype)
         for kind, what in self.results:
             if kind == "final":
                 out = finals[what]

@@ -175,7 +175,7 @@ def test_backward_is_the_gradient_of_the_reference(case, tree):
 @pytest.mark.parametrize("run", ["turns", "blocks", "tree", "optimised"])
 def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
     rng = np.random.default_rng(0)
-    decay = np.float32([0, 1e-38, 1e-20, 1e-3, 0.5, 0.99, 1 - 1e-3, 1 - 1e-5, 1 - 6e-8, 1])
+    decay = np.array([0, 1e-38, 1e-20, 1e-3, 0.5, 0.99, 1 - 1e-3, 1 - 1e-5, 1 - 6e-8, 1], "f4")
     a = np.tile(decay, (16384, 1))
     a[:, 4] = rng.choice(decay, 16384)  # decays that change at every step
     b = rng.uniform(0.5, 1, a.shape).astype("float32")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite import compat, loop_motion, loop_pass, sym_optimize
 
 STEPS, ROWS, WIDTH = 24, 4, 64
 
@@ -331,3 +331,41 @@ def test_mutable_arrays_stay() -> None:
         return lax.scan(step, jnp.float32(0), xs)[0]
 
     check_equal(fun, XS, WX, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16"])
+def test_small_floats_are_stacked_as_bits_on_a_cpu(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_pass, "MIN_STACKED", 1)
+
+    def fun(x):
+        def step(h, x):
+            h = (h.astype("float32") * 0.9 + x.astype("float32")).astype(dtype)
+            return h, (h, h.sum(dtype="float32"), x)
+
+        last, ys = lax.scan(step, x[0], x)
+        return last, ys, lax.fori_loop(0, 9, lambda i, y: y.at[i].set(x[i] + x[0]), x[:9])
+
+    x = jnp.linspace(-3, 3, 60).reshape(12, 5).astype(dtype)
+    optimised = sym_optimize(fun, device="cpu", on_unsupported="error")
+    names = [r.name for r in optimised.explain(x).rules]
+    assert ("loop_packing" in names) == (dtype != "float16")
+    for w, g in zip(jax.tree.leaves(fun(x)), jax.tree.leaves(optimised(x)), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_array_equal(w.astype("float32"), g.astype("float32"))
+
+
+def test_products_of_small_floats_may_leave_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_motion, "_gains", lambda *_: True)
+    monkeypatch.setattr(loop_motion, "MIN_SHARE", -1e9)
+
+    def fun(x, w):
+        step = lambda h, x: ((h + x) * 0.5, jnp.tanh(h @ w))  # noqa: E731
+        return lax.scan(step, x[0], x)
+
+    x, w = (jnp.ones(s, jnp.bfloat16) / 4 for s in ((64, 4, 128), (128, 128)))
+    optimised = sym_optimize(fun, device="cpu", on_unsupported="error")
+    assert "loop_batching" in [r.name for r in optimised.explain(x, w).rules]
+    for want, got in zip(fun(x, w), optimised(x, w), strict=True):
+        np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), rtol=2e-2)
