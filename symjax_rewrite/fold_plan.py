@@ -77,8 +77,11 @@ def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Clust
     """
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
-    tried = (_candidate(t, cls, least, gone, single) for cls in need.order)
-    found = [c for c in tried if c is not None]
+    found: list[Candidate] = []
+    for cls in need.order:
+        made = frozenset(c.exit.cls for c in found)
+        candidate = _candidate(t, cls, least, gone, made, single)
+        found += [candidate] if candidate is not None else []
     bare = [c for c in found if not any(c.tile.inner.values())]
     found = [c for c in found if any(c.tile.inner.values())]
     parent = list(range(len(found)))
@@ -122,7 +125,12 @@ def _makes_work(c: Candidate) -> bool:
 
 
 def _candidate(
-    t: TermGraph, cls: int, least: int, gone: frozenset[int], single: bool
+    t: TermGraph,
+    cls: int,
+    least: int,
+    gone: frozenset[int],
+    made: frozenset[int],
+    single: bool,
 ) -> Candidate | None:
     info = t.graph.classes[cls]
     if dtype_kind(info.dtype) not in "fiub":
@@ -137,13 +145,15 @@ def _candidate(
         carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
         rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
         for row in rows:
-            made = _paired(found, Pair(t, row, column, gone), least)
-            if made is not None:
-                return made
-    return _single(t, found, least, gone) if single else None
+            paired = _paired(found, Pair(t, row, column, gone, made), least)
+            if paired is not None:
+                return paired
+    return _single(t, found, least, gone, made) if single else None
 
 
-def _single(t: TermGraph, found: Exit, least: int, gone: frozenset[int]) -> Candidate | None:
+def _single(
+    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: frozenset[int]
+) -> Candidate | None:
     """An exit over scores of one row, as of one query of a decoder: it has no index."""
     if len(found.bound) != 1:
         return None
@@ -152,11 +162,11 @@ def _single(t: TermGraph, found: Exit, least: int, gone: frozenset[int]) -> Cand
     space = min(spaces, key=len, default=None)
     if space is None or not all(space <= s for s in spaces):
         return None
-    made = _paired(found, Pair(t, None, column, gone, space), 0)
-    if made is None or not made.tile.dots:
+    paired = _paired(found, Pair(t, None, column, gone, made, space), 0)
+    if paired is None or not paired.tile.dots:
         return None
-    widest = max(max(elements(t, r.cls) for r in made.tile.operands), made.pairs)
-    return made if widest >= least else None
+    widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
+    return paired if widest >= least else None
 
 
 def elements(t: TermGraph, cls: int) -> int:

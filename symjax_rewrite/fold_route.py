@@ -17,6 +17,7 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.fold_forms import Piece
 from symjax_rewrite.fold_rows import Rows, Served, Surroundings, row_algebra, row_scale
 from symjax_rewrite.ir import Ref
+from symjax_rewrite.pairs import Pair
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
@@ -221,11 +222,10 @@ class FoldBuilder:
         t: TermGraph,
         lead: tuple[str, ...],
         sizes: dict[str, int],
-        gone: frozenset[int],
-        single: bool,
+        like: Pair,
     ) -> None:
         self.t, self.lead = t, lead
-        self.tiles = TileBuilder(t, gone, single=single, sizes=dict(sizes))
+        self.tiles = TileBuilder(t, like, sizes=dict(sizes))
         self.roots: list[int] = []
         self.outputs: dict[tuple, list[Term]] = {}
         self.served: dict[int, Served] = {}

@@ -37,6 +37,7 @@ from symjax_rewrite.regions import node_of
 UNROLL = 64  # terms of a sum inside a tile that are written out at most
 LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad to as many
 LARGEST_TILE = 256  # terms of one tile at most
+MOST_STEPS = 512  # of one tile, its sums written out
 LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
@@ -223,8 +224,8 @@ class Opened(NamedTuple):
 class Pair:
     """The reading of terms as pairwise in the indices m and n of one exit.
 
-    gone: classes that sums leave out, since they are zero. single: where there is one row, which
-    has no index: the indices of the term reduced.
+    gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
+    not written out. single: where there is one row, which has no index: the indices of the term.
     """
 
     def __init__(
@@ -233,10 +234,11 @@ class Pair:
         row: Any,
         column: Any,
         gone: frozenset[int],
+        made: frozenset[int],
         single: frozenset | None = None,
     ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
-        self.single = single
+        self.made, self.single = made, single
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
@@ -295,7 +297,7 @@ class Pair:
             split = self._separable(factors, set(tokens)) if is_product(inner) else None
             if split is not None:  # a sum of products is a dot that loses no digits
                 return Opened("dot", split, (tuple(tokens), "highest"))
-        if isinstance(count, int) and 0 < count <= UNROLL:
+        if isinstance(count, int) and 0 < count <= UNROLL and ref.cls not in self.made:
             unread = all(tokens[0] not in a.axes for a in args)
             return Opened("leaf") if unread else Opened("sum", tuple(args), (tokens[0], count))
         return Opened("leaf")
@@ -323,7 +325,8 @@ class Tile:
     inner: pairwise classes computed from others, by reference; heavy: those among them that
     are more than tests of index numbers. operands: what is read. whole: those that are pairwise
     themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
-    no sum. compared: classes that jump where their operands change a little.
+    no sum. compared: classes that jump where their operands change a little. counts: how often
+    an index of a sum is written out; steps: how many there are then.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -334,6 +337,8 @@ class Tile:
     meets: bool = False
     compared: set[int] = field(default_factory=set)
     maps: int = 0
+    counts: dict[Any, int] = field(default_factory=dict)
+    steps: int = 0
 
     def heavy(self) -> Iterator[Ref]:
         """Pairwise references that cost something."""
@@ -353,9 +358,12 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
     """Whether a pairwise reference is heavy; None where the tile grows too large."""
     if ref in tile.inner:
         return tile.inner[ref]
-    if len(tile.inner) > LARGEST_TILE:
+    tile.steps += math.prod(tile.counts.get(i, 1) for i in ref.axes)
+    if len(tile.inner) > LARGEST_TILE or tile.steps > MOST_STEPS:
         return None
     found = pair.open(ref)
+    if found.kind == "sum":
+        tile.counts[found.data[0]] = found.data[1]
     dtype = pair.g.classes[ref.cls].dtype
     if found.kind == "leaf":
         tile.whole.append(ref)

@@ -186,7 +186,7 @@ def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder
             name[first[i]] = f"b{len(name) - 2}"
     lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
     sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
-    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair.gone, pair.single is not None)
+    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair)
     for m in group:
         ids = frame(cluster, m)
         names = {i: name[ids[i]] for i in m.space}
@@ -206,6 +206,6 @@ def _choice(t: TermGraph, m: Candidate) -> ChoiceRoute:
     count = len(t.graph.classes[m.exit.cls].sizes)
     names: dict[int, Any] = {i: f"b{i}" for i in range(count)}
     names[m.pair.row], names[m.pair.column] = ROW, COLUMN
-    builder = TileBuilder(t, m.pair.gone)
+    builder = TileBuilder(t, m.pair)
     root = builder.build(named(choice.table, names))
     return ChoiceRoute(m.exit.cls, choice, builder, root, tuple(names[i] for i in range(count)))

@@ -40,13 +40,12 @@ class At(NamedTuple):
 class TileBuilder:
     """Collects the steps, operands and contractions of a fold's tiles.
 
-    inputs: per operand its class and what each slot reads. number: step of a reference. single:
-    whether there is one row, which has no index in the program.
+    like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
+    number: step of a reference.
     """
 
     t: TermGraph
-    gone: frozenset[int] = frozenset()
-    single: bool = False
+    like: Pair
     steps: list[Step] = field(default_factory=list)
     inputs: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
@@ -58,8 +57,9 @@ class TileBuilder:
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
-        space = frozenset(self.sizes) if self.single else None
-        self.pair = Pair(self.t, ROW, COLUMN, self.gone, space)
+        like, space = self.like, frozenset(self.sizes)
+        single = None if like.single is None else space
+        self.pair = Pair(self.t, ROW, COLUMN, like.gone, like.made, single)
 
     def build(self, ref: Ref) -> int:
         """The number of the step that computes a reference."""
@@ -152,7 +152,7 @@ class TileBuilder:
         for name, size in zip(ref.axes, sizes, strict=True):
             if not isinstance(name, At):
                 self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
-        added = (ROW,) if of_row and self.single else ()
+        added = (ROW,) if of_row and self.pair.single is not None else ()
         entry = (ref.cls, (*ref.axes, *added))
         spec = Operand((*names, *added), g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
         if entry in self.inputs:

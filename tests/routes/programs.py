@@ -229,6 +229,13 @@ def padded(q, k, v):
     return values(jax.nn.softmax(jnp.where(keep[:, None, None], scores(q, k), -1e9)), v)
 
 
+def induced(q, k, v):
+    """Few points look at all, and all look at them: no sum over the few is written out."""
+    few = q[:, :20]
+    h = values(jax.nn.softmax(scores(few, k)), v)
+    return values(jax.nn.softmax(scores(q, h)), h)
+
+
 def biased(q, k, v):
     bias = jnp.asarray(np.random.default_rng(3).standard_normal((H, T, T)), jnp.float32)
     return values(jax.nn.softmax(scores(q, k) + bias), v)
@@ -298,6 +305,7 @@ def _folds() -> list[Program]:
         library, padded, biased, sloped, sinks, joined_sinks,
     )  # fmt: skip
     out += [Program(gradient(f, 3), qkv, 2 * H * T * T) for f in layers]
+    out += [Program(gradient(induced, 3), qkv, 2 * H * T * 20)]
     params = tuple(draw(D, D, seed=s) * 0.3 for s in range(3))
     return [*out, Program(train_step, (params, qkv[0]), 2 * H * T * T)]
 
