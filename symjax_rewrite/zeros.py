@@ -9,6 +9,7 @@ tile need be compared with its own maximum.
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from symjax_rewrite.egraph import EGraph
@@ -19,6 +20,7 @@ from symjax_rewrite.regions import Needed, node_of
 
 MAX_TERMS = 32  # of a sum that is multiplied out
 MAX_DEPTH = 40
+MOST_FLAT = 3  # indices of nested sums that are one sum
 
 Monomial = frozenset  # of (factor, power)
 Sum = dict[Any, float]  # monomial: coefficient
@@ -182,12 +184,38 @@ def _summed(product: Sum, tokens: tuple) -> Sum:
     for m, k in product.items():
         inside = [(f, p) for f, p in m if _reads(f, tokens)]
         outside = [(f, p) for f, p in m if not _reads(f, tokens)]
-        name = {token: f"#{n}" for n, token in enumerate(tokens)}
-        renamed = Monomial((_renamed(f, name), p) for f, p in inside)
         powers = dict(outside)
-        powers["sum", len(tokens), renamed] = powers.get(("sum", len(tokens), renamed), 0) + 1
+        total = _flat(inside, tokens)
+        powers[total] = powers.get(total, 0) + 1
         _put(out, Monomial((f, p) for f, p in powers.items() if p), k)
     return out
+
+
+def _flat(inside: list[tuple[Any, Fraction]], tokens: tuple) -> tuple:
+    """Σ a·(Σ b·c) is one sum of a·b·c, whichever way round it was written."""
+    indices, powers = list(tokens), {}
+    for f, p in inside:
+        inner = [(f, p)]
+        if not isinstance(f, (Ref, Whole)) and p == 1 and len(indices) + f[1] <= MOST_FLAT:
+            fresh = {_name(f[3], n): ("flat", len(indices) + n) for n in range(f[1])}
+            indices += fresh.values()
+            inner = [(_renamed(g, fresh), q) for g, q in f[2]]
+        for g, q in inner:
+            powers[g] = powers.get(g, Fraction(0)) + q
+    level = 1 + max((f[3] for f in powers if not isinstance(f, (Ref, Whole))), default=0)
+    best: Any = None
+    for order in permutations(indices) if len(indices) <= MOST_FLAT else [indices]:
+        name = {token: _name(level, n) for n, token in enumerate(order)}
+        renamed = [(_renamed(f, name), p) for f, p in powers.items() if p]
+        key = sorted(map(repr, renamed))
+        if best is None or key < best[0]:
+            best = (key, Monomial(renamed))
+    return ("sum", len(indices), best[1], level)
+
+
+def _name(level: int, number: int) -> str:
+    """What an index of a sum is called: sums inside it have lower levels, and other names."""
+    return f"#{level}.{number}"
 
 
 def _reads(factor: Any, tokens: tuple) -> bool:
@@ -203,7 +231,8 @@ def _renamed(factor: Any, name: dict) -> Any:
         return Whole(_renamed(factor.ref, name))
     if isinstance(factor, Ref):
         return Ref(factor.cls, tuple([name.get(i, i) for i in factor.axes]))
-    return ("sum", factor[1], Monomial((_renamed(f, name), p) for f, p in factor[2]))
+    inside = Monomial((_renamed(f, name), p) for f, p in factor[2])
+    return ("sum", factor[1], inside, factor[3])
 
 
 def without(g: EGraph, need: Needed, gone: frozenset[int]) -> Needed:

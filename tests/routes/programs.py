@@ -201,6 +201,14 @@ def by_hand(q, k, v):
     return values(e / e.sum(-1, keepdims=True), v)
 
 
+def divided_after(q, k, v):
+    s = scores(q, k)
+    top = s.max(-1, keepdims=True)
+    e = jnp.exp(s - top)
+    total = e.sum(-1, keepdims=True)
+    return values(e, v) / jnp.moveaxis(total, 1, 2) + jnp.moveaxis(top + jnp.log(total), 1, 2)
+
+
 def through_lse(q, k, v):
     s = scores(q, k)
     return values(jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)), v)
@@ -301,11 +309,10 @@ def _folds() -> list[Program]:
     out += [Program(f, wide, N * M) for f in pairs]
     out += [Program(nearest, near[:2], N * M)]
     layers = (
-        plain, masked, finite_fill, stopped, by_hand, through_lse, repeated, grouped, softcap,
-        library, padded, biased, sloped, sinks, joined_sinks,
+        plain, masked, finite_fill, stopped, by_hand, divided_after, through_lse, repeated,
+        grouped, softcap, library, padded, biased, sloped, sinks, joined_sinks,
     )  # fmt: skip
     out += [Program(gradient(f, 3), qkv, 2 * H * T * T) for f in layers]
-    out += [Program(gradient(induced, 3), qkv, 2 * H * T * 20)]
     params = tuple(draw(D, D, seed=s) * 0.3 for s in range(3))
     return [*out, Program(train_step, (params, qkv[0]), 2 * H * T * T)]
 
