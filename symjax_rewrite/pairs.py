@@ -293,8 +293,8 @@ class Pair:
         count = node.bound[0] if len(node.bound) == 1 else 0
         if len(args) == 1 and isinstance(count, int) and count >= LEAST_DOT:
             inner = node_of(self.g, args[0].cls)
-            factors = [over(args[0], a) for a in inner.args]
-            split = self._separable(factors, set(tokens)) if is_product(inner) else None
+            factors = [over(args[0], a) for a in inner.args] if is_product(inner) else []
+            split = self._separable(factors, set(tokens))
             if split is not None:  # a sum of products is a dot that loses no digits
                 return Opened("dot", split, (tuple(tokens), "highest"))
         if isinstance(count, int) and 0 < count <= UNROLL and ref.cls not in self.made:

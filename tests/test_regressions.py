@@ -508,6 +508,23 @@ def test_a_product_of_integers_for_a_sum_of_floats():
     agree(lambda x, w, a, b: x @ (w + a @ b), i32[0], i32[0], i32[1], b16)
 
 
+def test_a_sum_over_a_product_in_a_tile():
+    """Inside a tile, the operands of a summed product were read without its sum (IndexError)."""
+
+    def f(x, y, w):
+        v = jnp.sum(jax.lax.dot(x, y), 1)
+        return jnp.sum(v @ w.T - w.T @ v[:, None])
+
+    agree(f, (96, 96), (96, 96), (96, 96), choices=CHOICES[:3])
+
+    def g(q, x, y, w):
+        return jax.nn.softmax(jnp.sum(x @ y, 1) * q) @ w
+
+    agree(g, (96,), (96, 96), (96, 96), (96, 4), kernels="always", choices=CHOICES[:2])
+    h = lambda q, k, w: jax.nn.softmax(jnp.sum(q[:, None] @ k, (1, 2))) @ w  # noqa: E731
+    agree(h, (32, 20), (32, 20, 24), (32, 4), kernels="always", choices=CHOICES[:2])
+
+
 def test_products_of_exponentials_stay_products():
     """softmax(e^a)·e^a was summed as e^(e^a + a - max), where a is lost beside e^a."""
 
