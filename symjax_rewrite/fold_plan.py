@@ -17,7 +17,7 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
 from symjax_rewrite.ir import ADD, CONTRACT, MAP, NATIVE, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pairs import Exit, Pair, Tile, exit_of, explore
+from symjax_rewrite.pairs import Exit, Pair, Tile, elements, exit_of, explore
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.zeros import vanishing, without
 
@@ -78,10 +78,12 @@ def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Clust
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
     found: list[Candidate] = []
+    made: set[int] = set()  # what a tile is made of comes before it
     for cls in need.order:
-        made = frozenset(c.exit.cls for c in found)
         candidate = _candidate(t, cls, least, gone, made, single)
-        found += [candidate] if candidate is not None else []
+        if candidate is not None:
+            found.append(candidate)
+            made.add(cls)
     bare = [c for c in found if not any(c.tile.inner.values())]
     found = [c for c in found if any(c.tile.inner.values())]
     parent = list(range(len(found)))
@@ -129,7 +131,7 @@ def _candidate(
     cls: int,
     least: int,
     gone: frozenset[int],
-    made: frozenset[int],
+    made: set[int],
     single: bool,
 ) -> Candidate | None:
     info = t.graph.classes[cls]
@@ -152,7 +154,7 @@ def _candidate(
 
 
 def _single(
-    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: frozenset[int]
+    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
 ) -> Candidate | None:
     """An exit over scores of one row, as of one query of a decoder: it has no index."""
     if len(found.bound) != 1:
@@ -167,11 +169,6 @@ def _single(
         return None
     widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
     return paired if widest >= least else None
-
-
-def elements(t: TermGraph, cls: int) -> int:
-    """How many elements a class has."""
-    return prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
 
 
 def _may_open(t: TermGraph, ref: Ref) -> bool:

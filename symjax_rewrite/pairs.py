@@ -51,6 +51,11 @@ def over(ref: Ref, arg: Ref) -> Ref:
     return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
 
 
+def elements(t: TermGraph, cls: int) -> int:
+    """How many elements a class has."""
+    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+
+
 def is_product(node: Node) -> bool:
     """Whether a node multiplies its operands element by element."""
     return node.op == CONTRACT and not node.bound
@@ -234,7 +239,7 @@ class Pair:
         row: Any,
         column: Any,
         gone: frozenset[int],
-        made: frozenset[int],
+        made: set[int],
         single: frozenset | None = None,
     ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
-from symjax_rewrite.pairs import is_elementwise, over
+from symjax_rewrite.pairs import elements, is_elementwise, over
 from symjax_rewrite.regions import Needed, node_of
 
 _JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
@@ -71,9 +71,12 @@ class Reread:
         return array.data, tuple(self.source.axes[s] for s in array.slots)
 
 
-def restated(t: TermGraph, need: Needed) -> tuple[Restated, Needed] | None:
-    """The program with reductions over concatenated scores taken apart; None without any."""
-    seeds = {c for c in need.order if _joins_scores(t, c)}
+def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
+    """The program with reductions over concatenated scores taken apart; None without any.
+
+    least: elements of scores worth looking at.
+    """
+    seeds = {c for c in need.order if _joins_scores(t, c, least)}
     if not seeds:
         return None
     found = _Restating(t, need, seeds)
@@ -85,10 +88,12 @@ def restated(t: TermGraph, need: Needed) -> tuple[Restated, Needed] | None:
     return found.out, _needed(t, need, found.out)
 
 
-def _joins_scores(t: TermGraph, cls: int) -> bool:
+def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
     """Whether a class sets products side by side, next to something else."""
     node = node_of(t.graph, cls)
     if node.op != CONCAT or not all(isinstance(s, int) for s in t.graph.classes[cls].sizes):
+        return False
+    if elements(t, cls) < least:
         return False
     stack = [a.cls for a in node.args if node.attr[0] in a.axes]
     for c in stack:

@@ -55,19 +55,19 @@ class Router:
         """The folds to route, and what was considered."""
         if self.kernels == "off" or t.dim_env:
             return [], []
-        made = self._find(t, need)
-        again = restated(t, need)
+        least = MIN_PAIRS if self.kernels == "auto" else 0
+        made = self._find(t, need, least)
+        again = restated(t, need, least)
         if again is None:
             return made
         changed, need = again
-        routes, uses = self._find(t, need)
+        routes, uses = self._find(t, need, least)
         routed = {c for r in routes for c in r.classes()}
         if not changed.wanted <= routed:
             return made
         return [*routes, *rereads(changed, routed)], uses
 
-    def _find(self, t: TermGraph, need: Needed) -> tuple[list[Route], list[RouteUse]]:
-        least = MIN_PAIRS if self.kernels == "auto" else 0
+    def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
         found = clusters(t, need, least, single)

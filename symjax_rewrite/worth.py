@@ -13,9 +13,10 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.cost import CostModel, itemsize, weight
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import value
-from symjax_rewrite.fold_plan import Cluster, elements
+from symjax_rewrite.fold_plan import Cluster
 from symjax_rewrite.fold_route import FoldRoute
 from symjax_rewrite.ir import Node, Ref
+from symjax_rewrite.pairs import elements
 from symjax_rewrite.pallas_kernels import fold_cost
 from symjax_rewrite.pallas_kernels.fold_spec import ArgExtremum, ExpSums, Output, TopK
 from symjax_rewrite.regions import node_of
