@@ -167,6 +167,20 @@ def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
     return [constant(s.g, made.item(), s.dtype[0])]
 
 
+def _adds_nothing(s: Site, k: int, coefficient: int) -> bool:
+    """Whether operand k is a zero that leaves every bit of the other: −0 + 0 is 0, x − 0 is x."""
+    zero = s.scalar(k)
+    if zero is None or zero != 0:
+        return False
+    if dtype_kind(s.dtype[0]) in "iu":
+        return True
+    if dtype_kind(s.dtype[0]) != "f":
+        return False
+    other = s.node(1 - k)
+    squared = other.op == CONTRACT and not other.bound and other.args == other.args[:1] * 2
+    return squared or math.copysign(1.0, zero) * coefficient < 0
+
+
 def _sum(*coefficients: int) -> Row:
     total = np.subtract if coefficients[-1] < 0 else np.add
 
@@ -176,9 +190,9 @@ def _sum(*coefficients: int) -> Row:
             return None
         if len(refs) > 1 and (made := _number(s, total)):
             return made
-        if dtype_kind(s.dtype[0]) in "iu" and len(refs) == 2:
+        if len(refs) == 2:
             for k in (0, 1):
-                if s.scalar(k) == 0 and coefficients[1 - k] == 1:
+                if coefficients[1 - k] == 1 and _adds_nothing(s, k, coefficients[k]):
                     return [refs[1 - k]]
         return [s.add(ADD, coefficients, tuple(refs))]
 
