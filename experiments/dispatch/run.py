@@ -52,7 +52,7 @@ def _wrapped(jitted: Callable) -> Callable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few rounds, no files")
     parser.add_argument("--rounds", type=int, default=41)
     options = parser.parse_args()
