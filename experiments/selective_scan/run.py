@@ -1,5 +1,7 @@
 """The selective scan over its length: as spelled, under `sym_optimize`, and the kernel itself.
 
+A gradient is taken both inside (`sym_optimize(grad(f))`) and outside (`grad(sym_optimize(f))`).
+
 python experiments/selective_scan/run.py             # every length; writes the README's tables
 python experiments/selective_scan/run.py --quick     # short lengths, few rounds, no files
 """
@@ -61,12 +63,14 @@ def measure(spelling: Any, transform: Any, length: int, rounds: int, **sizes: An
         "sym_optimize": sym_optimize(transform(spelling)),
         "kernel": jax.jit(transform(selective_scan)),
     }
+    if transform is spellings.gradient:
+        programs["outside"] = jax.jit(transform(sym_optimize(spelling)))
     compiled = {name: f.lower(*arguments).compile() for name, f in programs.items()}
     calls = {name: caller(f, arguments) for name, f in compiled.items()}
     values = {name: flat(call()) for name, call in calls.items()}
     scale = np.abs(values["as spelled"]).max()
     samples = harness.interleave(calls, rounds)
-    names = ("sym_optimize", "kernel")
+    names = [name for name in programs if name != "as spelled"]
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "speedup": {name: samples.ratio("as spelled", name) for name in names},
@@ -93,14 +97,15 @@ def share(result: dict, name: str) -> str:
 
 def summary(result: dict) -> str:
     return "  ".join(
-        f"{name}: {result['speedup'][name]} × ({share(result, name)})"
-        for name in ("sym_optimize", "kernel")
+        f"{name}: {ratio} × ({share(result, name)})" for name, ratio in result["speedup"].items()
     )
 
 
 def table(what: str, spelled: dict) -> str:
     header = ["spelling", "steps", "as spelled", "temporaries", "`sym_optimize`, times as fast"]
-    header += ["its temporaries", "kernel", "times as fast", "its temporaries", "difference"]
+    header += ["its temporaries", "kernel", "times as fast", "its temporaries"]
+    outside = any("outside" in r["speedup"] for rows in spelled.values() for r in rows.values())
+    header += ["outside, times as fast", "its temporaries"] * outside + ["difference"]
     lines = [
         [
             name,
@@ -112,12 +117,21 @@ def table(what: str, spelled: dict) -> str:
             harness.duration(result["seconds"]["kernel"]),
             result["speedup"]["kernel"],
             share(result, "kernel"),
+            *_outside(result, outside),
             f"{max(result['difference'].values()):.0e}",
         ]
         for name, rows in spelled.items()
         for length, result in rows.items()
     ]
     return f"**{what.capitalize()}**, on the CPU\n\n" + harness.markdown_table(header, lines)
+
+
+def _outside(result: dict, has_column: bool) -> list[Any]:
+    if not has_column:
+        return []
+    if "outside" not in result["speedup"]:
+        return ["", ""]
+    return [result["speedup"]["outside"], share(result, "outside")]
 
 
 def gpu_table(results: dict, rounds: int, quick: bool) -> str:
