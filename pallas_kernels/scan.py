@@ -13,6 +13,7 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels import scan_reference as _reference
 from symjax_rewrite.pallas_kernels import scan_triton as _triton
+from symjax_rewrite.pallas_kernels import scan_turns as _turns
 from symjax_rewrite.pallas_kernels import scan_xla as _xla
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec
 from symjax_rewrite.pallas_kernels.support import (
@@ -28,6 +29,7 @@ BACKENDS = {
     for b in (
         Backend("reference", None, _reference.supports, _reference.scan_reference),
         Backend("xla", None, _xla.supports, _xla.scan_xla),
+        Backend("turns", None, _turns.supports, _turns.scan_turns),
         Backend("triton", "cuda", _triton.supports, _triton.scan_triton),
     )
 }

@@ -24,11 +24,17 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     without_ones,
 )
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, result_shapes, wide_order
+from symjax_rewrite.pallas_kernels.support import YES, Reason, Support
 
 Array = Any
 
 
-def scan_turns(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def supports(spec: ScanSpec) -> Support:
+    """Every scan of some steps."""
+    return YES if spec.length else Reason("there are no steps")
+
+
+def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     """A scan as one loop over its steps.
 
     Args:

@@ -55,7 +55,7 @@ def scan_xla(
 
     def run(tree: bool) -> Any:
         if not tree and steps is None and runs_in_turns(spec):
-            return lambda *xs: scan_turns(spec, xs)
+            return lambda *xs: scan_turns(spec, *xs)
         chosen = steps or (tree_steps(spec) if tree else block_steps(spec))
         return lambda *xs: scan_blocks(spec, xs, chosen, keep=False, tree=tree)[0]
 

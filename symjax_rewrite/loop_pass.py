@@ -203,11 +203,17 @@ def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loop
     if route is None or not isinstance(loop.length, int) or not loop.carries:
         return False
     kernel, reason = route(loop)
-    found.routes.append((kernel is not None, reason, eqn))
-    if kernel is not None:
-        reads = [v for v in loop.outer_values() if isinstance(v, int)]
-        found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
-    return kernel is not None
+    if kernel is None:
+        found.routes.append((False, reason, eqn))
+        return False
+    _take(eqn, loop, kernel, reason, found)
+    return True
+
+
+def _take(eqn: JaxprEqn, loop: Loop, kernel: Route, reason: str, found: Loops) -> None:
+    found.routes.append((True, reason, eqn))
+    reads = [v for v in loop.outer_values() if isinstance(v, int)]
+    found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
 
 
 def _plain(e: Equation) -> Loop | None:
@@ -240,6 +246,10 @@ def _take_tree(
         tree_s = tree / device.bytes_per_s + len(own) * device.launch_s / 3
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
         if loop_s * MIN_GAIN < tree_s:
+            kernel, why = (None, "") if route is None else route(loop)
+            if kernel is not None:
+                _take(eqn, loop, kernel, why, found)
+                return
             found.changes.append(make_change(eqn, loop, Motion(), FUSED))
             reason = f"a tree of {prefix.length} steps runs as a loop: predicted {loop_s:.1e} s "
             found.routes.append((True, f"{reason}for {tree_s:.1e} s", eqn))

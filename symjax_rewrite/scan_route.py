@@ -106,7 +106,7 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None,
         if not runs_in_turns(spec) or spec.dtype != "float32" or before < MIN_GAIN * after:
             return None, f"{moves}; on a CPU the loop is cheapest as it is"
         reason = f"{moves}; the longest axis of its states innermost, predicted {after:.1e} s"
-        return ScanRoute(loop, spec, "xla", operands, shapes), f"{reason} for {before:.1e} s"
+        return ScanRoute(loop, spec, "turns", operands, shapes), f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):

@@ -55,7 +55,7 @@ def test_xla(case, steps):
 
 @by_case
 def test_turns(case):
-    check(case, lambda spec, *xs: scan_turns(spec, xs))
+    check(case, scan_turns)
 
 
 @by_case
@@ -188,7 +188,7 @@ def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
         return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, b))[1]
 
     runs = {
-        "turns": lambda a, b: scan_turns(spec, (a, b))[0],
+        "turns": lambda a, b: scan_turns(spec, a, b)[0],
         "blocks": lambda a, b: scan_xla(spec, a, b, steps=64)[0],
         "tree": lambda a, b: scan_xla(spec, a, b, tree=True)[0],
         "optimised": sym_optimize(tree),
