@@ -136,23 +136,29 @@ class Emitter:
         return None if home == v else home
 
     def _region_needs(self, solution: Rewritten, ref: Ref) -> list[int]:
-        needs: list[int] = []
-        for cls in _cone(solution, ref.cls):
-            origin = self._verbatim_origin(solution, cls)
-            if origin is not None and origin.cls not in self.arrays:
-                needs += self._class_needs(origin.cls)
-        return needs
+        """The classes of the program that a region's value is computed from."""
+        origins = (self._verbatim_origin(solution, cls) for cls in _cone(solution, ref.cls))
+        return [o.cls for o in origins if o is not None and o.cls not in self.arrays]
 
     def _class_needs(self, cls: int) -> list[int]:
-        if cls in self.plan.routed:
-            needs = self.plan.routed[cls].needs(cls)
-            return [u for c in needs if c not in self.arrays for u in self._class_needs(c)]
-        if cls in self.plan.rewritten:
-            return self._region_needs(*self.plan.rewritten[cls])
-        home = self._value_of(cls)
-        if home is not None:
-            return [home]
-        return [u for a in node_of(self.t.graph, cls).args for u in self._class_needs(a.cls)]
+        """The values that must be there before a class is made, each once."""
+        found: dict[int, None] = {}
+        seen, stack = {cls}, [cls]
+        while stack:
+            c = stack.pop()
+            if c in self.plan.routed:
+                more = [x for x in self.plan.routed[c].needs(c) if x not in self.arrays]
+            elif c in self.plan.rewritten:
+                more = self._region_needs(*self.plan.rewritten[c])
+            elif (home := self._value_of(c)) is not None:
+                found[home] = None
+                continue
+            else:
+                more = [a.cls for a in node_of(self.t.graph, c).args]
+            fresh = [x for x in dict.fromkeys(more) if x not in seen]
+            seen.update(fresh)
+            stack.extend(reversed(fresh))
+        return list(found)
 
     def _value_of(self, cls: int) -> int | None:
         """The program value that holds a class as it was written."""

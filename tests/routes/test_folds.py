@@ -168,3 +168,16 @@ def test_sums_that_a_fold_makes_are_not_written_out():
     report = sym_optimize(gradient(induced, 3), kernels="always").explain(*qkv)
     assert [r.taken for r in report.routes if r.name == "fold"] == [True, True]
     assert str(report.after.jaxpr).count(" = ") < 2000
+
+
+def test_layers_of_folds_are_emitted_in_linear_time():
+    """What a fold waits for was looked for along every path: 2^24 of them here."""
+
+    def fun(x, memory):
+        for _ in range(24):
+            x = x + jax.nn.softmax(x @ memory.T) @ memory
+        return x
+
+    args = draw(30, 8), draw(40, 8)
+    report = sym_optimize(fun, kernels="always").explain(*args)
+    assert [r.count for r in report.routes if r.name == "fold" and r.taken]
