@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+MAX_SQUARED = 6  # factors of a product that is looked for twice
 ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds
@@ -54,6 +55,54 @@ def best_order(
     Returns:
         The tree (leaves are factor numbers) and its cost; None when the budget ran out.
     """
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for k, mask in enumerate(factors):
+        groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
+    if len(groups) == len(factors):
+        return _order(factors, out, cost_of, pairs, free, form_of)
+    # Factors over the same indices are multiplied first: that is no larger than they are.
+    members = list(groups.values())
+    trees, masks, cost, free = _multiplied(groups, out, cost_of)
+    form: FormOf | None = None
+    if form_of is not None:
+        form = lambda inside, kept: form_of([k for n in inside for k in members[n]], kept)  # noqa: E731
+    found = _order(masks, out, cost_of, pairs, free, form)
+    return None if found is None else (_put(found[0], trees), found[1] + cost)
+
+
+def _multiplied(
+    groups: dict[tuple[int, bool], list[int]], out: int, cost_of: CostOf
+) -> tuple[list[Tree], list[int], float, int]:
+    """Each group's tree and indices, what all of them cost, and the bit set of free ones."""
+    trees: list[Tree] = []
+    masks, cost, free = [], 0.0, 0
+    for n, ((mask, is_free), ids) in enumerate(groups.items()):
+        outside = out
+        for other in groups:
+            outside |= other[0] if other != (mask, is_free) else 0
+        tree: Tree = ids[0]
+        for k in ids[1:]:
+            kept = mask & outside if k == ids[-1] else mask
+            cost += 0.0 if is_free else cost_of(mask, mask, kept)
+            tree = (tree, k)
+        trees.append(tree)
+        masks.append(mask & outside if len(ids) > 1 else mask)
+        free |= is_free << n
+    return trees, masks, cost, free
+
+
+def _put(tree: Tree, leaves: list[Tree]) -> Tree:
+    return leaves[tree] if isinstance(tree, int) else (_put(tree[0], leaves), _put(tree[1], leaves))
+
+
+def _order(
+    factors: Sequence[int],
+    out: int,
+    cost_of: CostOf,
+    pairs: Pairs,
+    free: int,
+    form_of: FormOf | None,
+) -> tuple[Tree, float] | None:
     components = _components(factors)
     solved: list[tuple[Tree, int, float]] = []
     for members in components:
@@ -117,7 +166,10 @@ class _Subsets:
 
     def is_square(self, left: int, right: int, ids: list[int], form_of: FormOf) -> bool:
         """Whether two subsets that sum something have one product."""
-        if left.bit_count() != right.bit_count() or self.union(left) == self.kept(left):
+        count = left.bit_count()
+        if count > MAX_SQUARED or count != right.bit_count():
+            return False
+        if self.union(left) == self.kept(left):
             return False
         for subset in (left, right):
             if subset not in self._forms:

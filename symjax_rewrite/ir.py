@@ -9,7 +9,8 @@ read twice.
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from collections.abc import Iterator
+from itertools import islice, permutations
 from typing import Any, NamedTuple
 
 from symjax_rewrite.dims import Dim
@@ -94,18 +95,23 @@ def canonical(
     payload = attr if op == ADD else (0,) * len(args)
     groups = _colour_order(args, payload, out, bound)
     best: tuple[Node, Axes] | None = None
-    for count, order in enumerate(product(*(permutations(g) for g in groups))):
-        if count >= TIE_CAP:
-            break
-        flat = [k for group in order for k in group]
+    for flat in islice(_orders(groups), TIE_CAP):
         new_attr = tuple(attr[k] for k in flat) if op == ADD else attr
         found = _number(op, new_attr, tuple(args[k] for k in flat), out, bound)
         if best is None or found[0].args < best[0].args:
             best = found
-        if all(len(g) == 1 for g in groups):
-            break
     assert best is not None
     return best
+
+
+def _orders(groups: list[list[int]]) -> Iterator[list[int]]:
+    """The groups one after the other, each in every order; made one at a time: there are many."""
+    if not groups:
+        yield []
+        return
+    for head in permutations(groups[0]):
+        for tail in _orders(groups[1:]):
+            yield [*head, *tail]
 
 
 def _colour_order(
