@@ -354,6 +354,11 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
     rest = _remainder(ctx, cls, group, shared, maps, common_bound)
     if rest is None:
         return None
+    mixed = any(len({isinstance(i, int) for i in axes}) > 1 for _, axes in common)
+    if common_bound and not mixed and _is_made(ctx, rest):
+        reason = "fused sums would become a vector times a matrix that is made for it"
+        ctx.refuse("factor", reason, cls)
+        return None
     index = {i: i for i in range(len(c.sizes))}
     index.update({b: len(c.sizes) + n for n, b in enumerate(common_bound)})
     factors = [Ref(f, tuple(index[i] for i in a)) for f, a in common]
@@ -371,6 +376,13 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
     return ctx.g.add(
         ADD, coefficients, (product, *(node.args[k] for k in others)), c.sizes, (), c.dtype, why
     )
+
+
+def _is_made(ctx: Context, rest: Ref) -> bool:
+    """Whether a sum has elementwise terms, which no fused loop would write to memory."""
+    sums = (n for n in ctx.g.classes[rest.cls].nodes if n.op == ADD)
+    firsts = (ctx.g.classes[ctx.g.find(a).cls].first for n in sums for a in n.args)
+    return any(n.op in (MAP, ADD, CONTRACT) and not n.bound for n in firsts)
 
 
 def _remainder(

@@ -19,4 +19,4 @@ from symjax_rewrite.rules import packs as packs
 try:
     __version__ = version("symjax_rewrite")
 except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0.0.0"
+    __version__ = "0+uninstalled"
