@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / "experiments"
 
@@ -32,7 +34,6 @@ model = load("minilm/model")
 weights = load("minilm/weights")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -41,6 +41,7 @@ def has_empty_rows(case) -> bool:
     return not np.isfinite(lse).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if not has_empty_rows(c)], ids=str)
 def test_gradients_are_those_of_the_plain_program(case, name):
@@ -74,6 +75,7 @@ WHOLE = [s for s in product([1, 2], [128, 384], [1, 2, 8]) if s not in SOME]
 by_cell = {"ids": lambda a: f"{a.batch}-{a.keys}-{a.heads}-{a.width}-{a.causal}-{a.segments}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", grid(SOME), **by_cell)
 def test_grid_of_jax(a):
     check_cell(a, backward=a.keys == 128)

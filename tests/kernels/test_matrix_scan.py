@@ -82,6 +82,7 @@ def test_operands_shared_along_batch_axes():
     np.testing.assert_allclose(got[0], naive(spec, *whole)[0], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", ["none", "scalar", "diagonal"])
 def test_gradient(decay):
     spec = MatrixScan((2,), 40, 5, 4, decay, start=True, last=True)

@@ -63,6 +63,7 @@ def same(a, b):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "elements"), MONOIDS, ids=IDS)
 def test_laws(m, elements):
     @settings(max_examples=25)

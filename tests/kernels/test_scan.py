@@ -156,6 +156,7 @@ def gradient_of(run, case: ScanCase, wrt: list[int]):
     return operands, cotangents, [pull(cotangents)[k] for k in wrt]
 
 
+@pytest.mark.slow
 @by_case
 @pytest.mark.parametrize("tree", [False, True])
 def test_backward_is_the_gradient_of_the_reference(case, tree):

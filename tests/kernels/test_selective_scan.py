@@ -50,6 +50,7 @@ def naive(x, dt, A, B, C, D=None, z=None, dt_bias=None):
     return y.astype(x.dtype), last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("length", [128, 256, 512])

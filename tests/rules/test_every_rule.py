@@ -23,6 +23,7 @@ RULES = {r.name: r for pack in packs.by_name().values() for r in pack.rules}
 KNOWN = {k: v for k, v in vars(lemmas).items() if isinstance(v, Lemma)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_rule(name):
     assert check_rule(RULES[name]) >= 1
