@@ -300,7 +300,7 @@ def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
         closed = jax.make_jaxpr(step)([jnp.ones((32, 32))] * layers, jnp.ones((128, 32)))
         t = build(flatten(closed))
         regions = find_regions(t, needed(t), lambda c: ())
-        assert max(len(r.classes) for r in regions) <= 6 * layers
+        assert max(len(r.classes) for r in regions) <= 8 * layers
 
 
 def test_forces_of_all_pairs_stay_a_fused_loop():

@@ -173,6 +173,7 @@ def test_backward_is_the_gradient_of_the_reference(case, tree):
         np.testing.assert_allclose(got[k] / scale, x / scale, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["turns", "blocks", "tree", "optimised"])
 def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
     rng = np.random.default_rng(0)
