@@ -299,14 +299,21 @@ class Optimiser:
         read = {c for r in others for cls in r.classes() for c in r.needs(cls)}
         for routes, uses in found:
             result.routes.extend(uses)
+            dropped = 0
             for route in routes:
                 mine = route.classes()
                 hides, reads = mine - route.gives(), {c for cls in mine for c in route.needs(cls)}
                 if mine & routed.keys() or hides & read or reads & hidden:
+                    dropped += 1
                     continue
                 routed.update(dict.fromkeys(mine, route))
                 hidden |= hides
                 read |= reads
+            if dropped and uses:
+                taken = dropped < len(routes)
+                for use in uses:
+                    use.taken = use.taken and taken
+                result.declined(uses[0].name, "another kernel computes or hides what it needs", "")
 
     def _apply_all(
         self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]

@@ -64,25 +64,29 @@ def test_gradients_are_those_of_the_plain_program(case, name):
 def grid(shapes) -> list[Attention]:
     return [
         Attention(batch, length, length, heads, width, dtype="float16", causal=c, segments=s)
-        for (batch, length, heads), width, c, s in product(
-            shapes, [32, 64, 72, 128], [False, True], [False, True]
-        )
+        for batch, length, heads in shapes
+        for width in (32, 64, 72, 128)
+        for c in (False, True)
+        for s in (False, True)
     ]
 
 
 SOME = [(1, 384, 2), (2, 128, 1)]
 WHOLE = [s for s in product([1, 2], [128, 384], [1, 2, 8]) if s not in SOME]
-by_cell = {"ids": lambda a: f"{a.batch}-{a.keys}-{a.heads}-{a.width}-{a.causal}-{a.segments}"}
+
+
+def cell(a: Attention) -> str:
+    return f"{a.batch}-{a.keys}-{a.heads}-{a.width}-{a.causal}-{a.segments}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", grid(SOME), **by_cell)
+@pytest.mark.parametrize("a", grid(SOME), ids=cell)
 def test_grid_of_jax(a):
     check_cell(a, backward=a.keys == 128)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("a", grid(WHOLE), **by_cell)
+@pytest.mark.parametrize("a", grid(WHOLE), ids=cell)
 def test_whole_grid_of_jax(a, request):
     if "slow" not in request.config.option.markexpr:
         pytest.skip("takes minutes: run with -m slow")

@@ -145,7 +145,8 @@ def test_the_first_of_a_sorted_row_are_those_of_a_sort():
         assert [r.taken for r in routed.explain(x).routes if r.name == "fold"] == [True]
         for ours, written in zip(routed(x), fun(x), strict=True):
             assert ours.dtype == written.dtype
-            np.testing.assert_array_equal(*(np.asarray(v, np.float64) for v in (ours, written)))
+            ours, written = np.asarray(ours, np.float64), np.asarray(written, np.float64)
+            np.testing.assert_array_equal(ours, written)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
