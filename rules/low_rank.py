@@ -56,8 +56,8 @@ def low_rank_solve(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         return
     why = low_rank_solve.reason(cls)
     for found in low_rank_forms(ctx, matrix.cls):
-        if not isinstance(found.rank, int) or found.rank >= ctx.count(node.bound):
-            continue
+        if not isinstance(found.rank, int) or not 0 < found.rank < ctx.count(node.bound):
+            continue  # there is nothing to eliminate in a matrix without rows
         form = found if matrix.axes[0] == node.out else found.transposed()
         safe = not any(f.axes for f in form.diagonal) and _is_symmetric(form)
         if not safe and not ctx.permits("cancels", c.dtype):
