@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.ops import ELEMENTWISE, VIEWS, dtype_kind
 from symjax_rewrite.trace import Equation, Value
@@ -117,6 +119,18 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     return degrees
 
 
+def _is_endless(e: Equation) -> bool:
+    """Whether a number scales by what is not finite: prefixes would multiply it with zeros."""
+    for k, v in enumerate(e.invals):
+        if not isinstance(v, int):
+            number = complex(np.asarray(v.val).item())
+            if e.name == "div" and k == 1 and not number:
+                return True
+            if not np.isfinite(number):
+                return True
+    return False
+
+
 def _degree(e: Equation, operands: list[Degree]) -> Degree:
     moving = [d for d in operands if d.kind != FREE]
     worst = max(moving, key=lambda d: d.kind)
@@ -134,6 +148,8 @@ def _degree(e: Equation, operands: list[Degree]) -> Degree:
     if name in ("max", "min"):
         maximum = worst.kind in (SUM, MAX_PLUS)
         return Degree(MAX_PLUS) if maximum else Degree(OTHER, f"a {name} of the scaled carry")
+    if name in ("mul", "div") and _is_endless(e):
+        return Degree(OTHER, "an infinite multiple of the carry")
     if name in ("mul", "dot_general"):
         if len(moving) > 1:
             return Degree(OTHER, "a product of the carry with itself")

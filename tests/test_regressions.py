@@ -541,3 +541,13 @@ def test_products_of_exponentials_stay_products():
 
     for kernels in ("always", "auto"):
         agree(f, (8, 8), (8, 8), kernels=kernels, choices=CHOICES[:2])
+
+
+def test_a_loop_that_divides_by_zero_stays():
+    """c/0 three times was (1/0)³·c + 0, which is NaN where c/0/0/0 is infinite."""
+
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda i, c: c / 0.0, x)
+
+    x = jnp.array([-1.0, 0.0, 2.0])
+    np.testing.assert_array_equal(sym_optimize(f, kernels="always")(x), jax.jit(f)(x))
