@@ -31,6 +31,7 @@ from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.spread import spread_products
 from symjax_rewrite.trace import Program, flatten
 
+REPEATED = "repeated_work"  # what plans and reports call it
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
@@ -253,7 +254,7 @@ class Optimiser:
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
         self._take(result, (s.find(t, need, result.plan) for s in self.settlers))
-        if allowed is None and self.options.numerics.permits("reassoc"):
+        if allowed is None or REPEATED in allowed:
             self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
         result.plan.shared = _shared(t, need)
@@ -333,6 +334,8 @@ class Optimiser:
 
     def _narrow(self, result: Result, t: TermGraph, need: Needed) -> None:
         """Compute once what equations compute for every copy of an operand."""
+        if not self.options.numerics.permits("reassoc"):
+            return
         plan = result.plan
         model = CostModel(self.device, lambda d: value(d, result.sample))
         found = spread_products(t, need, model)
@@ -345,7 +348,9 @@ class Optimiser:
             if saved > least and read and cls not in other:
                 plan.spread.add(cls)
                 result.repeated_s += saved
-                self._note(result, "repeated_work", REDUNDANCY, t.where(cls))
+                self._note(result, REPEATED, REDUNDANCY, t.where(cls))
+        if plan.spread:
+            result.regions.append(REPEATED)
 
     def _small(
         self, result: Result, t: TermGraph, need: Needed, regions: list[Region]

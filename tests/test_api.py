@@ -372,3 +372,27 @@ def test_what_cannot_be_measured_is_decided_by_the_model():
     (use,) = (r for r in report.routes if r.name == "tune")
     assert use.reason == "not measured: it has effects"
     assert report.rules
+
+
+def test_a_plan_replays_what_was_computed_once_for_copies():
+    def f(x, w):
+        return jnp.tile(x, (4, 1)) @ w
+
+    x, w = normal(64, 512), normal(512, 512)
+    made = sym_optimize(f).explain(x, w)
+    again = sym_optimize(f, plan=made.plan).explain(x, w)
+    assert [r.name for r in again.rules] == ["repeated_work"]
+    assert str(again.after.jaxpr) == str(made.after.jaxpr)
+
+
+@pytest.mark.parametrize("key", [False, True])
+def test_loops_that_end_by_their_data_are_not_measured(key):
+    def f(x, k):
+        y = lora(x, W, A, B)
+        noise = jax.random.uniform(k) if key else k
+        return jax.lax.while_loop(lambda c: (c > noise).all(), lambda c: c, y)
+
+    k = jax.random.key(0) if key else jnp.zeros(())
+    report = sym_optimize(f, tune=True, on_unsupported="error").explain(X, k)
+    (use,) = (r for r in report.routes if r.name == "tune")
+    assert use.reason == "not measured: how often its loops run depends on the inputs"
