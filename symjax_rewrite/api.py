@@ -363,6 +363,8 @@ def unsupported(closed: compat.ClosedJaxpr) -> str | None:
     """Why a whole program must be kept as written, or None."""
     if not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
         return "effects that no custom derivative rule may have"
+    if any(isinstance(c, compat.Tracer) for c in closed.consts):
+        return "it closes over values that are traced outside: pass them as arguments"
     if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
         return "sharded inputs: another form might need other collectives"
     if compat.has_primitive(closed, "sharding_constraint"):

@@ -30,8 +30,6 @@ def unmeasurable(closed: ClosedJaxpr) -> str | None:
         return "it has effects"
     if compat.has_primitive(closed, "while"):
         return "how often its loops run depends on the inputs"
-    if any(isinstance(c, compat.Tracer) for c in closed.consts):
-        return "it closes over traced values"
     for v in closed.jaxpr.invars:
         aval = v.aval
         if any(compat.is_symbolic(d) for d in aval.shape):
