@@ -153,8 +153,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     settings = {**settings, **statics}
     _check_frozen(base, options.frozen)
     sharded = "in_shardings" in settings or "out_shardings" in settings
-    worker = _Worker(base, options, sharded)
-    jitted: Any = jax.jit(worker.wrapper(), **settings)
+    worker = _Worker(options, sharded)
+    jitted: Any = jax.jit(worker.wrapper(base), **settings)
     plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
 
     def explain(*args: Any, **kwargs: Any) -> Report:
@@ -249,10 +249,13 @@ def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
 
 
 class _Worker:
-    """Traces, optimises and stages out one user function."""
+    """Optimises and stages out what is traced of one user function.
 
-    def __init__(self, fun: Callable[..., Any], options: Options, sharded: bool) -> None:
-        self.fun, self.options = fun, options
+    It does not hold the function, which may hold tracers: what is staged out refers to this.
+    """
+
+    def __init__(self, options: Options, sharded: bool) -> None:
+        self.options = options
         self.sharded = (
             "jit with shardings: another form might need other collectives" if sharded else None
         )
@@ -273,22 +276,22 @@ class _Worker:
             self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
         return self._optimiser
 
-    def wrapper(self) -> Callable[..., Any]:
+    def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """What `jax.jit` traces in place of the user's function."""
 
-        @functools.wraps(self.fun)
+        @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
+            if config.is_disabled() or compat.jit_is_disabled():
+                return fun(*args, **kwargs)
             leaves, tree = jax.tree.flatten((args, kwargs))
             dynamic = [k for k, x in enumerate(leaves) if isinstance(x, compat.Tracer)]
-            if config.is_disabled() or not dynamic:
-                return self.fun(*args, **kwargs)
 
             def flat(*values: Any) -> Any:
                 filled = list(leaves)
                 for k, value in zip(dynamic, values, strict=True):
                     filled[k] = value
                 inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-                return self.fun(*inner_args, **inner_kwargs)
+                return fun(*inner_args, **inner_kwargs)
 
             values = [leaves[k] for k in dynamic]
             closed, out_tree = compat.make_jaxpr(flat, *values)
@@ -298,6 +301,7 @@ class _Worker:
 
     def stage(self, closed: compat.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         """Stage out what was decided; the original where that fails."""
+        closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
         if result.taken:
             try:
@@ -339,7 +343,7 @@ class _Worker:
             return result
         found = {"rewritten": result}
         if any(use.taken for use in result.routes):
-            plain = _Worker(self.fun, dataclasses.replace(self.options, kernels="off"), False)
+            plain = _Worker(dataclasses.replace(self.options, kernels="off"), False)
             found["without kernels"] = plain.optimiser().run(closed)
         program = fingerprint(closed)
         if program not in self._measured:
@@ -359,12 +363,33 @@ class _Worker:
         return make_report(self.decide(closed), self.optimiser())
 
 
+def closing_over_nothing(
+    closed: compat.ClosedJaxpr, values: Sequence[Any]
+) -> tuple[compat.ClosedJaxpr, Sequence[Any]]:
+    """The program and its inputs, where values traced outside that it closes over are inputs too.
+
+    Nothing that is decided then holds on to a tracer, and derivatives with respect to what is
+    closed over are those with respect to an input. References stay where they are: effects name
+    them by their place.
+    """
+    traced = [k for k, c in enumerate(closed.consts) if isinstance(c, compat.Tracer)]
+    if not traced or not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
+        return closed, values
+
+    def opened(given: Sequence[Any], over: Sequence[Any]) -> list[Any]:
+        consts = list(closed.consts)
+        for k, value in zip(traced, over, strict=True):
+            consts[k] = value
+        return compat.eval_jaxpr(compat.ClosedJaxpr(closed.jaxpr, consts), *given)
+
+    over = [closed.consts[k] for k in traced]
+    return compat.make_jaxpr(opened, values, over)[0], [*values, *over]
+
+
 def unsupported(closed: compat.ClosedJaxpr) -> str | None:
     """Why a whole program must be kept as written, or None."""
     if not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
         return "effects that no custom derivative rule may have"
-    if any(isinstance(c, compat.Tracer) for c in closed.consts):
-        return "it closes over values that are traced outside: pass them as arguments"
     if any(compat.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
         return "sharded inputs: another form might need other collectives"
     if compat.has_primitive(closed, "sharding_constraint"):

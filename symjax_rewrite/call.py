@@ -103,7 +103,7 @@ class Call:
                 return list(pullback(full))
 
             values = [*residuals, *cotangents]
-            return self.stage(compat.without_remat(compat.make_jaxpr(backward, *values)[0]), values)
+            return self.stage(_without_remat(compat.make_jaxpr(backward, *values)[0]), values)
 
         return flat[:count], flat[count:], pull
 
@@ -176,3 +176,26 @@ def _forwarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
                 place[v] = known
         read.append(known)
     return compat.prune_outputs(closed, keep), read
+
+
+def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the bodies of its own remat equations in their place.
+
+    For programs that only recompute: nothing stands beside them that XLA could merge them with.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(closed.jaxpr.invars, args, strict=True))
+        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for eqn in closed.jaxpr.eqns:
+            if eqn.primitive.name not in compat.REMAT:
+                compat.run_equations([eqn], env)
+                continue
+            invals = [v.val if compat.is_literal(v) else env[v] for v in eqn.invars]
+            outs = compat.eval_jaxpr(ClosedJaxpr(eqn.params["jaxpr"], ()), *invals)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if compat.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+
+    if not any(eqn.primitive.name in compat.REMAT for eqn in closed.jaxpr.eqns):
+        return closed
+    return compat.make_avals_jaxpr(run, closed.in_avals)

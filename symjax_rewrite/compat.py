@@ -107,6 +107,11 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
     return out
 
 
+def jit_is_disabled() -> bool:
+    """Whether what is jitted runs operation by operation here."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def unwrap_jit(fun: Any) -> Callable:
     """The Python function inside a `jax.jit` object."""
     return fun._fun
@@ -163,9 +168,14 @@ def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
 
 
 def custom_rules_allow(effects: set[Any]) -> bool:
-    """Whether a custom_jvp function may have these effects (one that makes references may not)."""
+    """Whether a custom_jvp function may have these effects.
+
+    One that makes references may not, and one that is given them names them by their place.
+    """
     from jax._src import effects as _effects
 
+    if any(isinstance(e, _effects.JaxprInputEffect) for e in effects):
+        return False
     if _core.internal_mutable_array_effect in effects:
         return False
     return all(_effects.custom_derivatives_allowed_effects.contains(e) for e in effects)
@@ -254,30 +264,7 @@ def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
     return _pe.prune_closed_jaxpr_outputs(closed, tuple(keep))
 
 
-def without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with the bodies of its own remat equations in their place.
-
-    For programs that only recompute: nothing stands beside them that XLA could merge them with.
-    """
-
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(closed.jaxpr.invars, args, strict=True))
-        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        for eqn in closed.jaxpr.eqns:
-            if eqn.primitive.name not in _REMAT:
-                run_equations([eqn], env)
-                continue
-            invals = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-            outs = eval_jaxpr(ClosedJaxpr(eqn.params["jaxpr"], ()), *invals)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [v.val if is_literal(v) else env[v] for v in closed.jaxpr.outvars]
-
-    if not any(eqn.primitive.name in _REMAT for eqn in closed.jaxpr.eqns):
-        return closed
-    return make_avals_jaxpr(run, closed.in_avals)
-
-
-_REMAT = ("remat2", "checkpoint", "remat")
+REMAT = ("remat2", "checkpoint", "remat")
 
 
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
@@ -342,7 +329,7 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
         return [BodySpot(p["body_jaxpr"], 1, "body_jaxpr", None)]
     if name == "cond":
         return [BodySpot(b, 1, "branches", k) for k, b in enumerate(p["branches"])]
-    if name in _REMAT:
+    if name in REMAT:
         return [BodySpot(ClosedJaxpr(p["jaxpr"], ()), 1, "jaxpr", None)]
     if name in ("jit", "pjit"):
         return [BodySpot(p["jaxpr"], 1, "jaxpr", None)]
