@@ -42,7 +42,10 @@ class NotAScanError(Exception):
 
 
 class Pair(NamedTuple):
-    """a·h + b; `a` is None where h does not occur."""
+    """a·h + b; `a` is None where h does not occur, and `b` where nothing is added to it.
+
+    A zero in place of the latter would be none any more once it is divided by zero.
+    """
 
     a: Any
     b: Any
@@ -326,7 +329,7 @@ def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..
         dtype = steps[-1][3]
         for kind, data, args, dtype in steps:
             if kind == "before":
-                made.append(Pair(np.ones((), dtype), np.zeros((), dtype)))
+                made.append(Pair(np.ones((), dtype), None))
             elif kind == "const":
                 made.append(Pair(None, np.asarray(data).astype(np.dtype(dtype))))
             elif kind == "value":
@@ -335,8 +338,9 @@ def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..
                 made.append(Pair(None, _count(data, t, dtype)))
             else:
                 made.append(_apply_pairs(data, [made[a] for a in args], dtype, primitives))
-        a, b = made[-1]
-        return (np.zeros((), dtype) if a is None else a), b
+        zero = np.zeros((), dtype)
+        a, b = (zero if x is None else x for x in made[-1])
+        return a, b
 
     return run
 
@@ -359,16 +363,23 @@ def _is_zero(start: Any) -> bool:
 def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str, Any]) -> Pair:
     """A term of a·h + b's: sums and products with what has no h go through both."""
     op, attr = what
-    b = apply(what, [p.b for p in args], dtype, primitives)
+
+    def of(values: list[Any]) -> Any:
+        return apply(what, values, dtype, primitives)
+
     if all(p.a is None for p in args):
-        return Pair(None, b)
+        return Pair(None, of([p.b for p in args]))
     if op == ADD or (op == MAP and attr[0] == "select_n"):
         zero = np.zeros((), dtype)
         first = [args[0].b] if op == MAP else []
-        slopes = [zero if p.a is None else p.a for p in args[len(first) :]]
-        return Pair(apply(what, [*first, *slopes], dtype, primitives), b)
-    values = [p.b if p.a is None else p.a for p in args]
-    return Pair(apply(what, values, dtype, primitives), b)
+        slopes, offsets = (
+            [zero if x is None else x for x in part]
+            for part in zip(*args[len(first) :], strict=True)
+        )
+        scaled = all(p.b is None for p in args[len(first) :])
+        return Pair(of([*first, *slopes]), None if scaled else of([*first, *offsets]))
+    slope = of([p.b if p.a is None else p.a for p in args])
+    return Pair(slope, None if any(p.b is None for p in args) else of([p.b for p in args]))
 
 
 def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:

@@ -551,3 +551,26 @@ def test_a_loop_that_divides_by_zero_stays():
 
     x = jnp.array([-1.0, 0.0, 2.0])
     np.testing.assert_array_equal(sym_optimize(f, kernels="always")(x), jax.jit(f)(x))
+
+
+SCALED = {
+    "divided": lambda c, d: c / d,
+    "multiplied": lambda c, d: -(c * (1 / d)),
+    "chosen": lambda c, d: jnp.where(d > 1, c * 2, c / d),
+    "and added": lambda c, d: c / d + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_loops_that_divide_by_what_turns_out_zero(name):
+    """The carry plus nothing, divided by zero, was infinite plus 0/0."""
+
+    def f(x, d):
+        return jax.lax.fori_loop(0, 3, lambda i, c: SCALED[name](c, d), x)
+
+    x, d = jnp.array([-1.0, 1.0, 2.0]), jnp.array([0.0, -0.0, 4.0])
+    g = sym_optimize(f, kernels="always")
+    assert [r.taken for r in g.explain(x, d).routes if r.name == "scan"] == [True]
+    np.testing.assert_allclose(g(x, d), jax.jit(f)(x, d), rtol=1e-6)
+    as_written = sym_optimize(f, kernels="always", numerics="exact").explain(x, d)
+    assert str(as_written.after.jaxpr) == str(as_written.before.jaxpr)
