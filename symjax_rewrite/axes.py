@@ -147,9 +147,10 @@ class AxisMap:
                 if relate is not None and isinstance(e.invals[0], int):
                     ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
                     relate(self, e.eqn.params, ins, [axes[v] for v in e.outvals])
-        for v, same in zip(e.outvals, e.same_as, strict=False):
-            if isinstance(same, int):
-                self._zip(axes[same], axes[v])
+        if e.same_as:
+            for v, same in zip(e.outvals, e.same_as, strict=True):
+                if isinstance(same, int):
+                    self._zip(axes[same], axes[v])
 
     def _elementwise(self, e: Equation) -> Axes:
         """The axes of the first operand as large as the output; the others are made one with it."""

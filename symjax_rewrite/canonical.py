@@ -19,9 +19,10 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.indexing import lift
 from symjax_rewrite.ir import LEAF, NATIVE, Ref
+from symjax_rewrite.site import Groups, Layout, Site
 from symjax_rewrite.trace import Equation, Program, Value
 
-_SCALAR: Any = ((), (), (), ())  # ids, sizes, groups and shape of a literal
+_SCALAR = Layout((), (), (), ())  # of a literal
 SCAN_LIMIT = 1 << 22  # constants of more elements are not read to see whether they are uniform
 
 
@@ -32,7 +33,7 @@ class TermGraph:
     views: for every value, its reference over its atom positions.
     positions: for every value, for every axis, the positions of its atoms.
     sizes, ids: for every value, the size and the solved atom of each atom position.
-    rows: for every value, its ids, sizes, positions and shape.
+    layouts: for every value, its ids, sizes, positions and shape.
     dtypes: for every value, its dtype's name.
     made_by: for every class that an equation computes, (equation number, output number).
     """
@@ -40,10 +41,10 @@ class TermGraph:
     program: Program
     graph: EGraph = field(default_factory=EGraph)
     views: list[Ref | None] = field(default_factory=list)
-    positions: list[ops.Groups] = field(default_factory=list)
+    positions: list[Groups] = field(default_factory=list)
     sizes: list[tuple[Dim, ...]] = field(default_factory=list)
     ids: list[tuple[int, ...]] = field(default_factory=list)
-    rows: list[tuple] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     made_by: dict[int, tuple[int, int]] = field(default_factory=dict)
     leaf_value: dict[int, int] = field(default_factory=dict)  # leaf class to value
@@ -82,32 +83,32 @@ def build(program: Program) -> TermGraph:
 
 def _name_atoms(t: TermGraph, axes: AxisMap) -> None:
     """Atoms, their sizes and positions for every value; values with the same axes share them."""
-    rows: dict[tuple[int, ...], tuple] = {}
+    known: dict[tuple[int, ...], Layout] = {}
     size_of: dict[int, Dim] = {}
-    for v, aval in enumerate(t.program.avals):
-        mine = axes.axes[v]
-        row = rows.get(mine)
-        if row is None:
+    for v, mine in enumerate(axes.axes):
+        layout = known.get(mine)
+        if layout is None:
             groups = axes.groups(mine)
             ids = tuple([a for g in groups for a in g])
             for a in ids:
                 if a not in size_of:
                     size_of[a] = axes.atom_size(a)
             sizes = tuple([size_of[a] for a in ids])
-            shape = getattr(aval, "shape", ())
-            row = rows[mine] = (ids, sizes, _numbered(tuple([len(g) for g in groups])), shape)
+            shape = getattr(t.program.avals[v], "shape", ())
+            numbered = _numbered(tuple([len(g) for g in groups]))
+            layout = known[mine] = Layout(ids, sizes, numbered, shape)
             for d in shape:
                 if compat.is_symbolic(d):
                     t.dim_env.update(compat.dim_variables(d))
-        t.ids.append(row[0])
-        t.sizes.append(row[1])
-        t.positions.append(row[2])
-        t.rows.append(row)
-        t.dtypes.append(dtype_of(aval))
+        t.layouts.append(layout)
+    t.ids = [layout.ids for layout in t.layouts]
+    t.sizes = [layout.sizes for layout in t.layouts]
+    t.positions = [layout.groups for layout in t.layouts]
+    t.dtypes = [dtype_of(aval) for aval in t.program.avals]
 
 
 @functools.cache
-def _numbered(lengths: tuple[int, ...]) -> ops.Groups:
+def _numbered(lengths: tuple[int, ...]) -> Groups:
     out, n = [], 0
     for length in lengths:
         out.append(tuple(range(n, n + length)))
@@ -186,31 +187,22 @@ def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
     return True
 
 
-def _site(t: TermGraph, e: Equation) -> ops.Site | None:
-    refs, ids, sizes, groups, shapes = [], [], [], [], []
+def _site(t: TermGraph, e: Equation) -> Site | None:
+    refs, ins = [], []
     for v in e.invals:
         if isinstance(v, int):
-            view, row = t.views[v], t.rows[v]
+            view = t.views[v]
             if view is None:
                 return None
+            ins.append(t.layouts[v])
         elif ops.is_number(v.val):
-            view, row = _literal(t, v), _SCALAR
+            view = _literal(t, v)
+            ins.append(_SCALAR)
         else:
             return None
         refs.append(view)
-        ids.append(row[0])
-        sizes.append(row[1])
-        groups.append(row[2])
-        shapes.append(row[3])
-    s = ops.Site()
-    s.g, s.params = t.graph, e.eqn.params
-    s.refs, s.ids, s.sizes, s.groups, s.shapes = refs, ids, sizes, groups, shapes
-    rows = [t.rows[v] for v in e.outvals]
-    s.out_ids = [row[0] for row in rows]
-    s.out_sizes = [row[1] for row in rows]
-    s.out_groups = [row[2] for row in rows]
-    s.dtype = [t.dtypes[v] for v in e.outvals]
-    return s
+    outs = [t.layouts[v] for v in e.outvals]
+    return Site(t.graph, e.eqn.params, refs, ins, outs, [t.dtypes[v] for v in e.outvals])
 
 
 def _native(t: TermGraph, number: int, e: Equation) -> None:

@@ -129,13 +129,17 @@ class CostModel:
         size = self._count(c.sizes)
         moved = size * itemsize(c.dtype)
         if is_dot(node):
-            moved += sum(self._class_bytes(g, a.cls) for a in node.args)
+            moved += sum(self.class_bytes(g, a.cls) for a in node.args)
             flops = 2 * size * self._count(node.bound)
             return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
         if node.op in (INVERSE, SOLVE, CONV):
             return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
         work = size * self._steps(node) * weight(node)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
+        """Seconds of a node that is a matrix product; 0 of any other."""
+        return self.node_seconds(g, cls, node) if is_dot(node) else 0.0
 
     def _peak(self, node: Node, dtype: str) -> float:
         d = self.device
@@ -162,7 +166,8 @@ class CostModel:
         """Elements combined for one element of the result."""
         return 1.0 if node.op == TAKE else self._count(node.bound)
 
-    def _class_bytes(self, g: EGraph, cls: int) -> float:
+    def class_bytes(self, g: EGraph, cls: int) -> float:
+        """Bytes of a class's value."""
         c = g.classes[cls]
         key = (c.sizes, c.dtype)
         found = self._bytes.get(key)

@@ -23,6 +23,7 @@ from symjax_rewrite.ir import (
     Node,
     Ref,
     canonical,
+    identity,
 )
 
 
@@ -102,21 +103,20 @@ class EGraph:
         reason: Reason = ORIGINAL,
     ) -> Ref:
         """Add a term over output indices of `sizes`; returns its value over these indices."""
-        attr, args = self.canonical_args(op, attr, args)
+        if self.merged or op == SLICE:
+            attr, args = self.canonical_args(op, attr, args)
         node, outs = canonical(op, attr, args, len(sizes), bound)
-        slot_sizes = tuple([sizes[i] for i in outs])
-        key = (node, slot_sizes, dtype)
-        cls = self.memo.get(key)
-        if cls is not None:
+        slot_sizes = sizes if outs == identity(len(sizes)) else tuple([sizes[i] for i in outs])
+        fresh = len(self.classes)
+        cls = self.memo.setdefault((node, slot_sizes, dtype), fresh)
+        if cls != fresh:
             found = self.find(Ref(cls, outs))
             if reason == ORIGINAL and found.cls == cls and found.axes == outs:
                 self._adopt(cls, node, reason)
             return found
-        cls = len(self.classes)
         self.classes.append(EClass(slot_sizes, dtype, node, {node: reason}))
         self.parent.append(None)
         self.uses.append([])
-        self.memo[key] = cls
         self.count += 1
         self.kinds.add(op)
         for arg in node.args:
@@ -128,7 +128,7 @@ class EGraph:
     ) -> tuple[Any, tuple[Ref, ...]]:
         """Operands by canonical class; what a slice says about slots follows them."""
         if op != SLICE:
-            return attr, tuple([self._canonical_ref(a) for a in args]) if self.merged else args
+            return attr, tuple([self._canonical_ref(a) for a in args])
         (ref,) = args
         cls, slots = self.find(Ref(ref.cls, tuple(range(len(ref.axes)))))
         kept = tuple([attr[s] for s in slots])
@@ -227,9 +227,9 @@ class EGraph:
         kept = {n: r for n, r in owner.nodes.items() if n != node}
         owner.nodes = kept
         owner.first = next(iter(kept), fresh)
-        identity = Ref(user, tuple(range(len(sizes))))
-        if ref.cls != user or ref.axes != identity.axes:
-            self.union(identity, ref, Reason("congruence", user))
+        whole = Ref(user, identity(len(sizes)))
+        if ref.cls != user or ref.axes != whole.axes:
+            self.union(whole, ref, Reason("congruence", user))
             return
         mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the class's slots
         if mine is not None:
@@ -247,8 +247,7 @@ class EGraph:
 
     def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
         """Union class `cls` with a reference over its own slots."""
-        identity = Ref(cls, tuple(range(len(self.classes[cls].sizes))))
-        return self.union(identity, ref, reason)
+        return self.union(Ref(cls, identity(len(self.classes[cls].sizes))), ref, reason)
 
     def live(self) -> list[int]:
         """Classes that were not merged away."""

@@ -14,8 +14,9 @@ from math import prod
 from typing import Any
 
 from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.dims import product
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
-from symjax_rewrite.ir import ADD, CONTRACT, MAP, NATIVE, Ref
+from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import Exit, Pair, Tile, elements, exit_of, explore
 from symjax_rewrite.regions import Needed, node_of
@@ -80,10 +81,14 @@ def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Clust
     found: list[Candidate] = []
     made: set[int] = set()  # what a tile is made of comes before it
     for cls in need.order:
+        if _is_less(t, cls, 0 if single else least):
+            continue
         candidate = _candidate(t, cls, least, gone, made, single)
         if candidate is not None:
             found.append(candidate)
             made.add(cls)
+    if not found:
+        return []
     bare = [c for c in found if not any(c.tile.inner.values())]
     found = [c for c in found if any(c.tile.inner.values())]
     parent = list(range(len(found)))
@@ -124,6 +129,15 @@ def _join(found: list[Cluster], c: Candidate) -> None:
 def _makes_work(c: Candidate) -> bool:
     """Whether a tile is more than sums of products, which the rules of algebra see to."""
     return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
+
+
+def _is_less(t: TermGraph, cls: int, least: int) -> bool:
+    """Whether a class is no reduction, or one of fewer elements."""
+    node = node_of(t.graph, cls)
+    if node.op not in (REDUCE, CONTRACT) or not node.bound:
+        return node.op in (LEAF, CONST, MAP, ADD)
+    space = product((*t.graph.classes[cls].sizes, *node.bound))
+    return isinstance(space, int) and space < least
 
 
 def _candidate(

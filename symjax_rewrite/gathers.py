@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import CONCAT, CONST, IOTA, MAP, TAKE, Node, Ref
-from symjax_rewrite.ops import Groups
 from symjax_rewrite.regions import node_of
+from symjax_rewrite.site import Groups
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 

@@ -14,7 +14,8 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Ref
 from symjax_rewrite.ops import ROWS as PLAIN_ROWS
-from symjax_rewrite.ops import Row, Site, constant, dtype_kind
+from symjax_rewrite.ops import Row, constant, dtype_kind
+from symjax_rewrite.site import Site
 
 Range = tuple[int, int]
 _INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not read

@@ -9,6 +9,7 @@ read twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import islice, permutations
 from typing import Any, NamedTuple
@@ -67,9 +68,13 @@ NATIVE = "native"  # any other equation, positional; attr: (equation key, output
 UNORDERED = frozenset({CONTRACT, ADD})
 POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM, CONV})
 
-MANY = 16  # axes; terms of more take the general path
-_IDENTITY = [*(tuple(range(n)) for n in range(MANY)), None]
 TIE_CAP = 24  # orders of tied operands tried before the first one is taken as it is
+
+
+@functools.cache
+def identity(count: int) -> Axes:
+    """Every index in order."""
+    return tuple(range(count))
 
 
 def canonical(
@@ -82,7 +87,7 @@ def canonical(
     value does not depend on them. Bound indices that none reads stay: their size counts.
     """
     if op in POSITIONAL:
-        return Node(op, attr, args, out, bound), tuple(range(out))
+        return Node(op, attr, args, out, bound), identity(out)
     if op not in UNORDERED or len(args) == 1:
         return _number(op, attr, args, out, bound)
     if len(args) == 2 and args[0].cls != args[1].cls:
@@ -152,7 +157,7 @@ def _pattern(axes: Axes) -> Axes:
 
 def _is_numbered(args: tuple[Ref, ...], out: int, bound: int) -> bool:
     """Whether outputs and bound indices already stand in the order of their first use."""
-    if args and not bound and args[0].axes == _IDENTITY[out if out < MANY else MANY]:
+    if args and not bound and args[0].axes == identity(out):
         return True  # an elementwise term whose first operand reads every index in order
     next_out, next_bound = 0, out
     for _, axes in args:
@@ -173,7 +178,7 @@ def _number(
     op: str, attr: Any, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
 ) -> tuple[Node, Axes]:
     if _is_numbered(args, out, len(bound)):
-        return Node(op, attr, args, out, bound), tuple(range(out))
+        return Node(op, attr, args, out, bound), identity(out)
     outs: dict[int, int] = {}
     bounds: dict[int, int] = {}
     for _, axes in args:

@@ -29,8 +29,8 @@ from symjax_rewrite.ir import (
     SOLVE,
     Ref,
 )
+from symjax_rewrite.site import Groups, Site
 
-Groups = tuple[tuple[int, ...], ...]  # for every axis of a value, the positions of its atoms
 RING = "fciu"  # dtype kinds that are rings (bfloat16 and float8 report kind V and count as f)
 
 
@@ -67,68 +67,6 @@ def holds(dtype: str, low: Dim, count: Dim) -> bool:
     return least <= low and low + count - 1 <= most
 
 
-class Site:
-    """What a row sees of its equation: operand references and the index space of its output.
-
-    Output atoms are numbered 0..n-1 in order; `refs[k]` reads operand k over *its own* atom
-    positions, `ids[k]` are these positions' solved atom ids.
-    """
-
-    __slots__ = ("bound", "dtype", "g", "groups", "ids", "out_groups", "out_ids", "out_sizes",
-                 "params", "refs", "shapes", "sizes")  # fmt: skip
-
-    g: EGraph
-    params: dict[str, Any]
-    refs: list[Ref]
-    ids: list[tuple[int, ...]]
-    sizes: list[tuple[Dim, ...]]
-    groups: list[Groups]
-    shapes: list[tuple[Any, ...]]
-    out_ids: list[tuple[int, ...]]
-    out_sizes: list[tuple[Dim, ...]]
-    out_groups: list[Groups]
-    dtype: list[str]
-
-    def add(
-        self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0
-    ) -> Ref:
-        """A term over the atoms of output k."""
-        return self.g.add(op, attr, args, self.out_sizes[k], bound, self.dtype[k])
-
-    def node(self, k: int) -> Any:
-        """The original node of operand k's class."""
-        return self.g.classes[self.refs[k].cls].first
-
-    def scalar(self, k: int) -> Any:
-        """The number operand k is everywhere, or None."""
-        node = self.node(k)
-        return node.attr[0] if node.op == CONST else None
-
-    def over(self) -> list[Ref] | None:
-        """Every operand over the output's atoms; None where the axes do not line up.
-
-        A scalar, and an axis of size 1, is read at every index of the output.
-        """
-        out: list[Ref] = []
-        ids = self.out_ids[0]
-        groups = self.out_groups[0]
-        for k, ref in enumerate(self.refs):
-            if self.ids[k] == ids:
-                out.append(ref)
-                continue
-            to: dict[int, int] = {}
-            if self.shapes[k] and len(self.groups[k]) != len(groups):
-                return None
-            for mine, theirs in zip(self.groups[k], groups, strict=False):
-                if not mine:
-                    continue
-                if [self.ids[k][q] for q in mine] != [ids[q] for q in theirs]:
-                    return None
-                to.update(zip(mine, theirs, strict=True))
-            out.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
-        return out
-
-
 Row = Callable[[Site], "list[Ref] | None"]
 
 
@@ -156,6 +94,8 @@ def params_key(params: dict[str, Any]) -> tuple | None:
 
 def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
     """What an equation of numbers makes in its dtype, if that is finite; None: not of numbers."""
+    if any(ref.axes for ref in s.refs):
+        return None
     values = [s.scalar(k) for k in range(len(s.refs))]
     if None in values:
         return None
@@ -188,9 +128,9 @@ def _sum(*coefficients: int) -> Row:
         refs = s.over()
         if dtype_kind(s.dtype[0]) not in RING or refs is None:
             return None
-        if len(refs) > 1 and (made := _number(s, total)):
-            return made
-        if len(refs) == 2:
+        if len(refs) == 2 and not (refs[0].axes and refs[1].axes):
+            if made := _number(s, total):
+                return made
             for k in (0, 1):
                 if coefficients[1 - k] == 1 and _adds_nothing(s, k, coefficients[k]):
                     return [refs[1 - k]]
@@ -203,6 +143,8 @@ def _mul(s: Site) -> list[Ref] | None:
     refs = s.over()
     if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
+    if refs[0].axes and refs[1].axes:
+        return [s.add(CONTRACT, None, tuple(refs))]
     if made := _number(s, lambda a, b: a * b):
         return made
     for k in (0, 1):
@@ -258,7 +200,7 @@ def _one_minus_square(s: Site) -> list[Ref] | None:
 
 
 def _same_value(s: Site) -> list[Ref] | None:
-    return [s.refs[0]] if s.ids[0] == s.out_ids[0] else None
+    return [s.refs[0]] if s.ins[0].ids == s.outs[0].ids else None
 
 
 def _convert(s: Site) -> list[Ref] | None:
@@ -313,43 +255,52 @@ def _dot_general(s: Site) -> list[Ref] | None:
     p = s.params
     if compat.constrains(p.get("out_sharding")) or dtype_kind(s.dtype[0]) not in RING:
         return None
-    (lc, rc), (lb, rb) = p["dimension_numbers"]
-    ids: list[int] = []
-    index: list[dict[int, int]] = [{}, {}]  # per operand: atom position to index of the term
-    bound: list[Dim] = []
-
-    def place(k: int, axis: int, indices: list[int]) -> bool:
-        positions = s.groups[k][axis]
-        if len(positions) != len(indices):
-            return False
-        index[k].update(zip(positions, indices, strict=True))
-        return True
-
-    def outputs(k: int, axis: int) -> list[int]:
-        start = len(ids)
-        ids.extend(s.ids[k][q] for q in s.groups[k][axis])
-        return list(range(start, len(ids)))
-
-    for a, b in zip(lb, rb, strict=True):
-        fresh = outputs(0, a)
-        if not (place(0, a, fresh) and place(1, b, fresh)):
-            return None
-    for k, used in ((0, {*lc, *lb}), (1, {*rc, *rb})):
-        for axis in range(len(s.groups[k])):
-            if axis not in used and not place(k, axis, outputs(k, axis)):
-                return None
-    if tuple(ids) != s.out_ids[0]:
+    left, right = s.ins
+    plan = _dot_plan(left.groups, right.groups, p["dimension_numbers"])
+    if plan is None:
         return None
-    for a, b in zip(lc, rc, strict=True):
-        positions = s.groups[0][a]
-        if tuple(s.ids[0][q] for q in positions) != tuple(s.ids[1][q] for q in s.groups[1][b]):
-            return None
-        fresh = [len(ids) + len(bound) + q for q in range(len(positions))]
-        bound.extend(s.sizes[0][q] for q in positions)
-        place(0, a, fresh)
-        place(1, b, fresh)
-    args = tuple(Ref(ref.cls, tuple(index[k][i] for i in ref.axes)) for k, ref in enumerate(s.refs))
-    return [s.add(CONTRACT, precision_key(p.get("precision")), args, tuple(bound))]
+    (kept, added), (summed, with_), indices = plan
+    ids = (*[left.ids[q] for q in kept], *[right.ids[q] for q in added])
+    if ids != s.outs[0].ids or [left.ids[q] for q in summed] != [right.ids[q] for q in with_]:
+        return None
+    args = tuple(
+        [
+            Ref(ref.cls, tuple([index[i] for i in ref.axes]))
+            for ref, index in zip(s.refs, indices, strict=True)
+        ]
+    )
+    bound = tuple([left.sizes[q] for q in summed])
+    return [s.add(CONTRACT, precision_key(p.get("precision")), args, bound)]
+
+
+Positions = tuple[int, ...]
+
+
+@functools.lru_cache(1 << 12)
+def _dot_plan(
+    left: Groups, right: Groups, numbers: tuple
+) -> tuple[tuple[Positions, Positions], tuple[Positions, Positions], list[list[int]]] | None:
+    """How a product reads its operands, by atom positions; None where axes do not line up.
+
+    Returns:
+        The left and right atoms that its outputs are, those that are summed over, and for each
+        operand the term's index of every atom.
+    """
+    (lc, rc), (lb, rb) = numbers
+    if any(len(left[a]) != len(right[b]) for a, b in (*zip(lb, rb), *zip(lc, rc))):  # noqa: B905
+        return None
+    batch = [q for a in lb for q in left[a]]
+    rows = [q for a, g in enumerate(left) if a not in lb and a not in lc for q in g]
+    columns = [q for a, g in enumerate(right) if a not in rb and a not in rc for q in g]
+    summed = [q for a in lc for q in left[a]]
+    batched, with_ = ([q for a in axes for q in right[a]] for axes in (rb, rc))
+    kept = (*batch, *rows)
+    out = len(kept) + len(columns)
+    first = {q: n for n, q in enumerate(kept)} | {q: out + n for n, q in enumerate(summed)}
+    second = {q: n for n, q in enumerate(batched)} | {q: out + n for n, q in enumerate(with_)}
+    second |= {q: len(kept) + n for n, q in enumerate(columns)}
+    indices = [[of[q] for q in range(len(of))] for of in (first, second)]
+    return (kept, tuple(columns)), (tuple(summed), tuple(with_)), indices
 
 
 def precision_key(precision: Any) -> object:
@@ -361,18 +312,25 @@ def precision_key(precision: Any) -> object:
     return precision
 
 
+@functools.lru_cache(1 << 12)
+def _reduced(groups: Groups, axes: tuple[int, ...]) -> tuple[Positions, Positions, list[int]]:
+    """The atoms a reduction keeps, those it loses, and the term's index of every atom."""
+    kept = tuple([q for a, g in enumerate(groups) if a not in axes for q in g])
+    lost = tuple([q for a, g in enumerate(groups) if a in axes for q in g])
+    index = {q: n for n, q in enumerate((*kept, *lost))}
+    return kept, lost, [index[q] for q in range(len(index))]
+
+
 def _reduce(monoid: str) -> Row:
     def row(s: Site) -> list[Ref] | None:
         if compat.constrains(s.params.get("out_sharding")):
             return None
-        gone = {int(a) for a in s.params["axes"]}
-        kept = [q for a, g in enumerate(s.groups[0]) if a not in gone for q in g]
-        lost = [q for a, g in enumerate(s.groups[0]) if a in gone for q in g]
-        if tuple(s.ids[0][q] for q in kept) != s.out_ids[0]:
+        of = s.ins[0]
+        kept, lost, to = _reduced(of.groups, tuple(s.params["axes"]))
+        if tuple([of.ids[q] for q in kept]) != s.outs[0].ids:
             return None
-        to = {q: n for n, q in enumerate([*kept, *lost])}
-        arg = Ref(s.refs[0].cls, tuple(to[i] for i in s.refs[0].axes))
-        bound = tuple(s.sizes[0][q] for q in lost)
+        arg = Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))
+        bound = tuple([of.sizes[q] for q in lost])
         if monoid == "sum":
             if dtype_kind(s.dtype[0]) not in RING:
                 return None
@@ -382,54 +340,59 @@ def _reduce(monoid: str) -> Row:
     return row
 
 
-def _view(position_of: Callable[[Site], dict[int, int] | None]) -> Row:
-    """A row that only re-reads its operand: old atom position to output atom position."""
+def _view(pairs_of: Callable[[Site], tuple[tuple[int, int], ...] | None]) -> Row:
+    """A row that only re-reads its operand: pairs of an axis and the output axis that it is."""
 
     def row(s: Site) -> list[Ref] | None:
-        to = position_of(s)
-        if to is None or any(i not in to for i in s.refs[0].axes):
+        pairs = pairs_of(s)
+        if pairs is None:
             return None
-        if any(s.ids[0][i] != s.out_ids[0][to[i]] for i in s.refs[0].axes):
+        of, out, ref = s.ins[0], s.outs[0], s.refs[0]
+        to = _placed(of.groups, out.groups, pairs)
+        if to is None:
             return None
-        return [Ref(s.refs[0].cls, tuple(to[i] for i in s.refs[0].axes))]
+        axes = tuple([to[i] for i in ref.axes])
+        if -1 in axes or [of.ids[i] for i in ref.axes] != [out.ids[i] for i in axes]:
+            return None
+        return [Ref(ref.cls, axes)]
 
     return row
 
 
-def _match_axes(s: Site, pairs: list[tuple[int, int]]) -> dict[int, int] | None:
-    to: dict[int, int] = {}
+@functools.lru_cache(1 << 12)
+def _placed(
+    groups: Groups, out: Groups, pairs: tuple[tuple[int, int], ...]
+) -> tuple[int, ...] | None:
+    """For every atom of a value its place in the output, -1 for none; None: they do not fit."""
+    to = [-1] * sum(map(len, groups))
     for a, b in pairs:
-        src, dst = s.groups[0][a], s.out_groups[0][b]
-        if not src:
-            continue
-        if len(src) != len(dst):
+        if groups[a] and len(groups[a]) != len(out[b]):
             return None
-        to.update(zip(src, dst, strict=True))
-    return to
+        for here, there in zip(groups[a], out[b], strict=False):
+            to[here] = there
+    return tuple(to)
 
 
-def _transpose(s: Site) -> dict[int, int] | None:
-    return _match_axes(s, [(int(a), b) for b, a in enumerate(s.params["permutation"])])
+def _transpose(s: Site) -> tuple[tuple[int, int], ...]:
+    return tuple([(a, b) for b, a in enumerate(s.params["permutation"])])
 
 
-def _broadcast(s: Site) -> dict[int, int] | None:
+def _broadcast(s: Site) -> tuple[tuple[int, int], ...] | None:
     if compat.constrains(s.params.get("sharding")):
         return None
-    return _match_axes(s, [(a, int(b)) for a, b in enumerate(s.params["broadcast_dimensions"])])
+    return tuple(enumerate(s.params["broadcast_dimensions"]))
 
 
-def _squeeze(s: Site) -> dict[int, int] | None:
-    gone = {int(d) % len(s.groups[0]) for d in s.params["dimensions"]}
-    kept = [a for a in range(len(s.groups[0])) if a not in gone]
-    return _match_axes(s, [(a, b) for b, a in enumerate(kept)])
+def _squeeze(s: Site) -> tuple[tuple[int, int], ...]:
+    count = len(s.ins[0].groups)
+    gone = {d % count for d in s.params["dimensions"]}
+    return tuple([(a, b) for b, a in enumerate([a for a in range(count) if a not in gone])])
 
 
-def _reshape(s: Site) -> dict[int, int] | None:
+def _reshape(s: Site) -> list[Ref] | None:
     if s.params.get("dimensions") is not None or compat.constrains(s.params.get("sharding")):
         return None
-    if s.ids[0] != s.out_ids[0]:
-        return None
-    return {q: q for q in range(len(s.ids[0]))}
+    return _same_value(s)
 
 
 def _conv(s: Site) -> list[Ref] | None:
@@ -520,7 +483,7 @@ ROWS: dict[str, Row] = {
     "transpose": _view(_transpose),
     "broadcast_in_dim": _view(_broadcast),
     "squeeze": _view(_squeeze),
-    "reshape": _view(_reshape),
+    "reshape": _reshape,
     "custom_linear_solve": _linear_solve,
     "conv_general_dilated": _conv,
 }

@@ -20,19 +20,22 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, value
 from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
+from symjax_rewrite.extract import DOMINATING_GAIN
 from symjax_rewrite.ir import Ref
 from symjax_rewrite.loop_pass import has_loops, improve_loops, rewritten
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
-from symjax_rewrite.regions import Needed, Region, find_regions, needed, node_of
+from symjax_rewrite.regions import Key, Needed, Region, find_regions, needed, node_of
 from symjax_rewrite.rule import REDUNDANCY, RulePack
+from symjax_rewrite.single import least_seconds
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.spread import spread_products
 from symjax_rewrite.trace import Program, flatten
 
 REPEATED = "repeated_work"  # what plans and reports call it
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
+MANY_REGIONS = 8  # so many are worth pricing the whole program for
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
 
@@ -181,7 +184,7 @@ class Optimiser:
         self.options, self.rules, self.device, self.routers = options, rules, device, routers
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
-        self.solved: dict[tuple, Solution] = {}
+        self.solved: dict[Key, Solution] = {}
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
         """Decide what to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
@@ -237,9 +240,9 @@ class Optimiser:
         found: list[tuple[Region, Solution]] = []
         tag = lambda c: (c in known, storage(t, c))  # noqa: E731
         regions = find_regions(t, need, tag, bool(frozen))
-        small = set() if allowed is not None else self._small(result, t, need, regions)
+        hopeless = set() if allowed is not None else self._hopeless(result, t, need, regions)
         for region in regions:
-            if region.key in small:
+            if region.key in hopeless:
                 continue
             if time.perf_counter() - start > budget.seconds:
                 return Result(closed, t, stop=f"the clock of {budget.seconds} s ran out")
@@ -352,24 +355,40 @@ class Optimiser:
         if plan.spread:
             result.regions.append(REPEATED)
 
-    def _small(
+    def _hopeless(
         self, result: Result, t: TermGraph, need: Needed, regions: list[Region]
-    ) -> set[tuple]:
-        """Keys of regions that make up too little of the program to be worth a search."""
+    ) -> set[Key]:
+        """Keys of regions that are not worth a search, of a program that has many.
+
+        They are too little of the program, or one product with nothing beside it to save.
+        """
         places = Counter(r.key for r in regions)
         if len(places) < FEW_REGIONS or result.known:
             return set()
+        g = t.graph
         model = CostModel(self.device, lambda d: value(d, result.sample))
-        total = self._program_seconds(result, t, need, model)
-        out: set[tuple] = set()
-        for region in {r.key: r for r in regions}.values():
-            choice = {c: node_of(t.graph, c) for c in region.local}
+        seconds: dict[Key, float] = {}
+        single: set[Key] = set()
+        distinct = {r.key: r for r in regions}
+        for key, region in distinct.items():
+            choice = {c: node_of(g, c) for c in region.local}
             leaves = set(region.leaves)
-            cost = model.evaluate(t.graph, choice, tuple(region.roots), leaves.__contains__)
-            if places[region.key] * cost.seconds < MIN_SHARE * total:
-                out.add(region.key)
+            cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
+            seconds[key] = places[key] * cost.seconds
+            least = None if t.dim_env else least_seconds(g, region, model)
+            if least is not None and cost.seconds < DOMINATING_GAIN * least:
+                single.add(key)
+        products = sum(model.product_seconds(g, c, node_of(g, c)) for c in need.order)
+        small = {key for key, s in seconds.items() if s < MIN_SHARE * products}
+        if len(places) - len(small | single) > MANY_REGIONS:  # the rest may take longer
+            total = self._program_seconds(result, t, need, model)
+            small = {key for key, s in seconds.items() if s < MIN_SHARE * total}
+        for key, region in distinct.items():
+            if key in small:
                 result.declined("search", "less than 1 % of the program's time", _where(t, region))
-        return out
+            elif key in single:
+                result.declined("search", "one product and little beside it", _where(t, region))
+        return small | single
 
     @staticmethod
     def _program_seconds(result: Result, t: TermGraph, need: Needed, model: CostModel) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,26 +40,28 @@ class Prepared:
         parameters = inspect.signature(fun).parameters.values()
         self._rest = inspect.Signature([p for p in parameters if p.name not in frozen])
         self._cases: dict[Any, _Case] = {}
-        self._places: dict[Any, tuple[_Case, list[int]]] = {}  # where a call's leaves go
+        self._closed: Callable[..., Any] | None = None
+        if _closed_over(frozen):
+            self._closed = jax.jit(self._inlined(), static_argnames=sorted(statics))
         self.__name__ = getattr(fun, "__name__", "prepared")
         self.__doc__ = fun.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = not self._statics and all(isinstance(x, jax.Array) for x in leaves)
-        key = (tree, *((x.shape, x.dtype) for x in leaves)) if arrays else None
-        known = self._places.get(key)
-        if known is not None:
-            case, places = known
-            return jax.tree.unflatten(case.out_tree, case.run([leaves[k] for k in places]))
-        case, dynamic = self._case(args, kwargs)
-        if arrays:
-            numbers = {id(x): k for k, x in enumerate(leaves)}
-            if len(numbers) == len(leaves) == len(dynamic) and all(
-                id(x) in numbers for x in dynamic
-            ):
-                self._places[key] = (case, [numbers[id(x)] for x in dynamic])
-        return jax.tree.unflatten(case.out_tree, case.run(dynamic))
+        if self._closed is not None:
+            return self._closed(*args, **kwargs)
+        case, leaves = self._case(args, kwargs)
+        return jax.tree.unflatten(case.out_tree, case.run(case.constants, leaves))
+
+    def _inlined(self) -> Callable[..., Any]:
+        """What is left of the function, for `jax.jit` to trace at every shape it is called with."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            case, leaves = self._case(args, kwargs)
+            return jax.tree.unflatten(case.out_tree, case.rest(case.constants, leaves))
+
+        call.__signature__ = self._rest  # pyright: ignore[reportFunctionMemberAccess]
+        call.__name__ = getattr(self._fun, "__name__", "prepared")
+        return call
 
     def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The arrays computed once for arguments of these shapes."""
@@ -80,8 +81,7 @@ class Prepared:
         static = {k: v for k, v in bound.items() if k in self._statics}
         moving = {k: v for k, v in bound.items() if k not in self._statics}
         leaves, tree = jax.tree.flatten(moving)
-        avals = tuple(_spec(x) for x in leaves)
-        key = (tree, avals, tuple(sorted(static.items())))
+        key = (tree, tuple(jax.typeof(x) for x in leaves), tuple(sorted(static.items())))
         if key not in self._cases:
             self._cases[key] = self._make(leaves, tree, static)
         return self._cases[key], leaves
@@ -118,29 +118,34 @@ class Prepared:
         result = self._optimiser.run(closed, frozenset(range(len(known))))
         emitted = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
         once, run = split(emitted, len(known))
-        constants = list(jax.jit(once)(known))
-        return _Case(result, out_tree, constants, _bound(run, constants))
+        if any(isinstance(x, compat.Tracer) for x in known):
+            constants = list(jax.jit(once)(known))
+        else:  # now, though the call itself may be part of a trace
+            with jax.ensure_compile_time_eval():
+                constants = list(jax.jit(once)(known))
+        return _Case(result, out_tree, constants, run, jax.jit(run))
 
 
-def _bound(run: Callable[..., Any], constants: list[Any]) -> Callable[..., Any]:
-    """The rest of the function with its constants given.
+def _closed_over(frozen: dict[str, Any]) -> bool:
+    """Whether what frozen arguments give is a part of the compiled program.
 
-    On a CPU they are part of the program where they are small: XLA then lays them out as its
-    products want them, which it may not do with arguments.
+    On a CPU, where it is small: XLA then lays it out as its products want it, which it may not do
+    with arguments, and a call is one of `jax.jit`.
     """
-    small = all(isinstance(c, jax.Array) and not isinstance(c, compat.Tracer) for c in constants)
-    small = small and sum(c.nbytes for c in constants) <= CLOSED_BYTES
-    if small and jax.default_backend() == "cpu":
-        return jax.jit(functools.partial(run, constants))
-    return functools.partial(jax.jit(run), constants)
+    leaves = jax.tree.leaves(frozen)
+    if jax.default_backend() != "cpu" or any(isinstance(x, compat.Tracer) for x in leaves):
+        return False
+    return sum(getattr(x, "nbytes", 0) for x in leaves) <= CLOSED_BYTES
 
 
-class _Case:
-    """One set of shapes: its constants and the function that is left."""
+class _Case(NamedTuple):
+    """One set of shapes: its constants, the function that is left, and the same compiled."""
 
-    def __init__(self, result: Result, out_tree: Any, constants: list[Any], run: Any) -> None:
-        self.result, self.out_tree = result, out_tree
-        self.constants, self.run = constants, run
+    result: Result
+    out_tree: Any
+    constants: list[Any]
+    rest: Callable[..., Any]
+    run: Callable[..., Any]
 
 
 def prepare(

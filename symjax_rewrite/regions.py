@@ -7,12 +7,13 @@ regions that are equal up to their inputs have equal keys.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite.canonical import TermGraph
-from symjax_rewrite.dims import product
+from symjax_rewrite.dims import Dim, product
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import (
     ADD,
@@ -40,6 +41,21 @@ PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a look on an
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
 
+class Key:
+    """What a region is but for its inputs, row by row; hashed once, for there is a lot of it."""
+
+    __slots__ = ("_hash", "rows")
+
+    def __init__(self, rows: tuple = ()) -> None:
+        self.rows, self._hash = rows, hash(rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self.rows == other.rows)
+
+
 @dataclass(slots=True)
 class Region:
     """A connected algebraic part of a program.
@@ -51,7 +67,7 @@ class Region:
 
     classes: list[int]
     roots: list[int]
-    key: tuple = ()
+    key: Key = field(default_factory=Key)
     leaves: list[int] = field(default_factory=list)
     local: dict[int, int] = field(default_factory=dict)
     tags: dict[int, tuple] = field(default_factory=dict)
@@ -128,10 +144,15 @@ def needed(t: TermGraph) -> Needed:
                     outside.add(t.view(v).cls)
     users: dict[int, list[int]] = {}
     seen = set(stack)
+    classes = g.classes
     while stack:
         cls = stack.pop()
-        for arg in {a.cls for a in node_of(g, cls).args}:
-            users.setdefault(arg, []).append(cls)
+        for arg in {a.cls for a in classes[cls].first.args}:
+            known = users.get(arg)
+            if known is None:
+                users[arg] = [cls]
+            else:
+                known.append(cls)
             if arg not in seen:
                 seen.add(arg)
                 stack.append(arg)
@@ -161,14 +182,16 @@ def find_regions(
             c = parent[c]
         return c
 
+    joined = {c for c in member if not _is_cut(g, need, c, whole)}
     for c in member:
-        for arg in node_of(g, c).args:
-            if arg.cls in parent and not _is_cut(g, need, arg.cls, whole):
+        for arg in g.classes[c].first.args:
+            if arg.cls in joined:
                 parent[root(arg.cls)] = root(c)
     groups: dict[int, list[int]] = {}
     for c in sorted(member):
         groups.setdefault(root(c), []).append(c)
     regions = []
+    keys: dict[Key, Key] = {}
     products = _products(g, need.order)
     for classes in groups.values():
         inside = set(classes)
@@ -177,6 +200,7 @@ def find_regions(
         roots = [c for c in classes if _needed_outside(g, need, c, inside)]
         region = Region(classes, roots)
         _number(g, need, region, inside, tag)
+        region.key = keys.setdefault(region.key, region.key)  # equal ones are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])
 
@@ -209,10 +233,11 @@ def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
     """
     whole: set[int] = set()
     for c in reversed(need.order):  # users first
+        if c not in member:
+            continue
         users = need.users.get(c, ())
-        if c in member and (
-            c in need.outside
-            or any(u not in member or (u in whole and _is_spread(g, u, c)) for u in users)
+        if c in need.outside or any(
+            u not in member or (u in whole and _is_spread(g, u, c)) for u in users
         ):
             whole.add(c)
     return whole
@@ -312,9 +337,10 @@ def _products(g: EGraph, order: list[int]) -> set[int]:
     """Classes that are contractions, or sums and products of some; operands come first."""
     found: set[int] = set()
     for c in order:
-        node = node_of(g, c)
-        summed = node.op == CONTRACT and node.bound
-        if summed or (node.op in (CONTRACT, ADD) and any(a.cls in found for a in node.args)):
+        node = g.classes[c].first
+        if (node.op == CONTRACT and node.bound) or (
+            node.op in (CONTRACT, ADD) and not found.isdisjoint([a.cls for a in node.args])
+        ):
             found.add(c)
     return found
 
@@ -341,12 +367,12 @@ def _number(
             c, done = stack.pop()
             if c in local:
                 continue
-            node = node_of(g, c)
-            inner = c in inside or node.op in NULLARY or is_condition(g, c)
-            if not inner:
+            of = g.classes[c]
+            node = of.first
+            if not (c in inside or node.op in NULLARY or is_condition(g, c)):
                 local[c] = len(local)
                 region.tags[c] = tag(c)
-                rows.append((LEAF, g.classes[c].sizes, g.classes[c].dtype, region.tags[c]))
+                rows.append((LEAF, of.sizes, of.dtype, region.tags[c]))
                 region.leaves.append(c)
                 order.append(c)
             elif done:
@@ -358,7 +384,8 @@ def _number(
                     args, attr = zip(*pairs, strict=True)
                 elif node.op == CONTRACT:
                     args.sort()
-                info = (g.classes[c].sizes, g.classes[c].dtype, need.uses.get(c, 0), c in roots)
+                uses = min(need.uses.get(c, 0), 2)  # one user may take it over, several may not
+                info = (of.sizes, of.dtype, uses, c in roots)
                 rows.append((node.op, attr, tuple(args), node.bound, *info))
                 order.append(c)
             else:
@@ -372,7 +399,7 @@ def _number(
         visit(c)
     region.classes = order
     region.local = local
-    region.key = tuple(rows)
+    region.key = Key(tuple(rows))
 
 
 def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]:
@@ -384,16 +411,17 @@ def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]
     like: dict[int, int] = {}
     for c in classes:  # operands first
         node = node_of(g, c)
-        below = [(like.get(a.cls) or _shape_of(g, a.cls), a.axes) for a in node.args]
-        like[c] = hash((*(sorted(below)), len(node.bound), len(node.op)))
         for a in node.args:
-            if a.cls not in inside:
-                like.setdefault(a.cls, _shape_of(g, a.cls))
+            if a.cls not in inside and a.cls not in like:
+                like[a.cls] = _shape_of(g.classes[a.cls].sizes)
+        below = sorted([(like[a.cls], a.axes) for a in node.args])
+        like[c] = hash((*below, len(node.bound), len(node.op)))
     return like
 
 
-def _shape_of(g: EGraph, cls: int) -> int:
-    return hash(tuple([s if isinstance(s, int) else -1 for s in g.classes[cls].sizes]))
+@functools.cache
+def _shape_of(sizes: tuple[Dim, ...]) -> int:
+    return hash(tuple([s if isinstance(s, int) else -1 for s in sizes]))
 
 
 def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:

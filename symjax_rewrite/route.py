@@ -71,6 +71,8 @@ class Router:
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
         found = clusters(t, need, least, single)
+        if not found:
+            return [], []
         if self.kernels == "auto" and compat.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"

@@ -121,7 +121,7 @@ class Solver:
             for model, cost in zip(models, before, strict=True)
         ]
         refused = {k: v for ctx in contexts for k, v in ctx.refused.items()}
-        digest = hashlib.sha256(repr(region.key).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(repr(region.key.rows).encode()).hexdigest()[:12]
         if not t.dim_env:
             best, crossovers = found[0], []
         else:

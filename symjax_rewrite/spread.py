@@ -11,7 +11,7 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.cost import CostModel, is_dot, itemsize
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import CONTRACT, CONV
-from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.regions import Needed
 
 
 def spread_products(t: TermGraph, need: Needed, model: CostModel) -> list[tuple[int, float]]:
@@ -24,7 +24,7 @@ def spread_products(t: TermGraph, need: Needed, model: CostModel) -> list[tuple[
     """
     found = []
     for cls in need.order:
-        node = node_of(t.graph, cls)
+        node = t.graph.classes[cls].first
         if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
             continue
         number, k = t.made_by[cls]

@@ -16,24 +16,26 @@ from symjax_rewrite.indexing import ROWS
 Value = int | compat.Literal  # a numbered value, or a literal
 
 
-@dataclass(slots=True)
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
-    same_as: for an equation that chooses an implementation by platform, the values of one of
-    them: what the result *is*, though the equation itself is what is emitted.
+    name: of its primitive. same_as: for an equation that chooses an implementation by platform,
+    the values of one of them: what the result *is*, though the equation itself is what is emitted.
     calls: those in whose inlined bodies it stands, the outermost first.
     """
 
-    eqn: JaxprEqn
-    invals: tuple[Value, ...]
-    outvals: tuple[int, ...]
-    same_as: tuple[Value, ...] = ()
-    calls: tuple[JaxprEqn, ...] = ()
-    name: str = field(init=False)  # of the primitive
+    __slots__ = ("calls", "eqn", "invals", "name", "outvals", "same_as")
 
-    def __post_init__(self) -> None:
-        self.name = self.eqn.primitive.name
+    def __init__(
+        self,
+        eqn: JaxprEqn,
+        invals: tuple[Value, ...],
+        outvals: tuple[int, ...],
+        same_as: tuple[Value, ...] = (),
+        calls: tuple[JaxprEqn, ...] = (),
+    ) -> None:
+        self.eqn, self.invals, self.outvals = eqn, invals, outvals
+        self.same_as, self.calls, self.name = same_as, calls, eqn.primitive.name
 
     def where(self) -> str:
         """The user's line that it is of."""
@@ -97,7 +99,7 @@ def _inline(
     for eqn in jaxpr.eqns:
         if calls:
             eqn = compat.nested_under(eqn, calls[-1])
-        body = inlinable_body(eqn)
+        body = inlinable_body(eqn) if eqn.primitive.name in CALLS else None
         if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
             inner = dict(zip(body.jaxpr.invars, map(read, eqn.invars), strict=True))
             _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
@@ -107,9 +109,11 @@ def _inline(
         invals = tuple([read(a) for a in eqn.invars])
         outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
         env.update(zip(eqn.outvars, outvals, strict=True))
-        same_as = _one_implementation(program, eqn, invals)
-        if len(outvals) > 1 and compat.platform_branches(eqn):
-            program.saved.update(outvals)
+        same_as: tuple[Value, ...] = ()
+        if compat.platform_branches(eqn):
+            same_as = _one_implementation(program, eqn, invals)
+            if len(outvals) > 1:
+                program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
     return [read(a) for a in jaxpr.outvars]
 
@@ -122,7 +126,7 @@ def _one_implementation(
     Not where differentiation made them: what each saves for its own backward pass is not equal.
     """
     branches = compat.platform_branches(eqn)
-    if not branches or len(eqn.outvars) != 1:
+    if len(eqn.outvars) != 1:
         return ()
     stack = str(eqn.source_info.name_stack)
     if "transpose" in stack or any(isinstance(v, int) and v in program.saved for v in invals):
@@ -137,7 +141,8 @@ def _one_implementation(
     return ()
 
 
-RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+CALLS = RULED | {"jit", "pjit", "sym_call", "closed_call"}
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

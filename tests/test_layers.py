@@ -20,11 +20,11 @@ LAYERS = {
     "ground": "errors config compat",
     "terms": "dims ir monoid",
     "graph": "egraph device",
-    "knowledge": "record ops indexing analysis cost equation_cost product contract_order "
+    "knowledge": "record site ops indexing analysis cost equation_cost product contract_order "
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
     "prefixes recurrence loop_pass axes canonical match saturate "
-    "regions extract solve spread lower emit pipeline",
+    "regions single extract solve spread lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "

@@ -43,7 +43,7 @@ def main() -> None:
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
     parts = [
         f"RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
-        f"{rounds} pairs, quartiles; other work ran on the machine). Where the emitted program is "
+        f"{rounds} pairs, quartiles). Where the emitted program is "
         "the plain one, the ratio shows the noise.",
         harness.markdown_table(header, layers),
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
