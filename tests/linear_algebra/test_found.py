@@ -10,13 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite import compat, pipeline, sym_optimize
 from symjax_rewrite.reference import evaluate
 from tests.linear_algebra import awareness, parts
 from tests.linear_algebra.families import FAMILIES as KNOWN
 from tests.linear_algebra.families import MATRICES, random, same_values, specs
 
 FAMILIES = KNOWN | parts.FAMILIES | awareness.FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def _every_region_is_judged(monkeypatch):
+    """Programs of few regions are searched in any case: here none is, if it looks hopeless."""
+    monkeypatch.setattr(pipeline, "FEW_REGIONS", 0)
+
 
 CASES = [
     pytest.param(
