@@ -17,7 +17,7 @@ SECTIONS: dict[str, tuple[tuple[object, str], ...]] = {
     "saturate": ((solve, "saturate"),),
     "extract": ((solve, "extract"),),
     "solve, the rest": ((pipeline.Solver, "solve"),),
-    "apply": ((pipeline.Optimiser, "_apply_all"), (pipeline.Optimiser, "_small")),
+    "apply": ((pipeline.Optimiser, "_apply_all"), (pipeline.Optimiser, "_hopeless")),
     "trace bodies": ((compat, "make_avals_jaxpr"),),
 }
 OTHER = "other"
