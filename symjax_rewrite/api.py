@@ -215,13 +215,13 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     if difference(()) is None:
         return ()
     report = f.explain(*args, **kwargs)
-    known = {r.name for r in pack.rules}
-    suspects = [r.name for r in report.rules if r.name in known]
+    names = (*(r.name for r in pack.rules), *pack.passes)
+    suspects = [r.name for r in report.rules if r.name in names]
     suspects += [KERNELS] * any(r.taken for r in report.routes)
     for name in suspects:
         if difference((name,)) is None:
             return (name,)
-    behind = (*(r.name for r in pack.rules), KERNELS)
+    behind = (*names, KERNELS)
     if (found := difference(behind)) is not None:
         raise EquivalenceError("the values differ whatever rule is taken out", got=found)
     for name in behind:  # rules that stand in for each other: take as few as will do

@@ -23,6 +23,7 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.indexing import ROWS
 from symjax_rewrite.loops import Loop, Read, get, run_equations, stage
+from symjax_rewrite.rule import BATCHING, INVARIANT
 from symjax_rewrite.trace import Equation, Value
 
 HEAVY = frozenset(
@@ -54,7 +55,7 @@ class Motion:
         return bool(self.once or self.before or self.after or self.sums)
 
 
-def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
+def find_motion(loop: Loop, device: Device, reorders: bool, passes: Sequence[str]) -> Motion:
     """What may leave a loop and gains by it.
 
     Args:
@@ -62,11 +63,13 @@ def find_motion(loop: Loop, device: Device, reorders: bool) -> Motion:
         device: where it runs.
         reorders: whether sums may be rounded in another order (products of all steps are other
             products to a library).
+        passes: what may be done, of `rule.PASSES`.
     """
     motion = Motion()
     level = loop.levels()
-    _find_once(loop, level, motion)
-    if reorders and isinstance(loop.length, int) and loop.length > 1:
+    if INVARIANT in passes:
+        _find_once(loop, level, motion)
+    if reorders and BATCHING in passes and isinstance(loop.length, int) and loop.length > 1:
         _find_before(loop, level, device, motion)
         _find_after(loop, level, device, motion)
         if _saved_share(loop, level, device, [*motion.before, *motion.after]) < MIN_SHARE:

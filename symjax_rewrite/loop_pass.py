@@ -24,6 +24,7 @@ from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
 from symjax_rewrite.loop_pairs import Pair, find_pairs, run_back, run_there, start_avals
 from symjax_rewrite.loops import Loop, Read, read_loop
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
+from symjax_rewrite.rule import BATCHING, FUSION, INVARIANT, PACKING, RECOMPUTATION
 from symjax_rewrite.trace import RULED, Equation, Program, Value, flatten
 
 
@@ -51,10 +52,7 @@ class Loops:
     routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
 
 
-FUSED = ("loop_fusion",)
-PACKED = ("loop_packing",)
 MIN_STACKED = 1 << 12  # entries: fewer are converted in no time
-BLOCKS = ("loop_recomputation",)
 MIN_GAIN = 1.25  # predicted, for a tree to become a loop
 
 
@@ -84,6 +82,7 @@ def improve_loops(
     program: Program,
     device: Device,
     reorders: bool,
+    passes: Sequence[str],
     optimise: OptimiseBody,
     route: RouteLoop | None,
 ) -> Loops:
@@ -93,15 +92,17 @@ def improve_loops(
         program: the program.
         device: where it runs.
         reorders: whether sums may be rounded in another order.
+        passes: what may be done, of `rule.PASSES`.
         optimise: gives the optimised form of a body, or None where it stays.
         route: gives a kernel for a loop, or None, and why.
     """
     found = Loops()
     around = Surroundings(program)
-    for prefix in find_prefixes(program):
+    fuses = FUSION in passes
+    for prefix in find_prefixes(program) if fuses else ():
         _take_tree(prefix, around, device, reorders, route, found)
     paired: set[int] = set()
-    for pair in find_pairs(around, device):
+    for pair in find_pairs(around, device) if RECOMPUTATION in passes else ():
         found.changes += _in_blocks(program, pair)
         paired |= {id(pair.there.eqn), id(pair.back.eqn)}
     for e in program.equations:
@@ -109,20 +110,20 @@ def improve_loops(
         if loop is None:
             continue
         fused = 0.0
-        if isinstance(loop.length, int):
+        if isinstance(loop.length, int) and fuses:
             fused = fuse(loop, around, [e])
             loop = clean(loop) if fused else _plain(e)
             assert loop is not None
             _find_constant_starts(loop, around)
         if _take_kernel(e.eqn, loop, route if reorders else None, found):
             continue
-        motion = find_motion(loop, device, reorders)
+        motion = find_motion(loop, device, reorders, passes)
         found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
         if motion.any and not fused:
-            loop, motion = _best_order(e, loop, motion, device, reorders, optimise)
-        also = FUSED if fused else ()
-        if device.name == "cpu" and _pack(loop, motion):
-            also = (*also, *PACKED)
+            loop, motion = _best_order(e, loop, motion, device, reorders, passes, optimise)
+        also = (FUSION,) if fused else ()
+        if device.name == "cpu" and PACKING in passes and _pack(loop, motion):
+            also = (*also, PACKING)
         if motion.any or also:
             found.changes.append(make_change(e.eqn, loop, motion, also))
     return found
@@ -168,7 +169,7 @@ def before_derivatives(closed: ClosedJaxpr, device: Device) -> ClosedJaxpr:
             continue
         loop = _plain(e)
         if loop is not None and isinstance(loop.length, int) and fuse(loop, around, [e]):
-            found.changes.append(make_change(e.eqn, clean(loop), Motion(), FUSED))
+            found.changes.append(make_change(e.eqn, clean(loop), Motion(), (FUSION,)))
     return rewritten(program, found.changes) if found.changes else closed
 
 
@@ -193,7 +194,7 @@ def _in_blocks(program: Program, pair: Pair) -> list[Change]:
     second = [v for v in (*first, *back.outer_values(), *pair.starts) if isinstance(v, int)]
     second = [v for v in second if v not in kept]
     return [
-        Change(there.eqn, first, makes, lambda read: run_there(pair, read), BLOCKS),
+        Change(there.eqn, first, makes, lambda read: run_there(pair, read), (RECOMPUTATION,)),
         Change(back.eqn, second, back.makes, lambda read: run_back(pair, read), ()),
     ]
 
@@ -250,7 +251,7 @@ def _take_tree(
             if kernel is not None:
                 _take(eqn, loop, kernel, why, found)
                 return
-            found.changes.append(make_change(eqn, loop, Motion(), FUSED))
+            found.changes.append(make_change(eqn, loop, Motion(), (FUSION,)))
             reason = f"a tree of {prefix.length} steps runs as a loop: predicted {loop_s:.1e} s "
             found.routes.append((True, f"{reason}for {tree_s:.1e} s", eqn))
             return
@@ -264,6 +265,7 @@ def _best_order(
     motion: Motion,
     device: Device,
     reorders: bool,
+    passes: Sequence[str],
     optimise: OptimiseBody,
 ) -> tuple[Loop, Motion]:
     """The body as written, or optimised before anything leaves it: whichever is cheaper whole."""
@@ -277,7 +279,7 @@ def _best_order(
         return loop, motion
     if other.condition is None:
         other = clean(other)
-    moved = find_motion(other, device, reorders)
+    moved = find_motion(other, device, reorders, passes)
     if _seconds(other, moved, device) < _seconds(loop, motion, device):
         return other, moved
     return loop, motion
@@ -302,7 +304,7 @@ def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...]
     """A loop with what leaves it, as a change of the program around it."""
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
     batched = motion.before or motion.after or motion.sums
-    names = [("loop_invariant", motion.once), ("loop_batching", batched)]
+    names = [(INVARIANT, motion.once), (BATCHING, batched)]
     taken = (*[name for name, holds in names if holds], *also)
     return Change(eqn, reads, loop.makes, lambda read: run_moved(loop, motion, read), taken)
 

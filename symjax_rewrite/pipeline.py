@@ -27,13 +27,12 @@ from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Key, Needed, Region, find_regions, needed, node_of
-from symjax_rewrite.rule import REDUNDANCY, RulePack
+from symjax_rewrite.rule import COMMON, REDUNDANCY, REPEATED, RulePack
 from symjax_rewrite.single import least_seconds
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.spread import spread_products
 from symjax_rewrite.trace import Program, flatten
 
-REPEATED = "repeated_work"  # what plans and reports call it
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MANY_REGIONS = 8  # so many are worth pricing the whole program for
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
@@ -257,12 +256,13 @@ class Optimiser:
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
         self._take(result, (s.find(t, need, result.plan) for s in self.settlers))
-        if allowed is None or REPEATED in allowed:
+        passes = self.rules.passes
+        if REPEATED in passes and (allowed is None or REPEATED in allowed):
             self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
-        result.plan.shared = _shared(t, need)
+        result.plan.shared = _shared(t, need) if COMMON in passes else set()
         for c in result.plan.shared:
-            self._note(result, "common_subexpression", REDUNDANCY, t.where(c))
+            self._note(result, COMMON, REDUNDANCY, t.where(c))
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
         return result
 
@@ -280,7 +280,7 @@ class Optimiser:
         reorders = self.options.numerics.permits("reassoc")
         router, device = self.loop_router, self.device
         route = None if router is None else lambda loop: router.route_loop(loop, device.name)
-        loops = improve_loops(live, device, reorders, optimise, route)
+        loops = improve_loops(live, device, reorders, self.rules.passes, optimise, route)
         for reason, eqn in loops.refused:
             result.declined("loop", reason, compat.source_line(eqn))
         for taken, reason, eqn in loops.routes:

@@ -29,6 +29,15 @@ LOCALITY = "locality"
 SPARSITY = "sparsity"
 REDUNDANCY = "redundancy"
 SYMMETRY = "symmetry"
+COMMON = "common_subexpression"
+REPEATED = "repeated_work"
+INVARIANT = "loop_invariant"
+BATCHING = "loop_batching"
+FUSION = "loop_fusion"
+PACKING = "loop_packing"
+RECOMPUTATION = "loop_recomputation"
+# What is done to a program besides rules, under every pack that does not leave it out by name.
+PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PACKING, RECOMPUTATION)
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 
@@ -247,30 +256,42 @@ def line_of(rule: Axiom | Lemma) -> str:
 class RulePack:
     """A named set of rules; packs compose with `+` and lose rules with `-`.
 
+    `without` are the `PASSES` that were taken out of it: they need no rule to be there, and no pack
+    that is added brings them back.
+
     Example:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
         'a+b'
+        >>> (RulePack("a", ()) - "repeated_work" + RulePack("b", ())).without
+        ('repeated_work',)
     """
 
     name: str
     rules: tuple[Any, ...]
+    without: tuple[str, ...] = ()
 
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):
             return NotImplemented
         known = {id(r) for r in self.rules}
         more = tuple(r for r in other.rules if id(r) not in known)
-        return RulePack(f"{self.name}+{other.name}", self.rules + more)
+        without = tuple(p for p in PASSES if p in (*self.without, *other.without))
+        return RulePack(f"{self.name}+{other.name}", self.rules + more, without)
 
     def __sub__(self, names: str | Iterable[str]) -> RulePack:
         gone = {names} if isinstance(names, str) else set(names)
-        if unknown := gone - {r.name for r in self.rules}:
+        known = {*PASSES, *(r.name for r in self.rules)}
+        if unknown := gone - known:
             raise RuleError(
-                "no such rule in this pack",
-                expected=sorted(r.name for r in self.rules),
-                got=sorted(unknown),
+                "no such rule in this pack", expected=sorted(known), got=sorted(unknown)
             )
-        return RulePack(self.name, tuple(r for r in self.rules if r.name not in gone))
+        without = tuple(p for p in PASSES if p in gone or p in self.without)
+        return RulePack(self.name, tuple(r for r in self.rules if r.name not in gone), without)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What is done besides rules."""
+        return tuple(p for p in PASSES if p not in self.without)
 
     @property
     def axioms(self) -> tuple[Axiom, ...]:

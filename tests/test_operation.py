@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from symjax_rewrite import RulePack, bisect, disabled, lemma, packs, sym_optimize
+from symjax_rewrite import RulePack, bisect, disabled, emit, lemma, loop_pass, packs, sym_optimize
 from symjax_rewrite.errors import EquivalenceError, PlanError, SymjaxError
 
 A, B = (np.cos(np.arange(n, dtype=np.float32)).reshape(s) for n, s in ((6400, (80, 80)),) * 2)
@@ -66,6 +66,51 @@ def test_bisect_finds_rules_that_stand_in_for_each_other():
 
     f = sym_optimize(chain, rules=WRONG + RulePack("more", (thrice_too_large,)))
     assert set(bisect(f, A, B, C)) == {"twice_too_large", "thrice_too_large"}
+
+
+def tiled(a, b, c):
+    return jnp.tile(a, (8, 1)) @ b + c
+
+
+def twice(a, b, c):
+    return (a @ b) * c, (b.T @ a.T) * c
+
+
+def looped(a, b, c):
+    return jax.lax.fori_loop(0, 9, lambda _, y: jnp.sin(y + (a @ b) @ c), c)
+
+
+PASSED = {"repeated_work": tiled, "common_subexpression": twice, "loop_invariant": looped}
+
+
+@pytest.fixture
+def wrong_passes(monkeypatch):
+    """What is computed once comes out twice too large."""
+    right, moved = emit.Emitter._from_array, loop_pass.run_moved
+
+    def from_array(self, v, array):
+        once = self.t.view(v).cls in self.plan.shared | self.plan.spread
+        return right(self, v, array) * (2 if once else 1)
+
+    monkeypatch.setattr(emit.Emitter, "_from_array", from_array)
+    monkeypatch.setattr(loop_pass, "run_moved", lambda *a: [2 * x for x in moved(*a)])
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_bisect_names_what_is_done_besides_rules(name, wrong_passes):
+    assert bisect(sym_optimize(PASSED[name], kernels="off"), A, B, C) == (name,)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_is_done_besides_rules_can_be_left_out(name):
+    f, less = PASSED[name], packs.default - name + packs.lora
+    assert name in [r.name for r in sym_optimize(f).explain(A, B, C).rules]
+    assert name not in [r.name for r in sym_optimize(f, rules=less).explain(A, B, C).rules]
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4),
+        sym_optimize(f, rules=less)(A, B, C),
+        f(A, B, C),
+    )
 
 
 def test_switching_off_traces_anew():
