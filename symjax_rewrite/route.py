@@ -76,23 +76,22 @@ class Router:
         if self.kernels == "auto" and compat.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
-        _refuse_readers(found)
         depth = schedule(t, need, [c for c in found if not c.reason])
         drafts = [None if c.reason else Draft(t, c, depth) for c in found]
         read = Counter(c for d in drafts if d is not None for each in d.reads() for c in each)
-        routes: list[Route] = []
-        uses: list[RouteUse] = []
-        for cluster, draft in zip(found, drafts, strict=True):
-            made = [] if draft is None else self._decide(t, draft, need, read)
-            if isinstance(made, str):
-                made, cluster.reason = [], made
-            routes += made
-            backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-            reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
-            log("route", "fold: %s", reason)
-            where = t.where(cluster.members[0].exit.cls)
-            uses.append(RouteUse("fold", not cluster.reason, reason, where))
-        return routes, uses
+        made: dict[int, list[Route]] = {}
+        for number in sorted(range(len(found)), key=lambda n: -found[n].pairs):
+            cluster, draft = found[number], drafts[number]
+            if cluster.reason or draft is None:
+                continue
+            decided = self._decide(t, draft, need, read)
+            if isinstance(decided, str):
+                cluster.reason = decided
+                continue
+            made[number] = decided
+            _refuse_in_conflict(cluster, found)
+        routes = [route for number in sorted(made) for route in made[number]]
+        return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
 
     def route_loop(self, loop: Loop, device: str) -> tuple[ScanRoute | None, str]:
         """A scan kernel for a loop, or None, and why."""
@@ -119,17 +118,36 @@ class Router:
         return [*draft.choices, *folds]
 
 
-def _refuse_readers(found: list[Cluster]) -> None:
-    """Leave clusters whose operands are pairs that a larger cluster never makes."""
-    for cluster in found:
-        if cluster.reason:
+def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
+    """Leave clusters that read pairs that one that is taken never makes, or make those it reads.
+
+    What is made whole for one fold and anew inside another is rounded in two ways: weights by other
+    scores than those that were summed add up to no whole.
+    """
+    inner, read = _pairs(taken)
+    for other in found:
+        if other is taken or other.reason:
             continue
-        inner = {r.cls for m in cluster.members for r in m.tile.inner}
-        for other in found:
-            if other is cluster or other.reason or other.pairs > cluster.pairs:
-                continue
-            if any(r.cls in inner for m in other.members for r in m.tile.operands):
-                other.reason = "it reads pairs that another fold never makes"
+        inner_of_other, read_by_other = _pairs(other)
+        if inner & read_by_other:
+            other.reason = "it reads pairs that another fold never makes"
+        elif read & inner_of_other:
+            other.reason = "another fold reads its pairs"
+
+
+def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
+    """The pairwise classes that a cluster never makes, and what else its tiles read."""
+    inner = {r.cls for m in cluster.members for r in m.tile.inner}
+    return inner, {r.cls for m in cluster.members for r in m.tile.operands}
+
+
+def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
+    """What became of a cluster, for the report."""
+    backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
+    reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
+    log("route", "fold: %s", reason)
+    where = t.where(cluster.members[0].exit.cls)
+    return RouteUse("fold", not cluster.reason, reason, where)
 
 
 class Draft:

@@ -574,3 +574,17 @@ def test_loops_that_divide_by_what_turns_out_zero(name):
     np.testing.assert_allclose(g(x, d), jax.jit(f)(x, d), rtol=1e-6)
     as_written = sym_optimize(f, kernels="always", numerics="exact").explain(x, d)
     assert str(as_written.after.jaxpr) == str(as_written.before.jaxpr)
+
+
+def test_pairs_are_not_made_twice():
+    """Scores rounded in two ways: weights by the one, divided by the sum over the other."""
+
+    def f(x, y):
+        v = jax.nn.softmax(x @ x.T / jnp.sqrt(3.0)) @ x
+        return -jnp.sum((v[:, None] - y[None]) ** 2, -1)
+
+    x = 100 + np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+    g = sym_optimize(f, kernels="always")
+    uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
+    assert uses[True] and uses[False] == "another fold reads its pairs"
+    np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
