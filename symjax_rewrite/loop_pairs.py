@@ -109,8 +109,9 @@ def _pair(first: Equation, second: Equation, around: Surroundings, device: Devic
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
     """Whether making it again is predicted to take no longer than writing and reading it."""
-    moved = 2 * kept_bytes / device.bytes_per_s
-    if device.name == "cpu" and kept_bytes >= KEPT_BYTES:
+    on_cpu = device.name == "cpu"  # which reads the lines that it is about to write
+    moved = (3 if on_cpu else 2) * kept_bytes / device.bytes_per_s
+    if on_cpu and kept_bytes >= KEPT_BYTES:
         moved += kept_bytes / FRESH_BYTES_PER_S
     step = device.launch_s / 3
     for e in _needed(there, kept):

@@ -264,6 +264,8 @@ class _Builder:
         args = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
         tops = args if bound else [view]
         place = self._place(tops, out)
+        if not place.keys() >= set(range(width)):
+            raise NotAScanError("a result is the same along an axis")
         turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
         after = Ref(out.cls, out.axes)
         program = self._product(turned, after, dtype)

@@ -18,6 +18,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from symjax_rewrite import api  # noqa: E402
+
 # Compilation makes deadlines meaningless; the same programs are tried in every run.
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("symjax")
@@ -34,3 +36,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A `gpu` test says what it would take to run it."""
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_internal_errors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours, of which users see a warning and the original's result, fails a test."""
+
+    def fail(worker: object, error: Exception) -> str:
+        raise error
+
+    if not request.node.get_closest_marker("internal_error"):
+        monkeypatch.setattr(api._Worker, "_keep_or_raise", fail)

@@ -105,6 +105,18 @@ def test_kernels_of_loops_by_index_and_batches() -> None:
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
+def test_a_result_that_is_spread_over_an_axis() -> None:
+    def step(h, x):
+        h = 0.9 * h + x[:, None]
+        return h, (jnp.broadcast_to(h.sum(1, keepdims=True), h.shape), jnp.full((D, 3), h.sum()))
+
+    optimised = sym_optimize(lambda h, x: lax.scan(step, h, x), kernels="xla")
+    (route,) = [r for r in optimised.explain(H, X).routes if r.name == "scan"]
+    assert "the same along an axis" in route.reason
+    for w, g in zip(lax.scan(step, H, X)[1], optimised(H, X)[1], strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
 W = draw(D, D)
 OTHER = {
     "tanh": (lambda h, x: (jnp.tanh(h + x), h), "tanh of the carry"),
