@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import compat, config, tune
-from symjax_rewrite.call import Call
+from symjax_rewrite.call import Call, closing_over_nothing
 from symjax_rewrite.config import Budget, Numerics, Options
 from symjax_rewrite.device import device_profile
 from symjax_rewrite.errors import (
@@ -361,29 +361,6 @@ class _Worker:
         """Trace at arguments or specs and report."""
         closed = plain.trace(*args, **kwargs).jaxpr
         return make_report(self.decide(closed), self.optimiser())
-
-
-def closing_over_nothing(
-    closed: compat.ClosedJaxpr, values: Sequence[Any]
-) -> tuple[compat.ClosedJaxpr, Sequence[Any]]:
-    """The program and its inputs, where values traced outside that it closes over are inputs too.
-
-    Nothing that is decided then holds on to a tracer, and derivatives with respect to what is
-    closed over are those with respect to an input. References stay where they are: effects name
-    them by their place.
-    """
-    traced = [k for k, c in enumerate(closed.consts) if isinstance(c, compat.Tracer)]
-    if not traced or not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
-        return closed, values
-
-    def opened(given: Sequence[Any], over: Sequence[Any]) -> list[Any]:
-        consts = list(closed.consts)
-        for k, value in zip(traced, over, strict=True):
-            consts[k] = value
-        return compat.eval_jaxpr(compat.ClosedJaxpr(closed.jaxpr, consts), *given)
-
-    over = [closed.consts[k] for k in traced]
-    return compat.make_jaxpr(opened, values, over)[0], [*values, *over]
 
 
 def unsupported(closed: compat.ClosedJaxpr) -> str | None:

@@ -107,6 +107,21 @@ class Call:
 
         return flat[:count], flat[count:], pull
 
+    def transpose(
+        self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Cotangents of the inputs `linear`, given by their avals; the others are `known`."""
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
+
+        def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            rest = iter(known)
+            fixed = [None if k in linear else next(rest) for k in range(len(self.closed.in_avals))]
+            original = self._of(self.closed, fixed, list(linear))
+            return list(jax.linear_transpose(original, *specs)(list(cotangents)))
+
+        given = (list(known), list(cotangents))
+        return self.stage(compat.make_jaxpr(backward, *given)[0], [*known, *cotangents])
+
     def _kept_small(self) -> ClosedJaxpr:
         """The original with its loops as they keep least for a gradient."""
         optimiser = self.optimiser
@@ -199,3 +214,26 @@ def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
     if not any(eqn.primitive.name in compat.REMAT for eqn in closed.jaxpr.eqns):
         return closed
     return compat.make_avals_jaxpr(run, closed.in_avals)
+
+
+def closing_over_nothing(
+    closed: ClosedJaxpr, values: Sequence[Any]
+) -> tuple[ClosedJaxpr, Sequence[Any]]:
+    """The program and its inputs, where values traced outside that it closes over are inputs too.
+
+    Nothing that is decided then holds on to a tracer, and derivatives with respect to what is
+    closed over are those with respect to an input. References stay where they are: effects name
+    them by their place.
+    """
+    traced = [k for k, c in enumerate(closed.consts) if isinstance(c, compat.Tracer)]
+    if not traced or not compat.custom_rules_allow(compat.jaxpr_effects(closed)):
+        return closed, values
+
+    def opened(given: Sequence[Any], over: Sequence[Any]) -> list[Any]:
+        consts = list(closed.consts)
+        for k, value in zip(traced, over, strict=True):
+            consts[k] = value
+        return compat.eval_jaxpr(ClosedJaxpr(closed.jaxpr, consts), *given)
+
+    over = [closed.consts[k] for k in traced]
+    return compat.make_jaxpr(opened, values, over)[0], [*values, *over]

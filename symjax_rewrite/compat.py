@@ -452,6 +452,12 @@ class Differentiable(Protocol):
         """Which results may depend on the inputs `live` differentiably."""
         ...
 
+    def transpose(
+        self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Cotangents of inputs that the program is linear in; the others are `known`."""
+        ...
+
 
 _call_p = _core.Primitive("sym_call")
 _call_p.multiple_results = True
@@ -546,6 +552,14 @@ def _linearize_call(
     return outs, moving, residuals, linearized
 
 
+def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_: Any) -> list[Any]:
+    linear = {k: x.aval for k, x in enumerate(operands) if _ad.is_undefined_primal(x)}
+    known = [x for k, x in enumerate(operands) if k not in linear]
+    given = [_ad.instantiate_zeros(c) for c in cotangents]
+    made = dict(zip(linear, source.transpose(known, linear, given), strict=True))
+    return [made.get(k) for k in range(len(operands))]
+
+
 _HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
 
 
@@ -574,6 +588,7 @@ _mlir.register_lowering(_call_p, _lower_call)
 _batching.fancy_primitive_batchers[_call_p] = _batch_call
 _ad.primitive_jvps[_call_p] = _jvp_call
 _ad.primitive_linearizations[_call_p] = _linearize_call
+_ad.primitive_transposes[_call_p] = _transpose_call
 _checkify.error_checks[_call_p] = (
     _check_call_in if hasattr(_checkify, "CheckifyContext") else _check_call
 )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from symjax_rewrite import compat
+from symjax_rewrite.call import closing_over_nothing
 from symjax_rewrite.compat import ClosedJaxpr
 from symjax_rewrite.config import Options
 from symjax_rewrite.errors import FrozenError
@@ -82,9 +83,12 @@ class Prepared:
         moving = {k: v for k, v in bound.items() if k not in self._statics}
         leaves, tree = jax.tree.flatten(moving)
         key = (tree, tuple(jax.typeof(x) for x in leaves), tuple(sorted(static.items())))
-        if key not in self._cases:
-            self._cases[key] = self._make(leaves, tree, static)
-        return self._cases[key], leaves
+        case = self._cases.get(key)
+        if case is None:
+            case = self._make(leaves, tree, static)
+            if not case.over:
+                self._cases[key] = case
+        return case, [*leaves, *case.over]
 
     def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         try:
@@ -115,6 +119,7 @@ class Prepared:
                 got=f"prepared {shapes}, called with {[_spec(x) for x in leaves]}",
                 remedy=str(error).splitlines()[0],
             ) from error
+        closed, values = closing_over_nothing(closed, [*known, *leaves])
         result = self._optimiser.run(closed, frozenset(range(len(known))))
         emitted = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
         once, run = split(emitted, len(known))
@@ -123,7 +128,8 @@ class Prepared:
         else:  # now, though the call itself may be part of a trace
             with jax.ensure_compile_time_eval():
                 constants = list(jax.jit(once)(known))
-        return _Case(result, out_tree, constants, run, jax.jit(run))
+        over = list(values[len(known) + len(leaves) :])
+        return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
 
 def _closed_over(frozen: dict[str, Any]) -> bool:
@@ -139,13 +145,18 @@ def _closed_over(frozen: dict[str, Any]) -> bool:
 
 
 class _Case(NamedTuple):
-    """One set of shapes: its constants, the function that is left, and the same compiled."""
+    """One set of shapes: its constants, the function that is left, and the same compiled.
+
+    over: values traced outside that the function closes over, its last arguments: this case is
+    for one call.
+    """
 
     result: Result
     out_tree: Any
     constants: list[Any]
     rest: Callable[..., Any]
     run: Callable[..., Any]
+    over: list[Any]
 
 
 def prepare(

@@ -353,6 +353,45 @@ def test_closures_of_every_kind_are_rewritten(name):
         check(jax.jit(ours)(P, X), theirs(P, X))
 
 
+def transposed(opt):
+    return lambda p, x: jax.linear_transpose(opt(lambda y: p["a"] @ (p["b"] @ y)), x.T)(x.T)[0]
+
+
+def within_a_rule(opt):
+    """Tangents go through an optimised function, which reverse mode transposes."""
+
+    def run(p, x):
+        f = jax.custom_jvp(lambda y: adapted(p, y))
+        f.defjvp(lambda at, by: (f(*at), opt(lambda a, t: jnp.cos(a) * (t @ W + t))(*at, *by)))
+        return jax.grad(lambda y: f(y).sum())(x)
+
+    return run
+
+
+def solved(opt):
+    def run(p, x):
+        matvec = opt(lambda y: y + p["a"] @ (p["a"].T @ y))
+        return jax.grad(lambda b: jax.scipy.sparse.linalg.cg(matvec, b)[0].sum())(x[0])
+
+    return run
+
+
+@pytest.mark.parametrize("make", [transposed, within_a_rule, solved])
+def test_linear_functions_are_transposed(make):
+    check(make(sym_optimize)(P, X), make(lambda f: f)(P, X))
+    check(jax.jit(make(sym_optimize))(P, X), make(lambda f: f)(P, X))
+
+
+def test_prepared_functions_close_over_traced_values():
+    def f(p, x):
+        g = sym_optimize(lambda y, w: adapted(p, y @ w), frozen="w")
+        return g.prepare(w=W)(x)
+
+    ours = jax.jit(jax.grad(lambda p: f(p, X).sum()))
+    for p in (P, jax.tree.map(jnp.cos, P)):
+        check(ours(p), jax.grad(lambda p: adapted(p, X @ W).sum())(p))
+
+
 def test_no_tracer_that_was_closed_over_is_kept():
     seen = []
 
