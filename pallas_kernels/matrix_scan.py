@@ -87,6 +87,7 @@ class MatrixScan:
 # A chunk of c steps does c/2 multiplications per step and key beside those of the state, which
 # are as many as there are values: the two are balanced near c = 64 at the usual head sizes.
 CHUNK = 64
+TAME = 0.45  # power of the largest number whose products' sums are finite
 
 
 def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
@@ -104,7 +105,8 @@ def matrix_scan(
     Args:
         spec: what to compute.
         operands: q, k, v, then a and the initial state if it has them, as `spec.shapes()` says.
-        backend: "xla" (chunked matmuls, any device), "reference" (step by step), or "auto".
+        backend: "xla" (chunked matmuls, any device), "reference" (step by step), or "auto": chunks
+            where all decays are at most 1 and nothing is so large that it could leave its step.
         chunk: steps per chunk, a power of two.
 
     Returns:
@@ -129,8 +131,27 @@ def matrix_scan(
         raise KernelError("the operands do not fit the scan", expected=shapes, got=got)
     if backend not in ("auto", "xla", "reference"):
         raise KernelError("no such backend", expected=["auto", "xla", "reference"], got=backend)
-    width = 1 if backend == "reference" else chunk
-    return _chunks(spec, operands, width)
+    if backend != "auto":
+        return _chunks(spec, operands, 1 if backend == "reference" else chunk)
+    # Steps of a chunk are multiplied with those after them, and by zero: what is not finite would
+    # reach results of steps before it, and decays above 1 overflow where no state does. Remade for
+    # a gradient, so that a branch that is not taken keeps nothing.
+    ways = [
+        jax.checkpoint(lambda *xs, width=width: _chunks(spec, xs, width), prevent_cse=False)
+        for width in (1, chunk)
+    ]
+    return lax.cond(_is_tame(spec, operands), ways[1], ways[0], *operands)
+
+
+def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
+    """Whether no product of a chunk can overflow unless the states do."""
+    tame = jnp.bool_(True)
+    for name, x in zip(spec.shapes(), operands, strict=True):
+        if name == "a":
+            tame &= jnp.all(jnp.abs(x) <= 1)
+        elif name != "start":
+            tame &= jnp.all(jnp.abs(x) <= float(jnp.finfo(x.dtype).max) ** TAME)
+    return tame
 
 
 def _chunks(spec: MatrixScan, operands: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:

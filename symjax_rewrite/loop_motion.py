@@ -299,7 +299,7 @@ def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
     known, steps = loop.constants(read), loop.stacks(read)
     with compat.equation_scope(loop.eqn):
         run_equations(motion.once, known)
-        steps.update(_all_steps(loop, motion.before, known, steps))
+        steps.update(all_steps(motion.before, known, steps))
     added = [e for s in motion.sums for e in s.equations]
     gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
     rest = [e for e in loop.body.equations if id(e) not in gone]
@@ -316,7 +316,7 @@ def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
     steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
     literal = {id(v): y for v, y in zip(made, ys, strict=True)}
     with compat.equation_scope(loop.eqn):
-        steps.update(_all_steps(loop, motion.after, known, steps))
+        steps.update(all_steps(motion.after, known, steps))
         for s in motion.sums:  # in order of their carries, so that each finds its place
             finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
     stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
@@ -329,8 +329,8 @@ def _inside_reads(loop: Loop) -> set[Value]:
     return reads | {v for v in outs if isinstance(v, int)}
 
 
-def _all_steps(
-    loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
+def all_steps(
+    equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
 ) -> dict[int, Any]:
     """What equations make, for all steps at once, stacked."""
     if not equations:

@@ -79,6 +79,13 @@ def describe(loop: Loop) -> str:
     return "; ".join(dict.fromkeys(parts)) or "no carry"
 
 
+def is_zero(start: Value) -> bool:
+    """Whether a carry starts from the number 0."""
+    if isinstance(start, int):
+        return False
+    return not np.any(start.val) and not np.any(np.signbit(start.val))
+
+
 def _dependencies(loop: Loop) -> dict[int, set[int]]:
     """For every carry, the carries that its next value reads."""
     number = {c.inner: k for k, c in enumerate(loop.carries)}

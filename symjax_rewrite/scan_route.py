@@ -22,6 +22,8 @@ from symjax_rewrite.errors import UsageError
 from symjax_rewrite.fold_rows import apply
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
 from symjax_rewrite.loops import Loop, Read
+from symjax_rewrite.matrix_form import NotAMatrixError
+from symjax_rewrite.matrix_route import MatrixRoute, matrix_route
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan_cost import (
@@ -30,7 +32,7 @@ from symjax_rewrite.pallas_kernels.scan_cost import (
     seconds_written,
 )
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec
-from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of
+from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
 from symjax_rewrite.regions import node_of
 
 TIME = "t"
@@ -85,7 +87,9 @@ class ScanRoute:
         return loop.finish([final], stacked, read)
 
 
-def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None, str]:
+def route_loop(
+    loop: Loop, kernels: str, device: str
+) -> tuple[ScanRoute | MatrixRoute | None, str]:
     """A scan kernel for a loop, or why there is none.
 
     Args:
@@ -94,6 +98,10 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None,
         device: the name of the device's profile.
     """
     moves = describe(loop)
+    if kernels in ("auto", "always", "xla"):
+        matrices, reason = _matrices(loop)
+        if matrices is not None:
+            return matrices, f"{moves}; {reason}"
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
     try:
@@ -120,6 +128,14 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | None,
         return None, f"{moves}; no kernel: {support}"
     route = ScanRoute(loop, spec, backend, operands, shapes)
     return route, f"{moves}; states of all steps are never made ({backend})"
+
+
+def _matrices(loop: Loop) -> tuple[MatrixRoute | None, str]:
+    """Chunked matmuls for a loop whose states are matrices, or why there are none."""
+    try:
+        return matrix_route(loop), "states are matrices: chunked matmuls"
+    except NotAMatrixError as error:
+        return None, str(error)
 
 
 @dataclass(slots=True)
@@ -156,7 +172,7 @@ class _Builder:
         self.carry = start.cls
         self.indices = start.axes
         names = tuple(f"s{i}" for i in range(len(sizes)))
-        number = None if _is_zero(carry.start) else self._operand(start)
+        number = None if is_zero(carry.start) else self._operand(start)
         coefficients = self._program(out, None)
         readouts, shapes = [], []
         for y in loop.ys:
@@ -353,13 +369,6 @@ def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
         return t == counted
     first, step = counted
     return (first + step * t).astype(dtype)
-
-
-def _is_zero(start: Any) -> bool:
-    """Whether a loop's carry starts from the state that is none."""
-    return (
-        not isinstance(start, int) and not np.any(start.val) and not np.any(np.signbit(start.val))
-    )
 
 
 def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str, Any]) -> Pair:

@@ -1,0 +1,415 @@
+"""From a loop with matrix states to chunked matmuls (a face).
+
+The loop is taken apart: what does not depend on its states is made for all steps at once, carries
+that are no matrices stay loops of their own, states are run by `matrix_scan`, and what depends on
+their queries is made for all steps after that. Each part is the body's own equations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import compat
+from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.equation_cost import aval_bytes
+from symjax_rewrite.ir import Ref
+from symjax_rewrite.loop_motion import GROWTH, all_steps
+from symjax_rewrite.loops import Loop, Read, get, run_equations, stage
+from symjax_rewrite.matrix_form import (
+    MatrixState,
+    NotAMatrixError,
+    Query,
+    Reader,
+    Term,
+    terms_of,
+)
+from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.pallas_kernels.matrix_scan import MatrixScan, matrix_scan
+from symjax_rewrite.recurrence import groups_of, is_zero
+from symjax_rewrite.trace import Equation, Value
+
+TIME = -1  # the axis of steps among those of a state
+
+
+@dataclass(slots=True)
+class Part:
+    """What is run at once: equations for all steps, then states of a matrix or a smaller loop.
+
+    state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: what
+    every step of that loop gives.
+    """
+
+    equations: list[Equation]
+    state: MatrixState | None = None
+    carries: tuple[int, ...] = ()
+    ys: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MatrixRoute:
+    """A loop in parts, the last of which has what only results need."""
+
+    loop: Loop
+    t: TermGraph
+    parts: list[Part]
+    tail: list[Equation]
+
+    @property
+    def states(self) -> list[MatrixState]:
+        """The matrices."""
+        return [p.state for p in self.parts if p.state is not None]
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives."""
+        loop = self.loop
+        known, steps = loop.constants(read), loop.stacks(read)
+        finals: dict[int, Any] = {}
+        for part in self.parts:
+            if part.state is None:
+                _run_loop(loop, part, known, steps, finals, read)
+                continue
+            _run_all(loop, part.equations, known, steps)
+            k = part.state.carry
+            start = loop.carries[k].start
+            first = None if is_zero(start) else read(start)
+            finals[k] = _Kernel(self, part.state, known, steps).run(first)
+        _run_all(loop, self.tail, known, steps)
+        ys = [_stacked(loop, v, known, steps) for v in loop.ys]
+        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
+
+
+def _run_all(
+    loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
+) -> None:
+    """Run equations once where they are the same at every step, else for all steps."""
+    moving = []
+    for e in equations:
+        if all(not isinstance(v, int) or v in known for v in e.invals):
+            with compat.equation_scope(loop.eqn):
+                run_equations([e], known)
+        else:
+            moving.append(e)
+    with compat.equation_scope(loop.eqn):
+        steps.update(all_steps(moving, known, steps))
+
+
+def _run_loop(
+    loop: Loop,
+    part: Part,
+    known: dict[int, Any],
+    steps: dict[int, Any],
+    finals: dict[int, Any],
+    read: Read,
+) -> None:
+    """Run the steps of some carries."""
+    carries = [loop.carries[k] for k in part.carries]
+    body = replace(loop.body, equations=part.equations)
+    inner = replace(loop, body=body, ys=list(part.ys), carries=carries)
+    reads = {v for e in part.equations for v in e.invals} | {c.out for c in carries}
+    given = {v: x for v, x in steps.items() if v in reads}
+    made, ys = stage(inner, known, given, read)
+    finals.update(zip(part.carries, made, strict=True))
+    steps.update(zip(part.ys, ys, strict=True))
+
+
+def _stacked(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
+    """A result of every step."""
+    if isinstance(v, int) and v in steps:
+        return steps[v]
+    value = jnp.asarray(get(known, v))
+    return jnp.broadcast_to(value, (loop.length, *value.shape))
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """The states of one matrix by `matrix_scan`."""
+
+    route: MatrixRoute
+    state: MatrixState
+    known: dict[int, Any]
+    steps: dict[int, Any]
+
+    def run(self, start: Any) -> Any:
+        """Add what queries read to the steps; the last state."""
+        s, loop = self.state, self.route.loop
+        inner = loop.body.avals[loop.carries[s.carry].inner]
+        wide = jnp.promote_types(inner.dtype, jnp.float32)
+        k = self._rows(s.key, s.keys, wide)
+        v = s.added * self._rows(s.value, s.values, wide)
+        given = [] if s.kind == "none" else [self._decay(wide)]
+        if start is not None:
+            given.append(self._laid_out(start, wide))
+        is_last = any(r == ("final", s.carry) for r in loop.results)
+        last = None
+        for n, query in enumerate(s.queries):
+            factors = [f for f in query.term.factors if {*f.axes} & {*s.keys}]
+            q = query.term.coefficient * self._rows(factors, s.keys, wide)
+            spec = spec_of(loop, s, query, is_last and not n)
+            kernel = compat.sealed(lambda *xs, spec=spec: matrix_scan(spec, *xs))
+            y, *more = kernel(q, k, v, *given)
+            last = more[0] if more else last
+            self._give(query, y)
+        return None if last is None else self._as_carried(last).astype(inner.dtype)
+
+    def _array(self, ref: Ref) -> tuple[Any, tuple[int, ...]]:
+        """A factor over the state's axes and time, and which of them it has, in order."""
+        t = self.route.t
+        v = value_of(t, ref.cls)
+        assert v is not None
+        view = t.view(v)
+        moves = v in self.steps
+        array = jnp.asarray(self.steps[v] if moves else self.known[v])
+        lead = array.shape[:1] if moves else ()
+        array = lax.reshape(array, (*lead, *map(int, t.sizes[v])))  # pyright: ignore[reportArgumentType]
+        slots = {p: ref.axes[s] for s, p in enumerate(view.axes)}
+        axes: list[int] = [TIME] if moves else []
+        for p in range(len(t.sizes[v])):
+            if p in slots:
+                axes.append(slots[p])
+            else:  # the same all along this axis
+                array = lax.index_in_dim(array, 0, len(axes), keepdims=False)
+        return array, tuple(axes)
+
+    def _product(self, factors: Iterable[Ref], order: Sequence[int], dtype: Any) -> Any:
+        """A product of factors over some axes, of size 1 where none has them."""
+        total = jnp.ones((1,) * len(order), dtype)
+        for ref in factors:
+            array, axes = self._array(ref)
+            place = sorted(range(len(axes)), key=lambda n: order.index(axes[n]))
+            array = lax.transpose(array, place).astype(dtype)
+            gone = [n for n, a in enumerate(order) if a not in axes]
+            total = total * lax.expand_dims(array, gone)
+        return total
+
+    def _rows(self, factors: Iterable[Ref], columns: tuple[int, ...], dtype: Any) -> Any:
+        """(*batch, time, columns): the product of factors that have no other axes."""
+        s = self.state
+        array = self._product(factors, (*s.batch, TIME, *columns), dtype)
+        lead = array.shape[: len(s.batch) + 1]
+        wide = tuple(s.sizes[i] for i in columns)
+        array = jnp.broadcast_to(array, (*lead, *wide))
+        return lax.reshape(array, (*lead, math.prod(wide)))
+
+    def _decay(self, dtype: Any) -> Any:
+        s = self.state
+        if s.kind == "diagonal":
+            return s.decay.coefficient * self._rows(s.decay.factors, s.keys, dtype)
+        array = self._product(s.decay.factors, (*s.batch, TIME), dtype)
+        return (s.decay.coefficient * array)[..., None]
+
+    def _order(self) -> tuple[int, ...]:
+        s = self.state
+        return (*s.batch, *s.keys, *s.values)
+
+    def _laid_out(self, start: Any, dtype: Any) -> Any:
+        s = self.state
+        array = jnp.broadcast_to(start, self.route.loop.body.avals[self._inner()].shape)
+        array = lax.transpose(lax.reshape(array, s.sizes), self._order()).astype(dtype)
+        lead = [s.sizes[i] for i in s.batch]
+        return lax.reshape(array, (*lead, s.size(s.keys), s.size(s.values)))
+
+    def _as_carried(self, last: Any) -> Any:
+        s, order = self.state, self._order()
+        array = lax.reshape(last, tuple(s.sizes[i] for i in order))
+        array = lax.transpose(array, np.argsort(order))
+        return lax.reshape(array, self.route.loop.body.avals[self._inner()].shape)
+
+    def _inner(self) -> int:
+        return self.route.loop.carries[self.state.carry].inner
+
+    def _give(self, query: Query, y: Any) -> None:
+        """Add a query's values to the steps, from (*batch, time, values)."""
+        s, loop, t = self.state, self.route.loop, self.route.t
+        order = (*s.batch, TIME, *s.values)
+        size = {i: n for i, n in enumerate(s.sizes)} | {TIME: loop.length}
+        y = lax.reshape(y, tuple(size[a] for a in order))
+        after = [f for f in query.term.factors if not set(f.axes) & {*s.keys}]
+        y = y * self._product(after, order, y.dtype)
+        for term in query.others:
+            y = y + self._summed(term, order, y.dtype)
+        for v in query.values:
+            aval = loop.body.avals[v]
+            view = t.view(v)
+            first = t.view(query.values[0])
+            # The class's slot k reads position view.axes[k] of v, and first.axes[k] of the first.
+            left: dict[int, int] = {
+                p: query.left[first.axes[k]] for k, p in enumerate(view.axes)
+            }
+            wanted = (TIME, *[left[p] for p in range(len(left))])
+            turned = lax.transpose(y, [order.index(a) for a in wanted])
+            self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
+
+    def _summed(self, term: Term, order: tuple[int, ...], dtype: Any) -> Any:
+        """A product without the state, summed over the keys."""
+        s = self.state
+        letters = {TIME: "t"} | {i: chr(ord("A") + i) for i in range(len(s.sizes))}
+        arrays = [self._array(f) for f in term.factors]
+        had = {a for _, axes in arrays for a in axes}
+        spread = s.size(tuple(i for i in s.keys if i not in had))
+        out = [a for a in order if a in had]
+        spelled = ",".join("".join(letters[a] for a in axes) for _, axes in arrays)
+        spelled += "->" + "".join(letters[a] for a in out)
+        total = jnp.einsum(spelled, *[x.astype(dtype) for x, _ in arrays])
+        total = term.coefficient * spread * total
+        return lax.expand_dims(total, [n for n, a in enumerate(order) if a not in had])
+
+
+def spec_of(loop: Loop, s: MatrixState, query: Query, is_last: bool) -> MatrixScan:
+    """What the kernel computes for one query."""
+    carry = loop.carries[s.carry]
+    dtype = jnp.promote_types(loop.body.avals[carry.inner].dtype, jnp.float32)
+    return MatrixScan(
+        batch=tuple(s.sizes[i] for i in s.batch),
+        length=loop.length,
+        keys=s.size(s.keys),
+        values=s.size(s.values),
+        decay=s.kind,
+        dtype=str(dtype),
+        inclusive=query.term.state == "after",
+        reverse=loop.reverse,
+        start=not is_zero(carry.start),
+        last=is_last,
+    )
+
+
+def value_of(t: TermGraph, cls: int) -> int | None:
+    """A body value whose entries are those of a class."""
+    found = (v for v, view in enumerate(t.views) if view is not None and view.cls == cls)
+    return next(found, None)
+
+
+def matrix_route(loop: Loop) -> MatrixRoute:
+    """A loop in parts of which some are matrix states.
+
+    Raises:
+        NotAMatrixError: it has none, or they cannot be run apart from the rest.
+    """
+    body = loop.body
+    if any(e.eqn.effects for e in body.equations):
+        raise NotAMatrixError("it has effects")
+    t = terms_of(loop)
+    states: dict[int, MatrixState] = {}
+    reasons = []
+    for group in groups_of(loop):
+        if len(group.carries) != 1:
+            continue
+        (k,) = group.carries
+        carry = loop.carries[k]
+        if not str(body.avals[carry.inner].dtype).startswith(("float", "bfloat")):
+            continue
+        if not isinstance(carry.out, int):
+            continue
+        others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
+        try:
+            states[k] = Reader(loop, t, k).read([v for v in others if isinstance(v, int)])
+        except NotAMatrixError as error:
+            reasons.append(str(error))
+    if not states:
+        raise NotAMatrixError("; ".join(dict.fromkeys(reasons)) or "no states are matrices")
+    return _Planner(loop, t, states).plan()
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Puts the parts of a loop in order."""
+
+    loop: Loop
+    t: TermGraph
+    states: dict[int, MatrixState]
+    ready: set[int] = field(init=False)
+    parts: list[Part] = field(default_factory=list)
+
+    def plan(self) -> MatrixRoute:
+        """The parts, each after those that it reads.
+
+        Raises:
+            NotAMatrixError: some wait for each other, or too much would be written.
+        """
+        loop = self.loop
+        self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
+        waiting = [g.carries for g in groups_of(loop)]
+        while waiting:
+            done = next((c for c in waiting if self._take(c)), None)
+            if done is None:
+                raise NotAMatrixError("what its states read depends on what reads them")
+            waiting.remove(done)
+        tail = self._needed([v for v in loop.ys if isinstance(v, int)], ())
+        if tail is None:
+            raise NotAMatrixError("states are read whole")
+        self._stack(tail)
+        route = MatrixRoute(loop, self.t, self.parts, tail)
+        _check_written(route)
+        return route
+
+    def _take(self, carries: tuple[int, ...]) -> bool:
+        """Make a part of some carries, if what they read is there."""
+        loop = self.loop
+        state = self.states.get(carries[0]) if len(carries) == 1 else None
+        if state is not None:
+            values = [value_of(self.t, f.cls) for f in state.factors()]
+            if any(v is None for v in values):
+                raise NotAMatrixError("a factor has no value of its own")
+            needed = self._needed([v for v in values if v is not None], ())
+            if needed is None:
+                return False
+            self._stack(needed)
+            self.parts.append(Part(needed, state))
+            self.ready.update(v for q in state.queries for v in q.values)
+            self.ready.update(v for e in needed for v in e.outvals)
+            return True
+        inner = {loop.carries[k].inner for k in carries}
+        outs = [loop.carries[k].out for k in carries]
+        needed = self._needed([v for v in outs if isinstance(v, int)], inner)
+        if needed is None:
+            return False
+        self._stack(needed)
+        self.parts.append(Part(needed, None, carries))
+        self.ready |= inner | {v for e in needed for v in e.outvals}
+        return True
+
+    def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
+        """The equations that make some values of what is there; None where something is not."""
+        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
+        known, stack, used = {*self.ready, *inner}, list(values), set()
+        while stack:
+            v = stack.pop()
+            if v in known:
+                continue
+            known.add(v)
+            if v not in makers:
+                return None
+            used.add(id(makers[v]))
+            stack += [u for u in makers[v].invals if isinstance(u, int)]
+        return [e for e in self.loop.body.equations if id(e) in used]
+
+    def _stack(self, equations: list[Equation]) -> None:
+        """Let loops before give what equations read of them."""
+        reads = {v for e in equations for v in e.invals if isinstance(v, int)}
+        reads |= {v for v in self.loop.ys if isinstance(v, int)}
+        for part in self.parts:
+            if part.state is None:
+                made = {v for e in part.equations for v in e.outvals}
+                made |= {self.loop.carries[k].inner for k in part.carries}
+                part.ys += sorted((reads & made) - {*part.ys})
+
+
+def _check_written(route: MatrixRoute) -> None:
+    """What all steps write must not be much more than what the loop is given and gives.
+
+    Raises:
+        NotAMatrixError: it is.
+    """
+    loop = route.loop
+    limit = GROWTH * sum(aval_bytes(v.aval) for v in (*loop.eqn.invars, *loop.eqn.outvars))
+    made = [e for p in route.parts if p.state is not None for e in p.equations] + route.tail
+    values = [v for e in made for v in e.outvals]
+    values += [v for p in route.parts for v in p.ys]
+    if any(loop.length * aval_bytes(loop.body.avals[v]) > limit for v in values):
+        raise NotAMatrixError("what every step makes is too large to keep")
