@@ -15,6 +15,7 @@ attention". Imports the ground layer, `scan_block` and `scan_xla`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,40 @@ def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
     return 2 * rows * (inside + 2 * spec.keys * spec.values)
 
 
+# Measured on one CPU core in f32. A loop: seconds per entry of a state and step, in the cache and
+# beyond it; of its gradient per step and entry, most of it for states that are kept. At states of
+# 64·64 a step of the loop and one in chunks both take 0.4 µs; at 4·128·128 6.4 and 4.5; their
+# gradients 33 and 3 (4·16·16: 4.7 and 5.1; 16·16: 1.9 and 1.0).
+CACHE_BYTES = 1 << 17
+ENTRY_S = (0.085e-9, 0.12e-9)
+GRADIENT_STEP_S, GRADIENT_ENTRY_S = 0.8e-6, 4e-9
+CHUNK_OPS_PER_S = 8e10
+NARROW_OPS_PER_S = 3.5e10
+NARROW = 32  # keys and values: products of fewer do not fill the units
+CHUNK_S = 5e-6
+DIAGONAL = 2.7  # times as long as a scalar decay
+GRADIENT = 6.0  # times as long as the scan
+
+
+def loop_seconds(spec: MatrixScan, gradient: bool = False) -> float:
+    """Predicted seconds on a CPU of a loop over the steps, or of its gradient."""
+    entries = math.prod(spec.batch) * spec.keys * spec.values
+    width = jnp.dtype(spec.state_dtype).itemsize
+    if gradient:
+        return spec.length * (GRADIENT_STEP_S + entries * GRADIENT_ENTRY_S * width / 4)
+    return spec.length * entries * ENTRY_S[entries * width > CACHE_BYTES] * width / 4
+
+
+def chunk_seconds(spec: MatrixScan, gradient: bool = False) -> float:
+    """Predicted seconds on a CPU of the chunked form, or of its gradient."""
+    narrow = min(spec.keys, spec.values) < NARROW
+    width = jnp.dtype(spec.state_dtype).itemsize
+    seconds = flops(spec) / (NARROW_OPS_PER_S if narrow else CHUNK_OPS_PER_S) * width / 4
+    seconds *= DIAGONAL if spec.decay == "diagonal" else 1
+    seconds += CHUNK_S * -(-spec.length // CHUNK)
+    return seconds * (GRADIENT if gradient else 1)
+
+
 def matrix_scan(
     spec: MatrixScan, *operands: Array, backend: str = "auto", chunk: int = CHUNK
 ) -> tuple[Array, ...]:
@@ -131,16 +166,17 @@ def matrix_scan(
         raise KernelError("the operands do not fit the scan", expected=shapes, got=got)
     if backend not in ("auto", "xla", "reference"):
         raise KernelError("no such backend", expected=["auto", "xla", "reference"], got=backend)
+    ways = {"xla": _chunk, "reference": _steps}
     if backend != "auto":
-        return _chunks(spec, operands, 1 if backend == "reference" else chunk)
+        return _blocks(spec, operands, chunk, ways[backend])
     # Steps of a chunk are multiplied with those after them, and by zero: what is not finite would
     # reach results of steps before it, and decays above 1 overflow where no state does. Remade for
-    # a gradient, so that a branch that is not taken keeps nothing.
-    ways = [
-        jax.checkpoint(lambda *xs, width=width: _chunks(spec, xs, width), prevent_cse=False)
-        for width in (1, chunk)
-    ]
-    return lax.cond(_is_tame(spec, operands), ways[1], ways[0], *operands)
+    # a gradient, so that the branch that is not taken keeps nothing.
+    steps, chunks = (
+        jax.checkpoint(lambda *xs, way=ways[name]: _blocks(spec, xs, chunk, way))
+        for name in ("reference", "xla")
+    )
+    return lax.cond(_is_tame(spec, operands), chunks, steps, *operands)
 
 
 def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
@@ -154,30 +190,63 @@ def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
     return tame
 
 
-def _chunks(spec: MatrixScan, operands: tuple[Array, ...], chunk: int) -> tuple[Array, ...]:
+def _blocks(
+    spec: MatrixScan, operands: tuple[Array, ...], count: int, way: Callable[..., tuple]
+) -> tuple[Array, ...]:
+    """The scan in blocks of `count` steps, each made again for a gradient."""
     parts = dict(zip(spec.shapes(), operands, strict=True))
     state = (*spec.batch, spec.keys, spec.values)
     start = parts.pop("start", jnp.zeros(state, spec.state_dtype))
     start = jnp.broadcast_to(start, state).astype(spec.state_dtype)
-    room = jnp.zeros((*spec.batch, spec.length, spec.values), spec.dtype)
-    axis = len(spec.batch)
+    axis, count = len(spec.batch), max(1, min(count, spec.length))
+    whole = spec.length - spec.length % count
+    fixed = {name: p for name, p in parts.items() if p.shape[axis] == 1}
+    moving = {name: p for name, p in parts.items() if p.shape[axis] > 1}
 
-    def block(carry: Any, first: Any, count: int, x: Any) -> Any:
-        del x
-        S, y = carry
-        pieces = {
-            name: lax.dynamic_slice_in_dim(p, first, count, axis) if p.shape[axis] > 1 else p
-            for name, p in parts.items()
-        }
-        S, new = jax.checkpoint(lambda S, pieces: _chunk(spec, S, pieces, count))(S, pieces)
-        return (S, lax.dynamic_update_slice_in_dim(y, new, first, axis)), None
+    def stacked(p: Array) -> Array:
+        p = lax.slice_in_dim(p, 0, whole, axis=axis)
+        p = p.reshape(*p.shape[:axis], whole // count, count, p.shape[-1])
+        return jnp.moveaxis(p, axis, 0)
 
-    (S, y), _ = walk(spec.length, chunk, spec.reverse, block, (start, room), (None, None))
+    def block(S: Any, first: Any, steps: int, pieces: Any) -> Any:
+        del first
+        inner = jax.checkpoint(lambda S, fixed, pieces: way(spec, S, {**fixed, **pieces}, steps))
+        return inner(S, fixed, pieces)
+
+    left = {name: lax.slice_in_dim(p, whole, spec.length, axis=axis) for name, p in moving.items()}
+    pieces = {name: stacked(p) for name, p in moving.items()}
+    S, (ys, rest) = walk(spec.length, count, spec.reverse, block, start, (pieces, left))
+    row = (*spec.batch, spec.length, spec.values)
+    if ys is None:
+        y = jnp.zeros(row, spec.dtype)
+    else:
+        ys = jnp.moveaxis(ys, 0, axis).reshape(*spec.batch, whole, spec.values)
+        y = ys if rest is None else jnp.concatenate([ys, rest], axis)
     return (y, S.astype(spec.state_dtype)) if spec.last else (y,)
 
 
+def _steps(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
+    """The state after some steps one by one, and their y: the definition."""
+    axis = len(spec.batch)
+    rows = {
+        name: jnp.broadcast_to(p, (*p.shape[:axis], count, p.shape[-1]))
+        for name, p in pieces.items()
+    }
+
+    def step(S: Array, x: dict[str, Array]) -> tuple[Array, Array]:
+        q, k, v = (x[name].astype(spec.state_dtype) for name in ("q", "k", "v"))
+        kept = x["a"].astype(spec.state_dtype)[..., None] * S if "a" in x else S
+        after = kept + k[..., None] * v[..., None, :]
+        y = jnp.einsum("...k,...kv->...v", q, after if spec.inclusive else S)
+        return after, jnp.broadcast_to(y, (*spec.batch, spec.values)).astype(spec.dtype)
+
+    rows = {name: jnp.moveaxis(p, axis, 0) for name, p in rows.items()}
+    S, y = lax.scan(step, S, rows, length=count, reverse=spec.reverse)
+    return S, jnp.moveaxis(y, 0, axis)
+
+
 def _chunk(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
-    """The state after a chunk of `count` steps, and their y."""
+    """The state after a chunk of `count` steps, and their y, by matmuls."""
     size = 1 << max(count - 1, 0).bit_length()
     q, k, v = (_whole(pieces[n], spec, count, size, 0) for n in ("q", "k", "v"))
     given = pieces.get("a", jnp.ones((1,) * (len(spec.batch) + 2), spec.state_dtype))
@@ -190,7 +259,7 @@ def _chunk(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> 
     y = y + _dot(q.astype(spec.state_dtype) * before, S)
     added = _dot(jnp.swapaxes(k.astype(spec.state_dtype) * after, -1, -2), v)
     S = jnp.swapaxes(total, -1, -2) * S + added
-    y = y[..., :count, :].astype(spec.dtype)
+    y = jnp.broadcast_to(y, (*spec.batch, size, spec.values))[..., :count, :].astype(spec.dtype)
     return S, jnp.flip(y, -2) if spec.reverse else y
 
 

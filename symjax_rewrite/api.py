@@ -303,7 +303,7 @@ class _Worker:
         """Stage out what was decided; the original where that fails."""
         closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
-        if result.taken:
+        if result.taken or result.has_gradients:
             try:
                 return Call(result, self.stage, self.optimiser()).bind(values)
             except SymjaxError:

@@ -127,7 +127,10 @@ class Call:
         optimiser = self.optimiser
         if self.closed.effects or not optimiser.options.numerics.permits("reassoc"):
             return self.closed
-        return before_derivatives(self.closed, optimiser.device)
+        router, device = optimiser.loop_router, optimiser.device
+        route = None if router is None else partial(router.route_loop, gradient=True)
+        kernel = None if route is None else lambda loop: route(loop, device.name)
+        return before_derivatives(self.closed, device, kernel)
 
     def _of(
         self, closed: ClosedJaxpr, primals: Sequence[Any], live: list[int]

@@ -152,20 +152,33 @@ def _pack(loop: Loop, motion: Motion) -> bool:
     return bool(loop.packed)
 
 
-def before_derivatives(closed: ClosedJaxpr, device: Device) -> ClosedJaxpr:
+def before_derivatives(
+    closed: ClosedJaxpr, device: Device, route: RouteLoop | None = None
+) -> ClosedJaxpr:
     """A program whose trees of affine steps are loops, and whose loops make what they read.
 
     These are the same equations at other places, and a polynomial evaluated in another order, so
     that derivatives are the same too; reverse mode then keeps far less.
+
+    Args:
+        closed: what is to be differentiated.
+        device: where it runs.
+        route: gives a kernel for a loop whose derivatives are those of the loop, or None.
     """
     program = flatten(compat.without_dead(closed), has_rules=True)
-    if not has_loops(program) or device.name != "cpu":
+    if not has_loops(program):
         return closed
     around, found = Surroundings(program), Loops()
-    for prefix in find_prefixes(program):
+    for prefix in find_prefixes(program) if device.name == "cpu" else ():
         _take_tree(prefix, around, device, True, None, found)
     for e in program.equations:
-        if any(compat.has_primitive(b, name) for b in compat.bodies(e.eqn) for name in RULED):
+        loop = _plain(e, has_rules=True)
+        if loop is not None and isinstance(loop.length, int):
+            _find_constant_starts(loop, around)
+            if _take_kernel(e.eqn, loop, route, found):
+                continue
+        ruled = any(compat.has_primitive(b, name) for b in compat.bodies(e.eqn) for name in RULED)
+        if ruled or device.name != "cpu":
             continue
         loop = _plain(e)
         if loop is not None and isinstance(loop.length, int) and fuse(loop, around, [e]):
@@ -217,8 +230,8 @@ def _take(eqn: JaxprEqn, loop: Loop, kernel: Route, reason: str, found: Loops) -
     found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
 
 
-def _plain(e: Equation) -> Loop | None:
-    loop = read_loop(e)
+def _plain(e: Equation, has_rules: bool = False) -> Loop | None:
+    loop = read_loop(e, has_rules)
     return loop if loop is None or loop.condition is not None else clean(loop)
 
 

@@ -264,8 +264,8 @@ def _stage_while(loop: Loop, step: Callable, starts: list[Any], read: Read) -> l
         return lax.while_loop(holds, lambda carried: step(carried, [])[0], starts)
 
 
-def read_loop(e: Equation) -> Loop | None:
-    """An equation as a loop, or None."""
+def read_loop(e: Equation, has_rules: bool = False) -> Loop | None:
+    """An equation as a loop, or None; `has_rules` as for `flatten`, of the body of a `scan`."""
     if e.name not in ("scan", "while"):
         return None
     if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
@@ -274,13 +274,13 @@ def read_loop(e: Equation) -> Loop | None:
         (going,) = e.eqn.params["cond_jaxpr"].out_avals
         return None if going.shape else _read_while(e)  # batched: each has an end of its own
     length = e.eqn.params["length"]
-    return None if isinstance(length, int) and length == 0 else _read_scan(e)
+    return None if isinstance(length, int) and length == 0 else _read_scan(e, has_rules)
 
 
-def _read_scan(e: Equation) -> Loop:
+def _read_scan(e: Equation, has_rules: bool) -> Loop:
     p = e.eqn.params
     n, m = compat.scan_counts(e.eqn)
-    body = flatten(p["jaxpr"])
+    body = flatten(p["jaxpr"], has_rules)
     loop = Loop(e.eqn, body, p["length"], p["reverse"], p["unroll"], makes=list(e.outvals))
     loop.consts = dict(zip(body.inputs[:n], e.invals[:n], strict=True))
     for k in range(m):

@@ -15,12 +15,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from symjax_rewrite.canonical import TermGraph, build
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.ops import dtype_kind
+from symjax_rewrite.recurrence import holds
 from symjax_rewrite.regions import node_of
 
 Axes = tuple[int, ...]
@@ -180,9 +179,9 @@ class Reader:
                 place = dict(zip(state.axes, axes, strict=True))
                 return [Term(1.0, (), name, tuple(place[i] for i in range(len(place))))]
         node = node_of(self.t.graph, cls)
-        if node.op == CONST and dtype_kind(self.t.graph.classes[cls].dtype) == "f":
-            if math.isfinite(node.attr[0]):
-                return [Term(float(node.attr[0]), ())]
+        is_float = dtype_kind(self.t.graph.classes[cls].dtype) == "f"
+        if node.op == CONST and is_float and math.isfinite(node.attr[0]):
+            return [Term(float(node.attr[0]), ())]
         if not self.depends(cls):
             return [Term(1.0, (ref,))]
         index = {i: axes[i] for i in range(node.out)}
@@ -214,7 +213,7 @@ class Reader:
         old, new = classes[node.args[0].cls].dtype, classes[cls].dtype
         if dtype_kind(old) != "f" or dtype_kind(new) != "f":
             return False
-        return new in (least, str(jnp.promote_types(old, new)), str(jnp.promote_types(least, new)))
+        return holds(new, old) or holds(new, least)
 
     def _product(self, args: list[Ref], dtype: str, whole: bool = True) -> list[Term]:
         made = [Term(1.0, ())]
@@ -266,9 +265,7 @@ class Reader:
         if set(axis) != everything:
             return None
         turned = [
-            t._replace(
-                factors=tuple(Ref(f.cls, tuple(axis[i] for i in f.axes)) for f in t.factors)
-            )
+            t._replace(factors=tuple(Ref(f.cls, tuple(axis[i] for i in f.axes)) for f in t.factors))
             for t in terms
         ]
         values = tuple(

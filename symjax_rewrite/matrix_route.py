@@ -30,12 +30,18 @@ from symjax_rewrite.matrix_form import (
     Term,
     terms_of,
 )
-from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pallas_kernels.matrix_scan import MatrixScan, matrix_scan
+from symjax_rewrite.pallas_kernels.matrix_scan import (
+    MatrixScan,
+    chunk_seconds,
+    loop_seconds,
+    matrix_scan,
+)
 from symjax_rewrite.recurrence import groups_of, is_zero
 from symjax_rewrite.trace import Equation, Value
 
 TIME = -1  # the axis of steps among those of a state
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+MIN_GAIN = 1.25  # predicted, for a loop to be written otherwise
 
 
 @dataclass(slots=True)
@@ -228,7 +234,7 @@ class _Kernel:
         """Add a query's values to the steps, from (*batch, time, values)."""
         s, loop, t = self.state, self.route.loop, self.route.t
         order = (*s.batch, TIME, *s.values)
-        size = {i: n for i, n in enumerate(s.sizes)} | {TIME: loop.length}
+        size = dict(enumerate(s.sizes)) | {TIME: loop.length}
         y = lax.reshape(y, tuple(size[a] for a in order))
         after = [f for f in query.term.factors if not set(f.axes) & {*s.keys}]
         y = y * self._product(after, order, y.dtype)
@@ -239,9 +245,7 @@ class _Kernel:
             view = t.view(v)
             first = t.view(query.values[0])
             # The class's slot k reads position view.axes[k] of v, and first.axes[k] of the first.
-            left: dict[int, int] = {
-                p: query.left[first.axes[k]] for k, p in enumerate(view.axes)
-            }
+            left: dict[int, int] = {p: query.left[first.axes[k]] for k, p in enumerate(view.axes)}
             wanted = (TIME, *[left[p] for p in range(len(left))])
             turned = lax.transpose(y, [order.index(a) for a in wanted])
             self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
@@ -285,6 +289,41 @@ def value_of(t: TermGraph, cls: int) -> int | None:
     return next(found, None)
 
 
+def matrices_of(
+    loop: Loop, kernels: str, device: str, gradient: bool = False
+) -> tuple[MatrixRoute | None, str]:
+    """A loop with matrix states by chunked matmuls, where they are faster.
+
+    Args:
+        loop: a clean loop of a known number of steps.
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        device: the name of the device's profile.
+        gradient: whether it is to be differentiated.
+
+    Returns:
+        The route, or None, and why; nothing where no state is a matrix.
+    """
+    if kernels not in ("auto", "always", "xla"):
+        return None, ""
+    try:
+        route = matrix_route(loop)
+    except NotAMatrixError:
+        return None, ""
+    if kernels != "auto":
+        return route, "chunked matmuls of its matrix states"
+    specs = [spec_of(loop, s, q, False) for s in route.states for q in s.queries]
+    if device != "cpu" and not gradient:
+        return None, ""
+    if device == "cpu" and any(s.dtype not in ("float32", "float64") for s in specs):
+        return None, ""
+    before = sum(loop_seconds(s, gradient) for s in specs)
+    after = sum(chunk_seconds(s, gradient) for s in specs)
+    predicted = f"chunked matmuls of its matrix states, predicted {after:.1e} s for {before:.1e} s"
+    if device == "cpu" and before < MIN_GAIN * after:
+        return None, predicted
+    return route, predicted
+
+
 def matrix_route(loop: Loop) -> MatrixRoute:
     """A loop in parts of which some are matrix states.
 
@@ -302,9 +341,7 @@ def matrix_route(loop: Loop) -> MatrixRoute:
             continue
         (k,) = group.carries
         carry = loop.carries[k]
-        if not str(body.avals[carry.inner].dtype).startswith(("float", "bfloat")):
-            continue
-        if not isinstance(carry.out, int):
+        if str(body.avals[carry.inner].dtype) not in DTYPES or not isinstance(carry.out, int):
             continue
         others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
         try:

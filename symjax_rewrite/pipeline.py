@@ -46,6 +46,7 @@ class Result:
     bodies, with how often they run. sample: the sizes symbolic names were priced at. known:
     classes that depend on frozen inputs alone. made: values the emitted program has made.
     repeated_s: seconds of work repeated for copies of an operand, which no term counts.
+    has_gradients: whether a loop that stays has a kernel where it is differentiated.
     """
 
     closed: ClosedJaxpr
@@ -61,6 +62,7 @@ class Result:
     known: set[int] = field(default_factory=set)
     made: set[int] = field(default_factory=set)
     repeated_s: float = 0.0
+    has_gradients: bool = False
     stop: str = "nothing to do"
     time_s: float = 0.0
 
@@ -87,7 +89,7 @@ class Result:
     def spares(self) -> bool:
         """Whether some equation of the program is not among those emitted."""
         assert self.terms is not None
-        equations = self.terms.program.equations
+        equations = self.terms.program.equations if self.taken else ()
         return any(not any(v in self.made for v in e.outvals) for e in equations)
 
     def spared(self) -> Callable[[str, tuple[tuple, ...]], bool]:
@@ -154,8 +156,8 @@ class Router(Protocol):
 class LoopRouter(Protocol):
     """Finds a kernel that should run a loop."""
 
-    def route_loop(self, loop: Loop, device: str) -> tuple[Any, str]:
-        """A kernel for a loop on a device, or None, and why."""
+    def route_loop(self, loop: Loop, device: str, gradient: bool = False) -> tuple[Any, str]:
+        """A kernel for a loop on a device, or None, and why; `gradient`: to be differentiated."""
         ...
 
 
@@ -279,7 +281,15 @@ class Optimiser:
         live = flatten(compat.without_dead(result.closed))
         reorders = self.options.numerics.permits("reassoc")
         router, device = self.loop_router, self.device
-        route = None if router is None else lambda loop: router.route_loop(loop, device.name)
+
+        def find(loop: Loop) -> tuple[Any, str]:
+            assert router is not None
+            kernel, why = router.route_loop(loop, device.name)
+            if kernel is None and router.route_loop(loop, device.name, gradient=True)[0]:
+                result.has_gradients = True
+            return kernel, why
+
+        route = None if router is None else find
         loops = improve_loops(live, device, reorders, self.rules.passes, optimise, route)
         for reason, eqn in loops.refused:
             result.declined("loop", reason, compat.source_line(eqn))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.loops import Loop
@@ -119,10 +120,11 @@ def _components(reads: dict[int, set[int]]) -> list[set[int]]:
 def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     """How every value of a body depends on some carries; the others count as known."""
     degrees = {v: Degree(SUM) for v in moving}
+    least = {str(loop.body.avals[v].dtype) for v in moving}
     for e in loop.body.equations:
         operands = [degrees.get(v, Degree()) if isinstance(v, int) else Degree() for v in e.invals]
         if any(d.kind != FREE for d in operands):
-            degrees.update(dict.fromkeys(e.outvals, _degree(e, operands)))
+            degrees.update(dict.fromkeys(e.outvals, _degree(e, operands, least)))
     return degrees
 
 
@@ -138,7 +140,7 @@ def _is_endless(e: Equation) -> bool:
     return False
 
 
-def _degree(e: Equation, operands: list[Degree]) -> Degree:
+def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     moving = [d for d in operands if d.kind != FREE]
     worst = max(moving, key=lambda d: d.kind)
     if worst.kind == OTHER:
@@ -147,8 +149,8 @@ def _degree(e: Equation, operands: list[Degree]) -> Degree:
     if worst.kind == MAX_PLUS and name not in (*_SUMS, "max", "min"):
         return Degree(OTHER, f"{name} of a maximum")
     scaled = Degree(max(DIAGONAL, worst.kind))
-    if name == "convert_element_type" and not _is_exact_enough(e):
-        return Degree(OTHER, "it is rounded to integers")
+    if name == "convert_element_type" and (rounded := _rounded(e, least)):
+        return Degree(OTHER, f"it is rounded to {rounded}")
     if name in _SUMS:
         turned = name == "neg" or (name == "sub" and operands[1].kind != FREE)
         return scaled if turned else worst
@@ -171,7 +173,17 @@ def _degree(e: Equation, operands: list[Degree]) -> Degree:
     return Degree(OTHER, what if name in ELEMENTWISE else f"{what} is no sum or product")
 
 
-def _is_exact_enough(e: Equation) -> bool:
-    """Whether a cast keeps sums: between floats, or from integers."""
+def _rounded(e: Equation, least: set[str]) -> str:
+    """What a cast rounds to that carries of some dtypes do not; empty where it keeps sums."""
     old, new = (str(getattr(v.aval, "dtype", "")) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
-    return dtype_kind(new) not in "iub" or dtype_kind(old) in "iu"
+    if dtype_kind(new) in "iub":
+        return "" if dtype_kind(old) in "iu" else "integers"
+    if {dtype_kind(old), dtype_kind(new), *map(dtype_kind, least)} != {"f"}:
+        return ""
+    return "" if holds(new, old) or all(holds(new, dtype) for dtype in least) else new
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Whether a dtype of floats has all numbers of another."""
+    x, y = jnp.finfo(wide), jnp.finfo(narrow)
+    return x.nmant >= y.nmant and x.maxexp >= y.maxexp

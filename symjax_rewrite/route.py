@@ -19,6 +19,7 @@ from symjax_rewrite.fold_plan import Candidate, Cluster, clusters, direction, fr
 from symjax_rewrite.fold_route import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.fold_rows import Served, Surroundings
 from symjax_rewrite.loops import Loop
+from symjax_rewrite.matrix_route import MatrixRoute, matrices_of
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.pieces import Reread, rereads, restated
 from symjax_rewrite.record import RouteUse
@@ -93,11 +94,15 @@ class Router:
         routes = [route for number in sorted(made) for route in made[number]]
         return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
 
-    def route_loop(self, loop: Loop, device: str) -> tuple[ScanRoute | None, str]:
-        """A scan kernel for a loop, or None, and why."""
+    def route_loop(
+        self, loop: Loop, device: str, gradient: bool = False
+    ) -> tuple[ScanRoute | MatrixRoute | None, str]:
+        """A kernel for a loop, or None, and why; one whose derivatives are cheap for a gradient."""
         kernels = self.kernels
         if kernels == "auto" and device != "cpu" and compat.may_be_partitioned():
             return None, "several devices: XLA might gather a scan's operands"
+        if gradient:
+            return matrices_of(loop, kernels, device, gradient)
         return route_loop(loop, kernels, device)
 
     def _decide(

@@ -22,8 +22,7 @@ from symjax_rewrite.errors import UsageError
 from symjax_rewrite.fold_rows import apply
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
 from symjax_rewrite.loops import Loop, Read
-from symjax_rewrite.matrix_form import NotAMatrixError
-from symjax_rewrite.matrix_route import MatrixRoute, matrix_route
+from symjax_rewrite.matrix_route import MIN_GAIN, MatrixRoute, matrices_of
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan_cost import (
@@ -36,7 +35,6 @@ from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of,
 from symjax_rewrite.regions import node_of
 
 TIME = "t"
-MIN_GAIN = 1.25  # predicted, for a loop to be laid out anew
 
 
 class NotAScanError(Exception):
@@ -87,9 +85,7 @@ class ScanRoute:
         return loop.finish([final], stacked, read)
 
 
-def route_loop(
-    loop: Loop, kernels: str, device: str
-) -> tuple[ScanRoute | MatrixRoute | None, str]:
+def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:
     """A scan kernel for a loop, or why there is none.
 
     Args:
@@ -98,10 +94,9 @@ def route_loop(
         device: the name of the device's profile.
     """
     moves = describe(loop)
-    if kernels in ("auto", "always", "xla"):
-        matrices, reason = _matrices(loop)
-        if matrices is not None:
-            return matrices, f"{moves}; {reason}"
+    matrices, why = matrices_of(loop, kernels, device)
+    if matrices is not None:
+        return matrices, f"{moves}; {why}"
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
     try:
@@ -115,7 +110,8 @@ def route_loop(
         fused = any(e.name == "reduce_sum" for e in loop.body.equations)
         before, after = seconds_written(spec, fused), seconds_turned(spec)
         if not runs_in_turns(spec) or spec.dtype != "float32" or before < MIN_GAIN * after:
-            return None, f"{moves}; on a CPU the loop is cheapest as it is"
+            also = f" ({why})" if why else ""
+            return None, f"{moves}; on a CPU the loop is cheapest as it is{also}"
         reason = f"{moves}; the longest axis of its states innermost, predicted {after:.1e} s"
         return ScanRoute(loop, spec, "turns", operands, shapes), f"{reason} for {before:.1e} s"
     if kernels == "auto":
@@ -128,14 +124,6 @@ def route_loop(
         return None, f"{moves}; no kernel: {support}"
     route = ScanRoute(loop, spec, backend, operands, shapes)
     return route, f"{moves}; states of all steps are never made ({backend})"
-
-
-def _matrices(loop: Loop) -> tuple[MatrixRoute | None, str]:
-    """Chunked matmuls for a loop whose states are matrices, or why there are none."""
-    try:
-        return matrix_route(loop), "states are matrices: chunked matmuls"
-    except NotAMatrixError as error:
-        return None, str(error)
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ def test_no_state_per_step_is_written():
     avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in spec.shapes().values()]
     memory = jax.jit(lambda *xs: matrix_scan(spec, *xs)).lower(*avals).compile().memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < 0.01 * 4 * 4 * 2048 * 64 * 64
+    assert memory.temp_size_in_bytes < 2 * sum(4 * x.size for x in avals)
     assert flops(spec) < 4 * 2048 * 64 * 64 * 10
 
 
