@@ -262,7 +262,8 @@ class Optimiser:
         if REPEATED in passes and (allowed is None or REPEATED in allowed):
             self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
-        result.plan.shared = _shared(t, need) if COMMON in passes else set()
+        if COMMON in passes and self.options.numerics.permits("reassoc"):
+            result.plan.shared = _shared(t, need)  # the other way round it is rounded otherwise
         for c in result.plan.shared:
             self._note(result, COMMON, REDUNDANCY, t.where(c))
         result.stop = ", ".join(sorted(stops)) or "nothing to do"

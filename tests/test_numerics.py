@@ -83,3 +83,15 @@ def test_cancelling_distribution_is_asked_for():
     args = (X, W, normal(512, 512, seed=3))
     levels = [sym_optimize(f, numerics=n).explain(*args) for n in ("reassoc", "cancels")]
     assert all(r.after.flops <= r.before.flops for r in levels)
+
+
+def test_exact_shares_no_product_with_its_transpose():
+    """A library rounds `bᵀaᵀ` in another order than `ab`."""
+
+    def f(a, b):
+        return a @ b, jnp.sin(b.T @ a.T)
+
+    args = normal(37, 513), normal(513, 65)
+    assert [r.name for r in sym_optimize(f).explain(*args).rules] == ["common_subexpression"]
+    for got, wanted in zip(sym_optimize(f, numerics="exact")(*args), jax.jit(f)(*args), strict=True):
+        np.testing.assert_array_equal(got, wanted)
