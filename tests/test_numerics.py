@@ -93,5 +93,7 @@ def test_exact_shares_no_product_with_its_transpose():
 
     args = normal(37, 513), normal(513, 65)
     assert [r.name for r in sym_optimize(f).explain(*args).rules] == ["common_subexpression"]
-    for got, wanted in zip(sym_optimize(f, numerics="exact")(*args), jax.jit(f)(*args), strict=True):
+    for got, wanted in zip(
+        sym_optimize(f, numerics="exact")(*args), jax.jit(f)(*args), strict=True
+    ):
         np.testing.assert_array_equal(got, wanted)
