@@ -293,8 +293,15 @@ class _Worker:
                 inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
                 return fun(*inner_args, **inner_kwargs)
 
+            @functools.wraps(fun)  # errors of tracing then name its own arguments
+            def whole(*args: Any, **kwargs: Any) -> Any:
+                return fun(*args, **kwargs)
+
             values = [leaves[k] for k in dynamic]
-            closed, out_tree = compat.make_jaxpr(flat, *values)
+            if len(values) == len(leaves):
+                closed, out_tree = compat.make_jaxpr(whole, *args, **kwargs)
+            else:
+                closed, out_tree = compat.make_jaxpr(flat, *values)
             return jax.tree.unflatten(out_tree, self.stage(closed, values))
 
         return traced

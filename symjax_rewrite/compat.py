@@ -72,9 +72,9 @@ def source_line(*eqns: JaxprEqn) -> str:
     return "<unknown>"
 
 
-def make_jaxpr(fun: Callable, *args: Any) -> tuple[ClosedJaxpr, Any]:
+def make_jaxpr(fun: Callable, *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, Any]:
     """The closed jaxpr of `fun` at `args` (arrays, tracers or specs), and its output tree."""
-    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
     return closed, jax.tree.structure(shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import jax
@@ -43,6 +44,9 @@ class Verified:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimised, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

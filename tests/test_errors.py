@@ -1,5 +1,6 @@
 """Bad input: each error names the argument or the line, and what to do."""
 
+import re
 from typing import Any
 
 import jax
@@ -96,6 +97,15 @@ def test_refused(name):
 def test_an_unknown_log_topic_is_refused():
     with pytest.raises(AssertionError, match="unknown SYMJAX_LOG topic"):
         run_python("", SYMJAX_LOG="everything")
+
+
+def test_errors_of_tracing_name_the_users_own_function_and_argument():
+    def f(scores, y=None):
+        return scores if scores.sum() > 0 else -scores
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        sym_optimize(f)(normal(3))
+    assert re.search(r"function f at .*test_errors.py.*the argument scores", str(error.value))
 
 
 def test_an_unknown_primitive_is_kept():

@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,15 @@ def test_a_mismatch_can_be_a_warning():
         warnings.simplefilter("error")
         for value in (got, f(A, B, C), f(A[:40], B, C)):
             np.testing.assert_allclose(value, chain(A[: len(value)], B, C), rtol=1e-3, atol=1e-3)
+
+
+def test_methods_are_verified():
+    class Model:
+        @partial(sym_optimize, verify="first", static_argnums=0)
+        def __call__(self, *args):
+            return chain(*args)
+
+    np.testing.assert_allclose(Model()(A, B, C), chain(A, B, C), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["first", "always", "warn"])
