@@ -32,6 +32,7 @@ from symjax_rewrite.report import Report
 from symjax_rewrite.route import Router
 from symjax_rewrite.rule import RulePack
 from symjax_rewrite.rules import packs
+from symjax_rewrite.selection_route import SelectionRouter
 from symjax_rewrite.summary import make_report
 from symjax_rewrite.verify import Verified, compare
 
@@ -271,7 +272,7 @@ class _Worker:
             assert isinstance(rules, RulePack)
             chosen = (self.options.kernels, self.options.numerics, device)
             folds = Router(*chosen)
-            routers = (folds, NormRouter(*chosen))
+            routers = (folds, NormRouter(*chosen), SelectionRouter(self.options.kernels, device))
             settlers = (FrozenNorms(self.options.numerics, device),)
             self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
         return self._optimiser
