@@ -46,9 +46,9 @@ class Term(NamedTuple):
 class Query(NamedTuple):
     """A result `Σ_keys q·S`, times `rest`, and what else is summed with it.
 
-    values: of the body, all of them equal up to the order of their axes. term: with the state.
-    others: terms without it; their indices are the state's axes. left: the state's axes that the
-    result has, in order. over: those summed over.
+    values: of the body, all of them of one class. term: with the state. others: terms without it;
+    their indices are the state's axes. left: the state's axis of each slot of the class. over: those
+    summed over.
     """
 
     values: tuple[int, ...]
@@ -287,7 +287,7 @@ class Reader:
         """Which axes are keys, values and batches, and the factors of each."""
         width, keys = len(sizes), queries[0].over
         decays = [t for t in terms if t.state]
-        added = [t for t in terms if not t.state]
+        added = [t for t in terms if not t.state and t.coefficient]
         if any(t.axes != tuple(range(width)) for t in decays):
             raise NotAMatrixError("states are turned at every step")
         if len(decays) != 1 or len(added) != 1:

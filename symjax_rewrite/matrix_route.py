@@ -118,8 +118,9 @@ def _run_loop(
     carries = [loop.carries[k] for k in part.carries]
     body = replace(loop.body, equations=part.equations)
     inner = replace(loop, body=body, ys=list(part.ys), carries=carries)
-    reads = {v for e in part.equations for v in e.invals} | {c.out for c in carries}
-    given = {v: x for v, x in steps.items() if v in reads}
+    reads = [*(v for e in part.equations for v in e.invals), *(c.out for c in carries), *part.ys]
+    inside = {v for v in reads if isinstance(v, int)}
+    given = {v: x for v, x in steps.items() if v in inside}
     made, ys = stage(inner, known, given, read)
     finals.update(zip(part.carries, made, strict=True))
     steps.update(zip(part.ys, ys, strict=True))
@@ -243,9 +244,7 @@ class _Kernel:
         for v in query.values:
             aval = loop.body.avals[v]
             view = t.view(v)
-            first = t.view(query.values[0])
-            # The class's slot k reads position view.axes[k] of v, and first.axes[k] of the first.
-            left: dict[int, int] = {p: query.left[first.axes[k]] for k, p in enumerate(view.axes)}
+            left = {p: query.left[k] for k, p in enumerate(view.axes)}
             wanted = (TIME, *[left[p] for p in range(len(left))])
             turned = lax.transpose(y, [order.index(a) for a in wanted])
             self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)

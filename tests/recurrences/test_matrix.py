@@ -100,6 +100,17 @@ def stabilised(q, k, v, i, f):
     return lax.scan(step, (jnp.zeros((D, E)), jnp.zeros(D), 0.0), (q, k, v, i, f))[1]
 
 
+def turned_result(q, k, v, w):
+    """Values with two axes of one size, whose result has them the other way round."""
+
+    def step(carry, x):
+        (S, n), (q, k, v, w) = carry, x
+        S = 0.9 * S - k[:, None, None] * (v[:, None] * w) + jnp.zeros_like(S)
+        return (S, 0.5 * n + jnp.sum(k)), (jnp.sum(q[:, None, None] * S, axis=0).T, n)
+
+    return lax.scan(step, (jnp.zeros((D, E, E)), 0.0), (q, k, v, w))[1]
+
+
 def two_layers(q, k, v, w):
     """The second layer reads what the first gives at the same step."""
 
@@ -133,6 +144,7 @@ MATRICES: dict[str, tuple[Callable, tuple]] = {
     ),
     "by index": (by_index, (Q, K, V)),
     "stabilised": (stabilised, (Q, K, V, draw(L), draw(L, seed=3))),
+    "turned result": (turned_result, (Q, K, V, draw(L, E, seed=3))),
     "two layers": (two_layers, (Q, K, V, draw(E, E))),
     "half": (linear, tuple(x.astype(jnp.bfloat16) for x in (Q, K, V))),
 }
