@@ -47,8 +47,8 @@ class Query(NamedTuple):
     """A result `Σ_keys q·S`, times `rest`, and what else is summed with it.
 
     values: of the body, all of them of one class. term: with the state. others: terms without it;
-    their indices are the state's axes. left: the state's axis of each slot of the class. over: those
-    summed over.
+    their indices are the state's axes. left: the state's axis of each slot of the class. over:
+    those summed over.
     """
 
     values: tuple[int, ...]
