@@ -51,7 +51,7 @@ def read_block(
 ) -> Array:
     """An operand's block at `place` with `extent`; axes not named there are read whole."""
     axes = spec.operands[number].axes
-    starts = [place.get(a, 0) for a in axes]
+    starts = [jnp.asarray(place.get(a, 0), jnp.int32) for a in axes]
     sizes = [extent.get(a, spec.size[a]) for a in axes]
     if tuple(sizes) != array.shape:
         array = lax.dynamic_slice(array, starts, sizes)

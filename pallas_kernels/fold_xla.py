@@ -97,7 +97,8 @@ class _Sweep:
         last = full if isinstance(high, int) else jnp.minimum(-(-high // size), full)
 
         def step(b: Any, states: tuple[State, ...]) -> tuple[State, ...]:
-            return absorb_block(spec, states, self.block(place, fixed, b * size, size))
+            start = lax.convert_element_type(b, jnp.int32) * size
+            return absorb_block(spec, states, self.block(place, fixed, start, size))
 
         avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, 0, size)))
         states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
@@ -132,6 +133,7 @@ def fold_xla(spec: FoldSpec, *operands: Any, blocks: Blocks | None = None) -> tu
 
     def place_of(step: Any) -> dict[str, Any]:
         place: dict[str, Any] = {}
+        step = lax.convert_element_type(step, jnp.int32)  # it is 64 bits wide where JAX's ints are
         row = lax.rem(step, jnp.int32(row_blocks)) * sweep.blocks.rows
         place[spec.row] = jnp.minimum(row, spec.rows - sweep.blocks.rows)
         rest = lax.div(step, jnp.int32(row_blocks))

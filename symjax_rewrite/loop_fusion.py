@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.loop_cleaning import substitute
-from symjax_rewrite.loops import Loop, Source
+from symjax_rewrite.loops import Carry, Loop, Source
 from symjax_rewrite.stepping import Axes, one_step, stepped_operands, stepped_result
 from symjax_rewrite.trace import Equation, Program, Value, flatten
 
 MIN_BYTES = 1 << 16  # that are no longer written: less is not worth a change
 MAX_DEPTH = 40  # equations in a row that are looked through
+EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # to be added up one by one
 
 
 class Surroundings:
@@ -100,13 +102,22 @@ class Fusion:
     Args:
         loop: a clean loop of a known number of steps; it is changed.
         around: the program it stands in.
-        own: equations that the loop replaces.
+        own: equations that the loop replaces, and other loops that can make what it reads.
+        taken: equations that such loops do inside.
+        reorders: whether sums over all steps may be added up step by step.
     """
 
-    def __init__(self, loop: Loop, around: Surroundings, own: list[Equation]) -> None:
-        self.loop, self.around = loop, around
+    def __init__(
+        self,
+        loop: Loop,
+        around: Surroundings,
+        own: list[Equation],
+        taken: Iterable[int] = (),
+        reorders: bool = False,
+    ) -> None:
+        self.loop, self.around, self.reorders = loop, around, reorders
         self.own = {id(e) for e in own}
-        self.taken: set[int] = set()  # equations that read the loop's results inside it
+        self.taken = set(taken)  # equations that read the loop's results inside it
         self.below = around.below(loop.makes)
         self.costs: dict[tuple[int, int], float] = {}
         self.stepped: dict[tuple[int, int], Value] = {}
@@ -165,9 +176,11 @@ class Fusion:
             size = self.around.bytes(source.value)
             if self._cost(source.value, source.axis) >= size:
                 continue
+            new = self._step(source.value, source.axis)
+            if new == v:
+                continue
             self.saved += size
             del loop.sources[v]
-            new = self._step(source.value, source.axis)
             if not source.kept:
                 axis = source.axis
                 new = graft(loop, lambda x, k=axis: lax.squeeze(x, (k,)), [new])
@@ -212,15 +225,20 @@ class Fusion:
 
     def _results(self) -> None:
         """Read inside what is only read step by step."""
-        for k, (kind, what) in enumerate(list(self.loop.results)):
-            if kind not in ("ys", "kept"):
+        found = [
+            (k, self.loop.makes[k], 0 if kind == "ys" else what[1])
+            for k, (kind, what) in enumerate(self.loop.results)
+            if kind == "ys" or (kind == "kept" and not what[2])
+        ]
+        for _, v, axis in found:  # first, so that what they all read is known to be private
+            if self._goes_on(v, axis):
+                self._mark(v, axis)
+        self.result_costs.clear()
+        for k, v, axis in found:  # one by one: what reads two of them needs the other inside
+            if not self._goes_on(v, axis):
                 continue
-            v = self.loop.makes[k]
-            axis = 0 if kind == "ys" else what[1]
-            if kind == "kept" and what[2]:
-                continue
-            if v not in self.around.users or self._result_cost(v, axis) >= self.around.bytes(v):
-                continue
+            self._mark(v, axis)
+            kind, what = self.loop.results[k]
             y = self.loop.ys[what if kind == "ys" else what[0]]
             if kind == "ys":
                 y = graft(self.loop, lambda x: lax.expand_dims(x, (0,)), [y])
@@ -273,15 +291,50 @@ class Fusion:
             return found
         whole = total = self.around.bytes(v)
         if v not in self.around.outputs and depth < MAX_DEPTH:
-            outs = [(e, self._user_axis(e, v, axis)) for e in self.around.users.get(v, ())]
+            users = self.around.users.get(v, ())
+            sums = [e for e in users if self._is_total(e, axis)]
+            outs = [(e, self._user_axis(e, v, axis)) for e in users if e not in sums]
             if all(out is not None for _, out in outs):
                 costs = [self._result_cost(e.outvals[0], out or 0, depth + 1) for e, out in outs]
-                total = min(whole, sum(costs))
+                total = min(whole, sum(costs) + sum(self.around.bytes(e.outvals[0]) for e in sums))
         self.result_costs[v, axis] = total
         return total
 
+    def _mark(self, v: int, axis: int) -> None:
+        """Note what reads a result, and what is made of that, as taken in."""
+        for e in self.around.users[v]:
+            self.taken.add(id(e))
+            out = None if self._is_total(e, axis) else self._user_axis(e, v, axis)
+            if out is not None and self._goes_on(e.outvals[0], out):
+                self._mark(e.outvals[0], out)
+
+    def _goes_on(self, v: int, axis: int) -> bool:
+        """Whether what reads a value is taken in too."""
+        return v in self.around.users and self._result_cost(v, axis) < self.around.bytes(v)
+
+    def _is_total(self, e: Equation, axis: int) -> bool:
+        """Whether an equation sums over all steps, with nothing lost if they are added in turn."""
+        if not self.reorders or e.name != "reduce_sum" or id(e) in self.own:
+            return False
+        dtype = self.around.program.avals[e.outvals[0]].dtype
+        return axis in e.eqn.params["axes"] and str(dtype) in EXACT_ENOUGH
+
+    def _add_up(self, e: Equation, v: int, axis: int) -> None:
+        """Carry the sum of all steps along."""
+        total, loop = e.outvals[0], self.loop
+        part = graft(loop, lambda x: compat.eval_equation(e.eqn, [x]), [self.stepped[v, axis]])
+        aval = self.around.program.avals[total]
+        inner = loop.body.new_value(aval)
+        zero = compat.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
+        loop.carries.append(Carry(inner, zero, graft(loop, lax.add, [inner, part])))
+        loop.makes.append(total)
+        loop.results.append(("final", len(loop.carries) - 1))
+
     def _read_inside(self, v: int, axis: int) -> None:
         for e in self.around.users[v]:
+            if self._is_total(e, axis):
+                self._add_up(e, v, axis)
+                continue
             out = self._user_axis(e, v, axis)
             axes = None if out is None else stepped_operands(e.eqn, out)
             assert out is not None and axes is not None
@@ -291,8 +344,7 @@ class Fusion:
             reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
             made = graft(self.loop, one_step(e.eqn, out), reads)
             self.stepped[w, out] = made
-            self.taken.add(id(e))
-            if w in self.around.users and self._result_cost(w, out) < self.around.bytes(w):
+            if self._goes_on(w, out):
                 self._read_inside(w, out)
             else:
                 self.loop.makes.append(w)

@@ -20,7 +20,8 @@ from symjax_rewrite.compat import ClosedJaxpr, kind_of
 from symjax_rewrite.cost import SLOW_MAPS
 from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
-from symjax_rewrite.loop_fusion import Surroundings
+from symjax_rewrite.loop_cleaning import clean
+from symjax_rewrite.loop_fusion import Fusion, Surroundings
 from symjax_rewrite.loops import Carry, Loop, Read, Source, read_loop, read_starts, stage
 from symjax_rewrite.ops import ELEMENTWISE, VIEWS
 from symjax_rewrite.trace import Equation, Value, flatten
@@ -47,6 +48,10 @@ class Pair:
     steps: int
     starts: list[int] = field(default_factory=list)
 
+    def keeps(self, result: tuple[str, Any]) -> bool:
+        """Whether a result of the first loop is one that only the second reads."""
+        return result[0] == "ys" and result[1] in self.kept
+
     @property
     def blocks(self) -> int:
         """Blocks of full size."""
@@ -58,8 +63,14 @@ class Pair:
         return self.there.length % self.steps
 
 
-def find_pairs(around: Surroundings, device: Device) -> list[Pair]:
-    """The pairs of loops in which what steps keep should be made again."""
+def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Pair]:
+    """The pairs of loops in which what steps keep should be made again.
+
+    Args:
+        around: the program they stand in.
+        device: where it runs.
+        reorders: whether sums may be rounded in another order.
+    """
     program = around.program
     loops = {id(e): e for e in program.equations if e.name == "scan" and not e.eqn.effects}
     found: list[Pair] = []
@@ -67,7 +78,7 @@ def find_pairs(around: Surroundings, device: Device) -> list[Pair]:
     for e in loops.values():
         for first in _before(e, around):
             if id(first) in loops and not {id(e), id(first)} & taken:
-                pair = _pair(first, e, around, device)
+                pair = _pair(first, e, around, device, reorders)
                 if pair is not None:
                     found.append(pair)
                     taken |= {id(e), id(first)}
@@ -80,7 +91,9 @@ def _before(e: Equation, around: Surroundings) -> list[Equation]:
     return list({id(m): m for m in makers if m is not None}.values())
 
 
-def _pair(first: Equation, second: Equation, around: Surroundings, device: Device) -> Pair | None:
+def _pair(
+    first: Equation, second: Equation, around: Surroundings, device: Device, reorders: bool
+) -> Pair | None:
     if first.eqn.params["length"] != second.eqn.params["length"]:
         return None
     if first.eqn.params["reverse"] == second.eqn.params["reverse"]:
@@ -90,21 +103,39 @@ def _pair(first: Equation, second: Equation, around: Surroundings, device: Devic
         return None
     if there.length < MIN_LENGTH:
         return None
+    there, back = _fused(clean(there), clean(back), around, [first, second], reorders)
     read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
     others = _numbers([*back.consts.values(), *[c.start for c in back.carries]])
-    carried = len(there.carries)
+    makes: dict[int, list[tuple[str, int]]] = {}
+    for v, (kind, what) in zip(there.makes, there.results, strict=True):
+        if kind in ("ys", "stored", "kept"):
+            makes.setdefault(what if kind == "ys" else what[0], []).append((kind, v))
     kept = [
         k
-        for k, v in enumerate(there.makes[carried:])
-        if v in read
-        and v not in others
-        and v not in around.outputs
-        and all(u is second for u in around.users.get(v, ()))
+        for k, made in makes.items()
+        if all(
+            kind == "ys"
+            and v in read
+            and v not in others
+            and v not in around.outputs
+            and all(u is second for u in around.users.get(v, ()))
+            for kind, v in made
+        )
     ]
-    kept_bytes = sum(around.bytes(there.makes[carried + k]) for k in kept)
+    kept_bytes = sum(around.bytes(makes[k][0][1]) for k in kept)
     if kept_bytes < MIN_BYTES or not _pays(there, kept, kept_bytes, device):
         return None
     return Pair(there, back, kept, _block(there, kept_bytes))
+
+
+def _fused(
+    there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
+) -> tuple[Loop, Loop]:
+    """Both loops with what only they make and read inside: each makes its own."""
+    last = Fusion(back, around, own, reorders=reorders)
+    last.run()
+    Fusion(there, around, own, last.taken, reorders).run()
+    return clean(there), clean(back)
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
@@ -194,17 +225,28 @@ def run_there(pair: Pair, read: Read) -> list[Any]:
     if pair.rest and not loop.reverse:
         starts_rest = carry
         carry, ys_rest = block(carry, rest, pair.rest)
+    stacked: list[Any] = [None] * len(loop.ys)
+    for k, y in zip(public, _joined(pair, ys, ys_rest), strict=True):
+        stacked[k] = y
+    others = replace(loop, results=[r for r in loop.results if not pair.keeps(r)])
+    given = others.finish(list(carry), stacked, read)
+    return [*given, *starts, *(starts_rest if pair.rest else [])]
+
+
+def _joined(pair: Pair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
+    """Results of blocks and of the steps after them as those of all steps."""
     ys = [lax.reshape(y, (pair.blocks * pair.steps, *y.shape[2:])) for y in ys]
     if pair.rest:
         ys = [jnp.concatenate([y, z]) for y, z in zip(ys, ys_rest, strict=True)]
-    return [*carry, *ys, *starts, *(starts_rest if pair.rest else [])]
+    return list(ys)
 
 
 def run_back(pair: Pair, read: Read) -> list[Any]:
     """The second loop's results, what it reads of the first made again block by block."""
     there, back = pair.there, pair.back
-    made = there.makes[len(there.carries) :]
-    numbers = {made[k]: n for n, k in enumerate(pair.kept)}
+    place = {k: n for n, k in enumerate(pair.kept)}
+    results = zip(there.makes, there.results, strict=True)
+    numbers = {v: place[r[1]] for v, r in results if pair.keeps(r)}
     again = {
         v: numbers[s.value]
         for v, s in back.sources.items()
@@ -217,7 +259,6 @@ def run_back(pair: Pair, read: Read) -> list[Any]:
     def block(carry: Sequence[Any], start: Any, xs: Any, count: int) -> tuple[list[Any], Any]:
         _, values = _stage(there, count, kept, known_there, xs[0], start)
         steps = {**xs[1], **{v: values[n] for v, n in again.items()}}
-        steps = {v: steps[v] for v in back.sources}
         return _stage(back, count, back.ys, known_back, steps, carry)
 
     def turn(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
@@ -235,10 +276,7 @@ def run_back(pair: Pair, read: Read) -> list[Any]:
     carry, ys = lax.scan(turn, carry, (first, whole), length=pair.blocks, reverse=back.reverse)
     if pair.rest and not back.reverse:
         carry, ys_rest = block(carry, last, rest, pair.rest)
-    ys = [lax.reshape(y, (pair.blocks * pair.steps, *y.shape[2:])) for y in ys]
-    if pair.rest:
-        ys = [jnp.concatenate([y, z]) for y, z in zip(ys, ys_rest, strict=True)]
-    return [*carry, *ys]
+    return back.finish(list(carry), _joined(pair, ys, ys_rest), read)
 
 
 def _split(pair: Pair, steps: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -102,7 +102,7 @@ def improve_loops(
     for prefix in find_prefixes(program) if fuses else ():
         _take_tree(prefix, around, device, reorders, route, found)
     paired: set[int] = set()
-    for pair in find_pairs(around, device) if RECOMPUTATION in passes else ():
+    for pair in find_pairs(around, device, reorders) if RECOMPUTATION in passes else ():
         found.changes += _in_blocks(program, pair)
         paired |= {id(pair.there.eqn), id(pair.back.eqn)}
     for e in program.equations:
@@ -200,8 +200,8 @@ def _in_blocks(program: Program, pair: Pair) -> list[Change]:
     """A loop that keeps what blocks of its steps start from, and the loop back over them."""
     there, back = pair.there, pair.back
     pair.starts = [program.new_value(aval) for aval in start_avals(pair)]
-    carried = len(there.carries)
-    kept = {there.makes[carried + k] for k in pair.kept}
+    results = zip(there.makes, there.results, strict=True)
+    kept = {v for v, result in results if pair.keeps(result)}
     makes = [*[v for v in there.makes if v not in kept], *pair.starts]
     first = [v for v in there.outer_values() if isinstance(v, int)]
     second = [v for v in (*first, *back.outer_values(), *pair.starts) if isinstance(v, int)]

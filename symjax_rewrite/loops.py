@@ -369,6 +369,8 @@ _FOLLOWED: dict[str, Callable[..., Any]] = NUMPY | {
 def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
     """Evaluate scalar integer and boolean equations over all steps at once, where that is exact."""
     for e in equations:
+        if len(e.eqn.outvars) != 1:
+            continue
         aval = e.eqn.outvars[0].aval
         dtype = getattr(aval, "dtype", None)
         if getattr(aval, "shape", None) not in ((), (1,)) or not _is_exact(dtype):

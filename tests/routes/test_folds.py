@@ -47,6 +47,18 @@ def test_what_is_no_fold_stays(fun, reason):
     assert_equivalent(routed, fun, *args)
 
 
+def test_blocks_of_rows_and_columns_with_64_bit_integers():
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.mT, axis=-1) @ v
+
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(draw(2, 1100, D, seed=n), jnp.float64) for n in range(3))
+        for fun in (attend, jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 2), argnums=(0, 1, 2))):
+            routed = sym_optimize(fun, kernels="always")
+            assert any(r.taken for r in routed.explain(q, k, v).routes)
+            assert_equivalent(routed, fun, q, k, v, rtol=1e-10)
+
+
 @pytest.mark.parametrize("fun", [log_sum_exp, neighbours], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_dtypes(fun, dtype):
