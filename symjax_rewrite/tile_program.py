@@ -6,7 +6,7 @@ columns have in common, `At(k)` for one element of an axis that is written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -73,7 +73,16 @@ class TileBuilder:
         made = [self._power(self.build(ref), power) for ref, power in factors]
         if len(made) == 1:
             return made[0]
-        return self._step("apply", (CONTRACT, None), tuple(made), self._widest(made))
+        return self._times(None, made, self._widest(made))
+
+    def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
+        """The step that multiplies; what a unit matrix takes out may be infinite."""
+        rest = [f for f in factors if self.steps[f][0] != "delta"]
+        product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
+        if len(rest) in (0, len(factors)):
+            return self._step(*product)
+        value = rest[0] if len(rest) == 1 else self._step(*product)
+        return self._step("diagonal", None, (self._cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
         """The step that gives each value an integer in the order of a sort."""
@@ -112,6 +121,8 @@ class TileBuilder:
             found = self.pair.open(ref)
         if found.kind == "apply":
             args = tuple([self.build(a) for a in found.args])
+            if node.op == CONTRACT:
+                return self._times(found.data, args, dtype)
             return self._step("apply", (node.op, found.data), args, dtype)
         if found.kind == "dot":
             return self._step("dot", self._contraction(found, dtype), (), dtype)
@@ -260,6 +271,9 @@ def run_steps(
             place = place if limit is None else jnp.clip(place, 0, limit - 1)
             here = place == (i if is_row else j)
             made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
+        elif kind == "diagonal":
+            (value,) = (made[a] for a in args)
+            made.append(jnp.where(i == j, value, jnp.zeros((), value.dtype)))
         elif kind == "value":
             made.append(values[data])
         elif kind == "rank":

@@ -194,3 +194,16 @@ def test_layers_of_folds_are_emitted_in_linear_time():
     args = draw(30, 8), draw(40, 8)
     report = sym_optimize(fun, kernels="always").explain(*args)
     assert [r.count for r in report.routes if r.name == "fold" and r.taken]
+
+
+def test_what_lies_beside_the_diagonal_may_be_infinite():
+    """A unit matrix chooses: 0 · inf would be nan."""
+
+    def trace(a, b):
+        return jnp.einsum("bii->b", a @ b)
+
+    a, b = np.ones((2, 2, 4, 4), np.float32)
+    a[0, 0, 0] = np.inf
+    f = sym_optimize(trace, kernels="always")
+    assert [r.taken for r in f.explain(a, b).routes] == [True]
+    np.testing.assert_array_equal(f(a, b), [np.inf, 16])
