@@ -170,19 +170,18 @@ def before_derivatives(
         return closed
     around, found = Surroundings(program), Loops()
     for prefix in find_prefixes(program) if device.name == "cpu" else ():
-        _take_tree(prefix, around, device, True, None, found)
+        _take_tree(prefix, around, device, True, route, found)
     for e in program.equations:
-        loop = _plain(e, has_rules=True)
-        if loop is not None and isinstance(loop.length, int):
-            _find_constant_starts(loop, around)
-            if _take_kernel(e.eqn, loop, route, found):
-                continue
         ruled = any(compat.has_primitive(b, name) for b in compat.bodies(e.eqn) for name in RULED)
-        if ruled or device.name != "cpu":
+        loop = _plain(e, has_rules=ruled)
+        if loop is None or not isinstance(loop.length, int):
             continue
-        loop = _plain(e)
-        if loop is not None and isinstance(loop.length, int) and fuse(loop, around, [e]):
-            found.changes.append(make_change(e.eqn, clean(loop), Motion(), (FUSION,)))
+        fused = 0.0 if ruled or device.name != "cpu" else fuse(loop, around, [e])
+        loop = clean(loop) if fused else _plain(e, has_rules=ruled)
+        assert loop is not None
+        _find_constant_starts(loop, around)
+        if not _take_kernel(e.eqn, loop, route, found) and fused:
+            found.changes.append(make_change(e.eqn, loop, Motion(), (FUSION,)))
     return rewritten(program, found.changes) if found.changes else closed
 
 

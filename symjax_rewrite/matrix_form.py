@@ -184,6 +184,8 @@ class Reader:
             return [Term(float(node.attr[0]), ())]
         if not self.depends(cls):
             return [Term(1.0, (ref,))]
+        if node.op not in (ADD, CONTRACT, MAP):
+            raise NotAMatrixError(f"{_name(node)} of the states")
         index = {i: axes[i] for i in range(node.out)}
         for i in range(len(node.bound)):
             index[node.out + i] = self.fresh
@@ -326,8 +328,9 @@ class Reader:
             ref = stack.pop()
             node = node_of(self.t.graph, ref.cls)
             mixed = inner & set(ref.axes) and set(ref.axes) - inner
+            mixed = mixed and node.op in (ADD, CONTRACT, MAP) and not node.bound
             args = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args if mixed]
-            if mixed and node.op == CONTRACT and not node.bound:
+            if mixed and node.op == CONTRACT:
                 stack += args
             elif mixed and node.op == ADD and len(args) == 1:
                 coefficient *= float(node.attr[0])

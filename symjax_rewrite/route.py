@@ -19,12 +19,12 @@ from symjax_rewrite.fold_plan import Candidate, Cluster, clusters, direction, fr
 from symjax_rewrite.fold_route import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.fold_rows import Served, Surroundings
 from symjax_rewrite.loops import Loop
-from symjax_rewrite.matrix_route import MatrixRoute, matrices_of
+from symjax_rewrite.matrix_route import MatrixRoute
 from symjax_rewrite.pallas_kernels.fold import BACKENDS
 from symjax_rewrite.pieces import Reread, rereads, restated
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
-from symjax_rewrite.scan_route import ScanRoute, route_loop
+from symjax_rewrite.scan_route import ScanRoute, route_differentiated, route_loop
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.worth import pays
 
@@ -102,7 +102,7 @@ class Router:
         if kernels == "auto" and device != "cpu" and compat.may_be_partitioned():
             return None, "several devices: XLA might gather a scan's operands"
         if gradient:
-            return matrices_of(loop, kernels, device, gradient)
+            return route_differentiated(loop, kernels, device)
         return route_loop(loop, kernels, device)
 
     def _decide(

@@ -25,16 +25,19 @@ from symjax_rewrite.loops import Loop, Read
 from symjax_rewrite.matrix_route import MIN_GAIN, MatrixRoute, matrices_of
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
+from symjax_rewrite.pallas_kernels.scan_backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan_cost import (
     runs_in_turns,
     seconds_turned,
     seconds_written,
+    states_bytes,
 )
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec
 from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
 from symjax_rewrite.regions import node_of
 
 TIME = "t"
+MIN_KEPT = 1 << 21  # bytes of all states, for them to be made again in a gradient
 
 
 class NotAScanError(Exception):
@@ -51,11 +54,17 @@ class Pair(NamedTuple):
     b: Any
 
 
+def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
+    """A scan, differentiated through its own steps."""
+    return scan(spec, *operands, backend=backend)
+
+
 @dataclass(slots=True)
 class ScanRoute:
     """A loop as a scan.
 
-    operands: body value and its axes by name, in the order of the kernel's operand.
+    operands: body value and its axes by name, in the order of the kernel's operand. run_scan: the
+    scan of a spec, a backend and operands.
     """
 
     loop: Loop
@@ -63,6 +72,7 @@ class ScanRoute:
     backend: str
     operands: list[tuple[int, tuple[str, ...]]]
     shapes: list[tuple[int, ...]]
+    run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
 
     def run(self, read: Read) -> list[Any]:
         """What the loop gives, made by the kernel."""
@@ -78,7 +88,7 @@ class ScanRoute:
             if v == loop.carries[0].inner and array.size != np.prod(shape, dtype=int):
                 array = jnp.broadcast_to(array, loop.body.avals[v].shape)
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
-        kernel = compat.sealed(lambda *xs: scan(self.spec, *xs, backend=self.backend))
+        kernel = compat.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
         stacked = [lax.reshape(y, s) for y, s in zip(ys, self.shapes, strict=True)]
         final = lax.reshape(last, loop.body.avals[loop.carries[0].inner].shape)
@@ -124,6 +134,32 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
         return None, f"{moves}; no kernel: {support}"
     route = ScanRoute(loop, spec, backend, operands, shapes)
     return route, f"{moves}; states of all steps are never made ({backend})"
+
+
+def route_differentiated(
+    loop: Loop, kernels: str, device: str
+) -> tuple[ScanRoute | MatrixRoute | None, str]:
+    """A kernel for a loop that is to be differentiated in reverse mode, or why there is none.
+
+    What is read as terms is without rules of derivatives: a body that has any is left.
+    """
+    matrices, why = matrices_of(loop, kernels, device, gradient=True)
+    if matrices is not None or device != "cpu" or kernels not in ("auto", "always", "xla"):
+        return matrices, why
+    if any(e.name == "stop_gradient" for e in loop.body.equations):
+        return None, "its derivatives are not those of its values"
+    try:
+        spec, operands, shapes = _Builder(loop).build()
+    except NotAScanError as error:
+        return None, str(error)
+    except UsageError as error:
+        return None, error.what
+    if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
+        return None, "operands of several dtypes"
+    heavy = any(r.over for r in spec.readouts) and states_bytes(spec) >= MIN_KEPT
+    if kernels == "auto" and not heavy:
+        return None, "what its steps keep is small"
+    return ScanRoute(loop, spec, "xla", operands, shapes, differentiable_scan), "states made again"
 
 
 @dataclass(slots=True)
@@ -291,7 +327,7 @@ class _Builder:
                         raise NotAScanError("states are read with their axes turned")
                 continue
             node = node_of(self.t.graph, ref.cls)
-            if not node.bound:
+            if node.op in (MAP, ADD, CONTRACT) and not node.bound:
                 stack += [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
         wanted = {i for ref in tops for i in ref.axes}
         if not wanted <= set(found) or len(set(found.values())) != len(found):

@@ -175,3 +175,34 @@ def test_wrapping_integers_and_exact_programs_have_no_kernel() -> None:
         np.testing.assert_array_equal(w, g)
     exact = sym_optimize(fun, kernels="xla", numerics="exact")
     assert not any(r.taken for r in exact.explain(X[0], X).routes)
+
+
+def gradients(step: Callable) -> tuple[Callable, Callable, tuple]:
+    """The gradient of a loop, that of the optimised loop, and arguments."""
+
+    def loss(x, dt, A, b, c):
+        def inner(h, given):
+            x, dt, b, c = given
+            return step(jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b, c)
+
+        last, y = lax.scan(inner, jnp.zeros(A.shape), (x, dt, b, c))
+        return jnp.sum(jnp.sin(y)) + jnp.sum(last)
+
+    args = (X, DT, A, B, C)
+    outside = jax.grad(sym_optimize(loss, kernels="xla", on_unsupported="error"), range(5))
+    return jax.grad(loss, range(5)), outside, args
+
+
+def test_gradients_make_states_again() -> None:
+    want, got, args = gradients(lambda h, c: (h, h @ c))
+    assert f"{L},{D},{N}" in str(jax.make_jaxpr(want)(*args))  # states of all steps
+    assert f"{L},{D},{N}" not in str(jax.make_jaxpr(got)(*args))
+    for w, g in zip(want(*args), got(*args), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])
+def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
+    want, got, args = gradients(lambda h, c: (h, rule(h @ c) * rule(c[0] - c[0])))
+    for w, g in zip(want(*args), got(*args), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
