@@ -74,6 +74,7 @@ def extract(
 def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, str]:
     """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster.
 
+    Of forms without a product the model knows least: these have to be predicted `GAIN` times faster.
     With frozen weights what is folded into them is gone, so any gain that dominates is taken.
     """
     pairs = [
@@ -86,7 +87,8 @@ def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, s
     if after.seconds == 0:
         return True, "nothing is left to compute"
     if before.seconds < GAIN * after.seconds:
-        if any(b < a for b, a in pairs):
+        fused = before.flops == after.flops == 0  # loops that XLA fuses in ways of its own
+        if any(b < a for b, a in pairs) or (fused and not frozen):
             return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
         if not frozen and before.seconds < DOMINATING_GAIN * after.seconds:
             return False, f"predicted gain is below {DOMINATING_GAIN}"
