@@ -30,7 +30,7 @@ GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
-    parser.add_argument("--rounds", type=int, default=11, help="samples of each program")
+    parser.add_argument("--rounds", type=int, default=21, help="samples of each program")
     chosen = parser.parse_args()
     quick, rounds = chosen.quick, 3 if chosen.quick else chosen.rounds
     blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, rounds)
@@ -43,8 +43,8 @@ def main() -> None:
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
     parts = [
         f"RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
-        f"{rounds} pairs, quartiles). Where the emitted program is "
-        "the plain one, the ratio shows the noise.",
+        f"{rounds} pairs, quartiles). Where the emitted program is the plain one its ratio is the "
+        "noise of the machine.",
         harness.markdown_table(header, layers),
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
         "prepared against plain `jax.jit` with the same arrays closed over.",
@@ -92,8 +92,10 @@ def tell_layers(rows: tuple, sides: tuple, rounds: int) -> list[list]:
                     "prepared": lambda x=x, f=prepared: f(x),
                 }
                 samples = harness.interleave(calls, rounds)
-                ratios = [str(samples.ratio(name, "plain")) for name in ("called", "prepared")]
-                out.append([m, k, n, *ratios])
+                called, frozen = (samples.ratio(name, "plain") for name in ("called", "prepared"))
+                report = ours.explain(x, gain, weight)
+                same = str(report.before.jaxpr) == str(report.after.jaxpr)
+                out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
                 print(*out[-1], sep="\t")
     return out
 
