@@ -93,3 +93,23 @@ def test_the_clock_keeps_the_original():
     report = sym_optimize(f, budget=Budget(seconds=1e-9)).explain(jnp.ones(shapes[0]))
     assert "clock" in report.stop
     assert not report.rules
+
+
+def test_plain_layers_of_a_deep_program_are_not_searched():
+    def network(x, layers):
+        for gain, shift, weight, bias in layers:
+            x = jnp.tanh((x * gain + shift) @ weight + bias)
+        return x
+
+    widths = (256, 512, 768, 256, 1024, 512)
+    shapes = [((n,), (n,), (n, m), (m,)) for n, m in itertools.pairwise(widths)]
+    specs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=_is_shape)
+    x = jax.ShapeDtypeStruct((128, widths[0]), "float32")
+    report = sym_optimize(network).explain(x, specs)
+    (use,) = [r for r in report.routes if r.name == "search"]
+    assert use.reason == "one product and little beside it"
+    assert use.count == len(widths) - 1
+
+
+def _is_shape(x):
+    return isinstance(x, tuple) and all(isinstance(d, int) for d in x)
