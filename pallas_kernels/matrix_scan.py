@@ -98,10 +98,11 @@ def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
     return 2 * rows * (inside + 2 * spec.keys * spec.values)
 
 
-# Measured on one CPU core in f32. A loop: seconds per entry of a state and step, in the cache and
-# beyond it; of its gradient per step and entry, most of it for states that are kept. At states of
-# 64·64 a step of the loop and one in chunks both take 0.4 µs; at 4·128·128 6.4 and 4.5; their
-# gradients 33 and 3 (4·16·16: 4.7 and 5.1; 16·16: 1.9 and 1.0).
+# Measured on one CPU core in f32 (experiments/selective_scan/matrices.py). A loop: seconds per
+# entry of a state and step, in the cache and beyond it; of its gradient per step and entry, most
+# of it for states that are kept. At states of 64·64 a step of the loop and one in chunks both
+# take 0.4 µs; at 4·128·128 6.4 and 4.5; their gradients at 64·64 33 and 3 (4·16·16: 4.7 and 5.1;
+# 16·16: 1.9 and 1.0).
 CACHE_BYTES = 1 << 17
 ENTRY_S = (0.085e-9, 0.12e-9)
 GRADIENT_STEP_S, GRADIENT_ENTRY_S = 0.8e-6, 4e-9
