@@ -74,8 +74,9 @@ def extract(
 def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, str]:
     """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster.
 
-    Of forms without a product the model knows least: these have to be predicted `GAIN` times faster.
-    With frozen weights what is folded into them is gone, so any gain that dominates is taken.
+    Of forms without a product the model knows least: these have to be predicted `GAIN` times
+    faster. With frozen weights what is folded into them is gone, so any gain that dominates is
+    taken.
     """
     pairs = [
         (before.flops + before.elementwise, after.flops + after.elementwise),
