@@ -171,7 +171,7 @@ def _single(
     t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
 ) -> Candidate | None:
     """An exit over scores of one row, as of one query of a decoder: it has no index."""
-    if len(found.bound) != 1:
+    if len(found.bound) != 1 or found.kind == "at":  # one place of a row is read where it is made
         return None
     (column,) = found.bound
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]

@@ -207,3 +207,14 @@ def test_what_lies_beside_the_diagonal_may_be_infinite():
     f = sym_optimize(trace, kernels="always")
     assert [r.taken for r in f.explain(a, b).routes] == [True]
     np.testing.assert_array_equal(f(a, b), [np.inf, 16])
+
+
+def test_one_place_of_the_scores_of_one_row():
+    def surprise(h, w, label):
+        scores = jnp.tanh(h @ w)
+        return jax.nn.logsumexp(scores) - jnp.take(scores, label, mode="clip")
+
+    args = draw(D), draw(D, N), jnp.int32(3)
+    f = sym_optimize(surprise, kernels="always", on_unsupported="error")
+    assert_equivalent(f, surprise, *args)
+    assert_equivalent(jax.grad(f), jax.grad(surprise), *args)
