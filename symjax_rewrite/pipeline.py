@@ -262,8 +262,8 @@ class Optimiser:
         if REPEATED in passes and (allowed is None or REPEATED in allowed):
             self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
-        if COMMON in passes and self.options.numerics.permits("reassoc"):
-            result.plan.shared = _shared(t, need)  # the other way round it is rounded otherwise
+        if COMMON in passes:
+            result.plan.shared = _shared(t, need, self.options.numerics.permits("reassoc"))
         for c in result.plan.shared:
             self._note(result, COMMON, REDUNDANCY, t.where(c))
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
@@ -535,15 +535,24 @@ def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[i
     return known
 
 
-def _shared(t: TermGraph, need: Needed) -> set[int]:
-    """Contractions that the program spells twice, up to transposition."""
-    count: dict[int, int] = {}
+def _shared(t: TermGraph, need: Needed, turned: bool) -> set[int]:
+    """Contractions that the program spells twice.
+
+    Args:
+        t: the lifted program.
+        need: its needed classes.
+        turned: whether one may be read for its transpose, which is rounded otherwise.
+    """
+    spelled: dict[int, list[tuple[int, ...]]] = {}
     for e in t.program.equations:
         if e.name == "dot_general":
-            view = t.views[e.outvals[0]]
-            assert view is not None
-            count[view.cls] = count.get(view.cls, 0) + 1
-    return {c for c, n in count.items() if n > 1 and c in need.uses}
+            view = t.view(e.outvals[0])
+            spelled.setdefault(view.cls, []).append(view.axes)
+    return {
+        cls
+        for cls, ways in spelled.items()
+        if len(ways) > 1 and cls in need.uses and (turned or len(set(ways)) == 1)
+    }
 
 
 def storage(t: TermGraph, cls: int) -> str:
