@@ -131,8 +131,10 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
     private = any(set(o[1]) - need for o, need in zip(operands, needed, strict=True))
     if private or not is_dot(node):  # only a dot takes and gives other dtypes by itself
         operands = _promoted(operands, dtype)
+    left = {i for o, need in zip(operands, needed, strict=True) for i in o[1] if i in need}
+    if all(i < out for i in left):  # sums stay wide until they are multiplied
+        operands = _promoted(operands, _accumulator(dtype))
     operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
-    left = {i for _, labels in operands for i in labels}
     if all(i < out for i in left):
         result = _multiply(operands, sizes, out)
     elif is_dot(node) or (len(operands) == 2 and out == 0):

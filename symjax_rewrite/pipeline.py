@@ -27,7 +27,15 @@ from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Key, Needed, Region, find_regions, needed, node_of
-from symjax_rewrite.rule import COMMON, REDUNDANCY, REPEATED, RulePack
+from symjax_rewrite.rule import (
+    ASSOCIATIVITY,
+    COMMON,
+    DISTRIBUTIVITY,
+    REDUNDANCY,
+    REPEATED,
+    SEPARABILITY,
+    RulePack,
+)
 from symjax_rewrite.single import least_seconds
 from symjax_rewrite.solve import Solution, Solver, symbolic_names
 from symjax_rewrite.spread import spread_products
@@ -35,6 +43,7 @@ from symjax_rewrite.trace import Program, flatten
 
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MANY_REGIONS = 8  # so many are worth pricing the whole program for
+REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
 
@@ -428,6 +437,10 @@ class Optimiser:
             if declined:
                 result.declined("rewrite", declined, where)
             return
+        names = dict.fromkeys(s.rule_of(c) for c in s.changed)
+        if self._may_overflow(t, region, names):
+            result.declined("rewrite", "float16 may overflow: numerics='finite' permits it", where)
+            return
         origin: dict[int, Ref] = {}
         for number, ref in s.to.items():
             ref = s.g.find(ref)
@@ -447,9 +460,17 @@ class Optimiser:
                     inner.add(c)
         result.saved.append((s.before, s.after))
         result.regions.append(s.digest)
-        for name in dict.fromkeys(s.rule_of(c) for c in s.changed):
+        for name in names:
             self._count(result, name, where)
             result.rules[name].count += 1
+
+    def _may_overflow(self, t: TermGraph, region: Region, names: Iterable[str]) -> bool:
+        """Whether float16, which ends at 65504, is summed or multiplied in another order."""
+        if self.options.numerics.permits("finite"):
+            return False
+        if not any(t.graph.classes[c].dtype == "float16" for c in region.classes):
+            return False
+        return any(r.property in REORDERING for r in self.rules.rules if r.name in names)
 
     def _note(self, result: Result, name: str, property: str, where: str) -> None:
         use = result.rules.setdefault(name, RuleUse(name, property, 0))

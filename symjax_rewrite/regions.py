@@ -195,7 +195,7 @@ def find_regions(
     products = _products(g, need.order)
     for classes in groups.values():
         inside = set(classes)
-        if not _is_interesting(g, inside, products, frozen):
+        if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
             continue
         roots = [c for c in classes if _needed_outside(g, need, c, inside)]
         region = Region(classes, roots)
@@ -317,6 +317,11 @@ def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: boo
         elif node.op in PARTIAL and any(a in args for a in _read_parts(node)):
             return True
     return False
+
+
+def _is_empty(g: EGraph, classes: list[int]) -> bool:
+    """Whether some array has no elements: a sum over none is 0, whatever would be taken out."""
+    return any(0 in g.classes[c].sizes or 0 in g.classes[c].first.bound for c in classes)
 
 
 def _read_parts(node: Node) -> list[int]:

@@ -589,3 +589,29 @@ def test_pairs_are_not_made_twice():
     uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
     assert uses[True] and uses[False] == "another fold reads its pairs"
     np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
+
+
+def test_weights_of_float16_are_not_summed():
+    """`x A + x B` became `x (A + B)`, whose sum is infinite."""
+
+    def f(x, a, b):
+        return x @ a + x @ b
+
+    x = jnp.full((64, 512), 1e-4, jnp.float16)
+    a = b = jnp.full((512, 512), 6e4, jnp.float16) * jnp.sign(jnp.cos(jnp.arange(512.0))).astype(
+        "f2"
+    )
+    for more in ({}, {"numerics": "finite"}):
+        g = sym_optimize(f, **more)
+        report = g.explain(x, a, b)
+        assert bool(report.rules) == bool(more), report
+        assert bool(np.isfinite(g(x, a, b)).all()) != bool(more)
+
+
+def test_nothing_is_taken_out_of_sums_over_nothing():
+    """A sum over no rows was divided, by an empty sum: 0/0 instead of 0."""
+
+    def f(x, y):
+        return (jnp.exp(x) / jnp.sum(jnp.exp(x))) @ y
+
+    agree(f, (0, 4), (4, 0), transform="in_grad")
