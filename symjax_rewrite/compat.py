@@ -60,14 +60,14 @@ def equation_scope(eqn: JaxprEqn):
 
 def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate (or stage out again) a closed jaxpr, equation for equation."""
-    return list(_core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+    outs = _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+    return [with_aval(x, aval) for x, aval in zip(outs, closed.out_avals, strict=True)]
 
 
 def source_line(*eqns: JaxprEqn) -> str:
     """`file.py:12 (function)` of the user's frame that made the first of these that has one."""
     for eqn in eqns:
-        frame = _source.user_frame(eqn.source_info.traceback)
-        if frame is not None:
+        if (frame := _source.user_frame(eqn.source_info.traceback)) is not None:
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return "<unknown>"
 

@@ -198,6 +198,8 @@ class EGraph:
                     self._adopt(keep, renamed, reason)
                     for arg in node.args:
                         self.uses[arg.cls].append((keep, renamed))
+                        if self.parent[arg.cls] is not None:  # merged before, its users repaired
+                            self._dirty.append(arg.cls)
         old.nodes = {}
         self._dirty.append(gone)
         self._dirty.append(keep)

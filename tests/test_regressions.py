@@ -615,3 +615,29 @@ def test_nothing_is_taken_out_of_sums_over_nothing():
         return (jnp.exp(x) / jnp.sum(jnp.exp(x))) @ y
 
     agree(f, (0, 4), (4, 0), transform="in_grad")
+
+
+def test_classes_that_were_merged_have_no_users():
+    """A node moved along with its class kept an operand merged before, which nothing chose."""
+    agree(
+        lambda x, y, z: jnp.matmul(x, y, precision="highest") @ z,
+        *((4, 6), f16(6, 4), (4, 4)),
+        transform="in_vmap",
+        choices=[("random", 2010800)],
+        kernels="always",
+    )
+
+
+def test_results_of_literals_stay_weak():
+    """A literal that is staged out again is not weak, and neither was what is made of it."""
+
+    def f(x, t):
+        return jax.jvp(lambda x: jnp.full((3, 4), x) @ jnp.full((4, 2), 2.0), (x,), (t,))
+
+    weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
+    want = jax.make_jaxpr(f)(weak, weak)
+    got = jax.make_jaxpr(sym_optimize(f, numerics="exact"))(weak, weak)
+    assert [a.weak_type for a in got.out_avals] == [a.weak_type for a in want.out_avals]
+    half = jax.make_jaxpr(lambda x: f(x, jnp.full((), 0.5, "float32")))(weak)
+    ours = jax.make_jaxpr(sym_optimize(lambda x: f(x, jnp.full((), 0.5, "float32"))))(weak)
+    assert [a.weak_type for a in ours.out_avals] == [a.weak_type for a in half.out_avals]
