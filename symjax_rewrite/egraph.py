@@ -210,10 +210,11 @@ class EGraph:
             todo, self._dirty = self._dirty, []
             for cls in dict.fromkeys(todo):
                 uses, self.uses[cls] = self.uses[cls], []
-                for user, node in uses:
-                    self._repair(user, node)
+                for user, node in dict.fromkeys(uses):
+                    self._repair(cls, user, node)
 
-    def _repair(self, user: int, node: Node) -> None:
+    def _repair(self, cls: int, user: int, node: Node) -> None:
+        """Put a node that reads `cls` where its canonical form belongs."""
         owner = self.classes[user]
         reason = owner.nodes.get(node)
         if reason is None:
@@ -222,8 +223,7 @@ class EGraph:
         attr, args = self.canonical_args(node.op, node.attr, node.args)
         fresh, outs = canonical(node.op, attr, args, node.out, node.bound)
         if fresh == node:
-            for arg in args:
-                self.uses[arg.cls].append((user, node))
+            self.uses[cls].append((user, node))
             return
         ref = self.add(node.op, attr, args, sizes, node.bound, owner.dtype, reason)
         kept = {n: r for n, r in owner.nodes.items() if n != node}

@@ -90,6 +90,12 @@ class ProgramBuilder:
         kind, data, _, _ = self.steps[a]
         return kind == "const" and data == value
 
+    def is_of_mean(self, a: int) -> bool:
+        """Whether a step is computed of x's mean and constants alone."""
+        kind, data, args, _ = self.steps[a]
+        combines = kind in ("times", "plus") or (kind == "apply" and data[0] in (ADD, CONTRACT))
+        return kind in (CENTRE, "const") or (combines and all(map(self.is_of_mean, args)))
+
     def row(self, ref: Ref) -> int:
         """A value of the rows, over x's slots."""
         if ref not in self.number:

@@ -343,6 +343,8 @@ class _Builder:
         m, b = self.first, self.program
         if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
             return "an axis is empty or a name"
+        if b.centred and not b.is_of_mean(self.moved()):
+            return "what is subtracted is not the mean: after the product digits would be lost"
         trivial = m.gain == ((1.0, ()),)
         gain = None if trivial or self.folded else self.column(m.gain)
         made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
@@ -352,25 +354,29 @@ class _Builder:
         sides = tuple(s for s in (SUM, SQUARES) if s in used)
         return self._finished(backend, steps, root, sides, gain)
 
+    def moved(self) -> int:
+        """The step of what x is moved by beside its mean."""
+        m, b = self.first, self.program
+        offset = [(1.0, b.step(CENTRE, None))] if b.centred else []
+        for s in m.shifts:
+            rest = without(s.rows, m.scale)
+            if _same_columns(m, s) and rest is not None:
+                ratio = s.coefficient / m.gain[0].coefficient
+                offset.append((ratio, b.times(*(b.row(r) for r in rest))))
+        return b.plus(*offset)
+
     def product(self, k: int) -> int:
         """The step of one contraction's value, in its dtype."""
         m, b = self.first, self.program
         scale = b.times(*(b.row(r) for r in m.scale))
         inner = [(1.0, b.step("product", k))]
         outer: list[tuple[float, int]] = []
-        offset: list[tuple[float, int]] = []
-        if b.centred:
-            offset.append((1.0, b.step(CENTRE, None)))
         for s in m.shifts:
-            rest = without(s.rows, m.scale)
-            if _same_columns(m, s) and rest is not None:
-                ratio = s.coefficient / m.gain[0].coefficient
-                offset.append((ratio, b.times(*(b.row(r) for r in rest))))
-            else:
+            if not _same_columns(m, s) or without(s.rows, m.scale) is None:
                 rows = b.times(*(b.row(r) for r in s.rows))
                 total = self.column_sum((Column(s.coefficient, s.columns),), k)
                 outer.append((1.0, b.times(rows, total)))
-        moved = b.plus(*offset)
+        moved = self.moved()
         if not b.equals(moved, 0.0):
             inner.append((1.0, b.times(moved, self.column_sum(None, k))))
         value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
