@@ -271,8 +271,8 @@ class Optimiser:
         if REPEATED in passes and (allowed is None or REPEATED in allowed):
             self._narrow(result, t, need)
         self._bodies(result, t, allowed, start)
-        if COMMON in passes:
-            result.plan.shared = _shared(t, need, self.options.numerics.permits("reassoc"))
+        if COMMON in passes and self.options.numerics.permits("reassoc"):
+            result.plan.shared = _shared(t, need)  # written as a term it may be rounded otherwise
         for c in result.plan.shared:
             self._note(result, COMMON, REDUNDANCY, t.where(c))
         result.stop = ", ".join(sorted(stops)) or "nothing to do"
@@ -556,24 +556,12 @@ def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[i
     return known
 
 
-def _shared(t: TermGraph, need: Needed, turned: bool) -> set[int]:
-    """Contractions that the program spells twice.
-
-    Args:
-        t: the lifted program.
-        need: its needed classes.
-        turned: whether one may be read for its transpose, which is rounded otherwise.
-    """
-    spelled: dict[int, list[tuple[int, ...]]] = {}
-    for e in t.program.equations:
-        if e.name == "dot_general":
-            view = t.view(e.outvals[0])
-            spelled.setdefault(view.cls, []).append(view.axes)
-    return {
-        cls
-        for cls, ways in spelled.items()
-        if len(ways) > 1 and cls in need.uses and (turned or len(set(ways)) == 1)
-    }
+def _shared(t: TermGraph, need: Needed) -> set[int]:
+    """Contractions that the program spells twice, up to transposition."""
+    count = Counter(
+        t.view(e.outvals[0]).cls for e in t.program.equations if e.name == "dot_general"
+    )
+    return {c for c, n in count.items() if n > 1 and c in need.uses}
 
 
 def storage(t: TermGraph, cls: int) -> str:

@@ -301,8 +301,9 @@ class _Builder:
             raise NotAScanError(f"{node.op} in a result")
         width = len(self.t.sizes[y])
         axes = (*view.axes, *range(width, width + len(bound)))
-        args = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
-        tops = args if bound else [view]
+        tops = [view]
+        if bound:
+            tops = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
         place = self._place(tops, out)
         if not place.keys() >= set(range(width)):
             raise NotAScanError("a result is the same along an axis")
