@@ -159,7 +159,7 @@ class CostModel:
     def _count(self, sizes: tuple[Dim, ...]) -> float:
         out = 1.0
         for s in sizes:
-            out *= s if isinstance(s, int) else self.at(s)
+            out *= s if isinstance(s, int) else max(self.at(s), 0)  # `n - 3` where n is a sample
         return out
 
     def _steps(self, node: Node) -> float:

@@ -97,17 +97,21 @@ class Emitter:
         """A program value as its own shape; needed equations are emitted first."""
         if not isinstance(v, int):
             return v.val
-        stack = [v]
+        stack, waiting = [v], set()
         while stack:
             top = stack[-1]
             if top in self.values:
                 stack.pop()
                 continue
             missing = [u for u in self._needs(top) if u not in self.values]
+            if not waiting.isdisjoint(missing):
+                raise RuntimeError("a value is needed for itself")
             if missing:
+                waiting.add(top)
                 stack.extend(missing)
                 continue
             stack.pop()
+            waiting.discard(top)
             self._make(top)
         return self.values[v]
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import errors, sym_optimize
+from tests.fuzz.cases import case
 from tests.fuzz.check import Failure, Mode, check_function, choosing
+from tests.fuzz.symbolic import check_named
 
 CHOICES = [("model", 0), ("always", 0), *(("random", k) for k in range(6)), ("wide", 0)]
 
@@ -642,3 +644,18 @@ def test_results_of_literals_stay_weak():
     half = jax.make_jaxpr(lambda x: f(x, jnp.full((), 0.5, "float32")))(weak)
     ours = jax.make_jaxpr(sym_optimize(lambda x: f(x, jnp.full((), 0.5, "float32"))))(weak)
     assert [a.weak_type for a in ours.out_avals] == [a.weak_type for a in half.out_avals]
+
+
+SEEDS = {  # of random programs, and what went wrong
+    3004999: "users of merged classes were noted again and again: no end",
+    3005101: "a log-softmax was deferred past a product as a norm, and lost all digits",
+    3012155: "a result without a sum was read as one with the sum of the state",
+    3012708: "a size `n - 3` was negative at the sample for n: no cheapest form, no end",
+    3012726: "at the exact level a product was computed as a term, other than written",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programs_that_random_search_found(seed):
+    outcome = check_named(*case(seed))
+    assert not isinstance(outcome, Failure), outcome
