@@ -97,3 +97,35 @@ def test_exact_shares_no_product_with_its_transpose():
         sym_optimize(f, numerics="exact")(*args), jax.jit(f)(*args), strict=True
     ):
         np.testing.assert_array_equal(got, wanted)
+
+
+def test_weights_of_float16_are_not_summed():
+    """`x A + x B` became `x (A + B)`, whose sum is infinite."""
+
+    def f(x, a, b):
+        return x @ a + x @ b
+
+    x = jnp.full((64, 512), 1e-4, jnp.float16)
+    a = b = jnp.full((512, 512), 6e4, jnp.float16) * jnp.sign(jnp.cos(jnp.arange(512.0))).astype(
+        "f2"
+    )
+    for more in ({}, {"numerics": "finite"}):
+        g = sym_optimize(f, **more)
+        report = g.explain(x, a, b)
+        assert bool(report.rules) == bool(more), report
+        assert bool(np.isfinite(g(x, a, b)).all()) != bool(more)
+
+
+def test_results_of_literals_stay_weak():
+    """A literal that is staged out again is not weak, and neither was what is made of it."""
+
+    def f(x, t):
+        return jax.jvp(lambda x: jnp.full((3, 4), x) @ jnp.full((4, 2), 2.0), (x,), (t,))
+
+    weak = jax.ShapeDtypeStruct((), jnp.float32, weak_type=True)
+    want = jax.make_jaxpr(f)(weak, weak)
+    got = jax.make_jaxpr(sym_optimize(f, numerics="exact"))(weak, weak)
+    assert [a.weak_type for a in got.out_avals] == [a.weak_type for a in want.out_avals]
+    half = jax.make_jaxpr(lambda x: f(x, jnp.full((), 0.5, "float32")))(weak)
+    ours = jax.make_jaxpr(sym_optimize(lambda x: f(x, jnp.full((), 0.5, "float32"))))(weak)
+    assert [a.weak_type for a in ours.out_avals] == [a.weak_type for a in half.out_avals]

@@ -30,7 +30,7 @@ from symjax_rewrite import (
     tile_program,
 )
 from symjax_rewrite.ir import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
-from symjax_rewrite.rules import associativity, distributivity, locality, separability, sparsity
+from symjax_rewrite.rules import distributivity, locality, separability, sparsity
 from tests.fuzz import algebra, edges, grammar, lookalikes
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
@@ -235,12 +235,6 @@ def _dtypes_meet(right: Any) -> Any:
     return add
 
 
-_is_half: list[Change] = [
-    (module, "is_half", _wrong(lambda dtype: False))
-    for module in (order, associativity, distributivity, sparsity, separability)
-]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mutation:
     """A planted bug. by: productions it concerns. transform: see `check.TRANSFORMS`."""
@@ -273,7 +267,6 @@ MUTATIONS: dict[str, Mutation] = {
         ],
         (edges.counted,),
     ),
-    "counts leave sums below float32": Mutation(_is_half, (edges.overflowing,)),
     "the fill of a mask is changed": Mutation(
         [(tile_program.TileBuilder, "_step", _fill_is_changed)], _scores
     ),

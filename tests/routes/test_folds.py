@@ -218,3 +218,17 @@ def test_one_place_of_the_scores_of_one_row():
     f = sym_optimize(surprise, kernels="always", on_unsupported="error")
     assert_equivalent(f, surprise, *args)
     assert_equivalent(jax.grad(f), jax.grad(surprise), *args)
+
+
+def test_pairs_are_not_made_twice():
+    """Scores rounded in two ways: weights by the one, divided by the sum over the other."""
+
+    def f(x, y):
+        v = jax.nn.softmax(x @ x.T / jnp.sqrt(3.0)) @ x
+        return -jnp.sum((v[:, None] - y[None]) ** 2, -1)
+
+    x = 100 + np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+    g = sym_optimize(f, kernels="always")
+    uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
+    assert uses[True] and uses[False] == "another fold reads its pairs"
+    np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)

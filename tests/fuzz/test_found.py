@@ -1,0 +1,21 @@
+"""Programs that random search found, by their seeds: each went wrong once."""
+
+import pytest
+
+from tests.fuzz.cases import case
+from tests.fuzz.check import Failure
+from tests.fuzz.symbolic import check_named
+
+SEEDS = {  # of random programs, and what went wrong
+    3004999: "users of merged classes were noted again and again: no end",
+    3005101: "a log-softmax was deferred past a product as a norm, and lost all digits",
+    3012155: "a result without a sum was read as one with the sum of the state",
+    3012708: "a size `n - 3` was negative at the sample for n: no cheapest form, no end",
+    3012726: "at the exact level a product was computed as a term, other than written",
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_programs_that_random_search_found(seed):
+    outcome = check_named(*case(seed))
+    assert not isinstance(outcome, Failure), outcome
