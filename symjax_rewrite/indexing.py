@@ -33,7 +33,7 @@ def _slice(s: Site) -> list[Ref] | None:
 def _split(s: Site) -> list[Ref] | None:
     axis, start, out = s.params["axis"], 0, []
     for k, size in enumerate(s.params["sizes"]):
-        spec = [(start if a == axis else 0, 1) for a in range(len(s.groups[0]))]
+        spec = [(start if a == axis else 0, 1) for a in range(len(s.ins[0].groups))]
         refs = _sliced(s, spec, k)
         if refs is None or not isinstance(size, (int, np.integer)):
             return None
@@ -47,12 +47,14 @@ def _sliced(
 ) -> list[Ref] | None:
     """Operand 0 read at `start + stride·i` along each axis, as output k, which may lack one."""
     entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
-    theirs = list(s.out_groups[k])
+    theirs = list(s.outs[k].groups)
     if gone is not None:
         theirs.insert(gone, ())
     for axis, (start, stride) in enumerate(spec):
-        src, dst = s.groups[0][axis], theirs[axis]
-        if [s.ids[0][q] for q in src] == [s.out_ids[k][q] for q in dst] and len(src) == len(dst):
+        src, dst = s.ins[0].groups[axis], theirs[axis]
+        if [s.ins[0].ids[q] for q in src] == [s.outs[k].ids[q] for q in dst] and len(src) == len(
+            dst
+        ):
             entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
         elif len(src) == 1 and len(dst) == 1:
             entry[src[0]] = ((start, stride), dst[0])
@@ -67,32 +69,32 @@ def _sliced(
     local = {i: n for n, i in enumerate(used)}
     local[-1] = -1
     arg = Ref(s.refs[0].cls, tuple(local[entry[i][1]] for i in axes))
-    sizes = tuple(s.out_sizes[k][i] for i in used)
+    sizes = tuple(s.outs[k].sizes[i] for i in used)
     ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
     return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
 
 
 def _stack(s: Site) -> list[Ref] | None:
     """A concatenation of pieces that each hold one index of the new axis."""
-    d, axes = s.params["axis"], range(len(s.out_groups[0]))
+    d, axes = s.params["axis"], range(len(s.outs[0].groups))
     rest = [a for a in axes if a != d]
     args = []
     for k, ref in enumerate(s.refs):
-        to = _positions(s, k, dict(zip(range(len(s.groups[k])), rest, strict=True)))
+        to = _positions(s, k, dict(zip(range(len(s.ins[k].groups)), rest, strict=True)))
         if to is None:
             return None
         args.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
-    if not s.out_groups[0][d]:
+    if not s.outs[0].groups[d]:
         return args
-    return [s.add(CONCAT, (s.out_groups[0][d][0], (1,) * len(args)), tuple(args))]
+    return [s.add(CONCAT, (s.outs[0].groups[d][0], (1,) * len(args)), tuple(args))]
 
 
 def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
     """Atom positions of operand k over the output's, where its axes are read whole."""
     to: dict[int, int] = {}
     for mine, theirs in onto.items():
-        src, dst = s.groups[k][mine], s.out_groups[0][theirs]
-        if [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
+        src, dst = s.ins[k].groups[mine], s.outs[0].groups[theirs]
+        if [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
             return None
         to.update(zip(src, dst, strict=True))
     return to
@@ -100,8 +102,8 @@ def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
 
 def _unstack(s: Site) -> list[Ref] | None:
     d, out = s.params["axis"], []
-    for k in range(len(s.out_ids)):
-        refs = _sliced(s, [(k if a == d else 0, 1) for a in range(len(s.groups[0]))], k, d)
+    for k in range(len(s.outs)):
+        refs = _sliced(s, [(k if a == d else 0, 1) for a in range(len(s.ins[0].groups))], k, d)
         if refs is None:
             return None
         out += refs
@@ -111,9 +113,9 @@ def _unstack(s: Site) -> list[Ref] | None:
 def _tile(s: Site) -> list[Ref] | None:
     """Repeating an axis is reading it at every index of a new axis before it."""
     to: dict[int, int] = {}
-    for mine, theirs in zip(s.groups[0], s.out_groups[0], strict=True):
+    for mine, theirs in zip(s.ins[0].groups, s.outs[0].groups, strict=True):
         last = theirs[len(theirs) - len(mine) :]
-        if [s.ids[0][q] for q in mine] != [s.out_ids[0][q] for q in last]:
+        if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in last]:
             return None
         to.update(zip(mine, last, strict=True))
     return [Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))]
@@ -121,21 +123,21 @@ def _tile(s: Site) -> list[Ref] | None:
 
 def _concatenate(s: Site) -> list[Ref] | None:
     d = s.params["dimension"]
-    if len(s.out_groups[0][d]) != 1:
+    if len(s.outs[0].groups[d]) != 1:
         return None
-    target = s.out_groups[0][d][0]
+    target = s.outs[0].groups[d][0]
     args, sizes = [], []
     for k, ref in enumerate(s.refs):
         to: dict[int, int] = {}
-        for axis, src in enumerate(s.groups[k]):
-            dst = s.out_groups[0][axis]
+        for axis, src in enumerate(s.ins[k].groups):
+            dst = s.outs[0].groups[axis]
             if axis == d:
                 if len(src) > 1:
                     return None
                 to.update((q, target) for q in src)
-                size = s.sizes[k][src[0]] if src else int(s.shapes[k][d])
+                size = s.ins[k].sizes[src[0]] if src else int(s.ins[k].shape[d])
                 sizes.append(size)
-            elif [s.ids[k][q] for q in src] != [s.out_ids[0][q] for q in dst]:
+            elif [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
                 return None
             else:
                 to.update(zip(src, dst, strict=True))
@@ -228,15 +230,15 @@ class _Reading:
 
     def plain(self, axis: int, out_axis: int) -> bool:
         """The operand's axis is an axis of the output."""
-        mine, theirs = self.s.groups[0][axis], self.s.out_groups[0][out_axis]
+        mine, theirs = self.s.ins[0].groups[axis], self.s.outs[0].groups[out_axis]
         self.at.update(zip(mine, theirs, strict=False))
-        ids = [self.s.ids[0][q] for q in mine]
-        return ids == [self.s.out_ids[0][q] for q in theirs]
+        ids = [self.s.ins[0].ids[q] for q in mine]
+        return ids == [self.s.outs[0].ids[q] for q in theirs]
 
     def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> bool:
         """The operand's axis is read at a value, or from a value on."""
-        mine = self.s.groups[0][axis]
-        window = self.s.out_groups[0][out_axis] if out_axis is not None else ()
+        mine = self.s.ins[0].groups[axis]
+        window = self.s.outs[0].groups[out_axis] if out_axis is not None else ()
         if not mine:
             return not window  # an axis of one element is read at it, whatever the value
         if value is None or len(mine) != 1 or len(window) > 1:
@@ -247,12 +249,12 @@ class _Reading:
 
 def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
     """The operand as read: a slice where every value is a number or an index, else a TAKE."""
-    source, out = s.refs[0], len(s.out_sizes[0])
+    source, out = s.refs[0], len(s.outs[0].sizes)
     lines = [_known(s, entry) for entry in reading.chosen]
     chosen, attrs, at = [], {}, dict(reading.at)
     for entry, found in zip(reading.chosen, lines, strict=True):
         own = found is not None and found[0] == (0, 1) and entry[2] is None
-        if own and found and s.sizes[0][entry[0]] == s.out_sizes[0][found[1]]:
+        if own and found and s.ins[0].sizes[entry[0]] == s.outs[0].sizes[found[1]]:
             at[entry[0]] = found[1]
         elif all(lines) and found is not None:
             attrs[entry[0]], at[entry[0]] = found
@@ -268,7 +270,7 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
     chosen = [c for c in chosen if c[0] in source.axes]
     where = {q: out + n for n, (q, _, _) in enumerate(chosen)}
     first = Ref(source.cls, tuple([where.get(i, at[i]) for i in source.axes]))
-    bound = tuple([s.sizes[0][q] for q, _, _ in chosen])
+    bound = tuple([s.ins[0].sizes[q] for q, _, _ in chosen])
     attr = (mode, fill, tuple([w for _, _, w in chosen]))
     return [s.add(TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)]
 
@@ -276,18 +278,18 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
 def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | None:
     """`(slice entry, output index)` of values that are known and in range."""
     axis, value, window = entry
-    found, n = line(s.g, value), s.sizes[0][axis]
+    found, n = line(s.g, value), s.ins[0].sizes[axis]
     if found is None:
         return None
     start, stride, index = found
     if window is not None:
-        size = s.out_sizes[0][window]
+        size = s.outs[0].sizes[window]
         if index >= 0 or not isinstance(size, int) or not isinstance(n, int):
             return None
         return ((start, 1), window) if 0 <= start <= n - size else None
     last = start
     if index >= 0:
-        size = s.out_sizes[0][index]
+        size = s.outs[0].sizes[index]
         if stride < 1 or not isinstance(size, int):
             return None
         last = start + stride * (size - 1)
@@ -298,13 +300,13 @@ def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | Non
 
 def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) -> Ref:
     """A slice, whose axes may meet in one index of the output."""
-    sizes, axes, spec, seen = list(s.out_sizes[0]), [], [], set()
+    sizes, axes, spec, seen = list(s.outs[0].sizes), [], [], set()
     meets: dict[int, int] = {}
     for i in source.axes:
         index = at[i]
         if index >= 0 and index in seen:
             meets[len(sizes)] = index
-            sizes.append(s.out_sizes[0][index])
+            sizes.append(s.outs[0].sizes[index])
             index = len(sizes) - 1
         seen.add(index)
         axes.append(index)
@@ -326,7 +328,7 @@ def _dynamic_slice(s: Site) -> list[Ref] | None:
     sizes = s.params["slice_sizes"]
     reading = _Reading(s)
     for axis, size in enumerate(sizes):
-        if size == s.shapes[0][axis]:
+        if size == s.ins[0].shape[axis]:
             if not reading.plain(axis, axis):
                 return None
         elif not reading.choose(axis, s.refs[1 + axis], axis):
@@ -340,7 +342,7 @@ def _gather(s: Site) -> list[Ref] | None:
     if mode is None or dtype_kind(s.dtype[0]) not in "fciub":
         return None
     reading = _Reading(s)
-    batch = [a for a in range(len(s.out_groups[0])) if a not in set(d.offset_dims)]
+    batch = [a for a in range(len(s.outs[0].groups)) if a not in set(d.offset_dims)]
     over = _batch_positions(s, batch)
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     kept = [a for a in range(len(sizes)) if a not in gone]
@@ -354,11 +356,11 @@ def _gather(s: Site) -> list[Ref] | None:
         if axis in d.operand_batching_dims:
             continue
         value = _index_value(s, d.start_index_map, axis, over)
-        whole = size == s.shapes[0][axis] and axis in out_axis
+        whole = size == s.ins[0].shape[axis] and axis in out_axis
         if whole and (mode != "fill" or axis not in d.start_index_map):
             if not reading.plain(axis, out_axis[axis]):
                 return None
-        elif (s.shapes[0][axis] == 1 and mode == "fill") or not reading.choose(
+        elif (s.ins[0].shape[axis] == 1 and mode == "fill") or not reading.choose(
             axis, value, out_axis.get(axis)
         ):
             return None
@@ -385,9 +387,9 @@ def _fill(s: Site) -> Any:
 def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
     """Atom positions of the index array over the output's indices."""
     to: dict[int, int] = {}
-    for mine, axis in zip(s.groups[1][:-1], batch, strict=True):
-        theirs = s.out_groups[0][axis]
-        if [s.ids[1][q] for q in mine] != [s.out_ids[0][q] for q in theirs]:
+    for mine, axis in zip(s.ins[1].groups[:-1], batch, strict=True):
+        theirs = s.outs[0].groups[axis]
+        if [s.ins[1].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
             return None
         to.update(zip(mine, theirs, strict=True))
     return to
@@ -397,7 +399,7 @@ def _index_value(
     s: Site, start_index_map: tuple[int, ...], axis: int, over: dict[int, int]
 ) -> Ref | None:
     """The index array's component for an operand axis, over the output's indices."""
-    ref, last = s.refs[1], s.groups[1][-1]
+    ref, last = s.refs[1], s.ins[1].groups[-1]
     if axis not in start_index_map or len(last) > 1:
         return None
     if last and last[0] in ref.axes:
@@ -425,30 +427,30 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
 
 def _pad(s: Site) -> list[Ref] | None:
     """Padding at the edges is a concatenation with the padding value, axis after axis."""
-    groups, value = s.out_groups[0], s.refs[1]
+    groups, value = s.outs[0].groups, s.refs[1]
     to: dict[int, int] = {}
     padded: list[tuple[int, int, int, Dim]] = []
     for axis, widths in enumerate(s.params["padding_config"]):
         if not all(isinstance(w, (int, np.integer)) for w in widths):
             return None
         low, high, interior = map(int, widths)
-        mine, theirs = s.groups[0][axis], groups[axis]
+        mine, theirs = s.ins[0].groups[axis], groups[axis]
         if low == high == interior == 0:
-            if [s.ids[0][q] for q in mine] != [s.out_ids[0][q] for q in theirs]:
+            if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
                 return None
         elif interior or min(low, high) < 0 or len(theirs) != 1 or len(mine) > 1:
             return None
         else:
-            padded.append((theirs[0], low, high, s.sizes[0][mine[0]] if mine else 1))
+            padded.append((theirs[0], low, high, s.ins[0].sizes[mine[0]] if mine else 1))
         to.update(zip(mine, theirs, strict=False))
     ref = Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))
-    sizes = list(s.out_sizes[0])
+    sizes = list(s.outs[0].sizes)
     for target, _, _, size in padded:
         sizes[target] = size
     for target, low, high, size in padded:
         pieces = [(low, value), (size, ref), (high, value)]
         pieces = [piece for piece in pieces if piece[0] != 0]
-        sizes[target] = s.out_sizes[0][target]
+        sizes[target] = s.outs[0].sizes[target]
         attr = (target, tuple([n for n, _ in pieces]))
         args = tuple([r for _, r in pieces])
         ref = s.g.add(CONCAT, attr, args, tuple(sizes), (), s.dtype[0])

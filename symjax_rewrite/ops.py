@@ -161,7 +161,7 @@ def _div(s: Site) -> list[Ref] | None:
     c = s.scalar(1)
     if c is not None and s.scalar(0) is None and is_finite_nonzero(c):
         return [s.add(ADD, (1 / c,), (refs[0],))]
-    if c is None and len(refs[1].axes) < len(s.out_sizes[0]):
+    if c is None and len(refs[1].axes) < len(s.outs[0].sizes):
         inverse = s.add(MAP, ("reciprocal", ()), (refs[1],))
         return [s.add(CONTRACT, None, (refs[0], inverse))]
     return _elementwise("div")(s)
@@ -234,7 +234,7 @@ def _eq(s: Site) -> list[Ref] | None:
     refs = s.over()
     if refs is not None and s.node(0).op == s.node(1).op == IOTA:
         i, j = refs[0].axes[0], refs[1].axes[0]
-        n, m = (s.out_sizes[0][k] for k in (i, j))
+        n, m = (s.outs[0].sizes[k] for k in (i, j))
         if i != j and n == m:
             delta = s.g.add(DELTA, None, (), (n, m), (), "bool")
             return [Ref(delta.cls, (i, j))]
@@ -242,12 +242,12 @@ def _eq(s: Site) -> list[Ref] | None:
 
 
 def _iota(s: Site) -> list[Ref] | None:
-    group = s.out_groups[0][s.params["dimension"]]
+    group = s.outs[0].groups[s.params["dimension"]]
     if compat.constrains(s.params.get("sharding")) or len(group) != 1:
         return None
-    if not holds(s.dtype[0], 0, s.out_sizes[0][group[0]]):
+    if not holds(s.dtype[0], 0, s.outs[0].sizes[group[0]]):
         return None  # an index that wraps or rounds is no index
-    ref = s.g.add(IOTA, None, (), (s.out_sizes[0][group[0]],), (), s.dtype[0])
+    ref = s.g.add(IOTA, None, (), (s.outs[0].sizes[group[0]],), (), s.dtype[0])
     return [Ref(ref.cls, group)]
 
 
@@ -398,45 +398,45 @@ def _reshape(s: Site) -> list[Ref] | None:
 def _conv(s: Site) -> list[Ref] | None:
     """A convolution: output features are shared by the kernel and the result."""
     spec, key = s.params["dimension_numbers"], params_key(s.params)
-    features, kernel = s.out_groups[0][spec.out_spec[1]], s.groups[1][spec.rhs_spec[0]]
+    features, kernel = s.outs[0].groups[spec.out_spec[1]], s.ins[1].groups[spec.rhs_spec[0]]
     if key is None or dtype_kind(s.dtype[0]) not in "fc" or len(features) != len(kernel):
         return None
-    if [s.out_ids[0][i] for i in features] != [s.ids[1][i] for i in kernel]:
+    if [s.outs[0].ids[i] for i in features] != [s.ins[1].ids[i] for i in kernel]:
         return None
-    if not all(isinstance(d, int) for shape in s.shapes for d in shape):
+    if not all(isinstance(d, int) for x in s.ins for d in x.shape):
         return None
-    out = len(s.out_sizes[0])
-    left = list(range(out, out + len(s.ids[0])))
+    out = len(s.outs[0].sizes)
+    left = list(range(out, out + len(s.ins[0].ids)))
     to = dict(zip(kernel, features, strict=True))
-    rest = [i for i in range(len(s.ids[1])) if i not in to]
+    rest = [i for i in range(len(s.ins[1].ids)) if i not in to]
     to.update({i: out + len(left) + n for n, i in enumerate(rest)})
-    right = [to[i] for i in range(len(s.ids[1]))]
+    right = [to[i] for i in range(len(s.ins[1].ids))]
     args = (
         Ref(s.refs[0].cls, tuple(left[i] for i in s.refs[0].axes)),
         Ref(s.refs[1].cls, tuple(right[i] for i in s.refs[1].axes)),
     )
-    bound = (*s.sizes[0], *(s.sizes[1][i] for i in rest))
-    attr = (key, tuple(left), tuple(right), tuple(s.shapes[0]), tuple(s.shapes[1]))
+    bound = (*s.ins[0].sizes, *(s.ins[1].sizes[i] for i in rest))
+    attr = (key, tuple(left), tuple(right), tuple(s.ins[0].shape), tuple(s.ins[1].shape))
     return [s.add(CONV, attr, args, bound)]
 
 
 def _linear_solve(s: Site) -> list[Ref] | None:
     """A solve; the matrix is the constant of `matvec`."""
     matrix = compat.solve_matrix(s.params)
-    if matrix is None or len(s.out_ids) != 1 or dtype_kind(s.dtype[0]) not in "fc":
+    if matrix is None or len(s.outs) != 1 or dtype_kind(s.dtype[0]) not in "fc":
         return None
     a, b = s.refs[0], s.refs[-1]
     row, column, vector = matrix
-    groups = s.groups[-1]
-    if len(s.groups[0]) != 2 or any(len(g) != 1 for g in (*s.groups[0], groups[vector])):
+    groups = s.ins[-1].groups
+    if len(s.ins[0].groups) != 2 or any(len(g) != 1 for g in (*s.ins[0].groups, groups[vector])):
         return None
-    if sorted(a.axes) != [0, 1] or s.ids[-1] != s.out_ids[0]:
+    if sorted(a.axes) != [0, 1] or s.ins[-1].ids != s.outs[0].ids:
         return None
-    n = s.sizes[0][0]
-    out = len(s.out_sizes[0])
+    n = s.ins[0].sizes[0]
+    out = len(s.outs[0].sizes)
     at = groups[vector][0]
     # The matrix maps column to row, so the right side's axis is its row, the result's its column.
-    place = {s.groups[0][row][0]: out, s.groups[0][column][0]: at}
+    place = {s.ins[0].groups[row][0]: out, s.ins[0].groups[column][0]: at}
     left = Ref(a.cls, tuple(place[i] for i in a.axes))
     right = Ref(b.cls, tuple(out if i == at else i for i in b.axes))
     return [s.add(SOLVE, None, (left, right), (n,))]

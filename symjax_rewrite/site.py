@@ -24,7 +24,7 @@ class Site:
     """What a row sees of its equation: operand references and the index space of its output.
 
     Output atoms are numbered 0..n-1 in order; `refs[k]` reads operand k over *its own* atom
-    positions, `ids[k]` are these positions' solved atom ids.
+    positions; `ins` and `outs` are the layouts of operands and outputs, `dtype` the outputs'.
     """
 
     __slots__ = ("dtype", "g", "ins", "outs", "params", "refs")
@@ -40,41 +40,6 @@ class Site:
     ) -> None:
         self.g, self.params, self.dtype = g, params, dtype
         self.refs, self.ins, self.outs = refs, ins, outs
-
-    @property
-    def ids(self) -> list[tuple[int, ...]]:
-        """Of every operand, the solved ids of its atoms."""
-        return [x.ids for x in self.ins]
-
-    @property
-    def sizes(self) -> list[tuple[Dim, ...]]:
-        """Of every operand, the sizes of its atoms."""
-        return [x.sizes for x in self.ins]
-
-    @property
-    def groups(self) -> list[Groups]:
-        """Of every operand, the positions of each axis's atoms."""
-        return [x.groups for x in self.ins]
-
-    @property
-    def shapes(self) -> list[tuple[Any, ...]]:
-        """The operands' shapes."""
-        return [x.shape for x in self.ins]
-
-    @property
-    def out_ids(self) -> list[tuple[int, ...]]:
-        """Of every output, the solved ids of its atoms."""
-        return [x.ids for x in self.outs]
-
-    @property
-    def out_sizes(self) -> list[tuple[Dim, ...]]:
-        """Of every output, the sizes of its atoms."""
-        return [x.sizes for x in self.outs]
-
-    @property
-    def out_groups(self) -> list[Groups]:
-        """Of every output, the positions of each axis's atoms."""
-        return [x.groups for x in self.outs]
 
     def add(
         self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0

@@ -31,6 +31,7 @@ from symjax_rewrite import (
 )
 from symjax_rewrite.ir import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
 from symjax_rewrite.rules import distributivity, locality, separability, sparsity
+from symjax_rewrite.site import Site
 from tests.fuzz import algebra, edges, grammar, lookalikes
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
@@ -44,7 +45,7 @@ def _wrong(result: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _cast_is_dropped(right: Any) -> Any:
-    def row(s: ops.Site) -> Any:
+    def row(s: Site) -> Any:
         source = s.g.classes[s.refs[0].cls].dtype
         if ops.dtype_kind(source) == ops.dtype_kind(s.dtype[0]) == "f":
             return [s.refs[0]]
