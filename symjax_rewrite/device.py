@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import jax
+
 from symjax_rewrite.errors import UsageError
 
 
@@ -21,6 +23,7 @@ class Device:
     elementwise_per_s: elementwise operations per second.
     bytes_per_s: memory bandwidth.
     launch_s: fixed cost of one kernel.
+    slow_across: whether Xᵀ Y, with both stored by rows, is slower than transposing X first.
     """
 
     name: str
@@ -28,6 +31,7 @@ class Device:
     elementwise_per_s: float
     bytes_per_s: float
     launch_s: float
+    slow_across: bool = False
 
     def peak(self, dtype: str) -> float:
         """Matmul operations per second at a dtype."""
@@ -47,6 +51,7 @@ CPU = Device(
     4e9,
     2e10,
     1.5e-6,
+    slow_across=jax.__version_info__ < (0, 11),  # 1.05 to 3 times; even on 0.12
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,

@@ -53,7 +53,8 @@ class Plan:
     rewritten: program class to (solution, reference in its e-graph over the class's slots).
     equations: equations replaced by number (loops with optimised bodies). routed: program class
     to the kernel that computes it. shared: classes spelled twice. spread: classes that equations
-    compute at more indices than they have; they are computed at their own.
+    compute at more indices than they have; they are computed at their own. across: whether
+    products of two operands that lie across the grain are slow (`Device.slow_across`).
     """
 
     rewritten: dict[int, tuple[Rewritten, Ref]] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class Plan:
     routed: dict[int, Any] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
     spread: set[int] = field(default_factory=set)
+    across: bool = False
 
 
 class Emitter:
@@ -307,6 +309,8 @@ class Emitter:
             for k, a in enumerate(node.args)
             if node.op == CONTRACT and any(n.op == DELTA for n in g.classes[a.cls].nodes)
         )
+        if self.plan.across and node.op == CONTRACT:
+            operands = lower.transposed_apart(node, operands)
         data, labels = lower.lower_node(node, operands, sizes, c.dtype, self.t.primitives, guards)
         return Array(data, labels)
 

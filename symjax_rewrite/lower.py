@@ -240,6 +240,31 @@ def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
     return cost + (0.0 if len(lb) < 2 or lb[-1] not in summed else 0.1 * _elements(b))
 
 
+def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:
+    """The operands of a product that both lie across the grain, the narrower one laid along it.
+
+    Xᵀ Y is Xᵀ, written out, times Y. The barrier keeps XLA from folding the transposition back
+    into the product (`Device.slow_across` says where that is the slower form).
+    """
+    if not is_dot(node) or len(operands) != 2:
+        return operands
+    (_, la), (_, lb) = operands
+    summed = set(la) & set(lb)
+    free = [i for i in (*la, *lb) if i not in summed]
+    if len(la) != 2 or len(lb) != 2 or len(free) != 2 or la[-1] in summed or lb[-1] in summed:
+        return operands
+    k = 0 if _elements(operands[0][0]) <= _elements(operands[1][0]) else 1
+    data, labels = operands[k]
+    if data.dtype not in (np.float32, np.float64) or not _at_least(data.shape[1], 16):
+        return operands
+    turned = (lax.optimization_barrier(lax.transpose(data, (1, 0))), labels[::-1])
+    return [turned if j == k else o for j, o in enumerate(operands)]
+
+
+def _at_least(size: Any, least: int) -> bool:
+    return isinstance(size, int) and size >= least
+
+
 def _elements(data: Any) -> int:
     out = 1
     for s in data.shape:

@@ -232,7 +232,7 @@ class Optimiser:
     def _run(
         self, closed: ClosedJaxpr, frozen: frozenset[int], allowed: set[str] | None, start: float
     ) -> Result:
-        result = Result(closed)
+        result = Result(closed, plan=Plan(across=self.device.slow_across))
         count = len(closed.jaxpr.eqns)
         budget = self.options.budget
         if not count:
