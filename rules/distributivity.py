@@ -10,7 +10,14 @@ from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
 from symjax_rewrite.order import count_unread, order_product
-from symjax_rewrite.product import Product, expand_node, flattest, is_half, is_ring
+from symjax_rewrite.product import (
+    Product,
+    expand_node,
+    flattest,
+    is_half,
+    is_ring,
+    product_node,
+)
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 
 MAX_SHARED = 4  # common factors of which every subset is tried
@@ -65,7 +72,46 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     rounded = [a for a in total.args if _is_rounded(ctx, a.cls)]
     if any(len(set(a.axes)) < len(sizes) for a in rounded):
         return False
-    return len(total.args) - len(rounded) <= 1
+    return len(total.args) - len(rounded) <= 1 and not _share_products(ctx, rounded, total.args)
+
+
+def _share_products(ctx: Context, rounded: list[Ref], terms: tuple[Ref, ...]) -> bool:
+    """Whether a product that one term is opened into is computed for another term too.
+
+    Written, both read its one rounded value, and what cancels between them does so whatever that
+    value is off (`1/p − p·p⁻²` is 0); distributed, the opened one has rounding of its own.
+    """
+    for k, a in enumerate(terms):
+        if a not in rounded:
+            continue
+        opened = _products(ctx, a.cls)
+        if any(opened & _computed(ctx, b.cls) for j, b in enumerate(terms) if j != k):
+            return True
+    return False
+
+
+def _products(ctx: Context, cls: int) -> set[int]:
+    """The classes that are opened where a class is read as one product."""
+    found, stack = set[int](), [cls]
+    while stack:
+        c = stack.pop()
+        node = product_node(ctx.g, c)
+        if c in found or node is None:
+            continue
+        found.add(c)
+        stack += [ctx.g.find(a).cls for a in node.args]
+    return found
+
+
+def _computed(ctx: Context, cls: int) -> set[int]:
+    """The classes a class is computed from as it is written, and itself."""
+    found, stack = set[int](), [cls]
+    while stack:
+        c = stack.pop()
+        if c not in found:
+            found.add(c)
+            stack += [ctx.g.find(a).cls for a in ctx.g.classes[c].first.args]
+    return found
 
 
 def _cannot_cancel(ctx: Context, cls: int, total: Node) -> bool:

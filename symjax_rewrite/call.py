@@ -151,10 +151,10 @@ class Call:
         """The same, where some results are no residuals.
 
         These are what the optimised program does not make, and what equations of the kinds `again`
-        make.
+        make. All stay in programs with complex values, for which `jax.checkpoint` has no rounding.
         """
         spares = self.result.spares
-        if self.closed.effects or not (spares or again):
+        if self.closed.effects or not (spares or again) or _has_complex(self.closed):
             return original
         spared = self.result.spared()
 
@@ -165,6 +165,18 @@ class Call:
             return not (spares and spared(primitive.name, kinds))
 
         return jax.checkpoint(original, policy=may_save, prevent_cse=False)
+
+
+def _has_complex(closed: ClosedJaxpr) -> bool:
+    return any(
+        any(_is_complex(v.aval) for v in e.outvars) or any(map(_has_complex, compat.bodies(e)))
+        for e in closed.jaxpr.eqns
+    )
+
+
+def _is_complex(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.complexfloating))
 
 
 def _is_differentiable(aval: Any) -> bool:

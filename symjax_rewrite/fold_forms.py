@@ -151,6 +151,8 @@ def _eliminated(pair: Pair, piece: Piece) -> Piece:
             continue
         if any(is_half(pair.g.classes[a.cls].dtype) for a in found.args):
             continue  # the product was kept in f32, its parts would be rounded
+        if _is_narrowed(pair.g, ref, inner):
+            continue  # others read it rounded: what cancels against them is rounded alike
         row, column = found.args
         return replace(
             piece, product=others, weights=column, after=row, coefficient=piece.coefficient * scale
@@ -182,6 +184,15 @@ def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref]:
             return scale, ref
         scale *= float(node.attr[0]) if one else 1.0
         ref = Ref(node.args[0].cls, tuple([ref.axes[i] for i in node.args[0].axes]))
+
+
+def _is_narrowed(g: EGraph, ref: Ref, inner: Ref) -> bool:
+    """Whether a half precision is passed between a reference and what `_unscaled` makes of it."""
+    while ref.cls != inner.cls:
+        if is_half(g.classes[ref.cls].dtype):
+            return True
+        ref = node_of(g, ref.cls).args[0]
+    return False
 
 
 def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | None:

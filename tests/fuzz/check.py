@@ -299,6 +299,8 @@ def compare(
     spread = _Spread(closed, args, wide)
     wide2 = Machine(wide=True).run(closed2, args)
     narrow = Machine().run(closed, args)
+    if _writes_zeros(closed.jaxpr):
+        wide2 = [_with_lost_nan(x, a) for x, a in zip(wide2, wide, strict=True)]
     for k, (a, b) in enumerate(zip(wide, wide2, strict=True)):
         far, scale = _distance(b, a), _scale(a)
         if far == float("inf") and _distance(narrow[k], a) == far:
@@ -311,6 +313,8 @@ def compare(
     if numerics == "cancels":
         return "equal"
     narrow2 = Machine().run(closed2, args)
+    if _writes_zeros(closed.jaxpr):
+        narrow2 = [_with_lost_nan(x, a) for x, a in zip(narrow2, wide, strict=True)]
     for k, a in enumerate(wide):
         mine, theirs = _distance(narrow2[k], a), _distance(narrow[k], a)
         limit = SLACK * theirs + SLACK * _eps(narrow[k].dtype) * _scale(a)
@@ -335,6 +339,8 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
     if not _narrows(closed.jaxpr):
         return ""
     theirs, ours = (Machine(True, casts=True).run(c, args) for c in (closed, closed2))
+    if _writes_zeros(closed.jaxpr):
+        ours = [_with_lost_nan(x, a) for x, a in zip(ours, theirs, strict=True)]
     spread = _Spread(closed, args, theirs, casts=True)
     for k, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         far, scale = _distance(b, a), _scale(a)
@@ -347,6 +353,21 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
 def _narrows(jaxpr: Any) -> bool:
     """Whether there is a cast to a smaller float, in bodies too."""
     return any(narrows(e) or any(_narrows(b) for b in _bodies(e.params)) for e in jaxpr.eqns)
+
+
+def _writes_zeros(jaxpr: Any) -> bool:
+    """Whether there may be zeros by position: labels compared, masks, padding, in bodies too."""
+    return any(
+        e.primitive.name in ("eq", "ge", "gt", "le", "lt", "ne", "pad", "concatenate")
+        or any(map(_writes_zeros, _bodies(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
+def _with_lost_nan(x: np.ndarray, original: np.ndarray) -> np.ndarray:
+    """The values, NaN where the original is: 0 · NaN may have been left out with such a zero."""
+    lost = np.isnan(original) if _inexact(original) else np.zeros(original.shape, bool)
+    return np.where(lost, original, x).astype(x.dtype) if lost.any() else x
 
 
 def _bodies(params: dict[str, Any]) -> Iterator[Any]:

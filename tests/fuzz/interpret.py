@@ -138,7 +138,17 @@ def _dot_general(p: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     m, n = tuple(a.shape[i] for i in lf), tuple(b.shape[i] for i in rf)
     left = a.transpose((*lb, *lf, *lc)).reshape((*batch, math.prod(m), k))
     right = b.transpose((*rb, *rc, *rf)).reshape((*batch, k, math.prod(n)))
-    return np.matmul(left, right).reshape((*batch, *m, *n))
+    out = _matmul(left, right) if left.dtype.kind in "fc" else np.matmul(left, right)
+    return out.reshape((*batch, *m, *n))
+
+
+def _matmul(left: np.ndarray, right: np.ndarray, block: int = 2048) -> np.ndarray:
+    """A product in blocks of what is summed: numpy's own adds a million terms one by one."""
+    parts = [
+        np.matmul(left[..., start : start + block], right[..., start : start + block, :])
+        for start in range(0, max(left.shape[-1], 1), block)
+    ]
+    return parts[0] if len(parts) == 1 else np.sum(np.stack(parts, -1), -1)
 
 
 def _broadcast(p: dict, x: np.ndarray, *_: Any) -> np.ndarray:
