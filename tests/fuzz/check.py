@@ -296,7 +296,7 @@ def compare(
     wide = Machine(wide=True).run(closed, args)
     if any(_is_huge(x, v.dtype) for x, v in zip(wide, closed.out_avals, strict=True)):
         return "skipped: overflow"
-    spread = _Spread(closed, args, wide)
+    spread = _Spread(closed, args, wide, again=_has_kernels(closed2.jaxpr))
     wide2 = Machine(wide=True).run(closed2, args)
     narrow = Machine().run(closed, args)
     if _writes_zeros(closed.jaxpr):
@@ -355,6 +355,14 @@ def _narrows(jaxpr: Any) -> bool:
     return any(narrows(e) or any(_narrows(b) for b in _bodies(e.params)) for e in jaxpr.eqns)
 
 
+def _has_kernels(jaxpr: Any) -> bool:
+    """Whether something was routed: kernels compute scores again for every use."""
+    return any(
+        e.primitive.name == "platform_index" or any(map(_has_kernels, _bodies(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
 def _writes_zeros(jaxpr: Any) -> bool:
     """Whether there may be zeros by position: labels compared, masks, padding, in bodies too."""
     return any(
@@ -389,14 +397,20 @@ class _Spread:
     """How far rounding may move each output; computed when it is first asked for."""
 
     def __init__(
-        self, closed: Any, args: list[np.ndarray], wide: list[np.ndarray], casts: bool = False
+        self,
+        closed: Any,
+        args: list[np.ndarray],
+        wide: list[np.ndarray],
+        casts: bool = False,
+        again: bool = False,
     ) -> None:
         self.closed, self.args, self.wide, self.casts = closed, args, wide, casts
+        self.again = again
         self.far: list[float] | None = None
 
     def of(self, k: int) -> float:
         if self.far is None:
-            machines = [Machine(True, 1.0, n, self.casts) for n in range(NOISY_RUNS)]
+            machines = [Machine(True, 1.0, n, self.casts, self.again) for n in range(NOISY_RUNS)]
             noisy = [m.run(self.closed, self.args) for m in machines]
             self.far = [max(_distance(n[j], w) for n in noisy) for j, w in enumerate(self.wide)]
         return self.far[k]

@@ -31,13 +31,19 @@ class Machine:
     """How numbers are kept and rounded.
 
     wide: floats in float64. noise: multiples of the dtype's epsilon added at random. casts: what a
-    cast to a smaller float loses is lost in float64 too, exactly.
+    cast to a smaller float loses is lost in float64 too, exactly. again: noise also tells apart
+    what two equations read of one value, as where a kernel computes it anew for each.
     """
 
     def __init__(
-        self, wide: bool = False, noise: float = 0.0, seed: int = 0, casts: bool = False
+        self,
+        wide: bool = False,
+        noise: float = 0.0,
+        seed: int = 0,
+        casts: bool = False,
+        again: bool = False,
     ) -> None:
-        self.wide, self.noise, self.casts = wide, noise, casts
+        self.wide, self.noise, self.casts, self.again = wide, noise, casts, again
         self.rng = np.random.default_rng(seed)
 
     def run(self, closed: ClosedJaxpr, args: list[Any]) -> list[np.ndarray]:
@@ -90,7 +96,7 @@ class Machine:
         row = ROWS.get(name)
         if row is None:
             raise UnsupportedPrimitiveError(name)
-        if name in SUMS and self.noise:
+        if self.noise and (name in SUMS or (self.again and name in ("add", "sub", "add_any"))):
             xs = [self.jitter(x, v.aval) for x, v in zip(xs, eqn.invars, strict=True)]
         if not self.wide:
             xs = [x.astype(np.float32) if str(x.dtype) in HALF else x for x in xs]
