@@ -12,6 +12,9 @@ SEEDS = {  # of random programs, and what went wrong
     3012155: "a result without a sum was read as one with the sum of the state",
     3012708: "a size `n - 3` was negative at the sample for n: no cheapest form, no end",
     3012726: "at the exact level a product was computed as a term, other than written",
+    4003208: "a row sum took a product that others read rounded to bfloat16 as it was before",
+    4005634: "what cancelled between two terms of one rounded product was rounded in each",
+    4008027: "residuals of a complex program were rounded by what takes no complex numbers",
 }
 
 
