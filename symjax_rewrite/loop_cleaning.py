@@ -50,6 +50,7 @@ def _drop_casts(loop: Loop) -> None:
 def _take_counters(loop: Loop) -> None:
     """Carries that count are numbers known at every step, and so is what is computed of them."""
     known: dict[int, Any] = {v: c for v, c in loop.body.consts.items() if np.ndim(c) == 0}
+    known |= {v: n for v, n in loop.counters.items() if n.dtype.kind in "iu"}
     for k, carry in enumerate(list(loop.carries)):
         step = step_of(loop.body, carry.inner, carry.out)
         if step is None or isinstance(carry.start, int) or shape_of(carry.start):

@@ -258,7 +258,7 @@ class Fusion:
         for kind, what in self.loop.results:
             if kind == "ys":
                 what = used.setdefault(what, len(used))
-            elif kind in ("stored", "kept"):
+            elif kind in ("stored", "kept", "at"):
                 what = (used.setdefault(what[0], len(used)), *what[1:])
             results.append((kind, what))
         self.loop.results = results

@@ -87,7 +87,7 @@ def is_heavy(eqn: JaxprEqn) -> bool:
 
 
 def _limit(loop: Loop) -> float:
-    return GROWTH * sum(aval_bytes(v.aval) for v in (*loop.eqn.invars, *loop.eqn.outvars))
+    return GROWTH * loop.outside_bytes
 
 
 def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:

@@ -24,8 +24,11 @@ from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
 from symjax_rewrite.loop_pairs import Pair, find_pairs, run_back, run_there, start_avals
 from symjax_rewrite.loops import Loop, Read, read_loop
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
+from symjax_rewrite.recurrence import describe
+from symjax_rewrite.rerolling import Unrolled, find_unrolled, joined_with
 from symjax_rewrite.rule import BATCHING, FUSION, INVARIANT, PACKING, RECOMPUTATION
 from symjax_rewrite.trace import RULED, Equation, Program, Value, flatten
+from symjax_rewrite.unrolled import may_repeat
 
 
 @dataclass(slots=True)
@@ -57,8 +60,8 @@ MIN_GAIN = 1.25  # predicted, for a tree to become a loop
 
 
 def has_loops(program: Program) -> bool:
-    """Whether a program has loops, or slices that a loop unrolled into a tree would have."""
-    return any(
+    """Whether a program has loops, slices that a loop unrolled into a tree has, or equal steps."""
+    return may_repeat(program) or any(
         e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
         for e in program.equations
     )
@@ -101,6 +104,8 @@ def improve_loops(
     fuses = FUSION in passes
     for prefix in find_prefixes(program) if fuses else ():
         _take_tree(prefix, around, device, reorders, route, found)
+    for unrolled in find_unrolled(around) if reorders else ():
+        _take_unrolled(unrolled, device, passes, route, found)
     paired: set[int] = set()
     for pair in find_pairs(around, device, reorders) if RECOMPUTATION in passes else ():
         found.changes += _in_blocks(program, pair)
@@ -269,6 +274,36 @@ def _take_tree(
             return
         reason = f"the tree is not slower than a loop of {prefix.length} steps"
     found.routes.append((False, reason, eqn))
+
+
+def _take_unrolled(
+    unrolled: Unrolled,
+    device: Device,
+    passes: Sequence[str],
+    route: RouteLoop | None,
+    found: Loops,
+) -> None:
+    """Run equal steps as a kernel, or their products at once; else they stay as they are written.
+
+    What is left of the steps after that is unrolled again: XLA fuses steps, loops it does not.
+    """
+    loop = clean(unrolled.loop)
+    kernel, why = None, describe(loop)
+    if route is not None and device.name == "cpu" and loop.carries:
+        kernel, why = route(loop)
+    reason = f"{loop.length} equal steps: {why}"
+    if kernel is not None:
+        _take(loop.eqn, loop, kernel, reason, found)
+    else:
+        motion = find_motion(loop, device, True, passes)
+        if not (motion.before or motion.after):
+            found.routes.append((False, f"{reason}; they stay as written", loop.eqn))
+            return
+        loop.unroll = loop.length
+        found.changes.append(make_change(loop.eqn, loop, motion))
+    for block, j in unrolled.blocks:
+        reads, run = joined_with(block, j)
+        found.changes.append(Change(j.root.eqn, reads, list(j.root.outvals), run, ()))
 
 
 def _best_order(

@@ -17,7 +17,7 @@ from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.compat import JaxprEqn
-from symjax_rewrite.equation_cost import shape_of
+from symjax_rewrite.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.ops import NUMPY
 from symjax_rewrite.trace import Equation, Program, Value, flatten
 
@@ -99,7 +99,8 @@ class Loop:
     value to what it reads each step. counters: body value to its number at every step, in stored
     order. ys: body values that are stacked. makes: the outer values it gives. results: how each is
     made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value),
-    and ("kept", (k, axis, reversed)) where the steps' results have the axis of the steps.
+    ("kept", (k, axis, reversed)) where the steps' results have the axis of the steps, and
+    ("at", (k, i)) for the result of one step. outside_bytes: of what it is given and gives.
     condition: of a `while` that does not count, with the outer values it reads first. packed:
     the dtypes of `ys` that are stacked as their bits, by number.
     """
@@ -119,6 +120,10 @@ class Loop:
     condition: Program | None = None
     condition_reads: tuple[Value, ...] = ()
     packed: dict[int, Any] = field(default_factory=dict)
+    outside_bytes: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outside_bytes = sum(aval_bytes(v.aval) for v in (*self.eqn.invars, *self.eqn.outvars))
 
     def levels(self) -> dict[int, int]:
         """0: the same at every step; 1: known before the loop; 2: depends on a carry or effect."""
@@ -172,6 +177,8 @@ class Loop:
                 k, axis, is_reversed = what
                 out = jnp.moveaxis(lax.squeeze(ys[k], (axis + 1,)), 0, axis)
                 out = lax.rev(out, (axis,)) if is_reversed else out
+            elif kind == "at":
+                out = ys[what[0]][what[1]]
             else:
                 out = read(what)
             outs.append(out)

@@ -81,17 +81,17 @@ class MatrixRoute:
             if part.state is None:
                 _run_loop(loop, part, known, steps, finals, read)
                 continue
-            _run_all(loop, part.equations, known, steps)
+            run_all(loop, part.equations, known, steps)
             k = part.state.carry
             start = loop.carries[k].start
             first = None if is_zero(start) else read(start)
             finals[k] = _Kernel(self, part.state, known, steps).run(first)
-        _run_all(loop, self.tail, known, steps)
-        ys = [_stacked(loop, v, known, steps) for v in loop.ys]
+        run_all(loop, self.tail, known, steps)
+        ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
         return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
 
 
-def _run_all(
+def run_all(
     loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
 ) -> None:
     """Run equations once where they are the same at every step, else for all steps."""
@@ -126,7 +126,7 @@ def _run_loop(
     steps.update(zip(part.ys, ys, strict=True))
 
 
-def _stacked(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
+def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
     """A result of every step."""
     if isinstance(v, int) and v in steps:
         return steps[v]
@@ -443,7 +443,7 @@ def _check_written(route: MatrixRoute) -> None:
         NotAMatrixError: it is.
     """
     loop = route.loop
-    limit = GROWTH * sum(aval_bytes(v.aval) for v in (*loop.eqn.invars, *loop.eqn.outvars))
+    limit = GROWTH * loop.outside_bytes
     made = [e for p in route.parts if p.state is not None for e in p.equations] + route.tail
     values = [v for e in made for v in e.outvals]
     values += [v for p in route.parts for v in p.ys]

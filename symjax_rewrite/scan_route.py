@@ -3,7 +3,8 @@
 The body is read as index terms, where axes of size one, transpositions and broadcasts are gone. One
 carry moves as h ← a·h + b over its own indices: the kernel is given the body itself, run with pairs
 (a, b) in place of what depends on h, so that coefficients in any spelling are made inside it.
-Results of a step are the states, or a sum of products with them over some of their axes.
+Results of a step are the states, or a sum of products with them over some of their axes. What else
+is done with those (skips, gates, projections) is done for all steps after the kernel.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from jax import lax
 
 from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
+from symjax_rewrite.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.fold_rows import apply
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
 from symjax_rewrite.loops import Loop, Read
-from symjax_rewrite.matrix_route import MIN_GAIN, MatrixRoute, matrices_of
+from symjax_rewrite.matrix_route import (
+    MIN_GAIN,
+    MatrixRoute,
+    matrices_of,
+    run_all,
+    stacked_result,
+)
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan_backward import differentiable_scan
@@ -35,8 +43,10 @@ from symjax_rewrite.pallas_kernels.scan_cost import (
 from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec
 from symjax_rewrite.recurrence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
 from symjax_rewrite.regions import node_of
+from symjax_rewrite.trace import Equation
 
 TIME = "t"
+MAX_GROWTH = 2  # what the kernel writes for results, over their bytes
 MIN_KEPT = 1 << 21  # bytes of all states, for them to be made again in a gradient
 
 
@@ -63,20 +73,22 @@ def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
 class ScanRoute:
     """A loop as a scan.
 
-    operands: body value and its axes by name, in the order of the kernel's operand. run_scan: the
-    scan of a spec, a backend and operands.
+    operands: body value and its axes by name, in the order of the kernel's operand. read_out: the
+    body values that the kernel gives for all steps. tail: what is made of these. run_scan: the scan
+    of a spec, a backend and operands.
     """
 
     loop: Loop
     spec: ScanSpec
     backend: str
     operands: list[tuple[int, tuple[str, ...]]]
-    shapes: list[tuple[int, ...]]
+    read_out: list[int]
+    tail: list[Equation]
     run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
 
     def run(self, read: Read) -> list[Any]:
         """What the loop gives, made by the kernel."""
-        loop = self.loop
+        loop, avals = self.loop, self.loop.body.avals
         known, steps = loop.constants(read), loop.stacks(read)
         if self.spec.start is not None:
             known[loop.carries[0].inner] = read(loop.carries[0].start)
@@ -86,12 +98,15 @@ class ScanRoute:
             array = jnp.asarray(steps[v] if v in steps else known[v])
             shape = tuple(size[a] for a in axes)
             if v == loop.carries[0].inner and array.size != np.prod(shape, dtype=int):
-                array = jnp.broadcast_to(array, loop.body.avals[v].shape)
+                array = jnp.broadcast_to(array, avals[v].shape)
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = compat.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
-        stacked = [lax.reshape(y, s) for y, s in zip(ys, self.shapes, strict=True)]
-        final = lax.reshape(last, loop.body.avals[loop.carries[0].inner].shape)
+        for v, y in zip(self.read_out, ys, strict=True):
+            steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
+        run_all(loop, self.tail, known, steps)
+        stacked = [stacked_result(loop, v, known, steps) for v in loop.ys]
+        final = lax.reshape(last, avals[loop.carries[0].inner].shape)
         return loop.finish([final], stacked, read)
 
 
@@ -110,7 +125,8 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
     try:
-        spec, operands, shapes = _Builder(loop).build()
+        builder = _Builder(loop)
+        spec = builder.build()
     except NotAScanError as error:
         return None, f"{moves}; no kernel: {error}"
     except UsageError as error:
@@ -123,7 +139,7 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
             also = f" ({why})" if why else ""
             return None, f"{moves}; on a CPU the loop is cheapest as it is{also}"
         reason = f"{moves}; the longest axis of its states innermost, predicted {after:.1e} s"
-        return ScanRoute(loop, spec, "turns", operands, shapes), f"{reason} for {before:.1e} s"
+        return builder.route(spec, "turns"), f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
@@ -132,7 +148,7 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
         return None, f"{moves}; the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, f"{moves}; no kernel: {support}"
-    route = ScanRoute(loop, spec, backend, operands, shapes)
+    route = builder.route(spec, backend)
     return route, f"{moves}; states of all steps are never made ({backend})"
 
 
@@ -149,7 +165,8 @@ def route_differentiated(
     if any(e.name == "stop_gradient" for e in loop.body.equations):
         return None, "its derivatives are not those of its values"
     try:
-        spec, operands, shapes = _Builder(loop).build()
+        builder = _Builder(loop)
+        spec = builder.build()
     except NotAScanError as error:
         return None, str(error)
     except UsageError as error:
@@ -159,7 +176,7 @@ def route_differentiated(
     heavy = any(r.over for r in spec.readouts) and states_bytes(spec) >= MIN_KEPT
     if kernels == "auto" and not heavy:
         return None, "what its steps keep is small"
-    return ScanRoute(loop, spec, "xla", operands, shapes, differentiable_scan), "states made again"
+    return builder.route(spec, "xla", differentiable_scan), "states made again"
 
 
 @dataclass(slots=True)
@@ -171,9 +188,19 @@ class _Builder:
     carry: int = field(init=False)
     indices: tuple[int, ...] = field(init=False)
     operands: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    readouts: dict[int, Readout] = field(default_factory=dict)
+    tail: list[Equation] = field(default_factory=list)
 
-    def build(self) -> tuple[ScanSpec, list[tuple[int, tuple[str, ...]]], list[tuple[int, ...]]]:
-        """The scan, where its operands come from, and the shapes of its stacked results."""
+    def route(
+        self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
+    ) -> ScanRoute:
+        """The loop as a scan that was built."""
+        return ScanRoute(
+            self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
+        )
+
+    def build(self) -> ScanSpec:
+        """The scan, with where its operands come from, what it gives and what is made of that."""
         loop = self.loop
         groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
@@ -198,25 +225,51 @@ class _Builder:
         names = tuple(f"s{i}" for i in range(len(sizes)))
         number = None if is_zero(carry.start) else self._operand(start)
         coefficients = self._program(out, None)
-        readouts, shapes = [], []
-        for y in loop.ys:
-            if not isinstance(y, int):
-                raise NotAScanError("a constant result")
-            readouts.append(self._readout(y, out))
-            shapes.append((loop.length, *body.avals[y].shape))
-        spec = ScanSpec(
+        self._read_results(out)
+        return ScanSpec(
             sizes=((TIME, loop.length), *zip(names, numbers, strict=True)),
             time=TIME,
             state=names,
             operands=tuple(Operand(axes, str(body.avals[v].dtype)) for v, axes in self.operands),
             coefficients=coefficients,
-            readouts=tuple(readouts),
+            readouts=tuple(self.readouts.values()),
             last=True,
             start=number,
             reverse=loop.reverse,
             dtype=dtype,
         )
-        return spec, self.operands, shapes
+
+    def _read_results(self, out: Ref) -> None:
+        """Find what the kernel gives for all steps, by body value, and the equations after it."""
+        body = self.loop.body
+        makers = {v: e for e in body.equations for v in e.outvals}
+        level = self.loop.levels()
+        tail: set[int] = set()
+        why = None
+        stack: list[Any] = list(self.loop.ys)
+        done: set[int] = set()
+        while stack:
+            y = stack.pop()
+            if not isinstance(y, int) or y in done:
+                continue
+            done.add(y)
+            if level.get(y) == 2:
+                count = len(self.operands)
+                try:
+                    self.readouts[y] = self._readout(y, out)
+                    continue
+                except NotAScanError as error:
+                    del self.operands[count:]
+                    why = why or error
+            if y in makers:
+                tail.add(id(makers[y]))
+                stack += makers[y].invals
+        self.tail = [e for e in body.equations if id(e) in tail]
+        given = sum(aval_bytes(body.avals[v]) for v in self.loop.ys if isinstance(v, int))
+        written = sum(aval_bytes(body.avals[v]) for v in self.readouts)
+        written = max([written, *[aval_bytes(body.avals[v]) for e in self.tail for v in e.outvals]])
+        if why is not None and written > MAX_GROWTH * given:
+            raise why
 
     def _operand(self, ref: Ref) -> int:
         """The number of a leaf's operand, read over the indices of the state."""
@@ -310,7 +363,7 @@ class _Builder:
         turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
         after = Ref(out.cls, out.axes)
         program = self._product(turned, after, dtype)
-        factor = self._factor(turned, after) if bound and view.cls != out.cls else None
+        factor = self._factor(self._factors(turned, after), after) if bound else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
         left = tuple(f"s{place[i]}" for i in range(width))
         return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
@@ -344,6 +397,19 @@ class _Builder:
         steps.append(("apply", (CONTRACT, None), numbers, dtype))
         key = ("scan", False, tuple((k, repr(d), a, x) for k, d, a, x in steps))
         return Program(_reading(steps, self.t.primitives), tuple(reads), key=key)
+
+    def _factors(self, refs: list[Ref], after: Ref) -> list[Ref]:
+        """What a product is of, where some of its operands are products themselves."""
+        found, classes = [], self.t.graph.classes
+        for ref in refs:
+            node = node_of(self.t.graph, ref.cls)
+            dtypes = {classes[a.cls].dtype for a in (ref, *node.args)}
+            if node.op == CONTRACT and not node.bound and ref != after and len(dtypes) == 1:
+                inner = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
+                found += self._factors(inner, after)
+            else:
+                found.append(ref)
+        return found
 
     def _factor(self, refs: list[Ref], after: Ref) -> Program | None:
         """What the state after a step is multiplied by, where a product is that."""

@@ -23,7 +23,7 @@ LAYERS = {
     "knowledge": "record site ops indexing analysis cost equation_cost product contract_order "
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
-    "prefixes recurrence loop_pass axes canonical match saturate "
+    "prefixes unrolled rerolling recurrence loop_pass axes canonical match saturate "
     "regions single extract solve spread lower emit pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",

@@ -112,9 +112,29 @@ def test_a_result_that_is_spread_over_an_axis() -> None:
 
     optimised = sym_optimize(lambda h, x: lax.scan(step, h, x), kernels="xla")
     (route,) = [r for r in optimised.explain(H, X).routes if r.name == "scan"]
-    assert "the same along an axis" in route.reason
+    assert route.taken  # the kernel gives the sums, which are spread after it
     for w, g in zip(lax.scan(step, H, X)[1], optimised(H, X)[1], strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
+def test_what_is_made_of_results_is_made_after_the_kernel() -> None:
+    def step(h, given):
+        x, dt, b, c = given
+        h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
+        return h, ((h * c).sum(-1) + 3 * x) * jax.nn.silu(x)  # a skip and a gate
+
+    def greedy(h, given):
+        h, y = step(h, given)
+        return h, (y.sum(), (h * given[3]).max(-1))
+
+    fun, args = scan(step)
+    optimised = sym_optimize(fun, kernels="xla")
+    assert [r.taken for r in optimised.explain(*args).routes if r.name == "scan"] == [True]
+    for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    fun, args = scan(greedy)
+    (route,) = sym_optimize(fun, kernels="xla").explain(*args).routes
+    assert not route.taken and "reduce in a result" in route.reason
 
 
 W = draw(D, D)
