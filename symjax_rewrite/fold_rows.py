@@ -90,13 +90,12 @@ class _Program:
 
     t: TermGraph
     lead: Names
-    tiles: TileBuilder
     after: set[int]
     late: set[int]
     names: dict[Value, Names] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     number: dict[Value, int] = field(default_factory=dict)
-    reads: list[int] = field(default_factory=list)
+    reads: list[Ref] = field(default_factory=list)
 
     def step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
         new = (kind, data, args, dtype)
@@ -116,7 +115,7 @@ class _Program:
             return None
         if len(set(axes)) != len(axes) or not set(axes) <= {*self.lead}:
             return None
-        read = self.tiles.operand(Ref(ref.cls, axes))
+        read = Ref(ref.cls, axes)
         if read not in self.reads:
             self.reads.append(read)
         return self.step("read", self.reads.index(read), (), dtype)
@@ -185,6 +184,24 @@ class _Program:
         self.names[cls] = tuple(names[i] for i in range(len(c.sizes)))
         return True
 
+    def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
+        """The steps that some are made of, these, and what is read: an attempt may leave others."""
+        live = set(used)
+        for n in range(len(self.steps) - 1, -1, -1):
+            if n in live:
+                live.update(self.steps[n][2])
+        steps: list[Step] = []
+        reads: list[Ref] = []
+        to: dict[int, int] = {}
+        for n in sorted(live):
+            kind, data, args, dtype = self.steps[n]
+            if kind == "read":
+                reads.append(self.reads[data])
+                data = len(reads) - 1
+            to[n] = len(steps)
+            steps.append((kind, data, tuple([to[a] for a in args]), dtype))
+        return tuple(steps), tuple([to[n] for n in used]), reads
+
 
 def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
     """The needed classes that depend on any of `roots`, and these."""
@@ -209,7 +226,7 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
     t, need = around.t, around.need
     lead = next(iter(served.values())).lead
     after = dependents(t.graph, need, set(served))
-    program = _Program(t, lead, tiles, after, around.late)
+    program = _Program(t, lead, after, around.late)
     for cls in need.order:
         if cls in served:
             if not program.serve(served[cls]):
@@ -220,8 +237,8 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
     exits: list[Value] = [*sorted(_exits(around, inside))]
     exits += [v for v in program.number if isinstance(v, tuple)]
     axes = tuple(_stored(t, program, served, value) for value in exits)
-    used = tuple(program.number[value] for value in exits)
-    steps, reads = tuple(program.steps), tuple(program.reads)
+    steps, used, refs = program.finish([program.number[value] for value in exits])
+    reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
     key = ("rows", tuple((k, repr(d), a, x) for k, d, a, x in steps), used)
     names = {value: program.names[value] for value in exits}

@@ -125,7 +125,7 @@ class Opener:
                    for b in terms]  # fmt: skip
             if len(out) > MAX_PARTS or any(len(p.factors) > MAX_FACTORS for p in out):
                 return None
-        return out
+        return None if _cancel(out) else out
 
     def _sum(self, ref: Ref, node: Node) -> list[Part] | None:
         """None where every term is a value of its own: then their sum is one."""
@@ -138,7 +138,15 @@ class Opener:
             terms = self.parts(read)
             structure = structure or not self.is_full(read) or terms != [Part(1, (read,))]
             out += [Part(float(coefficient) * t.coefficient, t.factors) for t in terms]
-        return out if structure and len(out) <= MAX_PARTS else None
+        return out if structure and len(out) <= MAX_PARTS and not _cancel(out) else None
+
+
+def _cancel(parts: list[Part]) -> bool:
+    """Whether parts of equal factors differ in sign: apart, they leave what their rounding is."""
+    signs: dict[tuple[Ref, ...], set[bool]] = {}
+    for p in parts:
+        signs.setdefault(tuple(sorted(p.factors)), set()).add(p.coefficient > 0)
+    return any(len(s) > 1 for s in signs.values())
 
 
 def is_cast(g: EGraph, cls: int) -> bool:

@@ -399,10 +399,22 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
         is_map = node.op == MAP and node.attr[0] != "convert_element_type"
         tile.nonlinear |= is_map or (node.op == CONTRACT and both > 1)
         tile.maps += is_map and dtype_kind(dtype) == "f"
-        if node.op == MAP and node.attr[0] in _COMPARISONS:
+        if (
+            node.op == MAP
+            and node.attr[0] in _COMPARISONS
+            and not asks_whether_finite(pair.g, node)
+        ):
             tile.compared.add(ref.cls)
     tile.inner[ref] = heavy
     return heavy
+
+
+def asks_whether_finite(g: EGraph, node: Node) -> bool:
+    """Whether a comparison is a test for NaN or infinity, which no rounding changes."""
+    if node.attr[0] == "is_finite" or (len(node.args) == 2 and node.args[0] == node.args[1]):
+        return True
+    limits = [node_of(g, a.cls) for a in node.args]
+    return any(n.op == CONST and math.isinf(abs(n.attr[0])) for n in limits)
 
 
 def is_test_like(g: EGraph, cls: int) -> bool:

@@ -27,6 +27,7 @@ from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
 from symjax_rewrite.regions import Key, Needed, Region, find_regions, needed, node_of
+from symjax_rewrite.routing import take
 from symjax_rewrite.rule import (
     ASSOCIATIVITY,
     COMMON,
@@ -44,6 +45,8 @@ from symjax_rewrite.trace import Program, flatten
 FEW_REGIONS = 4  # so few regions are solved whatever they weigh
 MANY_REGIONS = 8  # so many are worth pricing the whole program for
 REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
+CHOOSERS = frozenset({"max", "min", "reduce_max", "reduce_min"})  # differentiated by comparing
+MOVES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose"})
 MIN_SHARE = 0.01  # of the program's modelled time: rewrites that gain less are left
 
 
@@ -105,21 +108,33 @@ class Result:
         """Whether the emitted program is spared what a primitive makes of operands of some kinds.
 
         So it is for an equation whose results it does not make, and for whatever differentiation
-        adds that reads arrays of a shape of which it makes none.
+        adds that reads arrays of a shape of which it makes none. A maximum whose derivative asks
+        which operand it equals is not kept either where these are made again, rounded otherwise.
         """
         assert self.terms is not None
         program = self.terms.program
         keys: dict[bool, set[tuple]] = {True: set(), False: set()}
         shapes: dict[bool, set[Any]] = {True: set(), False: set()}
         shapes[True].update(compat.kind_of(program.avals[v])[0] for v in program.inputs)
+        there = {*self.made, *program.inputs, *program.consts}
+        moving, compared = _moving(program), set()  # kinds of maxima that are made again
         for e in program.equations:
             made = any(v in self.made for v in e.outvals)
-            keys[made].add((e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars)))
             shapes[made].update(compat.kind_of(v.aval)[0] for v in e.eqn.outvars)
+            if (
+                e.name in CHOOSERS
+                and e.outvals[0] in moving
+                and not there.issuperset(v for v in e.invals if isinstance(v, int))
+            ):
+                made = False
+                compared.add(compat.kind_of(e.eqn.outvars[0].aval))
+            keys[made].add((e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars)))
         unmade = shapes[False] - shapes[True]
 
         def spared(name: str, operands: tuple[tuple, ...]) -> bool:
             key = (name, *operands)
+            if name in MOVES and operands[0] in compared:
+                return True
             if key in keys[False] or key in keys[True]:
                 return key in keys[False]
             return any(kind[0] in unmade for kind in operands)
@@ -266,7 +281,7 @@ class Optimiser:
             if not any(c in result.plan.routed for c in region.local):
                 found.append((region, solution))
         self._apply_all(result, t, need, found)
-        self._take(result, (s.find(t, need, result.plan) for s in self.settlers))
+        self._take(result, t, (s.find(t, need, result.plan) for s in self.settlers))
         passes = self.rules.passes
         if REPEATED in passes and (allowed is None or REPEATED in allowed):
             self._narrow(result, t, need)
@@ -312,32 +327,22 @@ class Optimiser:
 
     def _route(self, result: Result, t: TermGraph, need: Needed) -> None:
         need.known = frozenset(result.known)
-        self._take(result, (router.find(t, need) for router in self.routers))
+        self._take(result, t, (router.find(t, need) for router in self.routers))
 
     @staticmethod
-    def _take(result: Result, found: Iterable[tuple[list[Any], list[RouteUse]]]) -> None:
-        """Take what computes nothing that another does, and reads nothing that one hides."""
-        routed = result.plan.routed
-        others = {id(r): r for r in routed.values()}.values()
-        hidden = {c for r in others for c in r.classes() - r.gives()}
-        read = {c for r in others for cls in r.classes() for c in r.needs(cls)}
+    def _take(
+        result: Result, t: TermGraph, found: Iterable[tuple[list[Any], list[RouteUse]]]
+    ) -> None:
+        """Take the routes that stand together with those taken before."""
         for routes, uses in found:
             result.routes.extend(uses)
-            dropped = 0
-            for route in routes:
-                mine = route.classes()
-                hides, reads = mine - route.gives(), {c for cls in mine for c in route.needs(cls)}
-                if mine & routed.keys() or hides & read or reads & hidden:
-                    dropped += 1
-                    continue
-                routed.update(dict.fromkeys(mine, route))
-                hidden |= hides
-                read |= reads
+            dropped = take(t, result.plan.routed, routes)
             if dropped and uses:
-                taken = dropped < len(routes)
                 for use in uses:
-                    use.taken = use.taken and taken
-                result.declined(uses[0].name, "another kernel computes or hides what it needs", "")
+                    use.taken = use.taken and dropped < len(routes)
+                result.declined(
+                    uses[0].name, "another kernel computes, hides or waits for what it needs", ""
+                )
 
     def _apply_all(
         self, result: Result, t: TermGraph, need: Needed, found: list[tuple[Region, Solution]]
@@ -505,6 +510,15 @@ class Optimiser:
                 result.bodies.append((body, spot.times))
             if eqn is not e.eqn:
                 result.plan.equations[number] = eqn
+
+
+def _moving(program: Program) -> set[int]:
+    """The values that results are differentiated through."""
+    moving = {v for v in program.outputs if isinstance(v, int)}
+    for e in reversed(program.equations):
+        if e.name != "stop_gradient" and not moving.isdisjoint(e.outvals):
+            moving.update(v for v in e.invals if isinstance(v, int))
+    return moving
 
 
 @contextlib.contextmanager

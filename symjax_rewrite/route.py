@@ -77,22 +77,31 @@ class Router:
         if self.kernels == "auto" and compat.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
-        depth = schedule(t, need, [c for c in found if not c.reason])
-        drafts = [None if c.reason else Draft(t, c, depth) for c in found]
-        read = Counter(c for d in drafts if d is not None for each in d.reads() for c in each)
         made: dict[int, list[Route]] = {}
-        for number in sorted(range(len(found)), key=lambda n: -found[n].pairs):
-            cluster, draft = found[number], drafts[number]
-            if cluster.reason or draft is None:
+        while any(not c.reason and n not in made for n, c in enumerate(found)):
+            # What was refused is made whole, so that others wait for more than they did before.
+            made = self._decided(t, need, found)
+        routes = [route for number in sorted(made) for route in made[number]]
+        return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
+
+    def _decided(self, t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, list[Route]]:
+        """The routes of every cluster in play; none at all where one of these is refused."""
+        asked = {n: c for n, c in enumerate(found) if not c.reason}
+        depth = schedule(t, need, [*asked.values()])
+        drafts = {n: Draft(t, c, depth) for n, c in asked.items()}
+        read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
+        made: dict[int, list[Route]] = {}
+        for number in sorted(asked, key=lambda n: -asked[n].pairs):
+            cluster = asked[number]
+            if cluster.reason:
                 continue
-            decided = self._decide(t, draft, need, read)
+            decided = self._decide(t, drafts[number], need, read)
             if isinstance(decided, str):
                 cluster.reason = decided
                 continue
             made[number] = decided
             _refuse_in_conflict(cluster, found)
-        routes = [route for number in sorted(made) for route in made[number]]
-        return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
+        return made if len(made) == len(asked) else {}
 
     def route_loop(
         self, loop: Loop, device: str, gradient: bool = False

@@ -24,7 +24,7 @@ LAYERS = {
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
     "prefixes unrolled rerolling recurrence loop_pass axes canonical match saturate "
-    "regions single extract solve spread lower emit pipeline",
+    "regions single extract solve spread lower emit routing pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "

@@ -191,6 +191,17 @@ def test_not_a_number_stays():
     close(got[3:], f(x)[3:], 1e-5)
 
 
+def test_what_cancels_is_not_taken_apart():
+    def f(x, w):
+        y = x + 100 * x[:, :1]
+        return (y - y) @ w
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((9, 9)), jnp.float32)
+    g = sym_optimize(f, kernels="always")
+    assert not any(r.taken for r in g.explain(x, x).routes)
+    np.testing.assert_array_equal(g(x, x), np.zeros((9, 9)))
+
+
 def test_symbolic_sizes_stay():
     (m,) = jax.export.symbolic_shape("m")
     exported = jax.export.export(sym_optimize(FOUND["RMSNorm"], kernels="always"))(

@@ -9,6 +9,7 @@ from tests.fuzz.symbolic import check_named
 SEEDS = {  # of random programs, and what went wrong
     3004999: "users of merged classes were noted again and again: no end",
     3005101: "a log-softmax was deferred past a product as a norm, and lost all digits",
+    3007730: "two folds waited for each other once a third was refused",
     3012155: "a result without a sum was read as one with the sum of the state",
     3012708: "a size `n - 3` was negative at the sample for n: no cheapest form, no end",
     3012726: "at the exact level a product was computed as a term, other than written",

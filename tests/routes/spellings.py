@@ -367,6 +367,13 @@ def safe_rows(q, k, v):
 
 
 @spelling
+def rows_that_are_not_numbers(q, k, v):
+    seen = jnp.arange(T)[:, None] > jnp.arange(T)[None]
+    p = jax.nn.softmax(jnp.where(seen, dot(q, k), -jnp.inf))
+    return out(jnp.where(jnp.isnan(p), 0, p), v), out(jnp.nan_to_num(p), k)
+
+
+@spelling
 def softmax_where(q, k, v):
     return out(jax.nn.softmax(dot(q, k) / 2, where=jnp.asarray(TRIL)), v)
 
