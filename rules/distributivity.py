@@ -40,10 +40,12 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             continue
         if not _is_useful(ctx, cls, p, f, total):
             continue
-        if sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype):
+        steady = _moves_rows(p, f) and _keeps_its_size(ctx, total)
+        often = sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype)
+        if often and not steady:
             ctx.refuse("distribute", "squares of sums cancel", cls)
             continue
-        if not _is_safe(ctx, f.cls, total):
+        if not steady and not _is_safe(ctx, f.cls, total):
             ctx.refuse("distribute", "terms of unknown sign may cancel", cls)
             continue
         ref = _distributed(ctx, cls, p, k, total)
@@ -120,6 +122,51 @@ def _cannot_cancel(ctx: Context, cls: int, total: Node) -> bool:
         return True
     signs = {_is_positive(k) for k in total.attr}
     return len(signs) == 1 and all(nonnegative(ctx.g, a.cls) for a in total.args)
+
+
+def _moves_rows(p: Product, f: Ref) -> bool:
+    """Whether a product is a matrix f times something: each result is of the size of what it reads.
+
+    In a trace of products it is not: there what f leaves is small may be multiplied before.
+    """
+    if len(p.factors) != 2 or len(p.bound) != 1 or len(set(f.axes)) != len(f.axes):
+        return False
+    other = next((x for x in p.factors if x is not f), f)
+    free = [i for i in f.axes if i < p.out]
+    return p.out in f.axes and p.out in other.axes and not set(free) & set(other.axes)
+
+
+def _keeps_its_size(ctx: Context, total: Node) -> bool:
+    """Whether a sum of numbers and deltas is at least half its terms, wherever deltas meet.
+
+    So it is for the centring matrix I − 11ᵀ/n of more than two rows.
+    """
+    terms = []
+    for k, a in zip(total.attr, total.args, strict=True):
+        value = _number_of(ctx, a.cls)
+        if value is None or isinstance(k, complex):
+            return False
+        terms.append((k * value[0], value[1]))
+    steady = [x for x, delta in terms if not delta]
+    deltas = [x for x, delta in terms if delta]
+    if len(deltas) > MAX_SHARED:
+        return False
+    for many in range(len(deltas) + 1):
+        for met in combinations(deltas, many):
+            values = [*steady, *met]
+            if abs(sum(values)) < 0.5 * sum(map(abs, values)):
+                return False
+    return True
+
+
+def _number_of(ctx: Context, cls: int) -> tuple[float, bool] | None:
+    """The one number a class holds, and whether it does so only where two indices are equal."""
+    for node in ctx.g.classes[cls].nodes:
+        if node.op == DELTA:
+            return 1.0, True
+        if node.op == CONST and isinstance(node.attr[0], (int, float)):
+            return float(node.attr[0]), False
+    return None
 
 
 def _is_rounded(ctx: Context, cls: int) -> bool:

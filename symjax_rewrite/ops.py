@@ -159,6 +159,8 @@ def _div(s: Site) -> list[Ref] | None:
     if dtype_kind(s.dtype[0]) not in "fc" or refs is None:
         return _elementwise("div")(s)
     c = s.scalar(1)
+    if dtype_kind(s.dtype[0]) == "f" and (made := _number(s, np.divide)):
+        return made
     if c is not None and s.scalar(0) is None and is_finite_nonzero(c):
         return [s.add(ADD, (1 / c,), (refs[0],))]
     if c is None and len(refs[1].axes) < len(s.outs[0].sizes):

@@ -258,14 +258,15 @@ def _is_all(axes: tuple[int, ...]) -> bool:
 def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
     """A value with several consumers that no rewrite of them could do without.
 
-    A sum, unless it hides a low-rank product; a product that is needed whole and that no other
-    product reads: what its users do with it costs little beside it.
+    A sum, unless it hides a low-rank product or an identity; a product that is needed whole and
+    that no other product reads: what its users do with it costs little beside it.
     """
     node = node_of(g, cls)
     if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
         return False
     if node.op == ADD:
-        return len(node.args) > 1 and not any(_is_low_rank(g, a.cls) for a in node.args)
+        hides = any(_is_low_rank(g, a.cls) or _is_sparse(g, a.cls) for a in node.args)
+        return len(node.args) > 1 and not hides
     if cls not in whole or _is_low_rank(g, cls):
         return False
     return not any(_mixes(g, u, cls) for u in need.users[cls])

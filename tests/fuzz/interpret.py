@@ -36,12 +36,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        wide: bool = False,
-        noise: float = 0.0,
-        seed: int = 0,
-        casts: bool = False,
-        again: bool = False,
+        self, wide: bool = False, noise: float = 0, seed: int = 0, casts=False, again=False
     ) -> None:
         self.wide, self.noise, self.casts, self.again = wide, noise, casts, again
         self.rng = np.random.default_rng(seed)

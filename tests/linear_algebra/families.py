@@ -367,6 +367,22 @@ FAMILIES = {
             "masked": lambda d, a, e: (d[:, None] * jnp.eye(256)) @ a,
         },
     ),
+    "centring": Family(
+        "ij",
+        {"i": 256, "j": 64},
+        3,
+        {
+            "ones over n": lambda a: (jnp.eye(256) - jnp.ones((256, 256)) / 256) @ a,
+            "a number": lambda a: (jnp.eye(256) - 1 / 256) @ a,
+            "outer product": lambda a: (
+                (jnp.eye(256) - jnp.outer(jnp.ones(256) / 16, jnp.ones(256) / 16)) @ a
+            ),
+            "both sides": lambda a: (c := jnp.eye(256) - 1 / 256) @ (a @ a.T) @ c,
+            "kernel alignment": lambda a: jnp.sum(((jnp.eye(256) - 1 / 256) @ (a @ a.T)) ** 2),
+            "from the right": lambda a: a.T @ (jnp.eye(256) - 1 / 256),
+        },
+        cost="seconds",
+    ),
     "triangle of ones": Family(
         "ij",
         {"i": 256, "j": 64},

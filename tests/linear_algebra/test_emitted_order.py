@@ -17,7 +17,7 @@ def emitted(x, y, labels=((2, 0), (2, 1))):
     return lower.transposed_apart(PRODUCT, operands)
 
 
-def drawn(rows, cols, dtype=np.float32):
+def drawn(rows: int, cols: int, dtype: str = "float32"):
     return np.random.default_rng(rows + cols).standard_normal((rows, cols)).astype(dtype)
 
 
@@ -38,7 +38,7 @@ def test_the_narrower_operand_is_laid_along_the_grain(m, n, turned):
         (drawn(32, 4), drawn(32, 64), ((2, 0), (2, 1))),  # too narrow to pay
         (drawn(16, 32), drawn(32, 64), ((0, 2), (2, 1))),  # along the grain already
         (drawn(32, 16).astype(np.int32), drawn(32, 64).astype(np.int32), ((2, 0), (2, 1))),
-        (drawn(32, 16, np.float64).astype(np.float16), drawn(32, 64), ((2, 0), (2, 1))),
+        (drawn(32, 16, "float16"), drawn(32, 64), ((2, 0), (2, 1))),
     ],
     ids=["narrow", "along", "integers", "half"],
 )

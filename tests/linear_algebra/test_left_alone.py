@@ -57,6 +57,7 @@ LOOKALIKES = {
     ),
     "sum with a bias": (lambda x, W, b: jax.nn.relu(x @ W + b), "nd,do,o"),
     "centred": (lambda x, W: (x - jnp.mean(x, 0)) @ W, "nd,do"),
+    "a projection that cancels": (lambda x: (jnp.eye(2) - 0.5) @ x[:2], "nd"),
     "difference of weights": (lambda x, W, V: x @ (W - V), "nd,do,do"),
 }
 SMALL = {
