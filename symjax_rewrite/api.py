@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import compat, config, tune
+from symjax_rewrite.banded import BandedProducts
 from symjax_rewrite.call import Call, closing_over_nothing
 from symjax_rewrite.config import Budget, Numerics, Options
 from symjax_rewrite.device import device_profile
@@ -273,7 +274,7 @@ class _Worker:
             chosen = (self.options.kernels, self.options.numerics, device)
             folds = Router(*chosen)
             routers = (folds, NormRouter(*chosen), SelectionRouter(self.options.kernels, device))
-            settlers = (FrozenNorms(self.options.numerics, device),)
+            settlers = (FrozenNorms(self.options.numerics, device), BandedProducts(*chosen))
             self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
         return self._optimiser
 

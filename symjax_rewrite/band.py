@@ -140,6 +140,8 @@ class _Reader:
             return EVERYWHERE
         if kind == "value":
             return self._constant(data, lambda x: x != fill)
+        if kind in ("delta", "diagonal") and fill == 0:
+            return Region(0, 0)
         if kind != "apply":
             return EVERYWHERE
         op, attr = data

@@ -186,7 +186,7 @@ class LoopRouter(Protocol):
 
 
 class Settler(Protocol):
-    """Finds what to compute another way after the rules, where some inputs are frozen."""
+    """Finds what to compute another way after the rules, in what they left as written."""
 
     def find(self, t: TermGraph, need: Needed, plan: Plan) -> tuple[list[Any], list[RouteUse]]:
         """What to route, and what was considered."""
