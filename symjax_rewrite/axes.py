@@ -249,6 +249,8 @@ def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     """`stack` and `unstack`: the pieces have every axis of the whole but one."""
+    if not outs:
+        return  # of an axis without entries
     pieces, whole = (ins, outs[0]) if len(ins) > 1 or len(ins[0]) < len(outs[0]) else (outs, ins[0])
     for piece in pieces:
         m._same_sizes(piece, _without(whole, p["axis"]))

@@ -102,6 +102,7 @@ class ScanRoute:
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = compat.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
+        known.pop(loop.carries[0].inner, None)  # it was the first state, and is one of every step
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         run_all(loop, self.tail, known, steps)
@@ -261,6 +262,8 @@ class _Builder:
                 except NotAScanError as error:
                     del self.operands[count:]
                     why = why or error
+                    if y not in makers:  # the state before a step, which is not made again
+                        raise
             if y in makers:
                 tail.add(id(makers[y]))
                 stack += makers[y].invals

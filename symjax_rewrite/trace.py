@@ -123,7 +123,8 @@ def _one_implementation(
 ) -> tuple[Value, ...]:
     """Implementations for several platforms are equal: read the one made of known operations.
 
-    Not where differentiation made them: what each saves for its own backward pass is not equal.
+    Not where differentiation made them: what each saves for its own backward pass is not equal, and
+    comes from outside where that pass is the body of a loop.
     """
     branches = compat.platform_branches(eqn)
     if len(eqn.outvars) != 1:
@@ -133,7 +134,11 @@ def _one_implementation(
         return ()
     if "jvp" in stack and len({compat.read_inputs(b) for b in branches}) > 1:
         return ()
+    default = compat.read_inputs(branches[-1])
     for body in branches:
+        extra = zip(invals[1:], compat.read_inputs(body), default, strict=True)
+        if any(mine and not its and v in program.inputs for v, mine, its in extra):
+            continue
         if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
             continue
         inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))

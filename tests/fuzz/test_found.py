@@ -16,6 +16,9 @@ SEEDS = {  # of random programs, and what went wrong
     4003208: "a row sum took a product that others read rounded to bfloat16 as it was before",
     4005634: "what cancelled between two terms of one rounded product was rounded in each",
     4008027: "residuals of a complex program were rounded by what takes no complex numbers",
+    5002699: "in a loop's body a branch for another platform read what no branch here had saved",
+    5006529: "what is made of the state before a step was made of the first one",
+    5012422: "an axis without entries was unstacked",
 }
 
 

@@ -61,6 +61,9 @@ AFFINE = {
     "selective scan": scan(mamba),
     "selective scan, by sums": scan(by_sum),
     "state before the step": scan(before),
+    "what is made of the state before the step": scan(
+        lambda h, x: (h * x + 1, jnp.sin(h @ A)), draw(D), X
+    ),
     "reversed": scan(mamba, reverse=True),
     "a choice that is given": scan(choice),
     "a running sum": scan(running),
