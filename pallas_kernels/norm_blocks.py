@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec
 
 TABLE = Path(__file__).with_name("norm_blocks.json")
 
@@ -47,25 +47,32 @@ def device_here() -> str:
     return next((name for name in table() if name in kind), "h200")
 
 
-def norm_blocks(spec: NormSpec, device: str | None = None) -> NormBlocks:
-    """The cut for a spec: the first row of the device's table whose limits hold.
+def norm_blocks(group: NormGroup, device: str | None = None) -> NormBlocks:
+    """The cut for a group: the first row of the device's table whose limits hold.
 
     device: one of `devices()`; by default the one at hand. A row's limits are `rows`, `outputs`
-    (at most) and `weights` (bytes of one element of the products times their number, at most).
+    (of all members together, at most) and `weights` (bytes of one element of a member's products
+    times their number, at most).
     """
-    held = jnp.dtype(spec.factor).itemsize * len(spec.weights)
-    held += 4 * (spec.gain is not None) * len(spec.weights)
+    held = max(_held(s) for s in group.members)
+    outputs = sum(s.outputs for s in group.members)
     device = device_here() if device is None else device
     for row in table()[device]:
         limits = row["limits"]
-        fits = spec.rows <= limits["rows"] and spec.outputs <= limits["outputs"]
+        fits = group.first.rows <= limits["rows"] and outputs <= limits["outputs"]
         if fits and held <= limits["weights"]:
-            return _clipped(spec, NormBlocks(**row["blocks"]))
-    return _clipped(spec, NormBlocks(**table()[device][-1]["blocks"]))
+            return _clipped(group, NormBlocks(**row["blocks"]))
+    return _clipped(group, NormBlocks(**table()[device][-1]["blocks"]))
 
 
-def _clipped(spec: NormSpec, blocks: NormBlocks) -> NormBlocks:
-    least = {"rows": spec.rows, "outputs": spec.outputs, "step": spec.width}
+def _held(spec: NormSpec) -> int:
+    size = jnp.dtype(spec.factor).itemsize + 4 * (spec.gain is not None)
+    return size * len(spec.weights)
+
+
+def _clipped(group: NormGroup, blocks: NormBlocks) -> NormBlocks:
+    outputs = max(s.outputs for s in group.members)
+    least = {"rows": group.first.rows, "outputs": outputs, "step": group.first.width}
     return replace(
         blocks, **{k: min(getattr(blocks, k), power_of_two(v)) for k, v in least.items()}
     )

@@ -15,7 +15,7 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels import norm_triton as _triton
 from symjax_rewrite.pallas_kernels import norm_xla as _xla
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.support import (
     YES,
     Backend,
@@ -29,33 +29,31 @@ from symjax_rewrite.pallas_kernels.support import (
 BACKENDS = {
     b.name: b
     for b in (
-        Backend("xla", None, _xla.supports, _xla.norm_xla),
-        Backend("triton", "cuda", _triton.supports, _triton.norm_triton),
+        Backend("xla", None, _xla.supports, _xla.group_xla),
+        Backend("triton", "cuda", _triton.supports, _triton.group_triton),
     )
 }
 
 
-def supports(spec: NormSpec) -> Support:
-    """Whether a program lowered for CUDA runs the spec as one kernel, or why not."""
-    found = first_on_cuda([BACKENDS["triton"]], spec)
+def supports(group: NormGroup) -> Support:
+    """Whether a program lowered for CUDA runs the group as one kernel, or why not."""
+    found = first_on_cuda([BACKENDS["triton"]], group)
     return found if isinstance(found, Reason) else YES
 
 
 def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
-    """Run a matmul with sums.
+    """Run a matmul with sums: a group of one.
 
     Args:
         spec: what to compute.
         operands: one array per operand of the spec.
-        backend: "auto" takes the kernel where the program is lowered for CUDA; else a name of
-            `BACKENDS`.
+        backend: as for `norm_linears`.
 
     Returns:
         The result, [m, n].
 
     Raises:
-        KernelError: the operands do not fit, or the backend asked for does not exist or does not
-            support the spec.
+        KernelError: as of `norm_linears`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,13 +62,32 @@ def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
         >>> norm_linear(spec, jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones((4, 2)))
         Array([[2.8, 2.8]], dtype=float32)
     """
-    check_operands(spec.shapes, operands, "matmul")
+    return norm_linears(NormGroup((spec,)), *operands, backend=backend)[0]
+
+
+def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
+    """Run matmuls with sums of one x, in one kernel where there is one.
+
+    Args:
+        group: what to compute.
+        operands: one array per operand of the group.
+        backend: "auto" takes the kernel where the program is lowered for CUDA; else a name of
+            `BACKENDS`.
+
+    Returns:
+        The result of every member, [m, n].
+
+    Raises:
+        KernelError: the operands do not fit, or the backend asked for does not exist or does not
+            support the group.
+    """
+    check_operands(group.shapes, operands, "matmul")
     if backend != "auto":
-        return named_backend(BACKENDS, backend, spec, "matmul").run(spec, *operands)
-    if not supports(spec):
-        return _xla.norm_xla(spec, *operands)
+        return named_backend(BACKENDS, backend, group, "matmul").run(group, *operands)
+    if not supports(group):
+        return _xla.group_xla(group, *operands)
     return lax.platform_dependent(
         *operands,
-        cuda=lambda *xs: _triton.norm_triton(spec, *xs),
-        default=lambda *xs: _xla.norm_xla(spec, *xs),
+        cuda=lambda *xs: _triton.group_triton(group, *xs),
+        default=lambda *xs: _xla.group_xla(group, *xs),
     )

@@ -9,6 +9,7 @@ the contraction and x is read once, as in `Σ_k (x·r·γ)·W = r·Σ_k x·(γ·
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -148,10 +149,58 @@ class NormSpec:
     @property
     def bytes_moved(self) -> int:
         """Of every operand and the result, each once."""
-        total = self.rows * self.outputs * jnp.dtype(self.dtype).itemsize
-        for shape, dtype in self.shapes:
-            size = jnp.dtype(dtype).itemsize
-            for extent in shape:
-                size *= extent
-            total += size
-        return total
+        result = _bytes((self.rows, self.outputs), self.dtype)
+        return result + sum(_bytes(*a) for a in self.shapes)
+
+    @property
+    def of_x(self) -> tuple:
+        """Equal for matmuls that can read one x."""
+        return self.rows, self.width, self.pairs, self.pairs_swapped
+
+
+@dataclass(frozen=True, slots=True)
+class NormGroup:
+    """Such matmuls of one x as one kernel: each with its own weights, sums and result.
+
+    Operands: the pairs, which all share; then for each member the rest of its own.
+
+    Raises:
+        UsageError: they do not share x.
+    """
+
+    members: tuple[NormSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.members or len({s.of_x for s in self.members}) > 1:
+            raise UsageError("not matmuls of one operand", expected="one x", got=self.members)
+
+    @property
+    def first(self) -> NormSpec:
+        """What all members share is read off the first."""
+        return self.members[0]
+
+    @property
+    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every operand, in order."""
+        shared = len(self.first.pairs)
+        return self.first.shapes[:shared] + [a for s in self.members for a in s.shapes[shared:]]
+
+    def given(self, operands: Any) -> list[tuple[Any, ...]]:
+        """The operands of each member, the shared ones among them."""
+        count = len(self.first.pairs)
+        shared, rest, out = tuple(operands[:count]), list(operands[count:]), []
+        for s in self.members:
+            count = len(s.shapes) - len(shared)
+            out.append((*shared, *rest[:count]))
+            rest = rest[count:]
+        return out
+
+    @property
+    def bytes_moved(self) -> int:
+        """Of every operand and result, each once."""
+        again = sum(_bytes(*a) for a in self.first.shapes[: len(self.first.pairs)])
+        return sum(s.bytes_moved for s in self.members) - (len(self.members) - 1) * again
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize

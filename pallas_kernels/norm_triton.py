@@ -15,23 +15,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite import compat
 from symjax_rewrite.pallas_kernels.norm_blocks import NormBlocks, norm_blocks
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Sums
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Sums
 from symjax_rewrite.pallas_kernels.norm_xla import scale_weight
-from symjax_rewrite.pallas_kernels.support import Support, first_reason
+from symjax_rewrite.pallas_kernels.support import YES, Support, first_reason
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
 MAX_ELEMENTS = 2**31 - 1
 
 
-def supports(spec: NormSpec) -> Support:
-    """Whether this backend runs the spec on a GPU of compute capability 8.0 or newer."""
+def supports(group: NormGroup) -> Support:
+    """Whether this backend runs the group on a GPU of compute capability 8.0 or newer."""
+    found = (_supports(spec) for spec in group.members)
+    return next((support for support in found if not support), YES)
+
+
+def _supports(spec: NormSpec) -> Support:
     dtypes = {dtype for _, dtype in spec.shapes} | {spec.dtype}
     largest = max(math.prod(shape) for shape, _ in spec.shapes)
     if not dtypes <= DTYPES or 0 in (spec.rows, spec.width, spec.outputs):
@@ -79,37 +85,92 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
 def norm_triton(
     spec: NormSpec, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> Any:
-    """A matmul with sums as one kernel.
+    """A matmul with sums as one kernel: a group of one.
 
     Args:
         spec: one that `supports` accepts.
         operands: one array per operand of the spec.
-        blocks: sizes of its blocks; from the table if left out.
-        interpret: run in Pallas' interpreter, on any device.
+        blocks, interpret: as for `group_triton`.
 
     Returns:
         The same as `norm_xla`.
     """
-    cut = norm_blocks(spec) if blocks is None else blocks
-    kernel = _Kernel(spec, cut)
-    return pl.pallas_call(
-        kernel.run,
-        grid=(pl.cdiv(spec.rows, cut.rows), pl.cdiv(spec.outputs, cut.outputs)),
-        in_specs=kernel.operand_specs(),
-        out_specs=pl.BlockSpec((cut.rows, cut.outputs), lambda i, j: (i, j)),
-        out_shape=jax.ShapeDtypeStruct((spec.rows, spec.outputs), spec.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-        interpret=interpret,
-        name="norm_linear",
-    )(*operands)
+    group = NormGroup((spec,))
+    return group_triton(group, *operands, blocks=blocks, interpret=interpret)[0]
+
+
+def group_triton(
+    group: NormGroup, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
+) -> tuple[Any, ...]:
+    """Matmuls with sums of one x as one kernel.
+
+    Args:
+        group: one that `supports` accepts.
+        operands: one array per operand of the group.
+        blocks: sizes of its blocks; from the table if left out.
+        interpret: run in Pallas' interpreter, on any device.
+
+    Returns:
+        The same as `group_xla`.
+    """
+    cut = norm_blocks(group) if blocks is None else blocks
+    kernels, first = [], 0
+    for spec in group.members:
+        kernels.append(_Kernel(spec, cut, first))
+        first += pl.cdiv(spec.outputs, cut.outputs)
+
+    def run(*refs: Any) -> None:
+        given = group.given(refs[: -len(kernels)])
+        for kernel, own, out in zip(kernels, given, refs[-len(kernels) :], strict=True):
+            start = functools.partial(kernel.run, *own, out)
+            if len(kernels) == 1:
+                start()
+            else:
+                pl.when(kernel.is_here())(start)
+
+    shared = len(group.first.pairs)
+    in_specs = kernels[0].operand_specs()[:shared]
+    in_specs += [block for kernel in kernels for block in kernel.operand_specs()[shared:]]
+    return tuple(
+        pl.pallas_call(
+            run,
+            grid=(pl.cdiv(group.first.rows, cut.rows), first),
+            in_specs=in_specs,
+            out_specs=[kernel.result_spec() for kernel in kernels],
+            out_shape=[jax.ShapeDtypeStruct((s.rows, s.outputs), s.dtype) for s in group.members],
+            compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+            interpret=interpret,
+            name="norm_linear",
+        )(*operands)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """One spec with its block sizes."""
+    """One spec with its block sizes; `first` is the place of its columns' programs in the grid."""
 
     spec: NormSpec
     blocks: NormBlocks
+    first: int
+
+    @property
+    def programs(self) -> int:
+        return pl.cdiv(self.spec.outputs, self.blocks.outputs)
+
+    def is_here(self) -> Any:
+        """Whether this program is one of those that compute the spec."""
+        j = pl.program_id(1)
+        return (j >= self.first) & (j < self.first + self.programs)
+
+    def column(self, j: Any) -> Any:
+        """The block of columns of a program; one of its own for those of other specs."""
+        last = np.int32(self.programs - 1)
+        return lax.min(lax.max(j - self.first, np.int32(0)), last)
+
+    def result_spec(self) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (self.blocks.rows, self.blocks.outputs), lambda i, j: (i, self.column(j))
+        )
 
     @property
     def steps(self) -> int:
@@ -122,23 +183,23 @@ class _Kernel:
         pair = pl.BlockSpec((cut.rows, k), lambda i, j: (i, 0))
         if spec.pairs_swapped:
             pair = pl.BlockSpec((k, cut.rows), lambda i, j: (0, i))
-        weight = pl.BlockSpec((k, cut.outputs), lambda i, j: (0, j))
+        weight = pl.BlockSpec((k, cut.outputs), lambda i, j: (0, self.column(j)))
         if spec.weights_swapped:
-            weight = pl.BlockSpec((cut.outputs, k), lambda i, j: (j, 0))
+            weight = pl.BlockSpec((cut.outputs, k), lambda i, j: (self.column(j), 0))
         groups = (
             (pair, spec.pairs),
             (pl.BlockSpec((k,), lambda i, j: (0,)), spec.columns),
             (weight, spec.weights),
             (pl.BlockSpec((cut.rows,), lambda i, j: (i,)), spec.row_vectors),
-            (pl.BlockSpec((cut.outputs,), lambda i, j: (j,)), spec.ends),
-            (pl.BlockSpec((cut.rows, cut.outputs), lambda i, j: (i, j)), spec.fulls),
+            (pl.BlockSpec((cut.outputs,), lambda i, j: (self.column(j),)), spec.ends),
+            (self.result_spec(), spec.fulls),
         )
         return [block for block, dtypes in groups for _ in dtypes]
 
     def place(self) -> dict[str, Any]:
         """The first row and output of this program."""
-        first = (pl.program_id(0) * self.blocks.rows, pl.program_id(1) * self.blocks.outputs)
-        return dict(zip("mn", first, strict=True))
+        i, j = pl.program_id(0), pl.program_id(1) - self.first
+        return {"m": i * self.blocks.rows, "n": j * self.blocks.outputs}
 
     def axes(self, here: dict[str, Any]) -> dict[str, tuple[Any, int, Any, int]]:
         """Per axis: where its block starts in the reference, its size, its first index, its end."""
@@ -173,7 +234,7 @@ class _Kernel:
 
         total = jnp.zeros((cut.rows,), jnp.float32)
         if self.spec.centred:
-            total = lax.fori_loop(0, self.steps, add, total) / self.spec.width
+            total = lax.fori_loop(np.int32(0), np.int32(self.steps), add, total) / self.spec.width
         return total[:, None]
 
     def run(self, *refs: Any) -> None:
@@ -192,7 +253,9 @@ class _Kernel:
             ),
         )
         step = functools.partial(self.step, (pairs, columns, weights), centre, here)
-        products, side_sums, column_sums = lax.fori_loop(0, self.steps, step, start)
+        products, side_sums, column_sums = lax.fori_loop(
+            np.int32(0), np.int32(self.steps), step, start
+        )
         result = spec.finish.fun(
             Sums(
                 products,

@@ -7,14 +7,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Sums
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Sums
 from symjax_rewrite.pallas_kernels.support import YES, Support
 
 
-def supports(spec: NormSpec) -> Support:
+def supports(group: NormGroup) -> Support:
     """Every one."""
-    del spec
+    del group
     return YES
+
+
+def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
+    """Every member by itself; XLA computes once what they share."""
+    given = group.given(operands)
+    return tuple(norm_xla(s, *xs) for s, xs in zip(group.members, given, strict=True))
 
 
 def norm_xla(spec: NormSpec, *operands: Any) -> Any:

@@ -9,7 +9,7 @@ factors that do or do not depend on k. Nothing here knows of any norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -170,6 +170,18 @@ def depends(g: EGraph, cls: int, on: int) -> bool:
     return False
 
 
+def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
+    """Some classes and all they are computed from."""
+    stack = list(classes)
+    seen = set(stack)
+    while stack:
+        for a in node_of(g, stack.pop()).args:
+            if a.cls not in seen:
+                seen.add(a.cls)
+                stack.append(a.cls)
+    return seen
+
+
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
     """Whether a sum is among what a class is computed from."""
     order, stack = [], [cls]
@@ -221,7 +233,7 @@ def _side(
     opener = Opener(g, is_full)
     parts = opener.parts(a)
     scaled = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
-    if not scaled:
+    if not scaled or (rows and not any(f.axes for f in scaled)):  # one number scales no row
         return _nonlinear(g, a, bound, is_full) or _other_axis(g, parts, bound, rows)
     x = _value(g, parts, scaled, bound, rows)
     if not isinstance(x, Ref):

@@ -25,8 +25,9 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.emit import Plan
 from symjax_rewrite.ir import ADD, Ref
+from symjax_rewrite.norm_call import columns_of, read_over, weight_of
 from symjax_rewrite.norm_form import Column, Normed, Shift, depends, has_sums, normal_form
-from symjax_rewrite.norm_route import columns_of, note, read_over, weight_of, without
+from symjax_rewrite.norm_route import note, without
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 

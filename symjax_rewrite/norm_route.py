@@ -1,150 +1,51 @@
 """Routes: a norm and the linear layer after it become one matmul with sums (a face).
 
 `norm_form` reads the operand of every contraction; here statistics and epilogue become programs
-(`norm_program`), the kernel is priced against what is written, and the call is emitted. Weights
-that are known beforehand are scaled, summed and shifted outside of it, once.
+(`norm_program`) and the kernel is priced against what is written; `norm_call` emits it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from symjax_rewrite import compat, lower
+from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.cost import itemsize
 from symjax_rewrite.device import Device
+from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.extract import GAIN
-from symjax_rewrite.ir import Ref
+from symjax_rewrite.ir import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    LEAF,
+    MAP,
+    SLICE,
+    TAKE,
+    Ref,
+)
+from symjax_rewrite.norm_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.norm_epilogue import Epilogue, epilogue
-from symjax_rewrite.norm_form import Column, Normed, Shift, depends, normal_form
+from symjax_rewrite.norm_form import Column, Normed, Shift, cone, depends, normal_form
 from symjax_rewrite.norm_program import CENTRE, SQUARES, SUM, ProgramBuilder, program
-from symjax_rewrite.pallas_kernels.norm_linear import BACKENDS, norm_linear, supports
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Program
+from symjax_rewrite.pallas_kernels.norm_linear import BACKENDS, supports
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Program
+from symjax_rewrite.pallas_kernels.support import YES, Support
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 
 NAME = "norm_linear"
+LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
 KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
-
-
-@dataclass(slots=True)
-class NormRoute:
-    """One kernel call for one or several contractions of one normalised value.
-
-    members: the contractions. exit: the class it computes. columns: the vectors over k that the
-    kernel reads. folded: whether γ is in the weights before the call. sums: what each column sum
-    is: None for γ·W, else a column; `given` of them are computed outside and read as ends.
-    """
-
-    spec: NormSpec
-    backend: str
-    members: list[Normed]
-    exit: Epilogue
-    columns: list[tuple[Column, ...]]
-    folded: bool
-    given: list[tuple[tuple[Column, ...] | None, int]]
-    operands: dict[str, list[Ref]]
-
-    def classes(self) -> set[int]:
-        """The classes this route computes or makes superfluous."""
-        return {self.exit.cls, *self.exit.inside}
-
-    def gives(self) -> set[int]:
-        """Those of them that others may read."""
-        return {self.exit.cls}
-
-    def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before the call."""
-        first = self.members[0]
-        columns = [*self.columns, *(c for c, _ in self.given if c is not None), first.gain]
-        found = [first.x.cls, *(m.weight.cls for m in self.members)]
-        found += [f.cls for terms in columns for c in terms for f in c.columns]
-        return found + [r.cls for refs in self.operands.values() for r in refs]
-
-    def run(self, emitter: Any) -> list[Any]:
-        """Emit the call: the result as [rows, outputs]."""
-        m = self.members[0]
-        slots = range(len(m.x.axes))
-        across = tuple(s for s in slots if m.x.axes[s] in m.contracted)
-        down = tuple(s for s in slots if m.x.axes[s] not in m.contracted)
-        sizes = emitter.t.graph.classes[m.x.cls].sizes
-        x = read_over(emitter, Ref(m.x.cls, tuple(slots)), (*down, *across), sizes)
-        x = x.reshape(self.spec.rows, self.spec.width)
-        vector = lambda c: columns_of(emitter, c, across, sizes)  # noqa: E731
-        weights = [weight_of(emitter, w) for w in self.members]
-        raw = weights
-        if self.folded and m.gain != ((1.0, ()),):
-            gain = vector(m.gain).astype(self.spec.accumulator)[:, None]
-            weights = [(w.astype(gain.dtype) * gain).astype(w.dtype) for w in weights]
-        ends = []
-        for what, k in self.given:
-            summed = weights[k] if what is None else raw[k]
-            factor = jnp.ones(self.spec.width) if what is None else vector(what)
-            total = self.spec.accumulator
-            ends.append(jnp.dot(factor.astype(total), summed.astype(total), precision="highest"))
-        rows = [read_over(emitter, r, down, sizes).reshape(-1) for r in self.operands["rows"]]
-        ends += [self._result_shaped(emitter, r, "ends") for r in self.operands["ends"]]
-        fulls = [self._result_shaped(emitter, r, "fulls") for r in self.operands["fulls"]]
-        columns = [vector(c) for c in self.columns]
-        operands = (x, *columns, *weights, *rows, *ends, *fulls)
-        return [norm_linear(self.spec, *operands, backend=self.backend)]
-
-    def _result_shaped(self, emitter: Any, ref: Ref, kind: str) -> Any:
-        m = self.members[0]
-        sizes = emitter.t.graph.classes[m.cls].sizes
-        order = m.ends if kind == "ends" else (*m.rows, *m.ends)
-        array = read_over(emitter, ref, order, sizes)
-        lead = () if kind == "ends" else (self.spec.rows,)
-        return array.reshape(*lead, self.spec.outputs)
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The result over its class's slots."""
-        (data,) = emitter.folded(self)
-        m = self.members[0]
-        sizes = emitter.t.graph.classes[m.cls].sizes
-        order = (*m.rows, *m.ends)
-        slot = {i: s for s, i in enumerate(self.exit.axes)}
-        return data.reshape([sizes[i] for i in order]), tuple(slot[i] for i in order)
-
-
-def read_over(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
-    """A reference as an array over exactly the indices of `order`."""
-    array = emitter.array(ref.cls)
-    labels = tuple(ref.axes[s] for s in array.slots)
-    return lower.arrange(array.data, labels, order, sizes)
-
-
-def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
-    """Σ coefficient · Π columns as a vector over k."""
-    single = len(terms) == 1 and terms[0].coefficient == 1 and len(terms[0].columns) == 1
-    total: Any = None
-    for coefficient, refs in terms:
-        value: Any = None
-        for ref in refs:
-            array = read_over(emitter, ref, across, sizes).reshape(-1)
-            array = array if single else array.astype(jnp.promote_types(array.dtype, jnp.float32))
-            value = array if value is None else value * array
-        if value is None:
-            value = jnp.ones(math.prod(sizes[s] for s in across), jnp.float32)
-        value = value if coefficient == 1 else value * np.asarray(coefficient, value.dtype)
-        total = value if total is None else total + value
-    return total
-
-
-def weight_of(emitter: Any, m: Normed) -> Any:
-    """A product's weight as [contracted, outputs]."""
-    node = node_of(emitter.t.graph, m.cls)
-    sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
-    array = read_over(emitter, m.weight, (*m.contracted, *m.ends), sizes)
-    return array.reshape(math.prod(sizes[i] for i in m.contracted), -1)
 
 
 class NormRouter:
@@ -193,33 +94,32 @@ class NormRouter:
             return [], "the normalised value is itself a result"
         if self.kernels == "auto" and self.device.name == "cpu":
             return [], "on a CPU XLA's own passes are as good: the kernel gains on GPUs"
-        made: list[NormRoute] = []
+        parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
-            route = self._build(t, need, served, exit_)
-            if isinstance(route, str):
+            part = _Builder(t, served, exit_, need.known).part()
+            if isinstance(part, NormPart) and (refusal := self._refusal(part)):
+                part = refusal
+            if isinstance(part, str):
                 if self.kernels not in ("auto", "always"):
-                    raise KernelError(f"the {self.kernels} backend cannot run this", got=route)
-                return [], route
-            made.append(route)
+                    raise KernelError(f"the {self.kernels} backend cannot run this", got=part)
+                return [], part
+            parts.append(part)
+        backend = self.kernels if self.kernels in BACKENDS else "auto"
+        made = [NormRoute(group, backend) for group in _together(t, need, parts)]
         if self.kernels == "auto":
             gain, reason = self._gain(t, need, members, made)
-            if gain < GAIN:
-                return [], reason
-            return made, reason
+            return (made, reason) if gain >= GAIN else ([], reason)
         return made, _count(made, members)
 
-    def _build(
-        self, t: TermGraph, need: Needed, members: list[Normed], exit_: Epilogue
-    ) -> NormRoute | str:
-        builder = _Builder(t, members, exit_, need.known)
-        route = builder.route("auto" if self.kernels in ("auto", "always") else self.kernels)
-        if isinstance(route, str):
-            return route
-        if self.kernels == "auto" and not (support := supports(route.spec)):
-            return str(support)
-        if self.kernels in BACKENDS and not (s := BACKENDS[self.kernels].supports(route.spec)):
-            return str(s)
-        return route
+    def _refusal(self, part: NormPart) -> str:
+        """Why no backend that was asked for runs a part; empty if one does."""
+        alone = NormGroup((part.spec,))
+        support: Support = YES
+        if self.kernels == "auto":
+            support = supports(alone)
+        elif self.kernels in BACKENDS:
+            support = BACKENDS[self.kernels].supports(alone)
+        return "" if support else str(support)
 
     def _gain(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
@@ -227,26 +127,23 @@ class NormRouter:
         """How many times faster the kernels are predicted to be, and the sentence that says so.
 
         What is written runs as one kernel for the norm, a library product for each weight, and
-        one for whatever follows beyond a bias.
+        one for whatever follows beyond a bias. A scale that is no sum over x needs no kernel of
+        its own: XLA multiplies by it where the product reads x.
         """
         d, x = self.device, members[0].x.cls
         size = lambda c: itemsize(t.graph.classes[c].dtype) * _elements(t, c)  # noqa: E731
         value = itemsize(members[0].dtype) * _elements(t, x)
-        norm = (size(x) + value) / d.bytes_per_s + d.launch_s
+        factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
+        own = any(depends(t.graph, r.cls, x) for r in factors)
+        norm = (size(x) + value) / d.bytes_per_s + d.launch_s if own else 0.0
         again = _read_elsewhere(t, need, members[0], made)
         before, after = norm, norm if again else 0.0
         for route in made:
-            spec = route.spec
-            products = [size(m.cls) for m in route.members]
-            for m, out in zip(route.members, products, strict=True):
-                moved = value + size(m.weight.cls) + out
-                work = 2 * spec.rows * spec.width * spec.outputs
-                before += max(work / d.peak(m.dtype), moved / d.bytes_per_s) + d.launch_s
-            if len(route.exit.inside) > 1 and (len(products) > 1 or route.spec.fulls):
-                before += (sum(products) + size(route.exit.cls)) / d.bytes_per_s + d.launch_s
-            peak = KERNEL_SHARE * d.peak(str(spec.factor))
-            after += max(spec.flops / peak, spec.bytes_moved / d.bytes_per_s) + d.launch_s
-            rows = [r for r in route.operands["rows"] if depends(t.graph, r.cls, x)]
+            parts = route.parts
+            before += sum(self._written(t, p, value, size) for p in parts)
+            work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts) / KERNEL_SHARE
+            after += max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
+            rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, x)}
             after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
@@ -254,6 +151,19 @@ class NormRouter:
             text = f"predicted gain {gain:.2f} is below {GAIN}"
             text += ": the normalised value is needed anyway" if again else ""
         return gain, text
+
+    def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
+        """Seconds of a part's products and of what follows them, as they are written."""
+        d, spec = self.device, p.spec
+        products = [size(m.cls) for m in p.members]
+        total = 0.0
+        for m, out in zip(p.members, products, strict=True):
+            moved = value + size(m.weight.cls) + out
+            work = 2 * spec.rows * spec.width * spec.outputs
+            total += max(work / d.peak(m.dtype), moved / d.bytes_per_s) + d.launch_s
+        if len(p.exit.inside) > 1 and (len(products) > 1 or spec.fulls):
+            total += (sum(products) + size(p.exit.cls)) / d.bytes_per_s + d.launch_s
+        return total
 
 
 def _count(made: list[NormRoute], members: list[Normed]) -> str:
@@ -267,8 +177,9 @@ def _elements(t: TermGraph, cls: int) -> int:
 
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
     """Whether something besides these kernels' products reads the normalised value."""
-    inside = {route.exit.cls for route in made}
-    read = {c for route in made for c in route.needs(route.exit.cls)}
+    parts = [p for route in made for p in route.parts]
+    inside = {p.exit.cls for p in parts}
+    read = {c for p in parts for c in p.needs()}
     stack = list(inside)
     while stack:
         for a in node_of(t.graph, stack.pop()).args:
@@ -301,8 +212,31 @@ def _exits(
         yield exit_, served
 
 
+def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[NormPart]]:
+    """Parts by kernel: those that can be there as soon as x is, and what all read, share one.
+
+    One that reads a sum of its own, a residual say, might have to wait for what reads another.
+    """
+    g = t.graph
+    common = set.intersection(*(set(p.needs()) for p in parts))
+    x = parts[0].members[0].x.cls
+    before = cone(g, [x, *common, *need.known])
+    early = [p for p in parts if all(_is_light(g, c) for c in cone(g, p.needs()) - before)]
+    late = [[p] for p in parts if not any(p is e for e in early)]
+    groups: dict[tuple, list[NormPart]] = {}
+    for p in early:
+        groups.setdefault(p.spec.of_x, []).append(p)
+    return [*groups.values(), *late]
+
+
+def _is_light(g: EGraph, cls: int) -> bool:
+    """Whether a class is its operands' elements, each by itself or elsewhere."""
+    node = node_of(g, cls)
+    return node.op in LIGHT and not node.bound
+
+
 class _Builder:
-    """Makes the spec of one kernel."""
+    """Makes the spec of one result."""
 
     def __init__(
         self, t: TermGraph, members: list[Normed], exit_: Epilogue, known: frozenset[int]
@@ -339,7 +273,7 @@ class _Builder:
             self.sums.append(number)
         return self.program.step("column", (self.sums.index(number), k))
 
-    def route(self, backend: str) -> NormRoute | str:
+    def part(self) -> NormPart | str:
         m, b = self.first, self.program
         if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
             return "an axis is empty or a name"
@@ -352,7 +286,7 @@ class _Builder:
         steps, (root,) = b.prune((root,))
         used = {data for kind, data, _, _ in steps if kind == "sides"}
         sides = tuple(s for s in (SUM, SQUARES) if s in used)
-        return self._finished(backend, steps, root, sides, gain)
+        return self._finished(steps, root, sides, gain)
 
     def moved(self) -> int:
         """The step of what x is moved by beside its mean."""
@@ -385,9 +319,7 @@ class _Builder:
     def _result_sizes(self) -> tuple:
         return tuple(s for m in self.members for s in self.t.graph.classes[m.cls].sizes)
 
-    def _finished(
-        self, backend: str, steps: list, root: int, sides: tuple, gain: int | None
-    ) -> NormRoute:
+    def _finished(self, steps: list, root: int, sides: tuple, gain: int | None) -> NormPart:
         g, m, operands = self.t.graph, self.first, self.program.operands
         centred = self.program.centred
         shift = len(self.given)
@@ -401,6 +333,7 @@ class _Builder:
         key = (tuple((k, repr(d), a, t) for k, d, a, t in steps), root, sides)
         outputs = math.prod(int(g.classes[m.cls].sizes[i]) for i in m.ends)  # pyright: ignore[reportArgumentType]
         accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
+        across, down = axes_of(m)
         spec = NormSpec(
             math.prod(self.sizes) // max(self.count, 1),
             self.count,
@@ -418,10 +351,11 @@ class _Builder:
             gain=gain,
             column_sums=tuple(self.sums),
             precision=_precision(node_of(g, m.cls).attr),
+            pairs_swapped=bool(down) and (*across, *down) == tuple(range(len(m.x.axes))),
+            weights_swapped=all(w.weight.axes == (*w.ends, *w.contracted) for w in self.members),
         )
-        return NormRoute(
-            spec, backend, self.members, self.exit, self.columns, self.folded, self.given, operands
-        )
+        parts = (self.members, self.exit, self.columns, self.folded, self.given, operands)
+        return NormPart(spec, *parts)
 
     def _column_dtype(self, terms: tuple[Column, ...]) -> str:
         classes = self.t.graph.classes

@@ -20,7 +20,7 @@ from symjax_rewrite.pallas_kernels.norm_layer import (
     gradients,
 )
 from symjax_rewrite.pallas_kernels.norm_linear import norm_linear
-from symjax_rewrite.pallas_kernels.norm_spec import NormSpec, Program
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Program
 from symjax_rewrite.pallas_kernels.norm_triton import norm_triton, supports
 from symjax_rewrite.pallas_kernels.norm_xla import norm_xla
 
@@ -154,7 +154,7 @@ def test_reasons():
     wide = dataclasses.replace(spec, rows=2**16, outputs=2**16)
     cases = {"float64": exact, "erf": erf, "empty": dataclasses.replace(spec, rows=0)}
     for text, changed in {**cases, "2\\^31": wide}.items():
-        assert re.search(text, str(supports(changed)))
+        assert re.search(text, str(supports(NormGroup((changed,)))))
 
 
 def test_every_row_of_the_table_can_be_reached():
@@ -167,7 +167,7 @@ def test_every_row_of_the_table_can_be_reached():
         for c in (False, True)
     ]
     for device in devices():
-        chosen = {norm_blocks(s, device) for s in specs}
+        chosen = {norm_blocks(NormGroup((s,)), device) for s in specs}
         assert {NormBlocks(**row["blocks"]) for row in table()[device]} <= chosen
 
 
