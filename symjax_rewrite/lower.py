@@ -34,11 +34,14 @@ from symjax_rewrite.ir import (
     TAKE,
     Node,
 )
-from symjax_rewrite.product import is_half
+from symjax_rewrite.product import HALF, is_half
 
 Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
 Sizes = tuple[Any, ...]
+
+# Maps of half-precision values that round nothing, and one that is a matter of the last bit.
+EXACT = frozenset("select_n neg abs max min sign floor ceil round stop_gradient nextafter".split())
 
 
 def jax_sizes(sizes: Sequence[Dim], env: Mapping[str, Any]) -> Sizes:
@@ -322,6 +325,26 @@ def _map(
         return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
     primitive = primitives.get(name) or getattr(lax, f"{name}_p")  # rules may bring their own
     return primitive.bind(*arrays, **dict(params)), order
+
+
+def in_kernel(attr: Any, args: Sequence[Any], dtype: str, primitives: Mapping[str, Any]) -> Any:
+    """A map as a kernel computes it: what rounds in half precision is rounded from f32.
+
+    So it is where XLA compiles for a GPU; Pallas-Triton has no half-precision division.
+    """
+    name, params = attr
+    if name == "convert_element_type":
+        return args[0].astype(np.dtype(dtype))
+    wide = dtype in HALF and name not in EXACT
+    if wide:
+        args = [x.astype(np.float32) if str(x.dtype) in HALF else x for x in args]
+    if name == "reciprocal":
+        made = 1 / args[0]
+    else:
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
+        primitive = primitives.get(name) or getattr(lax, f"{name}_p")
+        made = primitive.bind(*(jnp.broadcast_to(x, shape) for x in args), **dict(params))
+    return made.astype(np.dtype(dtype)) if wide else made
 
 
 def _reduce(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:

@@ -282,10 +282,4 @@ def _apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any])
         return _sum(literals, xs, np.dtype(dtype))
     if op == CONTRACT:
         return _product(xs)
-    if attr[0] == "convert_element_type":
-        return xs[0].astype(np.dtype(dtype))
-    if attr[0] == "reciprocal":
-        return 1 / xs[0]
-    shape = jnp.broadcast_shapes(*(x.shape for x in xs))
-    arrays = [jnp.broadcast_to(x, shape) for x in xs]
-    return primitives[attr[0]].bind(*arrays, **dict(attr[1]))
+    return lower.in_kernel(attr, xs, dtype, primitives)

@@ -299,11 +299,4 @@ def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) 
         for x in args[1:]:
             total = total * x
         return total
-    name, params = attr
-    if name == "convert_element_type":
-        return args[0].astype(np.dtype(dtype))
-    if name == "reciprocal":
-        return 1 / args[0]
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
-    arrays = [jnp.broadcast_to(x, shape) for x in args]
-    return primitives[name].bind(*arrays, **dict(params))
+    return lower.in_kernel(attr, args, dtype, primitives)
