@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.product import is_half
+from symjax_rewrite.product import HALF, is_half
 from symjax_rewrite.regions import node_of
+from symjax_rewrite.tile_program import unwidened
 
 MAX_DEPTH = 24  # levels of nested products and sums that are opened
 MAX_PARTS = 8  # terms of a multiplied-out operand
@@ -157,6 +158,12 @@ def is_cast(g: EGraph, cls: int) -> bool:
     return dtype_kind(g.classes[cls].dtype) == dtype_kind(g.classes[node.args[0].cls].dtype) == "f"
 
 
+def as_stored(g: EGraph, ref: Ref) -> Ref:
+    """What an exact cast to f32 widens: a kernel widens what it reads by itself."""
+    found = unwidened(g, ref)
+    return found if g.classes[found.cls].dtype in HALF else ref
+
+
 def depends(g: EGraph, cls: int, on: int) -> bool:
     """Whether a class is computed from another; operands have smaller numbers than their users."""
     stack, seen = [cls], set()
@@ -228,7 +235,9 @@ def _side(
         read = set(ref.axes)
         if not read & bound:
             return False
-        return bool(read & rows) if rows else has_sums(g, ref.cls, cache)
+        if rows:
+            return bool(read & rows)
+        return has_sums(g, ref.cls, cache) or is_cast(g, ref.cls)
 
     opener = Opener(g, is_full)
     parts = opener.parts(a)
@@ -281,7 +290,8 @@ def _collect(
     scales: set[tuple[Ref, ...]] = set()
     for p in parts:
         rows = tuple(sorted(place(f) for f in p.factors if not set(f.axes) & bound))
-        columns = tuple(sorted(place(f) for f in p.factors if set(f.axes) & bound and f != x))
+        columns = [f for f in p.factors if set(f.axes) & bound and f != x]
+        columns = tuple(sorted(as_stored(g, place(f)) for f in columns))
         if x in p.factors:
             scales.add(rows)
             gain.append(Column(p.coefficient, columns))

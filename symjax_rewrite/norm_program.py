@@ -17,7 +17,7 @@ import numpy as np
 from symjax_rewrite import lower
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Node, Ref
-from symjax_rewrite.norm_form import Opener, is_cast, over
+from symjax_rewrite.norm_form import Opener, as_stored, is_cast, over
 from symjax_rewrite.pallas_kernels.norm_spec import Sums
 from symjax_rewrite.regions import node_of
 
@@ -55,7 +55,7 @@ class ProgramBuilder:
 
     def operand(self, kind: str, ref: Ref) -> int:
         """The step that reads an operand."""
-        known = self.operands[kind]
+        known, ref = self.operands[kind], as_stored(self.g, ref)
         if ref not in known:
             known.append(ref)
         return self.step(kind, known.index(ref))

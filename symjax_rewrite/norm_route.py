@@ -42,6 +42,7 @@ from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Program
 from symjax_rewrite.pallas_kernels.support import YES, Support
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.tile_program import precision_name
 
 NAME = "norm_linear"
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
@@ -350,7 +351,7 @@ class _Builder:
             centred=centred,
             gain=gain,
             column_sums=tuple(self.sums),
-            precision=_precision(node_of(g, m.cls).attr),
+            precision=precision_name(node_of(g, m.cls).attr),
             pairs_swapped=bool(down) and (*across, *down) == tuple(range(len(m.x.axes))),
             weights_swapped=all(w.weight.axes == (*w.ends, *w.contracted) for w in self.members),
         )
@@ -389,10 +390,3 @@ def without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | 
             return None
         left.remove(r)
     return tuple(left)
-
-
-def _precision(attr: Any) -> str | None:
-    """A dot's precision by name; None for the default."""
-    if attr is None:
-        return None
-    return str(attr[0] if isinstance(attr, tuple) else attr).lower()
