@@ -222,6 +222,15 @@ def _convert(s: Site) -> list[Ref] | None:
     return [s.add(MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (refs[0],))]
 
 
+def _reduce_precision(s: Site) -> list[Ref] | None:
+    """Nothing where the dtype has no more bits: so differentiation marks what it keeps."""
+    if dtype_kind(s.dtype[0]) == "f":
+        kept = jnp.finfo(s.dtype[0])
+        if s.params["exponent_bits"] >= kept.nexp and s.params["mantissa_bits"] >= kept.nmant:
+            return _same_value(s)
+    return _elementwise("reduce_precision")(s)
+
+
 def _select(s: Site) -> list[Ref] | None:
     refs = s.over()
     if refs is None or dtype_kind(s.dtype[0]) not in RING:
@@ -449,12 +458,12 @@ MAPS = frozenset(
     """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
     digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma
     log log1p log2 logistic lt max min ne nextafter not or population_count pow real
-    reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign
+    rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign
     sin sinh sqrt tan tanh xor""".split()
 )
 ELEMENTWISE = MAPS | frozenset(
     """add add_any convert_element_type copy copy_p div eq integer_pow mul neg one_minus_square
-    select_n square stop_gradient sub""".split()
+    reduce_precision select_n square stop_gradient sub""".split()
 )
 
 ROWS: dict[str, Row] = {
@@ -472,6 +481,7 @@ ROWS: dict[str, Row] = {
     "copy": _same_value,
     "copy_p": _same_value,
     "convert_element_type": _convert,
+    "reduce_precision": _reduce_precision,
     "select_n": _select,
     "eq": _eq,
     "iota": _iota,
