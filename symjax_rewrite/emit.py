@@ -337,13 +337,18 @@ def emit_function(t: TermGraph, plan: Plan, made: set[int]) -> Callable[..., lis
     Args:
         t: the program.
         plan: what to emit instead of what was written.
-        made: filled with the program's values that exist in the emitted program.
+        made: filled with the program's values that exist in the emitted program, and those inside
+            its kernels that are too dear to be made again for a gradient.
     """
 
     def emitted(*args: Any) -> list[Any]:
         emitter = Emitter(t, plan)
         outs = emitter.run(args)
         made.update(emitter.values)
+        ran = (r for r in plan.routed.values() if id(r) in emitter.folds)
+        dear = {c for r in ran for c in getattr(r, "dear", set)()}
+        outvals = (v for e in t.program.equations for v in e.outvals) if dear else ()
+        made.update(v for v in outvals if t.view(v).cls in dear)
         return outs
 
     return emitted
