@@ -120,13 +120,14 @@ def group_triton(
         first += pl.cdiv(spec.outputs, cut.outputs)
 
     def run(*refs: Any) -> None:
+        i, j = pl.program_id(0), pl.program_id(1)
         given = group.given(refs[: -len(kernels)])
         for kernel, own, out in zip(kernels, given, refs[-len(kernels) :], strict=True):
-            start = functools.partial(kernel.run, *own, out)
+            start = functools.partial(kernel.run, kernel.place(i, j), *own, out)
             if len(kernels) == 1:
                 start()
             else:
-                pl.when(kernel.is_here())(start)
+                pl.when(kernel.is_here(j))(start)
 
     shared = len(group.first.pairs)
     in_specs = kernels[0].operand_specs()[:shared]
@@ -157,9 +158,8 @@ class _Kernel:
     def programs(self) -> int:
         return pl.cdiv(self.spec.outputs, self.blocks.outputs)
 
-    def is_here(self) -> Any:
-        """Whether this program is one of those that compute the spec."""
-        j = pl.program_id(1)
+    def is_here(self, j: Any) -> Any:
+        """Whether a program is one of those that compute the spec."""
         return (j >= self.first) & (j < self.first + self.programs)
 
     def column(self, j: Any) -> Any:
@@ -196,10 +196,9 @@ class _Kernel:
         )
         return [block for block, dtypes in groups for _ in dtypes]
 
-    def place(self) -> dict[str, Any]:
-        """The first row and output of this program."""
-        i, j = pl.program_id(0), pl.program_id(1) - self.first
-        return {"m": i * self.blocks.rows, "n": j * self.blocks.outputs}
+    def place(self, i: Any, j: Any) -> dict[str, Any]:
+        """The first row and output of a program."""
+        return {"m": i * self.blocks.rows, "n": (j - self.first) * self.blocks.outputs}
 
     def axes(self, here: dict[str, Any]) -> dict[str, tuple[Any, int, Any, int]]:
         """Per axis: where its block starts in the reference, its size, its first index, its end."""
@@ -237,10 +236,9 @@ class _Kernel:
             total = lax.fori_loop(np.int32(0), np.int32(self.steps), add, total) / self.spec.width
         return total[:, None]
 
-    def run(self, *refs: Any) -> None:
+    def run(self, here: dict[str, Any], *refs: Any) -> None:
         spec, cut = self.spec, self.blocks
         pairs, columns, weights, rows, ends, fulls = spec.split(refs[:-1])
-        here = self.place()
         centre = self.centre(pairs[:1], here)
         sides = len(_side_avals(spec))
         wide, tall = (cut.rows, cut.outputs), (cut.rows,)

@@ -19,9 +19,9 @@ from symjax_rewrite.pallas_kernels.norm_layer import (
     forward,
     gradients,
 )
-from symjax_rewrite.pallas_kernels.norm_linear import norm_linear
+from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, norm_linears
 from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Program
-from symjax_rewrite.pallas_kernels.norm_triton import norm_triton, supports
+from symjax_rewrite.pallas_kernels.norm_triton import group_triton, norm_triton, supports
 from symjax_rewrite.pallas_kernels.norm_xla import norm_xla
 
 BACKENDS = {
@@ -76,20 +76,50 @@ def short(a: NormLinear) -> str:
     return f"{a.norm}-{a.outputs}-{a.activation}-{a.dtype}"
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("a", [*CASES, *HALVES], ids=short)
-def test_values(a, name):
+def test_values(a):
     given = draw(a)
-    got = jax.jit(functools.partial(BACKENDS[name], forward(a)))(*operands(a, *given))
-    assert got.dtype == a.dtype
+    run = jax.jit(lambda *xs: [backend(forward(a), *xs) for backend in BACKENDS.values()])
     rtol = {"float32": 1e-3, "float16": 4e-3, "bfloat16": 3e-2}[a.dtype]
-    np.testing.assert_allclose(np.asarray(got, np.float64), naive(a, *given), rtol=rtol, atol=rtol)
+    wanted = naive(a, *given)
+    for name, got in zip(BACKENDS, run(*operands(a, *given)), strict=True):
+        assert got.dtype == a.dtype, name
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+GROUP = [
+    NormLinear(19, 80, 40, gain=True),
+    NormLinear(19, 80, 24, "layer", bias=True),
+    NormLinear(19, 80, 72, gated=True, activation="silu"),
+]
+
+
+@pytest.mark.parametrize("blocks", [None, NormBlocks(16, 32, 32, 4, 2)])
+def test_several_weights_in_one_kernel(blocks):
+    drawn = [draw(a) for a in GROUP]
+    x = jnp.asarray(drawn[0][0], jnp.float32)
+    group = NormGroup(tuple(forward(a) for a in GROUP))
+    given = [x, *(y for a, d in zip(GROUP, drawn, strict=True) for y in operands(a, *d)[1:])]
+    kernel = functools.partial(group_triton, group, blocks=blocks, interpret=True)
+    both = jax.jit(lambda *xs: (kernel(*xs), norm_linears(group, *xs)))(*given)
+    for results in both:
+        for a, d, got in zip(GROUP, drawn, results, strict=True):
+            np.testing.assert_allclose(got, naive(a, *d), rtol=1e-3, atol=1e-3)
+
+
+def test_a_group_has_one_x():
+    with pytest.raises(UsageError, match="one operand"):
+        NormGroup((forward(NormLinear(3, 4, 5)), forward(NormLinear(2, 4, 5))))
+    spec = forward(NormLinear(3, 4, 5, dtype="bfloat16"))
+    group = NormGroup((spec, forward(NormLinear(3, 4, 7, dtype="bfloat16"))))
+    alone = 3 * 5 * 2 + 4 * 5 * 2
+    assert group.bytes_moved == 3 * 4 * 2 + alone + alone // 5 * 7
+    assert spec.bytes_moved == 3 * 4 * 2 + alone
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer", "l2"])
 @pytest.mark.parametrize("full", [False, True])
-def test_gradients(norm, full, name):
+def test_gradients(norm, full):
     a = NormLinear(19, 40, 24, norm, gain=full, bias=full, eps=1e-3)
     given = operands(a, *draw(a))
     dy = jnp.asarray(np.random.default_rng(1).normal(size=(a.rows, a.outputs)), jnp.float32)
@@ -99,10 +129,14 @@ def test_gradients(norm, full, name):
         gain = rest.pop(0) if full else 1
         return naive(a, x, gain, rest[0], None, rest[1] if full else 0, xp=jnp)
 
-    y, pull = jax.vjp(plain, *given)
-    got = gradients(a, BACKENDS[name], tuple(given), y, dy)
-    for mine, wanted in zip(got, pull(dy), strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=1e-3, atol=2e-4)
+    def run(*arrays):
+        y, pull = jax.vjp(plain, *arrays)
+        return pull(dy), [gradients(a, b, arrays, y, dy) for b in BACKENDS.values()]
+
+    wanted, found = jax.jit(run)(*given)
+    for got in found:
+        for mine, theirs in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-4)
 
 
 def written(a: NormLinear, x, gain, w, v, bias):
