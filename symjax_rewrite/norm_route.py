@@ -46,6 +46,7 @@ from symjax_rewrite.tile_program import precision_name
 
 NAME = "norm_linear"
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
+STARTS = 8  # products from which the chain of one epilogue is followed
 KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
 
 
@@ -204,11 +205,15 @@ def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str)
 def _exits(
     t: TermGraph, need: Needed, members: list[Normed]
 ) -> Iterable[tuple[Epilogue, list[Normed]]]:
-    """Members in kernels: those that meet in one elementwise result share one."""
+    """Members in kernels: those that meet in one elementwise result share one.
+
+    A chain is followed from where most of them are met: `a / (1 + exp(b))` from b.
+    """
     left = list(members)
     while left:
-        exit_ = epilogue(t.graph, need, left[0], left)
-        served = [m for m in left if m.cls in exit_.products]
+        tried = [(epilogue(t.graph, need, m, left), m) for m in left[:STARTS]]
+        exit_, start = max(tried, key=lambda pair: len(pair[0].products))
+        served = [start, *(m for m in left if m.cls in exit_.products and m is not start)]
         left = [m for m in left if m not in served]
         yield exit_, served
 

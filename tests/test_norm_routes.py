@@ -12,6 +12,9 @@ from jax import lax
 from symjax_rewrite import compat, sym_optimize
 from symjax_rewrite.errors import KernelError
 
+# Small programs: most of their time is LLVM's.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 M, K, N = 6, 96, 40
 draw = np.random.default_rng(0).standard_normal
 X = jnp.asarray(3 + draw((M, K)), jnp.float32)
@@ -113,7 +116,7 @@ def compared(programs, x):
     def run(x):
         return {name: (optimised[name](x), f(x)) for name, f in programs.items()}
 
-    return jax.jit(run)(x)
+    return quick_jit(run)(x)
 
 
 @functools.cache
@@ -125,7 +128,8 @@ def found_results(rows):
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name, rows):
     assert any(r.taken for r in routes(FOUND[name], X[:rows], kernels="always"))
-    close(*found_results(rows)[name], 1e-5)
+    got, wanted = found_results(rows)[name]
+    close(got, wanted, 1e-5)
 
 
 ONE_ROW = ["RMSNorm", "LayerNorm", "jnp.var", "gated MLP", "L2", "softmax", "QKV"]
@@ -134,17 +138,17 @@ ONE_ROW = ["RMSNorm", "LayerNorm", "jnp.var", "gated MLP", "L2", "softmax", "QKV
 @pytest.mark.parametrize("x", [X[:1], X[0]], ids=["matrix", "vector"])
 def test_one_row(x):
     programs = {name: FOUND[name] for name in ONE_ROW}
-    for name, pair in compared(programs, x).items():
+    for name, (got, wanted) in compared(programs, x).items():
         assert any(r.taken for r in routes(FOUND[name], x, kernels="always")), name
-        close(*pair, 1e-5)
+        close(got, wanted, 1e-5)
 
 
 def test_casts_are_looked_through():
     programs = {n: lambda x, f=f, t=t: f(x.astype(t)) for n, (f, t) in WIDER.items()}
-    for name, pair in compared(programs, X).items():
+    for name, (got, wanted) in compared(programs, X).items():
         f, dtype = WIDER[name]
         assert [r.taken for r in routes(f, X.astype(dtype), kernels="always")] == [True], name
-        close(*pair, 2e-2)
+        close(got, wanted, 2e-2)
 
 
 def group_norm(x):
@@ -168,12 +172,12 @@ DECLINED = {
 
 
 def test_declined_with_the_reason():
-    for name, pair in compared({n: f for n, (f, _) in DECLINED.items()}, X).items():
+    for name, (got, wanted) in compared({n: f for n, (f, _) in DECLINED.items()}, X).items():
         f, reason = DECLINED[name]
         (found,) = routes(f, X, kernels="always")
         assert not found.taken, name
         assert reason in found.reason
-        close(*pair, 1e-5)
+        close(got, wanted, 1e-5)
 
 
 ALONE = {
@@ -191,9 +195,9 @@ ALONE = {
 
 
 def test_not_found():
-    for name, pair in compared(ALONE, X).items():
+    for name, (got, wanted) in compared(ALONE, X).items():
         assert not any(r.taken for r in routes(ALONE[name], X, kernels="always")), name
-        close(*pair, 1e-5)
+        close(got, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -234,7 +238,9 @@ def test_derivatives():
     g = lambda x: jnp.sum(jnp.sin(sym_optimize(FOUND["LayerNorm"], kernels="always")(x)))  # noqa: E731
     step = sym_optimize(jax.grad(f), kernels="always")
     inside = jax.grad(sym_optimize(f, kernels="always"))
-    wanted, *found = jax.jit(lambda x: [h(x) for h in (jax.grad(f), jax.grad(g), inside, step)])(X)
+    wanted, *found = quick_jit(lambda x: [h(x) for h in (jax.grad(f), jax.grad(g), inside, step)])(
+        X
+    )
     for got in found:
         close(got, wanted, 1e-4)
 
@@ -244,7 +250,7 @@ def test_transformed(name):
     f, x = FOUND[name], jnp.stack([X, 2 * X])
     inside = jax.vmap(sym_optimize(f, kernels="always"))
     outside = sym_optimize(jax.vmap(f), kernels="always")
-    wanted, *found = jax.jit(lambda x: [g(x) for g in (jax.vmap(f), inside, outside)])(x)
+    wanted, *found = quick_jit(lambda x: [g(x) for g in (jax.vmap(f), inside, outside)])(x)
     for got in found:
         close(got, wanted, 1e-5)
 
@@ -373,7 +379,7 @@ def test_frozen_weights_are_folded_without_a_kernel(name):
     frozen = dict(zip(names, arrays, strict=True))
     prepared = sym_optimize(named, frozen=tuple(names)).prepare(**frozen)
     both = lambda x: [(prepared(x[:m]), f(x[:m], *arrays)) for m in (1, 2, M)]  # noqa: E731
-    for got, wanted in jax.jit(both)(X):
+    for got, wanted in quick_jit(both)(X):
         close(got, wanted, 1e-5)
     if shapes is not None:
         assert sorted(c.shape for c in prepared.constants(X[:2]) if c.shape) == sorted(shapes)

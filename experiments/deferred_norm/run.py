@@ -21,6 +21,7 @@ import weights
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, supports
+from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
@@ -171,7 +172,7 @@ def tell_gpu(rounds: int) -> list[list] | str:
         weight = draw(k, n).astype(jnp.bfloat16)
         for m in GPU_ROWS:
             spec = forward(NormLinear(m, k, n, dtype="bfloat16"))
-            if not supports(spec):
+            if not supports(NormGroup((spec,))):
                 continue
             x = draw(m, k).astype(jnp.bfloat16)
             kernel = jax.jit(lambda x, w, spec=spec: norm_linear(spec, x, w))

@@ -31,6 +31,8 @@ BACKENDS = {
         norm_triton, interpret=True, blocks=NormBlocks(16, 16, 16, 4, 2)
     ),
 }
+# Small programs: most of their time is LLVM's.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 CASES = [
     NormLinear(5, 48, 40),
     NormLinear(1, 100, 300, gain=True, bias=True),
@@ -79,10 +81,11 @@ def short(a: NormLinear) -> str:
 @pytest.mark.parametrize("a", [*CASES, *HALVES], ids=short)
 def test_values(a):
     given = draw(a)
-    run = jax.jit(lambda *xs: [backend(forward(a), *xs) for backend in BACKENDS.values()])
+    names = [b for b in BACKENDS if b != "triton" or a.dtype == "float32"]
+    run = quick_jit(lambda *xs: [BACKENDS[b](forward(a), *xs) for b in names])
     rtol = {"float32": 1e-3, "float16": 4e-3, "bfloat16": 3e-2}[a.dtype]
     wanted = naive(a, *given)
-    for name, got in zip(BACKENDS, run(*operands(a, *given)), strict=True):
+    for name, got in zip(names, run(*operands(a, *given)), strict=True):
         assert got.dtype == a.dtype, name
         np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=rtol, atol=rtol)
 
@@ -101,7 +104,7 @@ def test_several_weights_in_one_kernel(blocks):
     group = NormGroup(tuple(forward(a) for a in GROUP))
     given = [x, *(y for a, d in zip(GROUP, drawn, strict=True) for y in operands(a, *d)[1:])]
     kernel = functools.partial(group_triton, group, blocks=blocks, interpret=True)
-    both = jax.jit(lambda *xs: (kernel(*xs), norm_linears(group, *xs)))(*given)
+    both = quick_jit(lambda *xs: (kernel(*xs), norm_linears(group, *xs)))(*given)
     for results in both:
         for a, d, got in zip(GROUP, drawn, results, strict=True):
             np.testing.assert_allclose(got, naive(a, *d), rtol=1e-3, atol=1e-3)
@@ -129,11 +132,13 @@ def test_gradients(norm, full):
         gain = rest.pop(0) if full else 1
         return naive(a, x, gain, rest[0], None, rest[1] if full else 0, xp=jnp)
 
+    backends = BACKENDS["xla"], BACKENDS["small blocks"]
+
     def run(*arrays):
         y, pull = jax.vjp(plain, *arrays)
-        return pull(dy), [gradients(a, b, arrays, y, dy) for b in BACKENDS.values()]
+        return pull(dy), [gradients(a, b, arrays, y, dy) for b in backends]
 
-    wanted, found = jax.jit(run)(*given)
+    wanted, found = quick_jit(run)(*given)
     for got in found:
         for mine, theirs in zip(got, wanted, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=2e-4)
