@@ -25,6 +25,7 @@ from symjax_rewrite.unrolled import (
     NotEqualError,
     Reader,
     kinds_of,
+    may_repeat,
     natural_start,
     runs_of,
 )
@@ -49,6 +50,8 @@ class Unrolled:
 def find_unrolled(around: Surroundings) -> Iterator[Unrolled]:
     """The unrolled loops of a program whose steps hand something on."""
     program = around.program
+    if not may_repeat(program):
+        return
     kinds = kinds_of(program)
     taken = bytearray(len(kinds))
     position = {id(e): k for k, e in enumerate(program.equations)}

@@ -69,11 +69,14 @@ class Joined:
 
 
 def may_repeat(program: Program) -> bool:
-    """Whether a program has runs of equal equations at all."""
-    if len(program.equations) < MIN_STEPS:
-        return False
-    kinds = kinds_of(program)
-    return next(runs_of(program, kinds), None) is not None
+    """Whether some array is read in so many parts that these may be what steps are given."""
+    read: Counter[Value] = Counter()
+    for e in program.equations:
+        if e.name in ("slice", "dynamic_slice", "gather"):
+            read[e.invals[0]] += 1
+        elif e.name in _ENTRIES and len(e.outvals) >= MIN_STEPS:
+            return True
+    return max(read.values(), default=0) >= MIN_STEPS
 
 
 def kinds_of(program: Program) -> list[int]:
