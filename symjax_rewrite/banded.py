@@ -187,14 +187,19 @@ def _is_large(t: TermGraph, cls: int) -> bool:
 
 def _masked(t: TermGraph, need: Needed) -> set[int]:
     """The classes that are computed from index numbers or masks, element by element."""
-    found: set[int] = set()
-    for cls in need.order:
-        node = node_of(t.graph, cls)
-        is_mask = node.op == LEAF and t.graph.classes[cls].dtype == "bool"
-        made = is_elementwise(node) and any(a.cls in found for a in node.args)
-        if made or is_mask or node.op in (IOTA, DELTA):
-            found.add(cls)
+    g = t.graph
+    found = {c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)}
+    stack = list(found)
+    while stack:
+        for user in need.users.get(stack.pop(), ()):
+            if user not in found and is_elementwise(node_of(g, user)):
+                found.add(user)
+                stack.append(user)
     return found
+
+
+def _is_mask(op: str, dtype: str) -> bool:
+    return op in (IOTA, DELTA) or (op == LEAF and dtype == "bool")
 
 
 def _bands(t: TermGraph, cls: int, masked: set[int]) -> Iterator[tuple[int, Band]]:
