@@ -171,4 +171,5 @@ def weight_of(emitter: Any, m: Normed, swapped: bool = False) -> Any:
     sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
     first, last = (m.ends, m.contracted) if swapped else (m.contracted, m.ends)
     array = read_over(emitter, m.weight, (*first, *last), sizes)
-    return array.reshape(math.prod(sizes[i] for i in first), -1)
+    rows, columns = (math.prod(sizes[i] for i in side) for side in (first, last))
+    return array.reshape(rows, columns)
