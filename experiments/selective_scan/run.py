@@ -1,6 +1,7 @@
 """The selective scan over its length: as spelled, under `sym_optimize`, and the kernel itself.
 
 A gradient is taken both inside (`sym_optimize(grad(f))`) and outside (`grad(sym_optimize(f))`).
+Other recurrences are measured beside it: cells with their input projections inside, and decoys.
 
 python experiments/selective_scan/run.py             # every length; writes the README's tables
 python experiments/selective_scan/run.py --quick     # short lengths, few rounds, no files
@@ -14,6 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import cells
 import harness
 import jax
 import numpy as np
@@ -39,6 +41,7 @@ def main() -> None:
                 results.setdefault(what, {}).setdefault(name, {})[length] = result
                 print(f"{what:<9} {name:<32} {length:>6}  {summary(result)}", flush=True)
     tables = [table(what, rows) for what, rows in results.items()]
+    tables.append(cells_table(results, rounds, options.quick))
     tables.append(gpu_table(results, rounds, options.quick))
     if options.quick:
         print("\n\n".join(tables))
@@ -132,6 +135,42 @@ def _outside(result: dict, has_column: bool) -> list[Any]:
     if "outside" not in result["speedup"]:
         return ["", ""]
     return [result["speedup"]["outside"], share(result, "outside")]
+
+
+def cells_table(results: dict, rounds: int, quick: bool) -> str:
+    """Recurrent cells and decoys: as spelled, and under `sym_optimize`."""
+    header = ["", "", "as spelled", "`sym_optimize`, times as fast", "what was done", "difference"]
+    lines = []
+    for kind, programs in cells.programs(quick).items():
+        for name, (fun, arguments) in programs.items():
+            result = measure_cell(fun, arguments, rounds)
+            results.setdefault(kind, {})[name] = result
+            seconds = harness.duration(result["seconds"])
+            done = ", ".join(result["done"]) or "as written"
+            lines.append(
+                [kind, name, seconds, result["speedup"], done, f"{result['difference']:.0e}"]
+            )
+            print(f"{kind:<9} {name:<40} {result['speedup']} ×  {done}", flush=True)
+    return "**Other recurrences**, on the CPU\n\n" + harness.markdown_table(header, lines)
+
+
+def measure_cell(fun: Any, arguments: list[Any], rounds: int) -> dict[str, Any]:
+    """Seconds as spelled, how many times faster `sym_optimize` is, and what it did."""
+    optimised = sym_optimize(fun)
+    report = optimised.explain(*arguments)
+    calls = {
+        name: caller(f.lower(*arguments).compile(), arguments)
+        for name, f in (("as spelled", jax.jit(fun)), ("sym_optimize", optimised))
+    }
+    want, got = (flat(call()) for call in calls.values())
+    samples = harness.interleave(calls, rounds)
+    routed = [f"kernel ({r.name})" for r in report.routes if r.taken]
+    return {
+        "seconds": samples.median("as spelled"),
+        "speedup": samples.ratio("as spelled", "sym_optimize"),
+        "done": [r.name for r in report.rules] + routed,
+        "difference": float(np.abs(got - want).max() / np.abs(want).max()),
+    }
 
 
 def gpu_table(results: dict, rounds: int, quick: bool) -> str:
