@@ -79,7 +79,7 @@ class MatrixRoute:
         finals: dict[int, Any] = {}
         for part in self.parts:
             if part.state is None:
-                _run_loop(loop, part, known, steps, finals, read)
+                run_steps(loop, part, known, steps, finals, read)
                 continue
             run_all(loop, part.equations, known, steps)
             k = part.state.carry
@@ -106,7 +106,7 @@ def run_all(
         steps.update(all_steps(moving, known, steps))
 
 
-def _run_loop(
+def run_steps(
     loop: Loop,
     part: Part,
     known: dict[int, Any],
@@ -389,13 +389,14 @@ class _Planner:
         loop = self.loop
         state = self.states.get(carries[0]) if len(carries) == 1 else None
         if state is not None:
-            values = [value_of(self.t, f.cls) for f in state.factors()]
-            if any(v is None for v in values):
+            found = [value_of(self.t, f.cls) for f in state.factors()]
+            values = [v for v in found if v is not None]
+            if len(values) < len(found):
                 raise NotAMatrixError("a factor has no value of its own")
-            needed = self._needed([v for v in values if v is not None], ())
+            needed = self._needed(values, ())
             if needed is None:
                 return False
-            self._stack(needed)
+            self._stack(needed, values)
             self.parts.append(Part(needed, state))
             self.ready.update(v for q in state.queries for v in q.values)
             self.ready.update(v for e in needed for v in e.outvals)
@@ -425,9 +426,9 @@ class _Planner:
             stack += [u for u in makers[v].invals if isinstance(u, int)]
         return [e for e in self.loop.body.equations if id(e) in used]
 
-    def _stack(self, equations: list[Equation]) -> None:
-        """Let loops before give what equations read of them."""
-        reads = {v for e in equations for v in e.invals if isinstance(v, int)}
+    def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
+        """Let loops before give what equations read of them, and some values."""
+        reads = {v for e in equations for v in e.invals if isinstance(v, int)} | {*values}
         reads |= {v for v in self.loop.ys if isinstance(v, int)}
         for part in self.parts:
             if part.state is None:

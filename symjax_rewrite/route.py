@@ -25,6 +25,7 @@ from symjax_rewrite.pieces import Reread, rereads, restated
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.scan_route import ScanRoute, route_differentiated, route_loop
+from symjax_rewrite.split_route import SplitRoute, split_loop
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.worth import pays
 
@@ -105,14 +106,15 @@ class Router:
 
     def route_loop(
         self, loop: Loop, device: str, gradient: bool = False
-    ) -> tuple[ScanRoute | MatrixRoute | None, str]:
+    ) -> tuple[ScanRoute | MatrixRoute | SplitRoute | None, str]:
         """A kernel for a loop, or None, and why; one whose derivatives are cheap for a gradient."""
         kernels = self.kernels
         if kernels == "auto" and device != "cpu" and compat.may_be_partitioned():
             return None, "several devices: XLA might gather a scan's operands"
         if gradient:
             return route_differentiated(loop, kernels, device)
-        return route_loop(loop, kernels, device)
+        route, why = route_loop(loop, kernels, device)
+        return (route, why) if route is not None else split_loop(loop, kernels, device, why)
 
     def _decide(
         self, t: TermGraph, draft: Draft, need: Needed, read: Counter[int]

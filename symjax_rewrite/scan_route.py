@@ -88,8 +88,15 @@ class ScanRoute:
 
     def run(self, read: Read) -> list[Any]:
         """What the loop gives, made by the kernel."""
-        loop, avals = self.loop, self.loop.body.avals
+        loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
+        final = self.advance(known, steps, read)
+        stacked = [stacked_result(loop, v, known, steps) for v in loop.ys]
+        return loop.finish([final], stacked, read)
+
+    def advance(self, known: dict[int, Any], steps: dict[int, Any], read: Read) -> Any:
+        """Add to `steps` what all steps give, of what they know and read; the last state."""
+        loop, avals = self.loop, self.loop.body.avals
         if self.spec.start is not None:
             known[loop.carries[0].inner] = read(loop.carries[0].start)
         size = self.spec.size
@@ -106,9 +113,7 @@ class ScanRoute:
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         run_all(loop, self.tail, known, steps)
-        stacked = [stacked_result(loop, v, known, steps) for v in loop.ys]
-        final = lax.reshape(last, avals[loop.carries[0].inner].shape)
-        return loop.finish([final], stacked, read)
+        return lax.reshape(last, avals[loop.carries[0].inner].shape)
 
 
 def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:
@@ -125,32 +130,44 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
         return matrices, f"{moves}; {why}"
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
+    route, reason = scan_of(loop, kernels, device)
+    also = f" ({why})" if why and route is None else ""
+    return route, f"{moves}; {reason}{also}"
+
+
+def scan_of(
+    loop: Loop, kernels: str, device: str, beside_s: float = 0.0
+) -> tuple[ScanRoute | None, str]:
+    """A loop of one affine carry as a scan kernel where one is best, and why.
+
+    Args:
+        loop: a loop; `kernels` and `device` as for `route_loop`.
+        beside_s: seconds of what the kernel needs and the loop does not.
+    """
     try:
         builder = _Builder(loop)
         spec = builder.build()
     except NotAScanError as error:
-        return None, f"{moves}; no kernel: {error}"
+        return None, f"no kernel: {error}"
     except UsageError as error:
-        return None, f"{moves}; no kernel: {error.what}"
+        return None, f"no kernel: {error.what}"
     backend = kernels if kernels in BACKENDS else "auto"
     if kernels == "auto" and device == "cpu":
         fused = any(e.name == "reduce_sum" for e in loop.body.equations)
-        before, after = seconds_written(spec, fused), seconds_turned(spec)
+        before, after = seconds_written(spec, fused), seconds_turned(spec) + beside_s
         if not runs_in_turns(spec) or spec.dtype != "float32" or before < MIN_GAIN * after:
-            also = f" ({why})" if why else ""
-            return None, f"{moves}; on a CPU the loop is cheapest as it is{also}"
-        reason = f"{moves}; the longest axis of its states innermost, predicted {after:.1e} s"
+            return None, "on a CPU the loop is cheapest as it is"
+        reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
         return builder.route(spec, "turns"), f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
-            return None, f"{moves}; no kernel: {found}"
+            return None, f"no kernel: {found}"
     elif backend == "auto" and kernels != "always":
-        return None, f"{moves}; the {kernels} backend has no scan"
+        return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
-        return None, f"{moves}; no kernel: {support}"
-    route = builder.route(spec, backend)
-    return route, f"{moves}; states of all steps are never made ({backend})"
+        return None, f"no kernel: {support}"
+    return builder.route(spec, backend), f"states of all steps are never made ({backend})"
 
 
 def route_differentiated(

@@ -170,7 +170,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-@pytest.mark.parametrize("fun", [rnn, lstm, outputs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fun", [rnn, outputs], ids=lambda f: f.__name__)
 def test_under_transformations(fun: Callable, name: str) -> None:
     check_equal(WRAPPED[name](fun), XS, WX, WH, rtol=1e-4)
 
@@ -198,7 +198,7 @@ def test_dtypes(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1])
-@pytest.mark.parametrize("fun", [rnn, lstm, backwards, outputs], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("fun", [lstm, outputs], ids=lambda f: f.__name__)
 def test_few_steps(fun: Callable, length: int) -> None:
     check_equal(fun, XS[:length], WX, WH)
 

@@ -156,7 +156,8 @@ def routes(fun: Callable, args: tuple, **options: Any) -> list[Any]:
 
 
 def check(fun: Callable, other: Callable, args: tuple, tol: float = 1e-4) -> None:
-    for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(other(*args)), strict=True):
+    both = (jax.tree.leaves(jax.jit(f)(*args)) for f in (fun, other))
+    for w, g in zip(*both, strict=True):
         assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
         tol = tol if w.dtype == jnp.float32 else 3e-2
         np.testing.assert_allclose(g.astype("f4"), w.astype("f4"), rtol=tol, atol=tol)
