@@ -97,15 +97,17 @@ class ScanRoute:
     def advance(self, known: dict[int, Any], steps: dict[int, Any], read: Read) -> Any:
         """Add to `steps` what all steps give, of what they know and read; the last state."""
         loop, avals = self.loop, self.loop.body.avals
-        if self.spec.start is not None:
-            known[loop.carries[0].inner] = read(loop.carries[0].start)
+        (carry,) = loop.carries
         size = self.spec.size
         arrays = []
         for (v, axes), spec in zip(self.operands, self.spec.operands, strict=True):
-            array = jnp.asarray(steps[v] if v in steps else known[v])
             shape = tuple(size[a] for a in axes)
-            if v == loop.carries[0].inner and array.size != np.prod(shape, dtype=int):
-                array = jnp.broadcast_to(array, avals[v].shape)
+            if v == carry.inner:
+                array = jnp.asarray(read(carry.start))
+                if array.size != np.prod(shape, dtype=int):
+                    array = jnp.broadcast_to(array, avals[v].shape)
+            else:
+                array = jnp.asarray(steps[v] if v in steps else known[v])
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = compat.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
@@ -113,7 +115,7 @@ class ScanRoute:
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         run_all(loop, self.tail, known, steps)
-        return lax.reshape(last, avals[loop.carries[0].inner].shape)
+        return lax.reshape(last, avals[carry.inner].shape)
 
 
 def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:

@@ -60,7 +60,14 @@ def two_affine(carry, x):
     return (0.5 * g + x, jnp.exp(A * abs(x)[:, None]) * h + g[:, None]), h.sum(0)
 
 
-SPLIT = [window_before, network_after, between, stabilised, two_affine]
+def turned(carry, x):
+    """A network reads the states before a step, with their entries moved."""
+    g, h = carry
+    g = jnp.tanh(g + jnp.roll(h, 1, 0).sum(-1))
+    return (g, jnp.exp(A * abs(x)[:, None]) * h + x[:, None]), jnp.roll(h, 1, 1)
+
+
+SPLIT = [window_before, network_after, between, stabilised, two_affine, turned]
 
 
 def check(fun: Callable, *args: Any, **options: Any) -> Any:
