@@ -209,20 +209,29 @@ def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
 
 
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
-    """Whether a term has fewer indices than the others, and is computed from them."""
+    """Whether a term has fewer indices than the others, and is their maximum or log-sum.
+
+    A mean is none: where scores are large `s - mean` is rounded, and stays so wherever it is read.
+    """
     rank = len({i for r in others for i in r.axes})
     if len(term.axes) >= rank:
         return False
     wide = _elementwise_cone(g, others, rank)
-    least, seen, stack = min(wide, default=term.cls + 1), {term.cls}, [term.cls]
+    least = min(wide, default=term.cls + 1)
+    stack = [(term.cls, False)]
+    seen = set(stack)
     while stack:
-        cls = stack.pop()
+        cls, reduced = stack.pop()
         if cls in wide:
-            return True
-        for a in g.classes[cls].first.args:
-            if a.cls >= least and a.cls not in seen:
-                seen.add(a.cls)
-                stack.append(a.cls)
+            if reduced:
+                return True
+            continue
+        node = g.classes[cls].first
+        reduced = reduced or node.op == REDUCE or (node.op == MAP and node.attr[0] == "log")
+        for a in node.args:
+            if a.cls >= least and (a.cls, reduced) not in seen:
+                seen.add((a.cls, reduced))
+                stack.append((a.cls, reduced))
     return False
 
 

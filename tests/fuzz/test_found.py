@@ -19,6 +19,7 @@ SEEDS = {  # of random programs, and what went wrong
     5002699: "in a loop's body a branch for another platform read what no branch here had saved",
     5006529: "what is made of the state before a step was made of the first one",
     5012422: "an axis without entries was unstacked",
+    5018845: "scores were read with their mean taken off by one fold, and without by another",
 }
 
 
