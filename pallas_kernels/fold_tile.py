@@ -31,6 +31,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
 )
 
 Array = Any
+MOST_COLUMNS = 2**30  # a row is shorter: sums of a length and offsets stay within int32
 EXTREMA = {"max": monoid.MAX, "min": monoid.MIN, "any": monoid.ANY, "all": monoid.ALL}
 
 
@@ -137,6 +138,14 @@ def accumulator(dtype: Any) -> jnp.dtype:
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.promote_types(dtype, jnp.float32)
     return dtype
+
+
+def row_length(length: Array) -> Array:
+    """A length as int32; one beyond any array, in whatever integers, is far outside still."""
+    limits = jnp.iinfo(length.dtype)
+    low, high = max(limits.min, -MOST_COLUMNS), min(limits.max, MOST_COLUMNS)
+    low, high = (jnp.asarray(x, length.dtype) for x in (low, high))
+    return jnp.minimum(jnp.maximum(length, low), high).astype(jnp.int32)
 
 
 def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) -> monoid.Measure:

@@ -53,7 +53,7 @@ from symjax_rewrite.pallas_kernels.fold_triton_kernel import Kernel
 from symjax_rewrite.pallas_kernels.support import Support, first_reason
 
 Array = Any
-DTYPES = frozenset({"float32", "bfloat16", "float16", "int32", "int8", "bool"})
+DTYPES = frozenset({"float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"})
 MAX_ELEMENTS = 2**31 - 1
 
 
@@ -64,11 +64,16 @@ def supports(spec: FoldSpec) -> Support:
     used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
     dtypes = {o.dtype for o in spec.operands}
     foreign = unlowered(spec)
+    raw = dataclasses.replace(spec, epilogue=None)
     return first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
+        (
+            any(s.dtype == jnp.int64 for s in flat_shapes(raw)),
+            "64-bit integers are compared in a tile, not reduced",
+        ),
         (not _sliceable(spec), f"weights wider than {WIDE} features beside others"),
         (
             max(widths, default=0) <= WIDE and sum(map(power_of_two, widths)) > 2 * WIDE,

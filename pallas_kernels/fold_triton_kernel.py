@@ -35,7 +35,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     terms_of,
     weights_of,
 )
-from symjax_rewrite.pallas_kernels.fold_tile import accumulator, bundle, monoid_of
+from symjax_rewrite.pallas_kernels.fold_tile import accumulator, bundle, monoid_of, row_length
 
 Array = Any
 
@@ -201,14 +201,15 @@ class Kernel:
                 p = p * made[term.factor].astype(p.dtype)
                 p = p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
             if term.weights is None:
-                return jnp.sum(p, axis=-1)
+                return jnp.sum(p, axis=-1, dtype=p.dtype)
             w = held[term.weights]
             if term.round_to is not None:
                 p = p.astype(term.round_to)
             dtype = jnp.promote_types(p.dtype, w.dtype)
             if w.ndim == 1:
                 total = accumulator(dtype)
-                return jnp.sum(p.astype(total) * w.astype(total)[None, :], axis=-1)
+                p = p.astype(total) * w.astype(total)[None, :]
+                return jnp.sum(p, axis=-1, dtype=total)
             return _dot(p.astype(dtype), w.astype(dtype), term.precision)
 
         return weighted
@@ -224,7 +225,7 @@ class Kernel:
         if spec.band.upper is not None:
             ends.append(row + blocks.rows + spec.band.upper)
         if spec.band.length is not None:
-            length = self.load(refs[spec.band.length], spec.band.length, {}).astype(jnp.int32)
+            length = row_length(self.load(refs[spec.band.length], spec.band.length, {}))
             ends.append(length + spec.band.extra + (row + blocks.rows - 1) * spec.band.follows)
         for end in ends:
             last = lax.div(jnp.maximum(end, 0) + blocks.cols - 1, jnp.int32(blocks.cols))

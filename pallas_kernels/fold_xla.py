@@ -29,6 +29,7 @@ from symjax_rewrite.pallas_kernels.fold_tile import (
     lift_block,
     monoid_of,
     read_block,
+    row_length,
 )
 from symjax_rewrite.pallas_kernels.support import YES, Support
 
@@ -65,7 +66,7 @@ class _Sweep:
         if band.upper is not None:
             high = jnp.clip(last + band.upper + 1, 0, high)
         if band.length is not None:
-            length = jnp.max(self.read(band.length, place, {})).astype(jnp.int32) + band.extra
+            length = row_length(jnp.max(self.read(band.length, place, {}))) + band.extra
             high = jnp.clip(length + last if band.follows else length, 0, high)
         return low, high
 

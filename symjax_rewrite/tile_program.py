@@ -147,10 +147,24 @@ class TileBuilder:
         return all(self._narrow(over(ref, a), rank) for a in node.args)
 
     def _read(self, ref: Ref, dtype: str) -> int:
+        stored = self._stored(ref)
+        if stored is not None:  # integers are widened in the kernel
+            return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
         number = self.operand(ref)
         if number not in self.reads:
             self.reads.append(number)
         return self._step("value", self.reads.index(number), (), dtype)
+
+    def _stored(self, ref: Ref) -> Ref | None:
+        """The integers that an exact cast widens."""
+        g = self.t.graph
+        node = node_of(g, ref.cls)
+        if node.op != MAP or node.attr[0] != "convert_element_type":
+            return None
+        arg = over(ref, node.args[0])
+        wide, narrow = (g.classes[c].dtype for c in (ref.cls, arg.cls))
+        exact = dtype_kind(wide) == dtype_kind(narrow) == "i" and np.can_cast(narrow, wide)
+        return arg if exact and ref.cls not in self.t.leaf_value else None
 
     def operand(self, ref: Ref, of_row: bool = False) -> int:
         """The number of an operand, every axis of which has a name or is at one place.

@@ -116,6 +116,18 @@ def test_f64():
         assert not supports(spec)
 
 
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_lengths_of_64_bits(name):
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    case = next(c for c in CASES if c.name == "length of a cache")
+    operands = (*case.spec.operands[:3], replace(case.spec.operands[3], dtype="int64"))
+    arrays = (*case.make(case.spec)[:3], np.array([2**40, 7, 2**31], np.int64))
+    spec = replace(case.spec, operands=operands)
+    case = replace(case, spec=spec, make=lambda spec: arrays)
+    with jax.enable_x64(True):
+        check(case, run)
+
+
 def test_vmap():
     case = next(c for c in CASES if c.name == "grouped")
     operands = [jnp.asarray(x) for x in case.make(case.spec)]

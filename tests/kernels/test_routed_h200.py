@@ -176,6 +176,17 @@ def test_attention_is_one_kernel(kernels, fun, width, dtype, compile_h200):
     assert held < 2**20 + (B * T * T if widened else 0)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("fun", [padding, segments], ids=lambda f: f.__name__)
+def test_64_bit_integers_change_nothing(fun, dtype, compile_h200):
+    with jax.enable_x64(True):
+        *qkv, places = arguments(fun, 64, "bfloat16")
+        places = jax.ShapeDtypeStruct(places.shape, dtype)
+        assert launches(compile_h200(sym_optimize(fun, kernels="always"), *qkv, places)) == [
+            "custom-call"
+        ]
+
+
 def gradients(fun, kernels, inside):
     """The gradients of a scalar of the attention, optimised before or after differentiation."""
     wrapped = sym_optimize(fun, kernels=kernels) if inside else fun

@@ -59,6 +59,20 @@ def test_blocks_of_rows_and_columns_with_64_bit_integers():
             assert_equivalent(routed, fun, q, k, v, rtol=1e-10)
 
 
+def test_lengths_of_64_bits():
+    def attend(q, k, v, lengths):
+        seen = jnp.arange(90) < lengths[:, None, None]
+        return jax.nn.softmax(jnp.where(seen, q @ k.mT, -jnp.inf), axis=-1) @ v
+
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(draw(3, 90, D, seed=n), jnp.float32) for n in range(3))
+        lengths = jnp.array([2**40, 5, 2**31])
+        assert lengths.dtype == jnp.int64
+        routed = sym_optimize(attend, kernels="always")
+        assert any(r.taken for r in routed.explain(q, k, v, lengths).routes)
+        assert_equivalent(routed, attend, q, k, v, lengths, rtol=1e-5)
+
+
 @pytest.mark.parametrize("fun", [log_sum_exp, neighbours], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_dtypes(fun, dtype):
