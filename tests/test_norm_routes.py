@@ -245,6 +245,43 @@ def test_derivatives():
         close(got, wanted, 1e-4)
 
 
+def gated_loss(p, x):
+    y = layer(x, p["g"], p["b"])
+    q, k, v = (y @ p[n] for n in "qkv")
+    h = jax.nn.silu(q) * k + v
+    return jnp.mean((rms(h @ BACK, p["g"]) @ p["v"]) ** 2)
+
+
+def test_a_step_of_training():
+    p = {"g": G, "b": B, "q": W, "k": V, "v": U}
+
+    def trained(loss):
+        def step(p, x):
+            value, gradient = jax.value_and_grad(loss)(p, x)
+            return value, jax.tree.map(lambda a, b: a - 0.1 * b, p, gradient)
+
+        return step
+
+    plain, outside = trained(gated_loss), sym_optimize(trained(gated_loss), kernels="always")
+    inside = trained(sym_optimize(gated_loss, kernels="always"))
+    wanted, *found = quick_jit(lambda p, x: [f(p, x) for f in (plain, outside, inside)])(p, X)
+    for got in found:
+        close(got, wanted, 1e-4)
+    report = outside.explain(p, X)
+    reasons = [r.reason for r in report.routes if r.name == "norm_linear" and not r.taken]
+    assert any(r.taken for r in report.routes if r.name == "norm_linear")
+    assert "the statistics run over an axis that stays" in reasons  # the gradient of a weight
+
+
+def test_the_report_counts_kernels():
+    (found,) = routes(FOUND["QKV"], X, kernels="always")
+    assert found.reason == "1 kernel for 3 products"
+    late = lambda x: (y := rms(x) @ W, jnp.cumsum(y, 0) + rms(x) @ V)  # noqa: E731
+    (found,) = routes(late, X, kernels="always")
+    assert found.reason == "2 kernels for 2 products"
+    close(sym_optimize(late, kernels="always")(X), late(X), 1e-5)
+
+
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "heads"])
 def test_transformed(name):
     f, x = FOUND[name], jnp.stack([X, 2 * X])

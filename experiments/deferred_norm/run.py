@@ -19,12 +19,23 @@ import numpy as np
 import weights
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.device import DEVICES
+from symjax_rewrite.pallas_kernels.fold_blocks import MULTIPROCESSORS
+from symjax_rewrite.pallas_kernels.norm_blocks import norm_blocks
 from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, supports
 from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
+MULTIPROCESSOR_BYTES = 233472  # of shared memory, H200
+DECODING = (
+    "Decoding on an H200, bf16, K = 4096: programs of the table's cut, what their pipelines have "
+    "on the way from memory, and the latency which that covers at full bandwidth. Sums over K in "
+    "parts take a second kernel: its launch would pay only if memory answered as late as the "
+    "last column says, and it answers in less than 1 µs."
+)
+DECODE = ["rows", "N", "block", "programs", "on the way", "floor", "covers", "a split pays from"]
 GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 
 
@@ -38,6 +49,7 @@ def main() -> None:
     minilm = tell_minilm(2 if quick else 6, rounds)
     layers = tell_layers((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES, rounds)
     moved = tell_bytes()
+    decode = tell_decode()
     gpu = tell_gpu(rounds)
     if quick:
         return
@@ -53,12 +65,21 @@ def main() -> None:
         harness.markdown_table(["MiniLM forward", "prepared / plain"], minilm),
         "Bytes an H200 moves, bf16, K = 4096: two kernels (norm, then product) against one.",
         harness.markdown_table(["rows", "N", "two kernels", "one kernel", "ratio"], moved),
+        DECODING,
+        harness.markdown_table(DECODE, decode),
         f"On a GPU: {gpu if isinstance(gpu, str) else ''}",
     ]
     if not isinstance(gpu, str):
         parts.append(harness.markdown_table(["rows", "N", "XLA / kernel"], gpu))
     harness.write_table(HERE / "README.md", *parts)
-    record = {"layers": layers, "blocks": blocks, "minilm": minilm, "bytes": moved, "gpu": gpu}
+    record = {
+        "layers": layers,
+        "blocks": blocks,
+        "minilm": minilm,
+        "bytes": moved,
+        "decode": decode,
+        "gpu": gpu,
+    }
     harness.write_json(HERE / "results.json", record)
 
 
@@ -159,6 +180,26 @@ def tell_bytes() -> list[list]:
             two = one + 2 * 2 * m * k  # the normalised value, written and read
             cells = (harness.quantity(two, "B"), harness.quantity(one, "B"))
             out.append([m, n, *cells, f"{two / one:.3f}"])
+    return out
+
+
+def tell_decode() -> list[list]:
+    """Whether the cuts for few rows fill a GPU; counted from the table, not measured."""
+    out, k, device = [], 4096, DEVICES["h200"]
+    for n in (512, 1024, 4096, 6144, 14336):
+        for m in (1, 16):
+            group = NormGroup((forward(NormLinear(m, k, n, dtype="bfloat16")),))
+            cut = norm_blocks(group, "h200")
+            programs = -(-m // cut.rows) * -(-n // cut.outputs)
+            stage = 2 * cut.step * (cut.rows + cut.outputs)
+            fit = max(1, MULTIPROCESSOR_BYTES // (cut.stages * stage))
+            flying = min(programs, fit * MULTIPROCESSORS) * (cut.stages - 1) * stage
+            covered = flying / device.bytes_per_s
+            floor = group.bytes_moved / device.bytes_per_s
+            pays = covered * (floor + device.launch_s) / floor
+            cells = (harness.quantity(flying, "B"), *map(harness.duration, (floor, covered, pays)))
+            out.append([m, n, f"{cut.rows} × {cut.outputs}", programs, *cells])
+            print(*out[-1], sep="\t")
     return out
 
 

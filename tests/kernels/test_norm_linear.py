@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 from typing import Any
 
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.pallas_kernels.norm_blocks import NormBlocks, devices, norm_blocks, table
+from symjax_rewrite.pallas_kernels import norm_tune
+from symjax_rewrite.pallas_kernels.norm_blocks import (
+    NormBlocks,
+    as_row,
+    devices,
+    norm_blocks,
+    table,
+)
 from symjax_rewrite.pallas_kernels.norm_layer import (
     NormLinear,
     backward_input,
@@ -210,6 +218,27 @@ def test_every_row_of_the_table_can_be_reached():
         assert {NormBlocks(**row["blocks"]) for row in table()[device]} <= chosen
 
 
+def test_tuning_writes_the_fastest_cut_of_every_row(monkeypatch, tmp_path, capsys):
+    best = NormBlocks(16, 32, 64, 8, 3)
+    written = tmp_path / "table.json"
+    monkeypatch.setattr(norm_tune, "TABLE", written)
+    monkeypatch.setattr("sys.argv", ["norm_tune"])
+    norm_tune.main()
+    assert "no GPU here" in capsys.readouterr().out
+    assert not written.exists()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    times = {best: 1e-6, NormBlocks(16, 16, 32, 4, 2): None}  # None: it did not compile
+    monkeypatch.setattr(norm_tune, "seconds", lambda spec, cut, rounds: times.get(cut, 1e-3))
+    norm_tune.main()
+    made = json.loads(written.read_text())
+    assert made["h200"] == table()["h200"]
+    (name,) = made.keys() - {"h200"}
+    assert [row["limits"] for row in made[name]] == [row["limits"] for row in made["h200"]]
+    assert {(row["measured_s"], *row["blocks"].values()) for row in made[name]} == {
+        (1e-6, *as_row(best).values())
+    }
+
+
 def avals(spec: NormSpec):
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in spec.shapes]
 
@@ -242,8 +271,10 @@ def test_lowers_without_a_compiler(rows, changes, lower):
 @pytest.mark.lowering
 @pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 @pytest.mark.parametrize("changes", LAYERS)
-@pytest.mark.parametrize("rows", [1, 16, 64, 300, 4096])
-@pytest.mark.parametrize("outputs", [4096, 14336])
+@pytest.mark.parametrize(
+    ("rows", "outputs"),
+    [(16, 1024), *((m, n) for m in (1, 16, 64, 300, 4096) for n in (4096, 14336))],
+)
 def test_one_kernel_on_an_h200(outputs, rows, changes, compile_h200):
     spec = forward(NormLinear(rows, 4096, outputs, **{"dtype": "bfloat16", **changes}))
     assert kernels(compile_h200(lambda *xs: norm_linear(spec, *xs), *avals(spec))) == 1
