@@ -5,7 +5,11 @@ a row: those are its k best, found in O(n). Values and places are those of the s
 bit: both zeros are equal, equal values keep their order, and rows with NaNs are sorted after all.
 XLA's CPU backend selects in f32 alone and sorts for all other dtypes: what f32 holds exactly is
 selected in f32 (64 rows of 8192 in bfloat16: 92 ms as written, 1 ms so; sorted in f32: 79 ms).
-A row in chunks was never faster there, nor the pieces of a concatenation one by one.
+The best of every chunk of a row by itself were never faster there, nor those of a concatenation's
+pieces. The k chunks with the largest maxima do have the k best, and are found in a tenth of the
+time (2²⁰ entries, k = 10: 0.1 ms for 1.3). But to order NaNs and signs of zeros as top-k does,
+maxima must be of integers, which take 1.0 ms, or be checked by a branch, in which all else is up to
+four times slower.
 """
 
 from __future__ import annotations
