@@ -100,6 +100,12 @@ def test_products_of_one_norm_are_one_kernel(f, rows, compile_h200):
     assert made.memory_analysis().temp_size_in_bytes < 1024
 
 
+def test_64_bit_numbers_change_nothing(compile_h200):
+    with jax.enable_x64(True):
+        made = compiled(compile_h200, sym_optimize(qkv, kernels="always"), *arguments(16))
+        assert launches(made) == ["custom-call"]
+
+
 @pytest.mark.parametrize("rows", [16, 256, 4096])
 def test_a_step_of_training_is_no_more_work(rows, compile_h200):
     plain = jax.value_and_grad(loss)

@@ -118,7 +118,7 @@ def sequential(x, dt, A, B, C, D, z):
         h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None, :]
         return h, jnp.einsum("bdn,bn->bd", h, c)
 
-    start = jnp.zeros((x.shape[0], *A.shape))
+    start = jnp.zeros((x.shape[0], *A.shape), x.dtype)
     y = lax.scan(step, start, [v.swapaxes(0, 1) for v in (x, dt, B, C)])[1].swapaxes(0, 1)
     return (y + D * x) * jax.nn.silu(z)
 
@@ -133,7 +133,7 @@ def coefficients_first(x, dt, A, B, C, D, z):
         h = a * h + b
         return h, jnp.sum(h * c[:, None, :], -1)
 
-    start = jnp.zeros((x.shape[0], *A.shape))
+    start = jnp.zeros((x.shape[0], *A.shape), x.dtype)
     y = lax.scan(step, start, [v.swapaxes(0, 1) for v in (a, b, C)])[1].swapaxes(0, 1)
     return (y + D * x) * jax.nn.silu(z)
 
