@@ -46,6 +46,7 @@ from symjax_rewrite.tile_program import precision_name
 
 NAME = "norm_linear"
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
+MOST_PARTS = 8  # results of one kernel: each has code of its own
 STARTS = 8  # products from which the chain of one epilogue is followed
 KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
 
@@ -232,7 +233,8 @@ def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[No
     groups: dict[tuple, list[NormPart]] = {}
     for p in early:
         groups.setdefault(p.spec.of_x, []).append(p)
-    return [*groups.values(), *late]
+    cuts = range(0, len(parts), MOST_PARTS)
+    return [c for ps in groups.values() for k in cuts if (c := ps[k : k + MOST_PARTS])] + late
 
 
 def _is_light(g: EGraph, cls: int) -> bool:

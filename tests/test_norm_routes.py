@@ -276,6 +276,9 @@ def test_a_step_of_training():
 def test_the_report_counts_kernels():
     (found,) = routes(FOUND["QKV"], X, kernels="always")
     assert found.reason == "1 kernel for 3 products"
+    many = lambda x: [rms(x) @ (n * W) for n in range(1, 11)]  # noqa: E731
+    (found,) = routes(many, X, kernels="always", rules=())
+    assert found.reason == "2 kernels for 10 products"
     late = lambda x: (y := rms(x) @ W, jnp.cumsum(y, 0) + rms(x) @ V)  # noqa: E731
     (found,) = routes(late, X, kernels="always")
     assert found.reason == "2 kernels for 2 products"
