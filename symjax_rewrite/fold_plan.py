@@ -18,7 +18,7 @@ from symjax_rewrite.dims import product
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pairs import Exit, Pair, Tile, elements, exit_of, explore
+from symjax_rewrite.pairs import LEAST_DOT, Exit, Pair, Tile, elements, exit_of, explore
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.zeros import vanishing, without
 
@@ -174,6 +174,8 @@ def _single(
     if len(found.bound) != 1 or found.kind == "at":  # one place of a row is read where it is made
         return None
     (column,) = found.bound
+    if int(found.sizes[column]) < LEAST_DOT:  # pyright: ignore[reportArgumentType]
+        return None  # components of a vector, which are written out
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
     space = min(spaces, key=len, default=None)
     if space is None or not all(space <= s for s in spaces):

@@ -17,7 +17,7 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.fold_forms import Piece
 from symjax_rewrite.fold_rows import Rows, Served, Surroundings, row_algebra, row_scale
 from symjax_rewrite.ir import Ref
-from symjax_rewrite.pairs import Pair
+from symjax_rewrite.pairs import At, Pair
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
@@ -37,7 +37,6 @@ from symjax_rewrite.regions import node_of
 from symjax_rewrite.tile_program import (
     COLUMN,
     ROW,
-    At,
     Step,
     TileBuilder,
     feature,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -152,8 +153,8 @@ class ProgramBuilder:
         scale = self.times(*(b for a, b in linear if self.equals(a, 0.0)))
         zero, count = self.constant(0), float(self.count)
         total = zero if self.centred else self.step("sides", SUM)
-        if not slopes:
-            return self.plus((count, scale))
+        if not slopes:  # a sum over other indices than x's, maybe
+            return self.plus((float(prod(int(str(n)) for n in node.bound)), scale))
         if len(slopes) == 1:
             (a, b) = slopes[0]
             return self.plus((1, self.times(scale, a, total)), (count, self.times(scale, b)))

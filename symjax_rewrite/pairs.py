@@ -51,6 +51,18 @@ def over(ref: Ref, arg: Ref) -> Ref:
     return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
 
 
+class At(NamedTuple):
+    """One element of an axis, where a reference reads no index."""
+
+    place: int
+
+
+def reads_twice(ref: Ref) -> bool:
+    """Whether a reference reads an index along two axes."""
+    indices = [i for i in ref.axes if not isinstance(i, At)]
+    return len(set(indices)) != len(indices)
+
+
 def elements(t: TermGraph, cls: int) -> int:
     """How many elements a class has."""
     return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
@@ -218,7 +230,7 @@ class Opened(NamedTuple):
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
-    `hit` (a value where the column is the one chosen), or `leaf`.
+    `hit` (a value where the column is the one chosen), `part` (another at places), or `leaf`.
     """
 
     kind: str
@@ -261,7 +273,7 @@ class Pair:
     def open(self, ref: Ref) -> Opened:
         """How a reference that carries both is computed."""
         node = node_of(self.g, ref.cls)
-        if len(set(ref.axes)) != len(ref.axes) or self.g.classes[ref.cls].dtype[:7] == "complex":
+        if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
             return Opened("leaf")
         if is_elementwise(node):
             return self._elementwise(ref, node)
@@ -269,6 +281,8 @@ class Pair:
             return Opened("delta")
         if node.op == CONTRACT:
             return self._contraction(ref, node)
+        if node.op == SLICE:
+            return self._part(ref, node)
         if node.op == NATIVE:
             hit = gathers.hit(self.t, ref)
             return Opened("leaf") if hit is None else self._hit(hit)
@@ -280,6 +294,19 @@ class Pair:
             return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
         attr = tuple([node.attr[k] for k in kept])
         return Opened("apply", tuple([over(ref, node.args[k]) for k in kept]), attr)
+
+    def _part(self, ref: Ref, node: Node) -> Opened:
+        """Components of terms that are computed here: `d[.., 0]` of differences of points."""
+        (arg,) = node.args
+        inner = node_of(self.g, arg.cls)
+        computed = is_elementwise(inner) or inner.op in (CONTRACT, SLICE)
+        if not computed or any(isinstance(entry, tuple) for entry in node.attr):
+            return Opened("leaf")
+        axes = [
+            At(entry) if entry is not None else ref.axes[i]
+            for entry, i in zip(node.attr, arg.axes, strict=True)
+        ]
+        return Opened("part", (Ref(arg.cls, tuple(axes)),))  # pyright: ignore[reportArgumentType]
 
     def _hit(self, hit: gathers.Hit) -> Opened:
         args = (hit.place, hit.value)
@@ -316,7 +343,7 @@ class Pair:
             return None
         if self.column in left.axes or self.row in right.axes or self.column not in right.axes:
             return None
-        if any(not tokens <= set(a.axes) or len(set(a.axes)) != len(a.axes) for a in args):
+        if any(not tokens <= set(a.axes) or reads_twice(a) for a in args):
             return None
         if any(dtype_kind(self.g.classes[a.cls].dtype) not in "fiu" for a in args):
             return None
@@ -382,7 +409,9 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
             sizes = pair.g.classes[found.args[0].cls].sizes
             at = zip(found.args[0].axes, sizes, strict=True)
             tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
-    for arg in found.args if found.kind in ("apply", "sum") else ():
+    if found.kind == "sum":  # work, even of tests
+        heavy = True
+    for arg in found.args if found.kind in ("apply", "sum", "part") else ():
         if pair.holds(arg):
             inside = _visit(pair, tile, arg)
             if inside is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, IOTA, MAP, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pairs import Opened, Pair, is_elementwise, over
+from symjax_rewrite.pairs import At, Opened, Pair, is_elementwise, over
 from symjax_rewrite.pallas_kernels.fold_spec import Contraction, Operand
 from symjax_rewrite.product import is_half
 from symjax_rewrite.ranks import ranks
@@ -28,12 +28,6 @@ from symjax_rewrite.regions import node_of
 
 ROW, COLUMN = "m", "n"
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
-
-
-class At(NamedTuple):
-    """One element of an axis."""
-
-    place: int
 
 
 @dataclass(slots=True)
@@ -133,6 +127,8 @@ class TileBuilder:
             return self._step("hit", found.data, args, dtype)
         if found.kind == "delta":
             return self._step("delta", None, (), dtype)
+        if found.kind == "part":
+            return self.build(found.args[0])
         return self._read(ref, dtype)
 
     def _narrow(self, ref: Ref, rank: int) -> bool:

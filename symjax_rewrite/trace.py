@@ -99,9 +99,10 @@ def _inline(
     for eqn in jaxpr.eqns:
         if calls:
             eqn = compat.nested_under(eqn, calls[-1])
-        body = inlinable_body(eqn) if eqn.primitive.name in CALLS else None
+        body = inlinable_body(eqn) if eqn.primitive.name in CALLS else _only_branch(eqn)
         if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
-            inner = dict(zip(body.jaxpr.invars, map(read, eqn.invars), strict=True))
+            given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
+            inner = dict(zip(body.jaxpr.invars, map(read, given), strict=True))
             _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
             results = _inline(program, body.jaxpr, inner, (*calls, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
@@ -116,6 +117,14 @@ def _inline(
                 program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
     return [read(a) for a in jaxpr.outvars]
+
+
+def _only_branch(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The implementation of all platforms but compilers of kernels, for which XLA never asks."""
+    branches = compat.platform_branches(eqn)
+    names = eqn.params["branches_platforms"] if branches else ()
+    rest = [k for k, name in enumerate(names) if name != ("mosaic",)]
+    return branches[rest[0]] if len(rest) == 1 and names[rest[0]] is None else None
 
 
 def _one_implementation(

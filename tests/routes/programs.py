@@ -146,6 +146,34 @@ def queued(x, y):
     return -jax.nn.log_softmax(s / 3, -1)[:, 0].mean()
 
 
+def boxes(x, y):
+    """The largest overlap of each box with others, corners and sides in 4 columns."""
+    (a, b), (c, d) = ((z[:, :2], z[:, :2] + jnp.abs(z[:, 2:4])) for z in (x, y))
+    sides = jnp.clip(jnp.minimum(b[:, None], d) - jnp.maximum(a[:, None], c), 0)
+    common = sides[..., 0] * sides[..., 1]
+    areas = [(z[1] - z[0]).prod(-1) for z in ((a, b), (c, d))]
+    overlap = common / (areas[0][:, None] + areas[1] - common)
+    return overlap.max(1), overlap.argmax(1)
+
+
+def shared_signs(x, y):
+    a, b = x[:, None] > 0, y > 0
+    return ((a & b).sum(-1) / (a | b).sum(-1)).max(-1)
+
+
+def equivariant(x, y):
+    """A layer that moves points along their differences."""
+    z, h = x[:, :3], x[:, 3:]
+    d = z[:, None] - z
+    m = jnp.tanh(h @ h.T + (d * d).sum(-1))
+    return z + (d * m[..., None]).mean(1), m @ h
+
+
+def diagonal(x, y):
+    s = x @ y[:N].T
+    return (jax.nn.logsumexp(s, 1) - jnp.diag(s) + jax.nn.logsumexp(s, 0)).mean()
+
+
 def tests(x, y):
     s = x @ y.T
     return jnp.any(s > 9.0, 1), jnp.all(s > -9.0, 1), (s > 1).sum(-1)
@@ -272,8 +300,8 @@ def gradient(fun: Callable, arguments: int) -> Callable:
     """The gradient of a scalar of the function, named after it."""
 
     def loss(*args):
-        out = fun(*args)
-        return jnp.sin(out).sum() if jnp.ndim(out) else out
+        outs = jax.tree.leaves(fun(*args))
+        return sum(jnp.sin(x).sum() if jnp.ndim(x) else x for x in outs)
 
     made = jax.grad(loss, tuple(range(arguments)))
     made.__name__ = f"gradient_of_{fun.__name__}"
@@ -304,8 +332,12 @@ def _folds() -> list[Program]:
     out += [Program(gradient(gaussian, 3), near, N * M)]
     out += [Program(polynomial, (*wide, draw(M, 5)), N * M)]
     out += [Program(queued, wide, N * M)]
-    out += [Program(f, wide, N * N) for f in (contrastive, gradient(contrastive, 2))]
-    pairs = (neighbours, sorted_neighbours, best, column_max, log_sum_exp, tests, chamfer, entropy)
+    square = (contrastive, diagonal, equivariant)
+    out += [Program(f, wide, N * N) for f in (*square, *(gradient(f, 2) for f in square))]
+    pairs = (
+        neighbours, sorted_neighbours, best, column_max, log_sum_exp, tests, chamfer, entropy,
+        boxes, shared_signs,
+    )  # fmt: skip
     out += [Program(f, wide, N * M) for f in pairs]
     out += [Program(nearest, near[:2], N * M)]
     layers = (
