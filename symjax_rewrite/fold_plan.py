@@ -16,7 +16,7 @@ from typing import Any
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import product
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, Ref
+from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, SLICE, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import LEAST_DOT, Exit, Pair, Tile, elements, exit_of, explore
 from symjax_rewrite.regions import Needed, node_of
@@ -189,7 +189,7 @@ def _single(
 
 def _may_open(t: TermGraph, ref: Ref) -> bool:
     node = node_of(t.graph, ref.cls)
-    return bool(ref.axes) and (node.op in (MAP, ADD, CONTRACT) or node.op == NATIVE)
+    return bool(ref.axes) and node.op in (MAP, ADD, CONTRACT, SLICE, CONCAT, NATIVE)
 
 
 def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:

@@ -8,6 +8,7 @@ rows and columns exchanged), or the choice of one column for each row.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import (
     ADD,
+    CONCAT,
     CONST,
     CONTRACT,
     DELTA,
@@ -36,6 +38,7 @@ from symjax_rewrite.regions import node_of
 
 UNROLL = 64  # terms of a sum inside a tile that are written out at most
 LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad to as many
+MOST_PIECES = 8  # that are chosen from in a tile
 LARGEST_TILE = 256  # terms of one tile at most
 MOST_STEPS = 512  # of one tile, its sums written out
 LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
@@ -230,7 +233,8 @@ class Opened(NamedTuple):
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
-    `hit` (a value where the column is the one chosen), `part` (another at places), or `leaf`.
+    `hit` (a value where the column is the one chosen), `part` (another at places), `pieces` (an
+    index and what is joined along it; where each begins but the first in `data`), or `leaf`.
     """
 
     kind: str
@@ -283,6 +287,8 @@ class Pair:
             return self._contraction(ref, node)
         if node.op == SLICE:
             return self._part(ref, node)
+        if node.op == CONCAT:
+            return self._pieces(ref, node)
         if node.op == NATIVE:
             hit = gathers.hit(self.t, ref)
             return Opened("leaf") if hit is None else self._hit(hit)
@@ -307,6 +313,22 @@ class Pair:
             for entry, i in zip(node.attr, arg.axes, strict=True)
         ]
         return Opened("part", (Ref(arg.cls, tuple(axes)),))  # pyright: ignore[reportArgumentType]
+
+    def _pieces(self, ref: Ref, node: Node) -> Opened:
+        """Components that are computed here side by side: `stack([dx * f, dy * f], -1)`."""
+        along, sizes = node.attr
+        index = ref.axes[along]
+        loose = all(along not in a.axes for a in node.args) and all(
+            isinstance(size, int) for size in sizes
+        )
+        if not loose or index in (self.row, self.column) or len(sizes) > MOST_PIECES:
+            return Opened("leaf")
+        starts = tuple(itertools.accumulate(sizes[:-1]))
+        args = tuple([over(ref, a) for a in node.args])
+        if isinstance(index, At):
+            return Opened("part", (args[sum(start <= index.place for start in starts)],))
+        number = self.g.add(IOTA, None, (), (sum(sizes),), (), "int32")
+        return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
 
     def _hit(self, hit: gathers.Hit) -> Opened:
         args = (hit.place, hit.value)
@@ -411,7 +433,7 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
             tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
     if found.kind == "sum":  # work, even of tests
         heavy = True
-    for arg in found.args if found.kind in ("apply", "sum", "part") else ():
+    for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
         if pair.holds(arg):
             inside = _visit(pair, tile, arg)
             if inside is None:

@@ -125,6 +125,9 @@ class TileBuilder:
         if found.kind == "hit":
             args = tuple([self.build(a) for a in found.args])
             return self._step("hit", found.data, args, dtype)
+        if found.kind == "pieces":
+            args = tuple([self.build(a) for a in found.args])
+            return self._step("pieces", found.data, args, dtype)
         if found.kind == "delta":
             return self._step("delta", None, (), dtype)
         if found.kind == "part":
@@ -281,6 +284,11 @@ def run_steps(
             place = place if limit is None else jnp.clip(place, 0, limit - 1)
             here = place == (i if is_row else j)
             made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
+        elif kind == "pieces":
+            place, piece, *others = (made[a] for a in args)
+            for start, other in zip(data, others, strict=True):
+                piece = jnp.where(place >= start, other, piece)
+            made.append(piece)
         elif kind == "diagonal":
             (value,) = (made[a] for a in args)
             made.append(jnp.where(i == j, value, jnp.zeros((), value.dtype)))

@@ -90,6 +90,13 @@ def energy(x, m):
     return -0.5 * jnp.sum(m[:, None] * m / jnp.sqrt(jnp.sum(d**2, -1) + 1e-2))
 
 
+def components(x, m):
+    d = x[None] - x[:, None]
+    a, b, c = d[..., 0], d[..., 1], d[..., 2]
+    f = m * (a * a + b * b + c * c + 1e-2) ** -1.5
+    return jnp.stack([f * a, f * b, f * c], -1).sum(1)
+
+
 def gaussian(x, y, v):
     return jnp.exp(-0.5 * squares(x, y)) @ v
 
@@ -327,7 +334,10 @@ def _folds() -> list[Program]:
     losses = (ce_take, ce_log_softmax, ce_one_hot, ce_by_hand, ce_mapped, ce_smoothed)
     out = [Program(f, tokens, N * M) for f in losses]
     out += [Program(gradient(f, 2), tokens, N * M) for f in losses]
-    out += [Program(f, cloud, M * M) for f in (forces, forces_einsum, energy, gradient(energy, 1))]
+    bodies = (forces, forces_einsum, components, energy, gradient(energy, 1))
+    out += [Program(f, cloud, M * M) for f in bodies]
+    few = tuple(x[:N] for x in cloud)
+    out += [Program(gradient(components, 2), few, 4 * N * N)]  # a cotangent is spread, then read
     out += [Program(f, near, N * M) for f in (gaussian, gaussian_differences, smoothing)]
     out += [Program(gradient(gaussian, 3), near, N * M)]
     out += [Program(polynomial, (*wide, draw(M, 5)), N * M)]
