@@ -208,6 +208,79 @@ def summed_by_hand(q, k, v):
     ).sum(3)
 
 
+def over_queries_then_keys(q, k, v):
+    p = softmax(scores(q, k), -2) + 1e-8
+    return out(p / p.sum(-1, keepdims=True), v)
+
+
+def over_heads_and_keys(q, k, v):
+    return out(softmax(scores(q, k), (1, 3)), v)
+
+
+def normalised_by_its_transpose(q, k, v):
+    e = jnp.exp(scores(q, k) / 2)
+    return out(e / jnp.swapaxes(e, -1, -2).sum(-1, keepdims=True), v)
+
+
+def normalised_where_seen(q, k, v):
+    e = jnp.exp(scores(q, k) / 2)
+    return out(e / (e * TRIL).sum(-1, keepdims=True), v)
+
+
+def logsumexp_at_another_scale(q, k, v):
+    s = scores(q, k)
+    return out(jnp.exp(s - jax.nn.logsumexp(2 * s, -1, keepdims=True)), v)
+
+
+def best_keys_only(q, k, v):
+    s, place = jax.lax.top_k(scores(q, k), 3)
+    v = jnp.take_along_axis(v.transpose(0, 2, 1, 3)[:, :, None], place[..., None], 3)
+    return jnp.einsum("bhtk,bhtkd->bthd", softmax(s), v)
+
+
+def near_the_largest(q, k, v):
+    s = scores(q, k)
+    return out(softmax(jnp.where(s > s.max(-1, keepdims=True) - 1, s, -1e9)), v)
+
+
+def standardised(q, k, v):
+    s = scores(q, k)
+    s = (s - s.mean(-1, keepdims=True)) / (s.std(-1, keepdims=True) + 1e-3)
+    return out(softmax(s), v)
+
+
+def between_extremes(q, k, v):
+    s = scores(q, k)
+    low, high = s.min(-1, keepdims=True), s.max(-1, keepdims=True)
+    return out((s - low) / (high - low + 1e-6), v)
+
+
+def min_plus(q, k, v):
+    return (scores(q, k)[..., None] + v.transpose(0, 2, 1, 3)[:, :, None]).min(3)
+
+
+def broken_sticks(q, k, v):
+    s = jnp.where(TRIL, scores(q, k), -1e9)
+    left = jax.nn.log_sigmoid(-s)
+    rest = jnp.cumsum(left[..., ::-1], -1)[..., ::-1] - left
+    return out(jnp.exp(jax.nn.log_sigmoid(s) + rest), v)
+
+
+def scores_of_two_layers(q, k, v):
+    s = scores(q, k)
+    return out(softmax(scores(out(softmax(s), v), k) + s), v)
+
+
+def applied_twice(q, k, v):
+    p = softmax(scores(q, k))
+    return out(p, out(p, v))
+
+
+def largest_probability(q, k, v):
+    p = softmax(scores(q, k))
+    return out(p, v), p.max(-1), p.argmax(-1), jnp.diagonal(p, axis1=-2, axis2=-1)
+
+
 def fills_that_scores_reach(q, k, v):
     return out(softmax(jnp.where(TRIL, scores(q, k), -1.0)), v)
 
@@ -225,7 +298,10 @@ LOOKALIKES = [
     sigmoid, rectified, linear, sinkhorn, sparsemax, returned, entropy, column_sums, dropout,
     gumbel, talking_heads_after, talking_heads_before, accumulated, hard, straight_through,
     of_logarithms, less_the_identity, values_of_queries, scores_used_too, scaled_per_key,
-    summed_by_hand, fills_that_scores_reach, halves_rounded,
+    summed_by_hand, fills_that_scores_reach, halves_rounded, over_queries_then_keys,
+    over_heads_and_keys, normalised_by_its_transpose, normalised_where_seen,
+    logsumexp_at_another_scale, best_keys_only, near_the_largest, standardised, between_extremes,
+    min_plus, broken_sticks, scores_of_two_layers, applied_twice, largest_probability,
 ]  # fmt: skip
 
 

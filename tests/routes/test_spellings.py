@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
+from tests.routes import variants  # noqa: F401  it adds to the table
 from tests.routes.arrangements import FOLDS, INSIDE
 from tests.routes.spellings import FUNCTIONS, B, T, arrays, tolerance
 
