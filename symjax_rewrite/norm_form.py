@@ -105,7 +105,7 @@ class Opener:
             return alone
         node = node_of(self.g, ref.cls)
         found = alone
-        if node.op == CONTRACT and not node.bound:
+        if is_product(node):
             found = self._product(ref, node) or alone
         elif node.op == ADD:
             found = self._sum(ref, node) or alone
@@ -148,6 +148,13 @@ def _cancel(parts: list[Part]) -> bool:
     for p in parts:
         signs.setdefault(tuple(sorted(p.factors)), set()).add(p.coefficient > 0)
     return any(len(s) > 1 for s in signs.values())
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies element by element; a diagonal reads one index twice."""
+    if node.op != CONTRACT or node.bound:
+        return False
+    return all(len(set(a.axes)) == len(a.axes) for a in node.args)
 
 
 def is_cast(g: EGraph, cls: int) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from symjax_rewrite import lower
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Node, Ref
-from symjax_rewrite.norm_form import Opener, as_stored, is_cast, over
+from symjax_rewrite.norm_form import Opener, as_stored, is_cast, is_product, over
 from symjax_rewrite.pallas_kernels.norm_spec import Sums
 from symjax_rewrite.regions import node_of
 
@@ -110,7 +110,7 @@ class ProgramBuilder:
         if node.op == CONTRACT and node.bound:
             made = self._statistic(ref, node)
             return self.operand("rows", ref) if made is None else made
-        if node.op not in (MAP, ADD, CONTRACT):
+        if node.op not in (MAP, ADD) and not is_product(node):
             return self.operand("rows", ref)
         if not self.reads_statistics(ref.cls):
             return self.operand("rows", ref)
@@ -172,7 +172,7 @@ class ProgramBuilder:
         node = node_of(self.g, ref.cls)
         if ref.cls == self.x.cls or not set(ref.axes) & bound:
             return [ref]
-        if is_cast(self.g, ref.cls) or (node.op == CONTRACT and not node.bound):
+        if is_cast(self.g, ref.cls) or is_product(node):
             return [f for a in node.args for f in self._factors(over(ref, a), bound)]
         return [ref]
 

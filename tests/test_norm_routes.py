@@ -225,6 +225,12 @@ def test_what_cancels_is_not_taken_apart():
     np.testing.assert_array_equal(g(x, x), np.zeros((9, 9)))
 
 
+def test_a_diagonal_scales_rows():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 20)), jnp.float32)
+    f = lambda x: (x * jnp.sin(jnp.diag(x) + 1)[:, None]) @ x.T[:, :5]  # noqa: E731
+    np.testing.assert_allclose(sym_optimize(f, kernels="always")(x), f(x), rtol=1e-4, atol=1e-4)
+
+
 def test_symbolic_sizes_stay():
     (m,) = jax.export.symbolic_shape("m")
     exported = jax.export.export(sym_optimize(FOUND["RMSNorm"], kernels="always"))(
