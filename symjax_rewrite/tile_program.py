@@ -27,6 +27,7 @@ from symjax_rewrite.ranks import ranks
 from symjax_rewrite.regions import node_of
 
 ROW, COLUMN = "m", "n"
+READ_NARROW = ("int8", "int32")  # integers that every backend reads as they are
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 
 
@@ -162,8 +163,8 @@ class TileBuilder:
             return None
         arg = over(ref, node.args[0])
         wide, narrow = (g.classes[c].dtype for c in (ref.cls, arg.cls))
-        exact = dtype_kind(wide) == dtype_kind(narrow) == "i" and np.can_cast(narrow, wide)
-        return arg if exact and ref.cls not in self.t.leaf_value else None
+        exact = narrow in READ_NARROW and dtype_kind(wide) == "i" and np.can_cast(narrow, wide)
+        return arg if exact else None
 
     def operand(self, ref: Ref, of_row: bool = False) -> int:
         """The number of an operand, every axis of which has a name or is at one place.
