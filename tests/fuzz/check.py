@@ -32,6 +32,7 @@ SLACK = 16.0  # times the error of the original
 NOISY_RUNS = 3
 HUGE = 1e18
 TINY = 1e-20  # the square of less is no float32
+SUBNORMAL = float(np.finfo(np.float16).tiny)  # less has few digits in float16, or none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -347,6 +348,8 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
     for k, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         far, scale = _distance(b, a), _scale(a)
         limit = SLACK * _eps(closed.out_avals[k].dtype) * scale
+        if "f16[" in str(closed.jaxpr).replace("bf16[", "") and scale < SUBNORMAL:
+            continue  # a cast of such values leaves 0
         if far > limit and far > limit + SLACK * spread.of(k):
             return f"output {k} in float64, cast as written: off by {far:.3g} of {scale:.3g}"
     return ""
