@@ -32,6 +32,20 @@ def lstm(x, W, U, b):
     return over_steps(step, (start, start), x)
 
 
+def lstm_hoisted(x, W, U, b):
+    """The input projections of all steps at once, as one would write it for a GPU."""
+
+    def step(carry, given):
+        h, c = carry
+        i, f, g, o = jnp.split(given + h @ U, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((x.shape[0], U.shape[0]))
+    return over_steps(step, (start, start), x @ W + b)
+
+
 def lstm_by_gates(x, W, U, b):
     def step(carry, x):
         h, c = carry
@@ -122,6 +136,7 @@ def programs(quick: bool) -> dict[str, dict[str, tuple[Callable, list[Any]]]]:
     return {
         "cell": {
             "LSTM": (lstm, [x, *one(4)]),
+            "LSTM, projections hoisted by hand": (lstm_hoisted, [x, *one(4)]),
             "LSTM, gate by gate": (lstm_by_gates, [x, *many(4)]),
             "GRU": (gru, [x, *one(3)]),
             "GRU, gate by gate": (gru_by_gates, [x, *many(3)]),
