@@ -162,7 +162,29 @@ def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Moti
         elif _gains(loop, e, written, level, device):
             room -= written
             roots.append(e)
-    motion.before = _with_followers(loop, _cone(loop, roots, known), known)
+    moved = _with_followers(loop, _cone(loop, roots, known), known)
+    if device.name == "cpu" and _are_cut(loop, moved):
+        motion.refused.append("products of all steps stay in the loop: their sums are cut in parts")
+        return
+    motion.before = moved
+
+
+def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
+    """Whether steps cut what they add to moved products in parts (the gates of an LSTM).
+
+    XLA's CPU backend then reads the step's entry element by element: 1.5 times the time of the loop
+    as written (`experiments/selective_scan`: the LSTM, hoisted by hand).
+    """
+    reached = _read_elsewhere(loop, moved)
+    inside = {id(e) for e in moved}
+    for e in loop.body.equations:
+        if id(e) in inside or not any(v in reached for v in e.invals if isinstance(v, int)):
+            continue
+        if e.name in ("slice", "split", "dynamic_slice", "unstack"):
+            return True
+        if _steppable(e) and e.name not in STACKABLE:
+            reached |= set(e.outvals)
+    return False
 
 
 def _with_followers(loop: Loop, moved: list[Equation], known: Any) -> list[Equation]:
