@@ -179,7 +179,7 @@ def _both(ctx: Context, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Reason) -> 
 
 
 def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
-    """a[s][t] = a[s∘t]."""
+    """a[s][t] = a[s∘t]; a diagonal beside the main one is no slice whose axes are read alike."""
     c = ctx.g.classes[cls]
     attrs, axes = [], []
     for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):
@@ -190,6 +190,9 @@ def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> 
         over, new = by_slot[index]
         attrs.append(_compose_entry(attr, over))
         axes.append(new)
+    read = [(i, a) for i, a in zip(axes, attrs, strict=True) if i >= 0]
+    if len({i for i, _ in read}) < len(set(read)):
+        return
     arg = Ref(inner.args[0].cls, tuple(axes))
     why = partial_access.reason(cls)
     yield ctx.g.add(SLICE, tuple(attrs), (arg,), c.sizes, (), c.dtype, why)

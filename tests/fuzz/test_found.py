@@ -20,6 +20,7 @@ SEEDS = {  # of random programs, and what went wrong
     5006529: "what is made of the state before a step was made of the first one",
     5012422: "an axis without entries was unstacked",
     5018845: "scores were read with their mean taken off by one fold, and without by another",
+    6014771: "a slice of a diagonal beside the main one was read from the main one",
 }
 
 

@@ -67,6 +67,8 @@ FAMILIES = {
         {
             "above": lambda a, b: jnp.diagonal(a @ b, 3),
             "below": lambda a, b: jnp.diagonal(a @ b, -3),
+            "part of one": lambda a, b: jnp.diagonal(a @ b, 3)[2:9],
+            "rolled": lambda a, b: jnp.roll(jnp.diagonal(a @ b, 3), 1),
             "of a batch": lambda a, b: jnp.diagonal(
                 jnp.stack([a, b.T]) @ jnp.stack([b, a.T]), axis1=1, axis2=2
             ),
