@@ -380,8 +380,8 @@ class _Builder:
         if bound:
             tops = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
         place = self._place(tops, out)
-        if not place.keys() >= set(range(width)):
-            raise NotAScanError("a result is the same along an axis")
+        if not place.keys() >= set(range(width + len(bound))):
+            raise NotAScanError("a result, or what it sums, is the same along an axis")
         turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
         after = Ref(out.cls, out.axes)
         program = self._product(turned, after, dtype)

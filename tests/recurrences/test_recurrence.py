@@ -120,6 +120,17 @@ def test_a_result_that_is_spread_over_an_axis() -> None:
         np.testing.assert_allclose(g, w, rtol=1e-5)
 
 
+def test_a_sum_over_an_axis_that_nothing_has() -> None:
+    def step(h, x):
+        h = 0.9 * h + x
+        return h, jnp.sum(jnp.broadcast_to(h[:, None], (D, 3)), 1)
+
+    optimised = sym_optimize(lambda h, x: lax.scan(step, h, x), kernels="xla")
+    start, xs = draw(D), X
+    for w, g in zip(lax.scan(step, start, xs), optimised(start, xs), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
 def test_what_is_made_of_results_is_made_after_the_kernel() -> None:
     def step(h, given):
         x, dt, b, c = given
