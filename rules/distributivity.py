@@ -40,7 +40,8 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             continue
         if not _is_useful(ctx, cls, p, f, total):
             continue
-        steady = _moves_rows(p, f) and _keeps_its_size(ctx, total)
+        exact = not is_half(c.dtype)  # a mean rounded to bfloat16 is further off than the product
+        steady = exact and _moves_rows(p, f) and _keeps_its_size(ctx, total)
         often = sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype)
         if often and not steady:
             ctx.refuse("distribute", "squares of sums cancel", cls)

@@ -201,3 +201,11 @@ def test_centred_kernels_are_as_accurate_at_an_offset(form):
         np.abs(evaluate(f.jaxpr, [k, m])[0] - exact).max() for f in (report.before, report.after)
     ]
     assert errors[1] <= 4 * errors[0] + 2e-4 * np.abs(exact).max()
+
+
+def test_means_are_not_rounded_to_half_precision():
+    def centred(x):
+        return (jnp.eye(64, dtype=x.dtype) - jnp.ones((64, 64), x.dtype) / 64) @ x
+
+    report = sym_optimize(centred).explain(jax.ShapeDtypeStruct((64, 512), jnp.bfloat16))
+    assert "distribute" not in [r.name for r in report.rules]
