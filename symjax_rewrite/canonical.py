@@ -20,7 +20,7 @@ from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.indexing import lift
 from symjax_rewrite.ir import LEAF, NATIVE, Ref
 from symjax_rewrite.site import Groups, Layout, Site
-from symjax_rewrite.trace import Equation, Program, Value
+from symjax_rewrite.trace import Equation, Program, Value, bits
 
 _SCALAR = Layout((), (), (), ())  # of a literal
 SCAN_LIMIT = 1 << 22  # constants of more elements are not read to see whether they are uniform
@@ -235,4 +235,4 @@ def _native_key(t: TermGraph, number: int, e: Equation) -> object:
 def _operand_key(t: TermGraph, v: Value) -> object:
     if isinstance(v, int):
         return t.positions[v]
-    return (repr(v.val), dtype_of(v.aval))
+    return (bits(v), dtype_of(v.aval))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 MAX_SQUARED = 6  # factors of a product that is looked for twice
 ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
@@ -194,68 +195,67 @@ def _connected_order(
         return ids[0], factors[ids[0]] & out, 0.0
     local = [factors[k] for k in ids]
     neighbours = [sum(1 << j for j in range(n) if j != i and local[i] & local[j]) for i in range(n)]
+    most = min(pairs.each, pairs.left)
+    found = list(islice(_connected_pairs(n, neighbours), most + 1))
+    pairs.left -= len(found)
+    if len(found) > most:
+        return None
+    found.sort()
     subsets = _Subsets(local, out)
-    kept = subsets.kept
+    kept = {1 << i: subsets.kept(1 << i) for i in range(n)}
     best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
-    last = pairs.left - pairs.each
-    for left, right in _connected_pairs(n, neighbours):
-        pairs.left -= 1
-        if pairs.left < max(last, 0):
-            return None
-        a, b = best.get(left), best.get(right)
-        if a is None or b is None:
-            continue
-        both = left | right
+    for both, left, right in found:
+        a, b = best[left], best[right]
         square = form_of is not None and subsets.is_square(left, right, ids, form_of)
         total = a[0] if square else a[0] + b[0]
         known = best.get(both)
-        if known is not None and known[0] <= total:
+        if known is None:
+            kept[both] = subsets.kept(both)
+        elif known[0] <= total:
             continue
         if both & ~free:
-            total += cost_of(kept(left), kept(right), kept(both))
+            total += cost_of(kept[left], kept[right], kept[both])
         if known is None or total < known[0]:
             best[both] = (total, (a[1], b[1]))
     cost, tree = best[subsets.full]
-    return tree, kept(subsets.full), cost
+    return tree, kept[subsets.full], cost
 
 
-def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int]]:
-    """Every pair of disjoint connected subsets joined by an edge, smaller unions first."""
+def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Every pair of disjoint connected subsets joined by an edge, once, after their union.
 
-    def around(subset: int) -> int:
-        found, rest = 0, subset
-        while rest:
-            low = rest & -rest
-            found |= neighbours[low.bit_length() - 1]
-            rest ^= low
-        return found & ~subset
+    Sorted, each pair comes after those that either side is made of: a part of a set is less.
+    """
+    around = {0: 0}
 
-    def grow(subset: int, banned: int) -> Iterator[int]:
-        fringe = around(subset) & ~banned
-        sub = fringe
-        subs = []
-        while sub:
-            subs.append(sub)
-            sub = (sub - 1) & fringe
-        subs.reverse()
-        for s in subs:
-            yield subset | s
-        for s in subs:
-            yield from grow(subset | s, banned | fringe)
+    def touched(subset: int) -> int:
+        got = around.get(subset)
+        if got is None:
+            low = subset & -subset
+            got = around[subset] = touched(subset ^ low) | neighbours[low.bit_length() - 1]
+        return got
 
-    def subsets() -> Iterator[int]:
-        for i in range(n - 1, -1, -1):
-            yield 1 << i
-            yield from grow(1 << i, (1 << (i + 1)) - 1)
+    def grown(subset: int, banned: int) -> Iterator[int]:
+        """The subset, and every connected one around it without what is banned."""
+        yield subset
+        stack = [(subset, banned | subset)]
+        while stack:
+            inside, banned = stack.pop()
+            sub = fringe = touched(inside) & ~banned
+            banned |= fringe
+            while sub:
+                more = inside | sub
+                yield more
+                stack.append((more, banned))
+                sub = (sub - 1) & fringe
 
-    for subset in subsets():
-        low = subset & -subset
-        banned = (low - 1) | low | subset
-        fringe = around(subset) & ~banned
-        i = fringe
-        while i:
-            high = 1 << (i.bit_length() - 1)
-            yield subset, high
-            for other in grow(high, banned | (fringe & (high - 1)) | high):
-                yield subset, other
-            i ^= high
+    for i in range(n):
+        low = 1 << i
+        for subset in grown(low, low - 1):
+            banned = low - 1 | subset
+            rest = fringe = touched(subset) & ~banned
+            while rest:
+                first = rest & -rest
+                rest ^= first
+                for other in grown(first, banned | fringe & (first - 1)):
+                    yield subset | other, subset, other

@@ -92,7 +92,7 @@ def is_thin(node: Node) -> bool:
 class Facts(NamedTuple):
     """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs.
 
-    is_kernel: whether it is a kernel of its own, not fused into its consumer.
+    is_kernel: whether it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     """
 
     node: Node
@@ -102,6 +102,7 @@ class Facts(NamedTuple):
     bytes: float
     work: float
     flops: float | None  # None where it is a fused loop
+    peak: float
 
 
 def _nothing(cls: int) -> bool:
@@ -185,7 +186,8 @@ class CostModel:
         """The cost of computing the roots once, with sharing and fusion, in numbers."""
         order = reachable(choice, roots, free)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
-        written = self.written(facts, roots, free)
+        given = set() if free is _nothing else {cls for cls in order if free(cls)}
+        written = self.written(facts, roots, given)
         d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
         launches = 0
@@ -194,17 +196,16 @@ class CostModel:
                 continue
             if f.bytes > largest:
                 largest = f.bytes
-            if f.is_free or free(cls):
+            if f.is_free or cls in given:
                 continue
-            read, work = self._tree(facts, cls, written, free)
+            read, work = self._tree(facts, cls, written, given)
             kernel_bytes = f.bytes + read
             if f.flops is None:
                 elementwise += work
                 time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
             else:
                 flops += f.flops
-                peak = self._peak(f.node, g.classes[cls].dtype)
-                time = max(f.flops / peak, kernel_bytes / d.bytes_per_s)
+                time = max(f.flops / f.peak, kernel_bytes / d.bytes_per_s)
             launches += 1
             moved += kernel_bytes
             seconds += time + d.launch_s
@@ -213,7 +214,7 @@ class CostModel:
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """What a node costs whatever is chosen beside it; kept as long as the model."""
         found = self._facts.get(id(node))
-        if found is not None and found.node is node:
+        if found is not None:
             return found
         c, op, bound = g.classes[cls], node.op, node.bound
         count = self._count(c.sizes)
@@ -231,19 +232,18 @@ class CostModel:
             count * itemsize(c.dtype),
             count * (self._steps(node) if bound else 1.0) * weight(node),
             flops,
+            1.0 if flops is None else self._peak(node, c.dtype),
         )
         self._facts[id(node)] = found
         return found
 
     @staticmethod
-    def written(
-        facts: dict[int, Facts], roots: tuple[int, ...], free: Callable[[int], bool]
-    ) -> set[int]:
+    def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
         """Classes whose values are written to memory."""
         seen: set[int] = set()
         written = set(roots)
         for cls, f in facts.items():
-            if free(cls):
+            if cls in given:
                 continue
             if f.is_kernel:
                 written.add(cls)
@@ -257,26 +257,24 @@ class CostModel:
 
     @staticmethod
     def _tree(
-        facts: dict[int, Facts], root: int, written: set[int], free: Callable[[int], bool]
+        facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float]:
         """Bytes read and elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
         work = 0.0
-        stack = [root]
-        seen = {root}
-        while stack:
-            f = facts[stack.pop()]
+        stack = [root]  # what is not written is read once, so that this is a tree
+        for cls in stack:
+            f = facts[cls]
             work += f.work
             op = f.node.op
             for arg in f.args:
                 below = facts[arg]
                 if below.node.op == CONST:
                     continue
-                if arg in written or below.is_free or free(arg):
+                if arg in written or below.is_free or arg in given:
                     size = min(below.bytes, f.bytes) if op in (SLICE, TAKE) else below.bytes
                     read[arg, op == SLICE] = size
-                elif arg not in seen:
-                    seen.add(arg)
+                else:
                     stack.append(arg)
         return sum(read.values()), work
 
@@ -284,7 +282,7 @@ class CostModel:
         """The same totals with sizes left as polynomials."""
         order = reachable(choice, roots, _nothing)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
-        written = self.written(facts, roots, _nothing)
+        written = self.written(facts, roots, set())
         flops: Dim = 0
         elementwise: Dim = 0
         moved: Dim = 0
@@ -322,26 +320,30 @@ def reachable(
 ) -> list[int]:
     """Classes needed for the roots, operands first; empty if the choice has a cycle."""
     order: list[int] = []
-    state: dict[int, int] = {}
-    stack: list[tuple[int, bool]] = [(r, False) for r in reversed(roots)]
+    done: set[int] = set()
+    within: set[int] = set()  # of which something is still to come
+    stack = [*reversed(roots)]
     while stack:
-        cls, done = stack.pop()
-        if done:
-            state[cls] = 2
-            order.append(cls)
+        cls = stack.pop()
+        if cls < 0:  # everything below it is in order
+            cls = ~cls
+            within.discard(cls)
+        elif cls in done:
             continue
-        if state.get(cls):
-            if state[cls] == 1:
-                raise CyclicChoiceError
+        elif cls in within:
+            raise CyclicChoiceError
+        elif (args := choice[cls].args) and not free(cls):
+            within.add(cls)
+            stack.append(~cls)
+            for arg in args:
+                below = arg.cls
+                if below not in done:
+                    if below in within:
+                        raise CyclicChoiceError
+                    stack.append(below)
             continue
-        state[cls] = 1
-        stack.append((cls, True))
-        if not free(cls):
-            for arg in choice[cls].args:
-                if state.get(arg.cls) == 1:
-                    raise CyclicChoiceError
-                if arg.cls not in state:
-                    stack.append((arg.cls, False))
+        done.add(cls)
+        order.append(cls)
     return order
 
 

@@ -175,14 +175,20 @@ class _Search:
     def climb(self, choice: Choice) -> Choice:
         """Moves until none improves."""
         now = self.seconds(choice)
+        tried: set[tuple[tuple[int, int], ...]] = set()  # from the present choice
         improved = True
         while improved and self.evaluations < MAX_EVALUATIONS:
             improved = False
             for move in self._moves(choice):
+                key = tuple([(cls, id(node)) for cls, node in move.items()])
+                if key in tried:
+                    continue
+                tried.add(key)
                 trial = {**choice, **move}
                 then = self.seconds(trial)
                 if then < now * (1 - 1e-6):
                     choice, now, improved = trial, then, True
+                    tried.clear()
                 if self.evaluations >= MAX_EVALUATIONS:
                     break
         return choice

@@ -16,7 +16,7 @@ import numpy as np
 from symjax_rewrite.equation_cost import shape_of
 from symjax_rewrite.loops import Carry, Loop, Source, Stored, follow, step_of
 from symjax_rewrite.ops import params_key
-from symjax_rewrite.trace import Equation, Value
+from symjax_rewrite.trace import Equation, Value, value_key
 
 
 def clean(loop: Loop) -> Loop:
@@ -206,10 +206,6 @@ def _written(loop: Loop, e: Equation) -> tuple[Value, int, int, int, bool] | Non
     return (e.invals[2], axes[0], *line, False)
 
 
-def _key(v: Value) -> object:
-    return v if isinstance(v, int) else (repr(v.val), str(v.aval))
-
-
 def substitute(loop: Loop, sub: dict[int, Value]) -> None:
     """Read other values in place of some, everywhere in the loop."""
 
@@ -232,11 +228,11 @@ def _merge(loop: Loop) -> None:
     groups: dict[object, int] = {}
     classes = []
     for c in loop.carries:
-        key = (_key(c.start), str(loop.body.avals[c.inner]))
+        key = (value_key(c.start), loop.body.avals[c.inner])
         classes.append(groups.setdefault(key, len(groups)))
     while True:
         sub = _equal_values(loop, classes)
-        outs = [_key(sub.get(c.out, c.out) if isinstance(c.out, int) else c.out)
+        outs = [value_key(sub.get(c.out, c.out) if isinstance(c.out, int) else c.out)
                 for c in loop.carries]  # fmt: skip
         split: dict[object, int] = {}
         finer = [split.setdefault(pair, len(split)) for pair in zip(classes, outs, strict=True)]
@@ -274,15 +270,15 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
     for c, number in zip(loop.carries, classes, strict=True):
         meet(("carry", number), (c.inner,))
     for v, outer in loop.consts.items():
-        meet(("const", _key(outer), str(loop.body.avals[v])), (v,))
+        meet(("const", value_key(outer), loop.body.avals[v]), (v,))
     for v, source in loop.sources.items():
-        key = (_key(source.value), source.axis, source.start, source.step, source.kept)
+        key = (value_key(source.value), source.axis, source.start, source.step, source.kept)
         meet(("source", key), (v,))
     for e in loop.body.equations:
         params = None if e.eqn.effects else params_key(e.eqn.params)
         if params is not None:
-            reads = tuple(_key(sub.get(v, v) if isinstance(v, int) else v) for v in e.invals)
-            types = tuple(str(v.aval) for v in e.eqn.outvars)
+            reads = tuple(value_key(sub.get(v, v) if isinstance(v, int) else v) for v in e.invals)
+            types = tuple([v.aval for v in e.eqn.outvars])
             meet((e.name, params, reads, types), e.outvals)
     return sub
 

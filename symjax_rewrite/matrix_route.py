@@ -36,7 +36,7 @@ from symjax_rewrite.pallas_kernels.matrix_scan import (
     loop_seconds,
     matrix_scan,
 )
-from symjax_rewrite.recurrence import groups_of, is_zero
+from symjax_rewrite.recurrence import Group, groups_of, is_zero
 from symjax_rewrite.trace import Equation, Value
 
 TIME = -1  # the axis of steps among those of a state
@@ -332,24 +332,30 @@ def matrix_route(loop: Loop) -> MatrixRoute:
     body = loop.body
     if any(e.eqn.effects for e in body.equations):
         raise NotAMatrixError("it has effects")
+    candidates = [g.carries[0] for g in groups_of(loop) if _may_be_matrix(loop, g)]
+    if not candidates:
+        raise NotAMatrixError("no states are matrices")
     t = terms_of(loop)
     states: dict[int, MatrixState] = {}
     reasons = []
-    for group in groups_of(loop):
-        if len(group.carries) != 1:
-            continue
-        (k,) = group.carries
+    for k in candidates:
         carry = loop.carries[k]
-        if str(body.avals[carry.inner].dtype) not in DTYPES or not isinstance(carry.out, int):
-            continue
         others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
         try:
             states[k] = Reader(loop, t, k).read([v for v in others if isinstance(v, int)])
         except NotAMatrixError as error:
             reasons.append(str(error))
     if not states:
-        raise NotAMatrixError("; ".join(dict.fromkeys(reasons)) or "no states are matrices")
+        raise NotAMatrixError("; ".join(dict.fromkeys(reasons)))
     return _Planner(loop, t, states).plan()
+
+
+def _may_be_matrix(loop: Loop, group: Group) -> bool:
+    """Whether a carry has axes for keys and values, and no other carry reads and is read by it."""
+    carry = loop.carries[group.carries[0]]
+    aval = loop.body.avals[carry.inner]
+    alone = len(group.carries) == 1 and isinstance(carry.out, int)
+    return alone and len(aval.shape) > 1 and str(aval.dtype) in DTYPES
 
 
 @dataclass(slots=True)

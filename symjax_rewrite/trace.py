@@ -9,11 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from symjax_rewrite import compat
 from symjax_rewrite.compat import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.indexing import ROWS
 
 Value = int | compat.Literal  # a numbered value, or a literal
+
+
+def bits(literal: compat.Literal) -> bytes:
+    """What a literal's number is to the last bit, the sign of zero and NaN included."""
+    return np.asarray(literal.val).tobytes()
+
+
+def value_key(v: Value) -> object:
+    """Equal for values that are known to be equal."""
+    return v if isinstance(v, int) else (bits(v), v.aval)
 
 
 class Equation:

@@ -21,7 +21,7 @@ from symjax_rewrite.equation_cost import shape_of
 from symjax_rewrite.loop_fusion import Surroundings
 from symjax_rewrite.loops import Source
 from symjax_rewrite.ops import params_key
-from symjax_rewrite.trace import Equation, Program, Value
+from symjax_rewrite.trace import Equation, Program, Value, value_key
 
 MIN_STEPS = 8
 MAX_DISTANCES = 8  # that are tried, the most frequent first
@@ -256,7 +256,7 @@ class Reader:
             if not lag:
                 return ("step", f, o)
             self._check_outside(values[:1])
-            key = (id(f), o, _key(values[0]))
+            key = (id(f), o, value_key(values[0]))
             self.carries.setdefault(key, (f, o, values[0]))
             return ("carry", key)
         changed = _first(values, lambda v: v == values[0])
@@ -414,7 +414,3 @@ def _continues(e: Equation, axis: int) -> bool:
 def _first(values: Sequence[Any], holds: Callable[[Any], bool]) -> int | None:
     """The number of the first value of which something does not hold."""
     return next((k for k, v in enumerate(values) if not holds(v)), None)
-
-
-def _key(v: Value) -> object:
-    return v if isinstance(v, int) else (repr(v.val), str(v.aval))

@@ -72,7 +72,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    written = model.written(facts, tuple(exits), lambda c: c not in mine)
+    written = model.written(facts, tuple(exits), facts.keys() - mine)
     last: dict[int, int] = {}
     for c in reversed(order):
         until = c if c in written else last.get(c, c)
