@@ -7,15 +7,27 @@ factors has n²/2 connected subsets and n³/6 pairs, so a chain of thirty is fou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 MAX_SQUARED = 6  # factors of a product that is looked for twice
 ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds
-FormOf = Callable[[list[int], int], Hashable]  # (factors, kept indices) to their product's form
+
+
+class Repeats(NamedTuple):
+    """Tells which products of factors are one product up to the names of indices.
+
+    kinds: for each factor, what it is; products of other kinds differ. form_of: of some factors,
+    summed over all but the kept indices, what is equal for equal products.
+    """
+
+    kinds: Sequence[Hashable]
+    form_of: Callable[[list[int], int], Hashable]
 
 
 @dataclass(slots=True)
@@ -40,7 +52,7 @@ def best_order(
     cost_of: CostOf,
     pairs: Pairs,
     free: int = 0,
-    form_of: FormOf | None = None,
+    repeats: Repeats | None = None,
 ) -> tuple[Tree, float] | None:
     """The cheapest tree over all factors.
 
@@ -50,8 +62,8 @@ def best_order(
         cost_of: seconds of one join, from index bit sets.
         pairs: how many pairs of subsets may still be tried.
         free: the bit set of factors whose joins among themselves cost nothing (frozen weights).
-        form_of: equal for products that are one product up to the names of indices: where both
-            sides of a join are, one is computed (AᵀB AᵀB is a square). None: no two are.
+        repeats: tells where both sides of a join are one product, which is computed once (AᵀB AᵀB
+            is a square). None: nowhere.
 
     Returns:
         The tree (leaves are factor numbers) and its cost; None when the budget ran out.
@@ -60,15 +72,21 @@ def best_order(
     for k, mask in enumerate(factors):
         groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
     if len(groups) == len(factors):
-        return _order(factors, out, cost_of, pairs, free, form_of)
+        return _order(factors, out, cost_of, pairs, free, repeats)
     # Factors over the same indices are multiplied first: that is no larger than they are.
     members = list(groups.values())
     trees, masks, cost, free = _multiplied(groups, out, cost_of)
-    form: FormOf | None = None
-    if form_of is not None:
-        form = lambda inside, kept: form_of([k for n in inside for k in members[n]], kept)  # noqa: E731
-    found = _order(masks, out, cost_of, pairs, free, form)
+    found = _order(masks, out, cost_of, pairs, free, repeats and _grouped(repeats, members))
     return None if found is None else (_put(found[0], trees), found[1] + cost)
+
+
+def _grouped(repeats: Repeats, members: list[list[int]]) -> Repeats:
+    """The same of groups of factors that are multiplied beforehand."""
+    kinds = [tuple(sorted([repeats.kinds[k] for k in ids], key=repr)) for ids in members]
+    form_of = repeats.form_of
+    return Repeats(
+        kinds, lambda inside, kept: form_of([k for n in inside for k in members[n]], kept)
+    )
 
 
 def _multiplied(
@@ -102,12 +120,12 @@ def _order(
     cost_of: CostOf,
     pairs: Pairs,
     free: int,
-    form_of: FormOf | None,
+    repeats: Repeats | None,
 ) -> tuple[Tree, float] | None:
     components = _components(factors)
     solved: list[tuple[Tree, int, float]] = []
     for members in components:
-        found = _connected_order(factors, members, out, cost_of, pairs, free, form_of)
+        found = _connected_order(factors, members, out, cost_of, pairs, free, repeats)
         if found is None:
             return None
         solved.append(found)
@@ -146,7 +164,6 @@ class _Subsets:
         self.full = (1 << len(local)) - 1
         self._union: dict[int, int] = {1 << i: mask for i, mask in enumerate(local)}
         self._kept: dict[int, int] = {}
-        self._forms: dict[int, Hashable] = {}
 
     def union(self, subset: int) -> int:
         """Every index of the subset."""
@@ -165,18 +182,38 @@ class _Subsets:
             got = self._kept[subset] = self.union(subset) & outside
         return got
 
-    def is_square(self, left: int, right: int, ids: list[int], form_of: FormOf) -> bool:
+
+class _Squares:
+    """Which pairs of subsets have one product: of repeated factors, in the same places."""
+
+    def __init__(self, subsets: _Subsets, ids: list[int], repeats: Repeats) -> None:
+        self.subsets, self.ids, self.repeats = subsets, ids, repeats
+        kinds = [repeats.kinds[k] for k in ids]
+        number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
+        self.kinds = [number[kind] for kind in kinds]
+        count = Counter(self.kinds)
+        self.single = sum(1 << i for i, kind in enumerate(self.kinds) if count[kind] == 1)
+        self._forms: dict[int, Hashable] = {}
+
+    def is_one(self, left: int, right: int) -> bool:
         """Whether two subsets that sum something have one product."""
         count = left.bit_count()
-        if count > MAX_SQUARED or count != right.bit_count():
+        if (left | right) & self.single or count != right.bit_count() or count > MAX_SQUARED:
             return False
-        if self.union(left) == self.kept(left):
+        if self._kinds_of(left) != self._kinds_of(right):
             return False
-        for subset in (left, right):
-            if subset not in self._forms:
-                inside = [k for i, k in enumerate(ids) if subset >> i & 1]
-                self._forms[subset] = form_of(inside, self.kept(subset))
-        return self._forms[left] == self._forms[right]
+        if self.subsets.union(left) == self.subsets.kept(left):
+            return False
+        return self._form(left) == self._form(right)
+
+    def _kinds_of(self, subset: int) -> list[int]:
+        return sorted([kind for i, kind in enumerate(self.kinds) if subset >> i & 1])
+
+    def _form(self, subset: int) -> Hashable:
+        if subset not in self._forms:
+            inside = [k for i, k in enumerate(self.ids) if subset >> i & 1]
+            self._forms[subset] = self.repeats.form_of(inside, self.subsets.kept(subset))
+        return self._forms[subset]
 
 
 def _connected_order(
@@ -186,7 +223,7 @@ def _connected_order(
     cost_of: CostOf,
     pairs: Pairs,
     free: int,
-    form_of: FormOf | None,
+    repeats: Repeats | None,
 ) -> tuple[Tree, int, float] | None:
     ids = [k for k in range(len(factors)) if members >> k & 1]
     n = len(ids)
@@ -202,12 +239,13 @@ def _connected_order(
         return None
     found.sort()
     subsets = _Subsets(local, out)
+    squares = None if repeats is None else _Squares(subsets, ids, repeats)
     kept = {1 << i: subsets.kept(1 << i) for i in range(n)}
     best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
     for both, left, right in found:
         a, b = best[left], best[right]
-        square = form_of is not None and subsets.is_square(left, right, ids, form_of)
-        total = a[0] if square else a[0] + b[0]
+        once = squares is not None and squares.is_one(left, right)
+        total = a[0] if once else a[0] + b[0]
         known = best.get(both)
         if known is None:
             kept[both] = subsets.kept(both)

@@ -5,7 +5,7 @@ Contraction order is not saturated: only the tree that dynamic programming finds
 
 from __future__ import annotations
 
-from symjax_rewrite.contract_order import Tree, best_order
+from symjax_rewrite.contract_order import Repeats, Tree, best_order
 from symjax_rewrite.cost import itemsize
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import Reason
@@ -113,13 +113,20 @@ class _Builder:
         if len(factors) == 1:
             return self._in_dtype(factors[0])
         free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
-        repeats = len({f.cls for f in factors}) < len(factors)
-        form = (lambda inside, kept: self._form(factors, inside, kept)) if repeats else None
-        found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free, form)
-        if found is None:
-            self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
-            return None
-        return self._build(found[0], factors, masks)
+        number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in factors]))}
+        kinds = [number[f.cls] for f in factors]
+        key = (*zip(kinds, [f.axes for f in factors], strict=True), *self.numbers)
+        key = (key, self.out_mask, free, self.dtype)
+        tree = self.ctx.trees.get(key)
+        if tree is None:
+            form_of = lambda inside, kept: self._form(factors, inside, kept)  # noqa: E731
+            repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
+            found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free, repeats)
+            if found is None:
+                self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
+                return None
+            tree = self.ctx.trees[key] = found[0]
+        return self._build(tree, factors, masks)
 
     def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
         """The product of some factors over the kept indices, the same whatever they are called."""

@@ -15,6 +15,7 @@ from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph, build
 from symjax_rewrite.compat import ClosedJaxpr
 from symjax_rewrite.config import Options, log
+from symjax_rewrite.contract_order import Tree
 from symjax_rewrite.cost import Cost, CostModel
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, value
@@ -210,6 +211,7 @@ class Optimiser:
         self.assumptions = Assumptions(options.assume)
         self.patterns = tuple(compile_lemma(x) for x in rules.lemmas)
         self.solved: dict[Key, Solution] = {}
+        self.trees: dict[tuple, Tree] = {}
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
         """Decide what to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
@@ -426,7 +428,13 @@ class Optimiser:
         samples = self.assumptions.samples(symbolic_names(t)) if t.dim_env else [{}]
         result.sample = samples[0]
         return Solver(
-            self.options, self.rules.axioms, self.patterns, self.device, self.assumptions, samples
+            self.options,
+            self.rules.axioms,
+            self.patterns,
+            self.device,
+            self.assumptions,
+            samples,
+            self.trees,
         )
 
     def _apply(

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from symjax_rewrite.config import Numerics
-from symjax_rewrite.contract_order import Pairs
+from symjax_rewrite.contract_order import Pairs, Tree
 from symjax_rewrite.cost import CostModel
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
@@ -48,7 +48,8 @@ class Context:
     uses: how many consumers a class has in the traced program (1 for classes made by rules).
     frozen: whether a class depends on frozen arguments alone.
     refused: reasons why a rule that matched did not fire, for the report.
-    ordered: products whose cheapest order is known. whole: sums that rules made and that lose
+    ordered: products whose cheapest order is known. trees: the cheapest trees of products of such
+    shapes, of other regions too. whole: sums that rules made and that lose
     digits when they are opened. fresh: names of indices while matching.
     """
 
@@ -61,6 +62,7 @@ class Context:
     pairs: Pairs
     refused: dict[tuple[str, str], int] = field(default_factory=dict)
     ordered: dict[tuple, Ref | None] = field(default_factory=dict)
+    trees: dict[tuple, Tree] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.config import Options, log
-from symjax_rewrite.contract_order import Pairs
+from symjax_rewrite.contract_order import Pairs, Tree
 from symjax_rewrite.cost import Cost, CostModel
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import Assumptions, Dim, Poly, to_sympy, value
@@ -79,7 +79,10 @@ class Frozen:
 
 @dataclass(slots=True)
 class Solver:
-    """Solves regions under one set of options and sample sizes."""
+    """Solves regions under one set of options and sample sizes.
+
+    trees: the cheapest orders of products that were found before.
+    """
 
     options: Options
     axioms: tuple[Axiom, ...]
@@ -87,6 +90,7 @@ class Solver:
     device: Device
     assumptions: Assumptions
     samples: list[dict[str, int]]
+    trees: dict[tuple, Tree]
 
     def solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
         """The best form of a region; sizes that are names are tried at every sample."""
@@ -110,6 +114,7 @@ class Solver:
                 frozen=frozen,
                 storage=lambda c: storage.get(c) or g.classes[c].dtype,
                 pairs=Pairs.of(self.options.budget.pairs),
+                trees=self.trees,
             )
             stops.add(saturate(ctx, self.axioms, self.patterns, self.options.budget))
             contexts.append(ctx)
