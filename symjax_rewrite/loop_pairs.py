@@ -21,7 +21,7 @@ from symjax_rewrite.cost import SLOW_MAPS
 from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.loop_cleaning import clean
-from symjax_rewrite.loop_fusion import Fusion, Surroundings
+from symjax_rewrite.loop_fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loops import Carry, Loop, Read, Source, read_loop, read_starts, stage
 from symjax_rewrite.ops import ELEMENTWISE, VIEWS
 from symjax_rewrite.trace import Equation, Value, flatten
@@ -103,7 +103,7 @@ def _pair(
         return None
     if there.length < MIN_LENGTH:
         return None
-    there, back = _fused(clean(there), clean(back), around, [first, second], reorders)
+    there, back, saved = _fused(clean(there), clean(back), around, [first, second], reorders)
     read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
     others = _numbers([*back.consts.values(), *[c.start for c in back.carries]])
     makes: dict[int, list[tuple[str, int]]] = {}
@@ -123,23 +123,36 @@ def _pair(
         )
     ]
     kept_bytes = sum(around.bytes(makes[k][0][1]) for k in kept)
-    if kept_bytes < MIN_BYTES or not _pays(there, kept, kept_bytes, device):
-        return None
+    if not _pays(there, kept, kept_bytes, device):
+        alone = sum(_fused_alone(e, around) for e in (first, second)) if kept else saved
+        if not _pays(there, kept, kept_bytes + saved - alone, device):
+            return None
     return Pair(there, back, kept, _block(there, kept_bytes))
 
 
 def _fused(
     there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
-) -> tuple[Loop, Loop]:
-    """Both loops with what only they make and read inside: each makes its own."""
+) -> tuple[Loop, Loop, float]:
+    """Both loops with what only they make and read inside, and the bytes no longer written.
+
+    What both read each makes by itself.
+    """
     last = Fusion(back, around, own, reorders=reorders)
-    last.run()
-    Fusion(there, around, own, last.taken, reorders).run()
-    return clean(there), clean(back)
+    saved = last.run()
+    saved += Fusion(there, around, own, last.taken, reorders).run()
+    return clean(there), clean(back), saved
+
+
+def _fused_alone(e: Equation, around: Surroundings) -> float:
+    """The bytes that a loop by itself need not write."""
+    loop = read_loop(e)
+    return 0.0 if loop is None else fuse(clean(loop), around, [e])
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
     """Whether making it again is predicted to take no longer than writing and reading it."""
+    if kept_bytes < MIN_BYTES:
+        return False
     on_cpu = device.name == "cpu"  # which reads the lines that it is about to write
     moved = (3 if on_cpu else 2) * kept_bytes / device.bytes_per_s
     if on_cpu and kept_bytes >= KEPT_BYTES:
@@ -170,7 +183,7 @@ def made_again(closed: ClosedJaxpr, results: int, device: Device) -> set[tuple]:
         made = list(enumerate(loop.makes[len(loop.carries) :]))
         kept = [k for k, v in made if v in stored - public and v not in around.users]
         kept_bytes = sum(around.bytes(loop.makes[len(loop.carries) + k]) for k in kept)
-        if kept_bytes >= MIN_BYTES and _pays(loop, kept, kept_bytes, device):
+        if _pays(loop, kept, kept_bytes, device):
             kinds |= {
                 (x.name, *(kind_of(v.aval) for v in x.eqn.invars)) for x in loop.body.equations
             }

@@ -23,6 +23,8 @@ from symjax_rewrite.loop_fusion import Fusion, Surroundings, fuse, graft
 from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
 from symjax_rewrite.loop_pairs import Pair, find_pairs, run_back, run_there, start_avals
 from symjax_rewrite.loops import Loop, Read, read_loop
+from symjax_rewrite.prefix_gradients import Differentiated, find_differentiated, needed
+from symjax_rewrite.prefix_loops import as_loops
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
 from symjax_rewrite.recurrence import describe
 from symjax_rewrite.rerolling import Unrolled, find_unrolled, joined_with
@@ -132,6 +134,53 @@ def improve_loops(
         if motion.any or also:
             found.changes.append(make_change(e.eqn, loop, motion, also))
     return found
+
+
+def differentiated_trees(program: Program, device: Device, reorders: bool) -> Loops:
+    """Find the trees of affine steps that run faster as loops together with their derivatives.
+
+    On a CPU; elsewhere a tree is faster. What is found is changed before `improve_loops`.
+    """
+    found = Loops()
+    prefixes = find_prefixes(program) if device.name == "cpu" else []
+    around = Surroundings(program) if prefixes else None
+    if around is None:
+        return found
+    trees = []
+    for d in find_differentiated(around, prefixes):
+        eqn, length = d.prefix.equations[-1].eqn, d.prefix.length
+        tree_s, loop_s = _differentiated_seconds(program, d, device)
+        taken = reorders and loop_s * MIN_GAIN < tree_s
+        if taken:
+            trees.append(d)
+        loops = f"a differentiated tree of {length} steps"
+        reason = f"{loops} runs as loops: predicted {loop_s:.1e} s for {tree_s:.1e} s"
+        if not taken:
+            reason = f"{loops} is not slower than loops"
+        if not reorders:
+            reason = "as loops it would round in another order"
+        found.routes.append((taken, reason, eqn))
+    for d, part in as_loops(around, trees):
+        found.changes.append(Change(d.prefix.equations[-1].eqn, *part, (FUSION,)))
+    return found
+
+
+def _differentiated_seconds(
+    program: Program, d: Differentiated, device: Device
+) -> tuple[float, float]:
+    """Predicted seconds of a tree and what goes back over it, and of loops in their place."""
+    live = needed(program, d.instead())
+    spared = [e for e in d.equations() if live.isdisjoint(e.outvals)]
+    whole = aval_bytes(program.avals[d.prefix.out])
+    moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
+    steps = (1 + len(d.back)) * d.prefix.length
+    return _tree_seconds(spared, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
+
+
+def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
+    """Predicted seconds of the equations of a tree."""
+    moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
+    return moved / device.bytes_per_s + len(equations) * device.launch_s / 3
 
 
 def _pack(loop: Loop, motion: Motion) -> bool:
@@ -260,8 +309,7 @@ def _take_tree(
             if not _take_kernel(eqn, loop, route, found):
                 found.routes.append((False, "a tree is faster than a loop here", eqn))
             return
-        tree = sum(3 * aval_bytes(e.eqn.outvars[0].aval) for e in own) + 2 * saved
-        tree_s = tree / device.bytes_per_s + len(own) * device.launch_s / 3
+        tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
         if loop_s * MIN_GAIN < tree_s:
             kernel, why = (None, "") if route is None else route(loop)

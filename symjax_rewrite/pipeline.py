@@ -23,7 +23,13 @@ from symjax_rewrite.emit import Plan, Rewritten, emit_function
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.extract import DOMINATING_GAIN
 from symjax_rewrite.ir import Ref
-from symjax_rewrite.loop_pass import has_loops, improve_loops, rewritten
+from symjax_rewrite.loop_pass import (
+    Loops,
+    differentiated_trees,
+    has_loops,
+    improve_loops,
+    rewritten,
+)
 from symjax_rewrite.loops import Loop
 from symjax_rewrite.match import compile_lemma
 from symjax_rewrite.record import RouteUse, RuleUse
@@ -33,6 +39,7 @@ from symjax_rewrite.rule import (
     ASSOCIATIVITY,
     COMMON,
     DISTRIBUTIVITY,
+    FUSION,
     REDUNDANCY,
     REPEATED,
     SEPARABILITY,
@@ -317,12 +324,16 @@ class Optimiser:
             return kernel, why
 
         route = None if router is None else find
-        loops = improve_loops(live, device, reorders, self.rules.passes, optimise, route)
+        passes = self.rules.passes
+        trees = differentiated_trees(program, device, reorders) if FUSION in passes else Loops()
+        if trees.changes:
+            program = live = flatten(compat.without_dead(rewritten(program, trees.changes)))
+        loops = improve_loops(live, device, reorders, passes, optimise, route)
         for reason, eqn in loops.refused:
             result.declined("loop", reason, compat.source_line(eqn))
-        for taken, reason, eqn in loops.routes:
+        for taken, reason, eqn in trees.routes + loops.routes:
             result.routes.append(RouteUse("scan", taken, reason, compat.source_line(eqn)))
-        for change in loops.changes:
+        for change in trees.changes + loops.changes:
             for name in change.names:
                 self._note(result, name, REDUNDANCY, compat.source_line(change.eqn))
         return flatten(rewritten(live, loops.changes)) if loops.changes else program

@@ -8,15 +8,15 @@ entries. Where the entries of an array stand for 0…i at every i, it is the sca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
 
 from symjax_rewrite import compat
-from symjax_rewrite.equation_cost import shape_of
+from symjax_rewrite.entry_moves import entry_moves
 from symjax_rewrite.loop_fusion import Surroundings, graft
 from symjax_rewrite.loops import Carry, Loop, Source
 from symjax_rewrite.trace import Equation, Program, flatten
@@ -43,6 +43,13 @@ class Entries(NamedTuple):
     mid: np.ndarray
     hi: np.ndarray
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether they stand for 0…i at every i, and not as an input."""
+        count = len(self.lo)
+        whole = count and (self.lo == 0).all() and (self.hi == np.arange(count)).all()
+        return bool(whole) and self.kind in ("a", "b")
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -62,6 +69,11 @@ class Prefix:
     layouts: tuple[tuple[int, ...], ...]
     equations: tuple[Equation, ...]
 
+    def states_alone(self) -> Prefix:
+        """The part of the tree that makes `out`."""
+        own = _made_for(list(self.equations), {self.out}, {self.factors, self.added})
+        return replace(self, products=None, layouts=self.layouts[:1], equations=tuple(own))
+
 
 def find_prefixes(program: Program) -> list[Prefix]:
     """The trees of a program that are scans of affine steps."""
@@ -69,15 +81,21 @@ def find_prefixes(program: Program) -> list[Prefix]:
     if len(seeds) < 2:
         return []
     entries: dict[int, Entries] = dict(seeds)
+    whole: dict[tuple[int | None, int | None], tuple[int, Entries]] = {}
     made: list[Equation] = []
     for e in program.equations:
         if len(e.outvals) != 1 or e.eqn.effects:
             continue
         found = _follow(e, entries)
-        if found is not None:
-            entries[e.outvals[0]] = found
-            made.append(e)
-    return list(_complete(entries, made))
+        if found is None:
+            continue
+        made.append(e)
+        (v,) = e.outvals
+        if found.is_whole:
+            whole.setdefault((found.factors, found.added), (v, found))
+        if not (found.is_whole and v in seeds):  # which the steps of another tree are
+            entries[v] = found
+    return list(_complete(entries, whole, made))
 
 
 def _seeds(program: Program) -> dict[int, Entries]:
@@ -101,38 +119,31 @@ def _seeds(program: Program) -> dict[int, Entries]:
     return seeds
 
 
-def _complete(entries: dict[int, Entries], made: list[Equation]) -> list[Prefix]:
-    """What stands for 0…i at every i."""
-    whole: dict[tuple[str, Any], int] = {}
-    for e in made:
-        x = entries[e.outvals[0]]
-        steps = np.arange(len(x.lo))
-        if len(steps) and (x.lo == 0).all() and (x.hi == steps).all():
-            key = x.factors if x.kind == "a" else (x.factors, x.added)
-            whole.setdefault((x.kind, key), e.outvals[0])
-    found = []
-    for (kind, key), out in whole.items():
-        if kind != "b" or not isinstance(key, tuple):
+def _complete(
+    entries: dict[int, Entries],
+    whole: dict[tuple[int | None, int | None], tuple[int, Entries]],
+    made: list[Equation],
+) -> Iterator[Prefix]:
+    """What stands for 0…i at every i, as trees."""
+    for (a, b), (out, x) in whole.items():
+        if a is None or b is None:
             continue
-        a, b = key
-        length = len(entries[out].lo)
-        axis = entries[a].axis
-        if len(entries[a].lo) != length or len(entries[b].lo) != length or axis != entries[b].axis:
+        length, axis = len(entries[a].lo), entries[a].axis
+        if {len(x.lo), len(entries[b].lo)} != {length} or axis != entries[b].axis:
             continue
-        products = whole.get(("a", a))
-        tree = tuple(_made_for(made, {out, products}))
-        layouts = tuple(entries[v].layout for v in (out, products) if v is not None)
-        found.append(Prefix(a, b, axis, length, out, products, layouts, tree))
-    return found
+        products, y = whole.get((a, None), (None, None))
+        layouts = (x.layout,) if y is None else (x.layout, y.layout)
+        tree = tuple(_made_for(made, {out, products}, {a, b}))
+        yield Prefix(a, b, axis, length, out, products, layouts, tree)
 
 
-def _made_for(made: list[Equation], values: set[Any]) -> list[Equation]:
-    """The equations that some values need, in order."""
+def _made_for(made: list[Equation], values: set[Any], given: set[int]) -> list[Equation]:
+    """The equations that make some values of given ones, in order."""
     found = []
     for e in reversed(made):
         if e.outvals[0] in values:
             found.append(e)
-            values = values | {v for v in e.invals if isinstance(v, int)}
+            values = values | {v for v in e.invals if isinstance(v, int) and v not in given}
     return found[::-1]
 
 
@@ -157,41 +168,12 @@ def _picked(x: Entries, pick: Callable[[np.ndarray], np.ndarray]) -> Entries:
     return x._replace(lo=pick(x.lo), mid=pick(x.mid), hi=pick(x.hi))
 
 
-def _slice(e: Equation, known: list[Entries | None]) -> Entries | None:
-    x, p = known[0], e.eqn.params
-    shape = shape_of(e.eqn.invars[0])
-    if x is None:
+def _moved(e: Equation, known: list[Entries | None]) -> Entries | None:
+    x = known[0]
+    moves = None if x is None else entry_moves(e, x.axis)
+    if x is None or moves is None:
         return None
-    strides = p["strides"] or (1,) * len(shape)
-    for k, size in enumerate(shape):
-        if k != x.axis and (p["start_indices"][k], p["limit_indices"][k], strides[k]) != (
-            0,
-            size,
-            1,
-        ):
-            return None
-    k = x.axis
-    where = slice(p["start_indices"][k], p["limit_indices"][k], strides[k])
-    return _picked(x, lambda n: n[where])
-
-
-def _pad(e: Equation, known: list[Entries | None]) -> Entries | None:
-    x, fill, config = known[0], e.invals[1], e.eqn.params["padding_config"]
-    if x is None or isinstance(fill, int) or np.asarray(fill.val) != 0:
-        return None
-    if any(c != (0, 0, 0) for k, c in enumerate(config) if k != x.axis):
-        return None
-    low, high, inside = config[x.axis]
-    if low < 0 or high < 0:
-        return None
-
-    def padded(n: np.ndarray) -> np.ndarray:
-        size = max(len(n) + inside * (len(n) - 1), 0)
-        out = np.full(low + size + high, NOTHING)
-        out[low : low + size : inside + 1] = n
-        return out
-
-    return _picked(x, padded)
+    return _picked(x, lambda n: moves[0](n, NOTHING))
 
 
 def _same_kind(
@@ -258,8 +240,8 @@ def _mul(e: Equation, known: list[Entries | None]) -> Entries | None:
 
 
 _ROWS: dict[str, Callable[[Equation, list[Entries | None]], Entries | None]] = {
-    "slice": _slice,
-    "pad": _pad,
+    "slice": _moved,
+    "pad": _moved,
     "transpose": _transpose,
     "concatenate": _concatenate,
     "add": _add,
@@ -295,7 +277,7 @@ def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]
     products = prefix.products is not None and is_read(around, prefix, prefix.products)
     body = flatten(_step(prefix, program, products))
     *carried, a, b, first = body.inputs
-    reversals = [_reversal(around, v, prefix.axis) for v in (prefix.factors, prefix.added)]
+    reversals = [reversal(around, v, prefix.axis) for v in (prefix.factors, prefix.added)]
     backwards = None not in reversals
     loop = Loop(prefix.equations[-1].eqn, body, prefix.length, reverse=backwards)
     for v, outer, e in zip((a, b), (prefix.factors, prefix.added), reversals, strict=True):
@@ -326,12 +308,14 @@ def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]
     return loop, own
 
 
-def _reversal(around: Surroundings, v: int, axis: int) -> Equation | None:
+def reversal(around: Surroundings, v: int, axis: int) -> Equation | None:
+    """The equation that makes a value by reversing another along an axis."""
     e = around.makers.get(v)
-    return e if e is not None and _is_reversal(e, axis) else None
+    return e if e is not None and is_reversal(e, axis) else None
 
 
-def _is_reversal(e: Equation, axis: int) -> bool:
+def is_reversal(e: Equation, axis: int) -> bool:
+    """Whether an equation reverses an axis, and no other."""
     return e.name == "rev" and tuple(e.eqn.params["dimensions"]) == (axis,)
 
 

@@ -23,7 +23,8 @@ LAYERS = {
     "knowledge": "record site ops indexing analysis cost equation_cost product contract_order "
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
-    "prefixes unrolled rerolling recurrence loop_pass axes canonical match saturate "
+    "entry_moves prefixes prefix_gradients prefix_loops unrolled rerolling recurrence loop_pass "
+    "axes canonical match saturate "
     "regions single extract solve spread lower emit routing pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
