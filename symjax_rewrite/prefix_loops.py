@@ -96,7 +96,8 @@ class _Loops:
     def _source(self, v: int) -> int:
         """What a value reverses, if the loops run backwards over it."""
         e = reversal(self.around, v, self._axis(v)) if self.backwards else None
-        return v if e is None else e.invals[0]
+        source = v if e is None else e.invals[0]
+        return source if isinstance(source, int) else v
 
     def _reversed(self, v: int) -> list[int]:
         """What reverses a value again, where the loops run backwards."""
