@@ -88,7 +88,7 @@ class Call:
         again = set() if self.closed.effects else made_again(closed, count, self.optimiser.device)
         if again:
             closed, _ = compat.make_jaxpr(partial(forward, again), *primals)
-        kept, read = _forwarded(closed)
+        kept, read = _forwarded(_without_remat(closed))
         made = self.stage(kept, primals)
         flat = [primals[k] if k < len(primals) else made[k - len(primals)] for k in read]
 
@@ -212,12 +212,16 @@ def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The program with the bodies of its own remat equations in their place.
 
     For programs that only recompute: nothing stands beside them that XLA could merge them with.
+    Nor is what they keep rounded to the precision that it has: that would be a copy of it.
     """
 
     def run(*args: Any) -> list[Any]:
         env = dict(zip(closed.jaxpr.invars, args, strict=True))
         env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         for eqn in closed.jaxpr.eqns:
+            if _rounds_nothing(eqn):
+                env[eqn.outvars[0]] = env[eqn.invars[0]]
+                continue
             if eqn.primitive.name not in compat.REMAT:
                 compat.run_equations([eqn], env)
                 continue
@@ -226,9 +230,18 @@ def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [v.val if compat.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
 
-    if not any(eqn.primitive.name in compat.REMAT for eqn in closed.jaxpr.eqns):
+    eqns = closed.jaxpr.eqns
+    if not any(eqn.primitive.name in compat.REMAT or _rounds_nothing(eqn) for eqn in eqns):
         return closed
     return compat.make_avals_jaxpr(run, closed.in_avals)
+
+
+def _rounds_nothing(eqn: compat.JaxprEqn) -> bool:
+    """Whether an equation rounds float32 or wider, which is computed as it is, to itself."""
+    if eqn.primitive.name != "reduce_precision" or compat.is_literal(eqn.invars[0]):
+        return False
+    own, p = jax.numpy.finfo(eqn.invars[0].aval.dtype), eqn.params
+    return own.bits >= 32 and (p["exponent_bits"], p["mantissa_bits"]) == (own.nexp, own.nmant)
 
 
 def closing_over_nothing(

@@ -124,6 +124,25 @@ def test_gradients_of_optimised_functions(always: None) -> None:
     assert loop_pairs.made_again(constant, 1, CPU) == set()
 
 
+def test_what_is_kept_is_not_copied() -> None:
+    """Rounding float32 to float32, which `jax.checkpoint` adds, would be a copy."""
+
+    def moved(x, dt, A, b, c):
+        def step(h, given):
+            x, dt, b, c = given
+            h = jnp.exp(dt[..., None] * A) * h + (dt * x)[..., None] * b[:, None]
+            return h, jnp.einsum("bdn,bn->bd", h, c)
+
+        each = [v.swapaxes(0, 1) for v in (x, dt, b, c)]
+        return lax.scan(step, jnp.zeros((1, *A.shape), A.dtype), each)[1]
+
+    args = (draw(1, 32, 256), draw(1, 32, 256), -(draw(256, 16) ** 2), *[draw(1, 32, 16)] * 2)
+    plain, ours = (jax.grad(loss(f), (0, 1, 2, 3, 4)) for f in (moved, sym_optimize(moved)))
+    assert "reduce_precision" not in str(jax.make_jaxpr(ours)(*args))
+    for w, g in zip(jax.jit(plain)(*args), jax.jit(ours)(*args), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4 * float(abs(w).max()))
+
+
 @pytest.mark.parametrize("steps", [1, 31])
 def test_blocks_of_any_length(steps: int, always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_pairs, "_block", lambda *_: steps)
