@@ -250,6 +250,11 @@ def check_function(
         return "unchanged"
     try:
         found = compare(closed, closed2, values, mode.numerics)
+        outside = not mode.transform.startswith(INSIDE)
+        if isinstance(found, Failure) and found.kind == "not exact" and outside:
+            # A jit adds cotangents in an order of its own.
+            jitted = jax.make_jaxpr(transform(jax.jit(f), specs))(*specs)
+            found = compare(jitted, closed2, values, mode.numerics)
         if found == "equal" and casts_differ(closed, closed2, values):
             algebra = optimised(kernels="off")[1]  # kernels look through casts, rules do not
             lost = casts_differ(closed, algebra, values)

@@ -22,6 +22,7 @@ SEEDS = {  # of random programs, and what went wrong
     5018845: "scores were read with their mean taken off by one fold, and without by another",
     6014771: "a slice of a diagonal beside the main one was read from the main one",
     6019426: "a result of a scan was summed over an axis that nothing in it has",
+    8001498: "cotangents were added in the order of a jit, as under `jax.jit`, not of the program",
 }
 
 
