@@ -79,6 +79,10 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
     cut = xla_cut(spec)
     rows = even(spec.rows, cut.rows)
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
+    if spec.tile.whole == spec.col:
+        rows, cols = even(spec.rows, max(cut.pairs // max(spec.cols, 1), 1)), spec.cols
+    elif spec.tile.whole == spec.row:
+        rows, cols = spec.rows, even(spec.cols, max(cut.pairs // max(spec.rows, 1), 1))
     inner: list[str] = []
     held = rows * max(cols, 1)
     for axis in reversed(spec.batch):

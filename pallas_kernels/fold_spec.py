@@ -66,12 +66,15 @@ class Tile:
         reads: numbers of the operands without feature axes that `fun` is given.
         key: what equality and hashing compare beside `reads`; `fun` itself if left out.
         form: what the program is, where a library call exists for it (see `fold_library`).
+        whole: the row axis, the column axis or none: what the program itself reduces along (a term
+            is compared with its own maximum), so that a block must hold all of it.
     """
 
     fun: TileFunction = field(compare=False)
     reads: tuple[int, ...] = ()
     key: Hashable = None
     form: Hashable = None
+    whole: str | None = None
 
     def __post_init__(self) -> None:
         if self.key is None:
@@ -354,6 +357,7 @@ def _validate(spec: FoldSpec) -> None:
             axes = spec.operands[number].axes
             check(axis in axes and other not in axes, "a contraction's operand lacks its axis", c)
             check(set(spec.features(number)) == set(c.over), "features left over", c)
+    check(spec.tile.whole in (None, spec.row, spec.col), "a tile is whole along", spec.tile.whole)
     for number in spec.tile.reads:
         check(not spec.features(number), "a tile reads an operand with features", number)
     for output in spec.outputs:

@@ -67,6 +67,7 @@ def supports(spec: FoldSpec) -> Support:
     raw = dataclasses.replace(spec, epilogue=None)
     return first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
+        (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),

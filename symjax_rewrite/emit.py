@@ -18,7 +18,7 @@ from symjax_rewrite import compat, lower
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.compat import JaxprEqn
 from symjax_rewrite.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir import CONTRACT, DELTA, IOTA, LEAF, Node, Ref
+from symjax_rewrite.ir import ADD, CONTRACT, DELTA, IOTA, LEAF, MAP, Node, Ref
 from symjax_rewrite.regions import node_of
 from symjax_rewrite.trace import Equation, Value
 
@@ -174,8 +174,10 @@ class Emitter:
             number, k = self.t.made_by[cls]
             v = self.t.program.equations[number].outvals[k]
             read = self.t.view(v).axes
-            if node_of(self.t.graph, cls).op == IOTA and len(read) < len(self.t.sizes[v]):
-                return None  # index numbers spread over other axes
+            node = node_of(self.t.graph, cls)
+            loose = node.op in (IOTA, ADD, MAP) or (node.op == CONTRACT and not node.bound)
+            if loose and any(s != 1 and i not in read for i, s in enumerate(self.t.sizes[v])):
+                return None  # it is spread over other axes
             if all(size != 0 or i in read for i, size in enumerate(self.t.sizes[v])):
                 return v  # nothing can be read from an array that was spread over no elements
         return None

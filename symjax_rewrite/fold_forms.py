@@ -68,8 +68,8 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
         return []
     weights, rest = split
     written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
-    if dtype_kind(g.classes[found.cls].dtype) != "f":
-        return [written]
+    if dtype_kind(g.classes[found.cls].dtype) != "f" or pair.inside:
+        return [written]  # what is compared is not taken apart from what it is counted by
     apart = _log_form(pair, found, weights, rest)
     return [written] if apart is None else [written, apart]
 

@@ -7,7 +7,7 @@ results, and reduce the same way round, are served by one fold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -18,10 +18,21 @@ from symjax_rewrite.dims import product
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
 from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, SLICE, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pairs import LEAST_DOT, Exit, Pair, Tile, elements, exit_of, explore
+from symjax_rewrite.pairs import (
+    LEAST_DOT,
+    Exit,
+    Pair,
+    Tile,
+    elements,
+    exit_of,
+    explore,
+    is_elementwise,
+    is_test_like,
+)
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.zeros import vanishing, without
 
+_EXACT = {"max", "min"}  # the order in which they reduce does not matter
 _RANDOM = ("random_", "threefry", "rng_")
 
 
@@ -300,10 +311,75 @@ def _refused(
         for ref in c.tile.whole:
             if reaches[ref.cls] & 1:
                 return "the pairwise term depends on random numbers"
-        jumps = [x for x in c.tile.compared if reaches[x] & 2 << number]
-        if jumps:
-            return f"{_name(t, jumps[0])} compares the pairwise term with its own reduction"
+    return _compared(t, cluster, lambda cls: bool(reaches[cls] & 2 << number))
+
+
+def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) -> str:
+    """Have tiles compute the reductions that they are compared with; why not, or nothing.
+
+    A term that is its own maximum in one kernel is a rounding away from it in the next. What it is
+    compared with, and what counts how often it is equal, is reduced where it is compared, from
+    tiles that hold whole rows.
+    """
+    jumps = {x for c in cluster.members for x in c.tile.compared if reaches(x)}
+    if not jumps:
+        return ""
+    name = _name(t, min(jumps))
+    reason = f"{name} compares the pairwise term with its own reduction"
+    inside = _inside(t, cluster, jumps)
+    if inside is None:
+        return reason
+    for c in cluster.members:
+        if not c.tile.compared & jumps:
+            continue
+        c.pair = c.pair.computing(inside)
+        tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)])
+        if tile is None or len(tile.along) != 1 or c.exit.kind == "at":
+            return reason
+        if any(reaches(r.cls) and r.cls in inside for r in tile.operands):
+            return reason
+        tile.nonlinear = True
+        c.tile = tile
     return ""
+
+
+def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] | None:
+    """The reductions that jumps compare with and that count them, with the row algebra between."""
+    exits = {c.exit.cls: c for c in cluster.members}
+    pairwise = {r.cls for c in cluster.members for r in c.tile.inner}
+    counts = {
+        cls
+        for cls, c in exits.items()
+        if c.tile.compared & jumps and all(is_test_like(t.graph, a.cls) for a in c.exit.args)
+    }
+    limits = {a.cls for x in jumps for a in node_of(t.graph, x).args} - pairwise
+    rows = {r.cls for c in cluster.members for r in c.tile.operands} - pairwise
+    compared = [_between(t, cls, exits.keys() | pairwise) for cls in limits]
+    if not all(compared):
+        return None
+    found = set().union(*compared, *(_between(t, cls, counts) for cls in rows)) - pairwise
+    for e in (exits[cls].exit for cls in found & exits.keys()):
+        if len(e.bound) != 1 or (e.kind not in _EXACT and e.cls not in counts):
+            return None
+    return frozenset(found)
+
+
+def _between(t: TermGraph, cls: int, roots: Set[int]) -> set[int]:
+    """A class and those below it that are elementwise in some roots, and these."""
+    found: dict[int, bool] = {}
+    first = min(roots, default=cls + 1)
+
+    def leads(cls: int) -> bool:
+        if cls < first:
+            return False
+        if cls not in found:
+            node = node_of(t.graph, cls)
+            below = [leads(a.cls) for a in node.args] if is_elementwise(node) else []
+            found[cls] = cls in roots or any(below)
+        return found[cls]
+
+    leads(cls)
+    return {cls for cls, holds in found.items() if holds}
 
 
 def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]:
@@ -335,7 +411,8 @@ def direction(cluster: Cluster, m: Candidate) -> tuple:
     """Equal for candidates of a cluster that reduce the same pairs the same way round."""
     ids = frame(cluster, m)
     row, column = ids.get(m.pair.row), ids[m.pair.column]
-    return row, column, frozenset(ids.values()) - {row, column}
+    along = frozenset(ids[i] for i in m.tile.along)
+    return row, column, frozenset(ids.values()) - {row, column}, along
 
 
 def _levels(

@@ -334,7 +334,7 @@ class FoldBuilder:
             col=COLUMN,
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
-            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots)),
+            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots), whole=tiles.whole),
             outputs=tuple(outputs),
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),

@@ -426,11 +426,16 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
 
 
 def _pad(s: Site) -> list[Ref] | None:
-    """Padding at the edges is a concatenation with the padding value, axis after axis."""
+    """Padding at the edges is a concatenation with the padding value; negative, it is a slice."""
     groups, value = s.outs[0].groups, s.refs[1]
+    config = s.params["padding_config"]
+    if all(isinstance(w, (int, np.integer)) for widths in config for w in widths) and all(
+        max(low, high) <= 0 == interior for low, high, interior in config
+    ):
+        return _sliced(s, [(-int(low), 1) for low, _, _ in config], 0)
     to: dict[int, int] = {}
     padded: list[tuple[int, int, int, Dim]] = []
-    for axis, widths in enumerate(s.params["padding_config"]):
+    for axis, widths in enumerate(config):
         if not all(isinstance(w, (int, np.integer)) for w in widths):
             return None
         low, high, interior = map(int, widths)

@@ -234,7 +234,8 @@ class Opened(NamedTuple):
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
     `hit` (a value where the column is the one chosen), `part` (another at places), `pieces` (an
-    index and what is joined along it; where each begins but the first in `data`), or `leaf`.
+    index and what is joined along it; where each begins but the first in `data`), `along` (a
+    product reduced; the monoid, and whether along rows, in `data`), or `leaf`.
     """
 
     kind: str
@@ -247,6 +248,7 @@ class Pair:
 
     gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
     not written out. single: where there is one row, which has no index: the indices of the term.
+    inside: row values that tiles compute for themselves.
     """
 
     def __init__(
@@ -257,9 +259,10 @@ class Pair:
         gone: frozenset[int],
         made: set[int],
         single: frozenset | None = None,
+        inside: frozenset[int] = frozenset(),
     ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
-        self.made, self.single = made, single
+        self.made, self.single, self.inside = made, single, inside
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
@@ -267,6 +270,10 @@ class Pair:
         if self.single is not None:
             return self.column in ref.axes and self.single.issuperset(ref.axes)
         return self.row in ref.axes and self.column in ref.axes
+
+    def computing(self, inside: frozenset[int]) -> Pair:
+        """The same reading where tiles compute some row values for themselves."""
+        return Pair(self.t, self.row, self.column, self.gone, self.made, self.single, inside)
 
     def is_of_row(self, ref: Ref) -> bool:
         """Whether a reference carries the row; without an index of rows, whether it may."""
@@ -293,6 +300,16 @@ class Pair:
             hit = gathers.hit(self.t, ref)
             return Opened("leaf") if hit is None else self._hit(hit)
         return Opened("leaf")
+
+    def reduced(self, ref: Ref) -> Opened:
+        """How a row value is computed from whole rows of a tile, or from other row values."""
+        node = node_of(self.g, ref.cls)
+        if is_elementwise(node):
+            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        of_row = self.single is None and self.row not in ref.axes
+        whole = Ref(ref.cls, (*ref.axes, self.row if of_row else self.column))
+        kind = "sum" if node.op == CONTRACT else node.attr
+        return Opened("along", tuple([over(whole, a) for a in node.args]), (kind, of_row))
 
     def _elementwise(self, ref: Ref, node: Node) -> Opened:
         kept = [k for k, a in enumerate(node.args) if a.cls not in self.gone]
@@ -380,7 +397,8 @@ class Tile:
     are more than tests of index numbers. operands: what is read. whole: those that are pairwise
     themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
     no sum. compared: classes that jump where their operands change a little. counts: how often
-    an index of a sum is written out; steps: how many there are then.
+    an index of a sum is written out; steps: how many there are then. along: the indices that
+    row values are reduced along inside the tile; rows: these and what is made of them.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -393,6 +411,8 @@ class Tile:
     maps: int = 0
     counts: dict[Any, int] = field(default_factory=dict)
     steps: int = 0
+    along: set[Any] = field(default_factory=set)
+    rows: set[Ref] = field(default_factory=set)
 
     def heavy(self) -> Iterator[Ref]:
         """Pairwise references that cost something."""
@@ -434,15 +454,10 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
     if found.kind == "sum":  # work, even of tests
         heavy = True
     for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
-        if pair.holds(arg):
-            inside = _visit(pair, tile, arg)
-            if inside is None:
-                return None
-            heavy |= inside
-        elif node_of(pair.g, arg.cls).op != CONST:
-            tile.operands.append(arg)
-            carries = pair.row in arg.axes or pair.column in arg.axes
-            heavy |= carries and not is_test_like(pair.g, arg.cls)
+        inside = _enter(pair, tile, arg)
+        if inside is None:
+            return None
+        heavy |= inside
     node = node_of(pair.g, ref.cls)
     if found.kind == "apply":
         both = sum(map(pair.holds, found.args))
@@ -458,6 +473,27 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
             tile.compared.add(ref.cls)
     tile.inner[ref] = heavy
     return heavy
+
+
+def _enter(pair: Pair, tile: Tile, arg: Ref) -> bool | None:
+    """Whether an operand of a pairwise term is heavy; None where the tile grows too large."""
+    if pair.holds(arg):
+        return _visit(pair, tile, arg)
+    if arg in tile.rows:
+        return True
+    if arg.cls in pair.inside:
+        tile.rows.add(arg)
+        found = pair.reduced(arg)
+        if found.kind == "along":
+            if not any(map(pair.holds, found.args)):
+                return None
+            tile.along.add(pair.row if found.data[1] else pair.column)
+        return None if None in [_enter(pair, tile, a) for a in found.args] else True
+    if node_of(pair.g, arg.cls).op == CONST:
+        return False
+    tile.operands.append(arg)
+    carries = pair.row in arg.axes or pair.column in arg.axes
+    return carries and not is_test_like(pair.g, arg.cls)
 
 
 def asks_whether_finite(g: EGraph, node: Node) -> bool:

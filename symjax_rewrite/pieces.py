@@ -19,6 +19,7 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.pairs import elements, is_elementwise, over
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.ties import opposed
 
 _JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
 
@@ -77,9 +78,10 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     least: elements of scores worth looking at.
     """
     seeds = {c for c in need.order if _joins_scores(t, c, least)}
-    if not seeds:
+    sums = opposed(t.graph, need, least)
+    if not seeds and not sums:
         return None
-    found = _Restating(t, need, seeds)
+    found = _Restating(t, need, seeds, sums)
     for cls in need.order:
         if not found.visit(cls):
             return None
@@ -108,8 +110,10 @@ def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
 class _Restating:
     """The walk over a program, oldest class first."""
 
-    def __init__(self, t: TermGraph, need: Needed, seeds: set[int]) -> None:
-        self.t, self.g, self.need, self.seeds = t, t.graph, need, seeds
+    def __init__(
+        self, t: TermGraph, need: Needed, seeds: set[int], sums: dict[int, list[tuple[Ref, ...]]]
+    ) -> None:
+        self.t, self.g, self.need, self.seeds, self.sums = t, t.graph, need, seeds, sums
         self.pieces: dict[int, Pieces] = {}
         self.out = Restated()
 
@@ -124,6 +128,9 @@ class _Restating:
             made = self._apart(cls, node)
             if not made:
                 return False
+        elif cls in self.sums:
+            self.out.to[cls] = self._multiplied_out(cls, node)
+            self.out.joined.add(cls)
         elif any(a.cls in self.out.to for a in node.args):
             args = tuple(self._moved(a) for a in node.args)
             c = self.g.classes[cls]
@@ -134,6 +141,15 @@ class _Restating:
         """A reference to what its class is stated as."""
         new = self.out.to.get(ref.cls)
         return ref if new is None else over(ref, new)
+
+    def _multiplied_out(self, cls: int, node: Node) -> Ref:
+        """A sum as several."""
+        c, made = self.g.classes[cls], []
+        for factors in self.sums[cls]:
+            args = tuple(self._moved(a) for a in factors)
+            made.append(self.g.add(CONTRACT, node.attr, args, c.sizes, node.bound, c.dtype))
+        self.out.wanted |= {ref.cls for ref in made}
+        return self.g.add(ADD, (1,) * len(made), tuple(made), c.sizes, (), c.dtype)
 
     def _apart(self, cls: int, node: Node) -> bool:
         found = {

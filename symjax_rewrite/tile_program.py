@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite import lower
+from symjax_rewrite import compat, lower
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, IOTA, MAP, Ref
@@ -36,7 +36,7 @@ class TileBuilder:
     """Collects the steps, operands and contractions of a fold's tiles.
 
     like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
-    number: step of a reference.
+    number: step of a reference. whole: the axis that tiles are reduced along.
     """
 
     t: TermGraph
@@ -49,12 +49,13 @@ class TileBuilder:
     sizes: dict[str, int] = field(default_factory=dict)
     number: dict[Ref, int] = field(default_factory=dict)
     known: dict[tuple, int] = field(default_factory=dict)
+    whole: str | None = None
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
         like, space = self.like, frozenset(self.sizes)
         single = None if like.single is None else space
-        self.pair = Pair(self.t, ROW, COLUMN, like.gone, like.made, single)
+        self.pair = Pair(self.t, ROW, COLUMN, like.gone, like.made, single, like.inside)
 
     def build(self, ref: Ref) -> int:
         """The number of the step that computes a reference."""
@@ -108,7 +109,9 @@ class TileBuilder:
             return self._step("const", node.attr[0], (), dtype)
         if node.op == IOTA and ref.axes[0] in (ROW, COLUMN):
             return self._step("index", ref.axes[0] == ROW, (), dtype)
-        if not self.pair.holds(ref):
+        if ref.cls in self.pair.inside and not self.pair.holds(ref):
+            found = self.pair.reduced(ref)
+        elif not self.pair.holds(ref):
             if not self._narrow(ref, len(ref.axes)) or not is_elementwise(node):
                 return self._read(ref, dtype)
             found = Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
@@ -123,6 +126,8 @@ class TileBuilder:
             return self._step("dot", self._contraction(found, dtype), (), dtype)
         if found.kind == "sum":
             return self._written_out(found, dtype)
+        if found.kind == "along":
+            return self._along(found, dtype)
         if found.kind == "hit":
             args = tuple([self.build(a) for a in found.args])
             return self._step("hit", found.data, args, dtype)
@@ -215,6 +220,15 @@ class TileBuilder:
         total = self._step("apply", (ADD, (1,) * count), tuple(terms), wide)
         return self._cast(total, dtype)
 
+    def _along(self, found: Opened, dtype: str) -> int:
+        """A row value from whole rows of the tile."""
+        monoid, of_row = found.data
+        wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
+        args = [self._cast(self.build(a), wide) for a in found.args]
+        product = args[0] if len(args) == 1 else self._times(None, args, wide)
+        self.whole = ROW if of_row else COLUMN
+        return self._cast(self._step("along", (monoid, of_row), (product,), wide), dtype)
+
     def _cast(self, step: int, dtype: str) -> int:
         if self.steps[step][3] == dtype:
             return step
@@ -297,11 +311,21 @@ def run_steps(
             made.append(values[data])
         elif kind == "rank":
             made.append(ranks(made[args[0]]))
+        elif kind == "along":
+            made.append(_reduced(data, made[args[0]], i, j))
         elif kind == "dot":
             made.append(dots[data].astype(np.dtype(dtype)))
         else:
             made.append(apply(data, [made[a] for a in args], dtype, primitives))
     return made
+
+
+def _reduced(data: tuple, x: Any, i: Any, j: Any) -> Any:
+    """A tile reduced along all of its rows or columns."""
+    monoid, of_row = data
+    axis = -2 if of_row else -1
+    x = jnp.broadcast_to(x, jnp.broadcast_shapes(jnp.shape(x), (i + j).shape))
+    return jnp.expand_dims(compat.reduce_monoid(monoid, x, (x.ndim + axis,)), axis)
 
 
 def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:

@@ -96,8 +96,18 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
             steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
     steps += sum(_output_steps(o, spec.cols) for o in spec.outputs)
     products = fold_cost.flops(spec) / device.peak(dtype)
-    moved = fold_cost.bytes_moved(spec) / device.bytes_per_s
+    kept = 0 if device.name == "cpu" else 4 * pairs * _blocks_kept(route)
+    moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
     return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+
+
+def _blocks_kept(route: FoldRoute) -> int:
+    """How often a block of the tile is written or read where no kernel holds it on a GPU."""
+    spec = route.spec
+    if spec.tile.whole is None:
+        return 0
+    reductions = sum(kind == "along" for kind, *_ in route.steps)
+    return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
 
 
 def _output_steps(output: Output, columns: int) -> int:

@@ -13,10 +13,11 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from symjax_rewrite.egraph import EGraph
-from symjax_rewrite.ir import ADD, CONTRACT, MAP, REDUCE, Node, Ref
+from symjax_rewrite.ir import ADD, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import over
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.ties import is_tie
 
 MAX_TERMS = 32  # of a sum that is multiplied out
 MAX_DEPTH = 40
@@ -49,7 +50,7 @@ def vanishing(g: EGraph, need: Needed) -> set[int]:
         elif node.op == CONTRACT:
             gone = [a for a in node.args if a.cls in out]
             rest = [a for a in node.args if a.cls not in out]
-            if (gone and all(_is_tie(g, a.cls) for a in rest)) or _spread(g, node):
+            if (gone and all(is_tie(g, a.cls) for a in rest)) or _spread(g, node):
                 out.add(cls)
     return out
 
@@ -66,27 +67,10 @@ def _is_reciprocal_count(g: EGraph, cls: int) -> bool:
     return node.op == MAP and node.attr[0] == "reciprocal" and _is_tie_count(g, node.args[0].cls)
 
 
-def _is_tie(g: EGraph, cls: int) -> bool:
-    """Whether a class is 1 where a term is its own maximum (or minimum), else 0."""
-    node = node_of(g, cls)
-    if node.op == MAP and node.attr[0] == "convert_element_type":
-        return _is_tie(g, node.args[0].cls)
-    if node.op != MAP or node.attr[0] != "eq":
-        return False
-    for a, b in (node.args, node.args[::-1]):
-        top = node_of(g, b.cls)
-        if top.op == REDUCE and top.attr in ("max", "min") and top.args[0].cls == a.cls:
-            place = {i: b.axes[i] for i in range(top.out)}
-            axes = top.args[0].axes
-            if all(place.get(i, j) == j for i, j in zip(axes, a.axes, strict=True)):
-                return True
-    return False
-
-
 def _is_tie_count(g: EGraph, cls: int) -> bool:
     """Whether a class counts the places of a maximum along a row: at least one."""
     node = node_of(g, cls)
-    return node.op == CONTRACT and len(node.args) == 1 and _is_tie(g, node.args[0].cls)
+    return node.op == CONTRACT and len(node.args) == 1 and is_tie(g, node.args[0].cls)
 
 
 def _cancels(g: EGraph, ref: Ref) -> bool:

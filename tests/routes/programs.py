@@ -191,6 +191,22 @@ def chamfer(x, y):
     return d.min(0).mean() + d.min(1).mean()
 
 
+def steepest(x, y):
+    return jnp.tanh(x @ y.T).max(-1)
+
+
+def hausdorff(x, y):
+    d = jnp.sqrt(((x[:, None] - y) ** 2).sum(-1))
+    return jnp.maximum(d.min(0).max(), d.min(1).max())
+
+
+def hardest(x, y):
+    """The distance to the best of the wrong ones, both ways."""
+    s = x @ y[:N].T
+    wrong = jnp.where(jnp.eye(N, dtype=bool), -jnp.inf, s)
+    return sum(jax.nn.relu(0.2 + wrong.max(k) - jnp.diag(s)).mean() for k in (0, 1))
+
+
 def entropy(x, y):
     s = x @ y.T
     p = jax.nn.softmax(s)
@@ -234,6 +250,32 @@ def by_hand(q, k, v):
     s = scores(q, k)
     e = jnp.exp(s - s.max(-1, keepdims=True))
     return values(e / e.sum(-1, keepdims=True), v)
+
+
+def above_nothing(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return values(e / (e.sum(-1, keepdims=True) + 0.1), v)
+
+
+def ones_beside(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    o = values(e, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1))
+    return o[..., :-1] / o[..., -1:]
+
+
+def summed_by_a_product(q, k, v):
+    s = scores(q, k)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return values(e, v) / values(e, jnp.ones((2, T, H, 1)))
+
+
+def masked_after(q, k, v):
+    """What is masked may be the maximum."""
+    s = scores(q, k)
+    e = causal(jnp.exp(s - s.max(-1, keepdims=True)), 0.0)
+    return values(e / jnp.maximum(e.sum(-1, keepdims=True), 1e-6), v)
 
 
 def divided_after(q, k, v):
@@ -297,6 +339,17 @@ def joined_sinks(q, k, v):
     return values(p[..., :-1], v)
 
 
+def key_of_zeros(q, k, v):
+    s = jnp.pad(scores(q, k), ((0, 0), (0, 0), (0, 0), (1, 0)))
+    return values(jax.nn.softmax(s)[..., 1:], v)
+
+
+def joined_by_hand(q, k, v):
+    s = jnp.concatenate([scores(q, k), jnp.full((2, H, T, 1), 0.3)], -1)
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return values(e[..., :-1] / e.sum(-1, keepdims=True), v)
+
+
 def sloped(q, k, v):
     distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
     slopes = jnp.array([0.5, 0.25, 0.1, 0.05])[:, None, None]
@@ -350,9 +403,14 @@ def _folds() -> list[Program]:
     )  # fmt: skip
     out += [Program(f, wide, N * M) for f in pairs]
     out += [Program(nearest, near[:2], N * M)]
+    extremes = ((steepest, wide, M), (chamfer, wide, M), (hardest, wide, N))
+    out += [Program(gradient(f, 2), args, N * m) for f, args, m in extremes]
+    out += [Program(gradient(hausdorff, 2), near[:2], N * M)]
     layers = (
         plain, masked, finite_fill, stopped, by_hand, divided_after, through_lse, repeated,
         grouped, softcap, library, padded, biased, sloped, sinks, joined_sinks,
+        above_nothing, ones_beside, summed_by_a_product, masked_after, key_of_zeros,
+        joined_by_hand,
     )  # fmt: skip
     out += [Program(gradient(f, 3), qkv, 2 * H * T * T) for f in layers]
     params = tuple(draw(D, D, seed=s) * 0.3 for s in range(3))
@@ -391,10 +449,6 @@ def above_its_mean(x, y):
     return jnp.where(s > s.mean(-1, keepdims=True), s, 0.0).max(-1)
 
 
-def steepest(x, y):
-    return jax.grad(lambda x: jnp.tanh(x @ y.T).max(-1).sum())(x)
-
-
 def products(x, y):
     return (x @ y.T) @ y
 
@@ -409,7 +463,6 @@ LEFT = [
     (running, "used by cumsum"),
     (dropped, "random numbers"),
     (above_its_mean, "compares the pairwise term with its own reduction"),
-    (steepest, "compares the pairwise term with its own reduction"),
     (products, None),
     (rows_of_an_argument, None),
 ]
