@@ -79,15 +79,12 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     """
     seeds = {c for c in need.order if _joins_scores(t, c, least)}
     sums = opposed(t.graph, need, least)
-    if not seeds and not sums:
-        return None
-    found = _Restating(t, need, seeds, sums)
-    for cls in need.order:
-        if not found.visit(cls):
-            return None
-    if not found.out.wanted:
-        return None
-    return found.out, _needed(t, need, found.out)
+    ways: list[set[int]] = [seeds] if seeds else []
+    for joins in [*ways, set()] if sums else ways:
+        found = _Restating(t, need, joins, sums)
+        if all(found.visit(cls) for cls in need.order) and found.out.wanted:
+            return found.out, _needed(t, need, found.out)
+    return None
 
 
 def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
@@ -294,10 +291,15 @@ def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
     return Needed(sorted(seen), uses, users, outside, need.known)
 
 
-def rereads(found: Restated, routed: set[int]) -> list[Reread]:
-    """Which of an old and a new class is read from the other, once some classes are routed."""
+def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:
+    """Which of an old and a new class is read from the other, once some classes are routed.
+
+    hidden: those that exist within a kernel alone, so that nobody reads the old ones.
+    """
     out: list[Reread] = []
     for old, new in found.to.items():
+        if new.cls in hidden:
+            continue
         if old in found.joined or new.cls in routed:
             out.append(Reread(old, new))
         else:

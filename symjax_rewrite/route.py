@@ -67,7 +67,8 @@ class Router:
         routed = {c for r in routes for c in r.classes()}
         if not changed.wanted <= routed:
             return made
-        return [*routes, *rereads(changed, routed)], uses
+        hidden = routed - {c for r in routes for c in r.gives()}
+        return [*routes, *rereads(changed, routed, hidden)], uses
 
     def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
         # On a CPU the scores of one query are few beside what makes them.

@@ -7,9 +7,9 @@ computed from whole rows or from whole columns.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
+from symjax_rewrite.dims import product
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref
 from symjax_rewrite.pairs import is_elementwise, is_product, over
@@ -60,8 +60,8 @@ def opposed(g: EGraph, need: Needed, least: int) -> dict[int, list[tuple[Ref, ..
             found[cls] = set().union(*(_read(found, a) for a in node.args))
         elif node.op == CONTRACT:
             apart = _Apart(g, found, node.args).factors(node.args)
-            sizes = (*g.classes[cls].sizes, *node.bound)
-            if apart and all(isinstance(s, int) for s in sizes) and prod(sizes) >= least:  # pyright: ignore[reportArgumentType, reportCallIssue]
+            pairs = product((*g.classes[cls].sizes, *node.bound))
+            if apart and isinstance(pairs, int) and pairs >= least:
                 out[cls] = apart
     return out
 
