@@ -79,10 +79,11 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
     cut = xla_cut(spec)
     rows = even(spec.rows, cut.rows)
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
-    if spec.tile.whole == spec.col:
-        rows, cols = even(spec.rows, max(cut.pairs // max(spec.cols, 1), 1)), spec.cols
-    elif spec.tile.whole == spec.row:
-        rows, cols = spec.rows, even(spec.cols, max(cut.pairs // max(spec.rows, 1), 1))
+    if spec.tile.whole is not None:
+        whole = spec.size[spec.tile.whole]
+        side = min(cut.rows, max(cut.pairs // max(whole, 1), 1))
+        by_row = spec.tile.whole == spec.col
+        rows, cols = (even(spec.rows, side), whole) if by_row else (whole, even(spec.cols, side))
     inner: list[str] = []
     held = rows * max(cols, 1)
     for axis in reversed(spec.batch):
