@@ -240,7 +240,7 @@ def _rounds_nothing(eqn: compat.JaxprEqn) -> bool:
     """Whether an equation rounds float32 or wider, which is computed as it is, to itself."""
     if eqn.primitive.name != "reduce_precision" or compat.is_literal(eqn.invars[0]):
         return False
-    own, p = jax.numpy.finfo(eqn.invars[0].aval.dtype), eqn.params
+    own, p = jax.numpy.finfo(compat.kind_of(eqn.invars[0].aval)[1]), eqn.params
     return own.bits >= 32 and (p["exponent_bits"], p["mantissa_bits"]) == (own.nexp, own.nmant)
 
 

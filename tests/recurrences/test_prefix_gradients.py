@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.equation_cost import shape_of
 from symjax_rewrite.loop_fusion import Surroundings
 from symjax_rewrite.loop_pass import Change, rewritten
 from symjax_rewrite.prefix_gradients import find_differentiated
@@ -229,7 +230,7 @@ def test_what_is_read_on_the_way_leaves_the_tree() -> None:
     program = flatten(compat.without_dead(closed))
     products = [e for e in program.equations if e.name == "mul"]
     assert len(products) > 10
-    whole = {e.outvals[0] for e in products if e.eqn.outvars[0].aval.shape == (8, 3)}
+    whole = {e.outvals[0] for e in products if shape_of(e.eqn.outvars[0]) == (8, 3)}
     for e in products:
         around = Surroundings(program)
         around.program.outputs.append(e.outvals[0])
@@ -282,10 +283,10 @@ def test_training_steps_never_make_the_states() -> None:
     assert any("differentiated tree" in r.reason and r.taken for r in report.routes)
     for w, g in zip(*(jax.tree.leaves(f(*args)) for f in (training_step, optimised)), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
-    plain, ours = (
-        jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
-        for f in (training_step, optimised)
-    )
+    memory = [
+        jax.jit(f).lower(*args).compile().memory_analysis() for f in (training_step, optimised)
+    ]
+    plain, ours = (m.temp_size_in_bytes for m in memory if m is not None)
     assert ours < 0.15 * plain
 
 
