@@ -242,9 +242,7 @@ def _concatenate(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     for out in outs:
-        for i, (x, y) in enumerate(zip(ins[0], out, strict=True)):
-            if i != p["axis"]:
-                m.solver.unify(x, y)
+        m._same_sizes(ins[0], out)  # one piece alone is the whole
 
 
 def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:

@@ -168,14 +168,17 @@ def _candidate(
     if not any(_may_open(t, a) for a in found.args):
         return None
     size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
+    plain: Candidate | None = None  # values that are products themselves pair their features too
     for column in sorted(found.bound, key=size, reverse=True):
         carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
         rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
         for row in rows:
             paired = _paired(found, Pair(t, row, column, gone, made), least)
-            if paired is not None:
+            if paired is not None and _makes_work(paired):
                 return paired
-    return _single(t, found, least, gone, made) if single else None
+            plain = plain or paired
+    alone = _single(t, found, least, gone, made) if single else None
+    return alone if alone is not None and _makes_work(alone) else plain or alone
 
 
 def _single(

@@ -9,7 +9,7 @@ both tried, and priced whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from jax import lax
@@ -26,7 +26,7 @@ from symjax_rewrite.loops import Loop, Read, read_loop
 from symjax_rewrite.prefix_gradients import Differentiated, find_differentiated, needed
 from symjax_rewrite.prefix_loops import as_loops
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
-from symjax_rewrite.recurrence import describe
+from symjax_rewrite.recurrence import NAMES, describe, groups_of
 from symjax_rewrite.rerolling import Unrolled, find_unrolled, joined_with
 from symjax_rewrite.rule import BATCHING, FUSION, INVARIANT, PACKING, RECOMPUTATION
 from symjax_rewrite.trace import RULED, Equation, Program, Value, flatten
@@ -132,8 +132,39 @@ def improve_loops(
         if device.name == "cpu" and PACKING in passes and _pack(loop, motion):
             also = (*also, PACKING)
         if motion.any or also:
-            found.changes.append(make_change(e.eqn, loop, motion, also))
+            change = make_change(e.eqn, loop, motion, also)
+            if motion.any and reorders and route is not None and _composes(loop):
+                change = _then_kernel(program, change, route, found)
+            found.changes.append(change)
     return found
+
+
+def _composes(loop: Loop) -> bool:
+    """Whether the steps of a loop compose, so that a kernel may take it."""
+    return isinstance(loop.length, int) and all(g.degree.kind in NAMES for g in groups_of(loop))
+
+
+def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loops) -> Change:
+    """The same, where a kernel takes the loop that is left once products have left its steps."""
+
+    def run(*values: Any) -> list[Any]:
+        known = dict(zip(change.reads, values, strict=True))
+        return list(change.run(lambda v: known[v] if isinstance(v, int) else v.val))
+
+    rest = flatten(compat.make_avals_jaxpr(run, [program.avals[v] for v in change.reads]))
+    around, left = Surroundings(rest), Loops()
+    for e in rest.equations:
+        loop = _plain(e)
+        if loop is not None:
+            _find_constant_starts(loop, around)
+            _take_kernel(e.eqn, loop, route, left)
+    if left.routes:  # what kept the loop as it was written says less
+        found.routes = [r for r in found.routes if r[2] is not change.eqn]
+        found.routes += [(taken, reason, change.eqn) for taken, reason, _ in left.routes]
+    if not left.changes:
+        return change
+    closed = rewritten(rest, left.changes)
+    return replace(change, run=lambda read: compat.eval_jaxpr(closed, *map(read, change.reads)))
 
 
 def differentiated_trees(program: Program, device: Device, reorders: bool) -> Loops:

@@ -54,6 +54,22 @@ FAMILIES = {
             "Householder": lambda h, a, x, y: (jnp.eye(256) - 2 * jnp.outer(x, x)) @ h,
         },
     ),
+    "derivatives made whole, on a vector": Family(
+        "ii,i",
+        SQUARE,
+        50,
+        {
+            "jacfwd": lambda a, x: jax.jacfwd(lambda x: jnp.tanh(a @ x))(x) @ x,
+            "jacrev": lambda a, x: jax.jacrev(lambda x: jnp.tanh(a @ x))(x) @ x,
+            "jacrev, transposed": lambda a, x: x @ jax.jacrev(lambda x: jnp.tanh(a @ x))(x),
+            "hessian": lambda a, x: jax.hessian(lambda x: jnp.sum(jnp.sin(a @ x)))(x) @ x,
+            "diagonal of a Hessian": lambda a, x: jnp.diag(
+                jax.hessian(lambda x: jnp.sum(jnp.sin(a @ x)))(x)
+            ),
+            "Laplacian": lambda a, x: jnp.trace(jax.hessian(lambda x: jnp.sum(jnp.sin(a @ x)))(x)),
+            "one piece of a split": lambda a, x: (a @ jnp.split(a, 1)[0]) @ x,
+        },
+    ),
     "blocks by padding": Family(
         "ii,ii,ik,ik",
         {"i": 256, "k": 128},

@@ -240,3 +240,37 @@ def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
     want, got, args = gradients(lambda h, c: (h, rule(h @ c) * rule(c[0] - c[0])))
     for w, g in zip(jax.jit(want)(*args), jax.jit(got)(*args), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+PROJECTIONS = draw(D, 2, D)
+
+
+def projected_before(h, given):
+    return 0.9 * h + (given[0] @ PROJECTIONS[:, 0])[:, None] * A, h
+
+
+def projected_before_and_after(h, given):
+    h = (
+        jax.nn.sigmoid(given[1] @ PROJECTIONS[:, 0])[:, None] * h
+        + (PROJECTIONS[:, 1].T @ given[0])[:, None]
+    )
+    return h, (PROJECTIONS[:, 0] @ h) * (given[0] @ PROJECTIONS[:, 1])[:, None]
+
+
+@pytest.mark.parametrize("step", [projected_before, projected_before_and_after])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_products_that_leave_an_affine_loop_leave_a_scan(step: Callable, reverse: bool) -> None:
+    """The kernel was looked for only among loops as they are written."""
+    f, args = scan(step, reverse=reverse)
+    routed = sym_optimize(f, kernels="always", on_unsupported="error")
+    report = routed.explain(*args)
+    assert [(r.name, r.taken) for r in report.routes] == [("scan", True)]
+    for got, want in zip(jax.tree.leaves(routed(*args)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_products_that_leave_another_loop_leave_it_a_loop() -> None:
+    f, args = scan(lambda h, given: (jnp.tanh(h + (given[0] @ PROJECTIONS[:, 0])[:, None]), None))
+    report = sym_optimize(f, kernels="always").explain(*args)
+    assert [(r.name, r.taken) for r in report.routes] == [("scan", False)]
+    assert "loop_batching" in [r.name for r in report.rules]

@@ -261,3 +261,19 @@ def test_a_normaliser_that_no_kernel_can_make_is_made_outside():
 def test_exact_numerics_leave_it():
     report = sym_optimize(plain, kernels="always", numerics="exact").explain(*arrays())
     assert not [r for r in report.routes if r.taken]
+
+
+@pytest.mark.parametrize("queries", [1, 3, D - 1, D, T])
+def test_projected_values_are_no_pairs_where_queries_are_few(queries):
+    """Features of the values met the keys in a product as well, and were taken for the rows."""
+
+    def pooled(latents, x, wq, wk, wv):
+        q, k, v = (jnp.einsum("btc,chd->bthd", *xw) for xw in ((latents, wq), (x, wk), (x, wv)))
+        return values(jax.nn.softmax(scores(q, k)), v)
+
+    draw = np.random.default_rng(0).standard_normal
+    shapes = ((B, queries, 12), (B, T, 12), *[(12, H, D)] * 3)
+    args = [jnp.asarray(draw(s), jnp.float32) for s in shapes]
+    routed = sym_optimize(pooled, kernels="always", on_unsupported="error")
+    assert any(r.taken for r in routed.explain(*args).routes)
+    np.testing.assert_allclose(routed(*args), pooled(*args), 2e-5, 2e-5)
