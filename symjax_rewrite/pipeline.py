@@ -125,7 +125,7 @@ class Result:
         shapes: dict[bool, set[Any]] = {True: set(), False: set()}
         shapes[True].update(compat.kind_of(program.avals[v])[0] for v in program.inputs)
         there = {*self.made, *program.inputs, *program.consts}
-        moving, compared = _moving(program), set()  # kinds of maxima that are made again
+        moving, compared = program.moving(), set()  # kinds of maxima that are made again
         for e in program.equations:
             made = any(v in self.made for v in e.outvals)
             shapes[made].update(compat.kind_of(v.aval)[0] for v in e.eqn.outvars)
@@ -529,15 +529,6 @@ class Optimiser:
                 result.bodies.append((body, spot.times))
             if eqn is not e.eqn:
                 result.plan.equations[number] = eqn
-
-
-def _moving(program: Program) -> set[int]:
-    """The values that results are differentiated through."""
-    moving = {v for v in program.outputs if isinstance(v, int)}
-    for e in reversed(program.equations):
-        if e.name != "stop_gradient" and not moving.isdisjoint(e.outvals):
-            moving.update(v for v in e.invals if isinstance(v, int))
-    return moving
 
 
 @contextlib.contextmanager

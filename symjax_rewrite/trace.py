@@ -76,6 +76,14 @@ class Program:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def moving(self) -> set[int]:
+        """The values that results are differentiated through."""
+        moving = {v for v in self.outputs if isinstance(v, int)}
+        for e in reversed(self.equations):
+            if e.name != "stop_gradient" and not moving.isdisjoint(e.outvals):
+                moving.update(v for v in e.invals if isinstance(v, int))
+        return moving
+
 
 def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
     """Number the values of a jaxpr and inline what may be inlined.

@@ -225,13 +225,16 @@ def check_function(
     if unsupported(closed) is not None:
         settings["on_unsupported"] = "keep"
 
+    outside = not mode.transform.startswith(INSIDE)
+
     def optimised(**more: Any) -> tuple[Callable, Any, Any]:
         with choosing(mode):
-            if mode.transform.startswith(INSIDE):
-                ours: Callable = sym_optimize(original, **settings, **more)
-            else:
-                ours = transform(sym_optimize(f, **settings, **more), specs)
+            ours = sym_optimize(f if outside else original, **settings, **more)
+            ours = transform(ours, specs) if outside else ours
             return ours, *jax.make_jaxpr(ours, return_shape=True)(*specs)
+
+    def jitted() -> tuple[Any, Any]:  # tangents are typed as primals, cotangents added otherwise
+        return jax.make_jaxpr(transform(jax.jit(f), specs), return_shape=True)(*specs)
 
     try:
         ours, closed2, spec2 = optimised(kernels=mode.kernels)
@@ -239,9 +242,8 @@ def check_function(
     except Exception as error:
         return Failure(f"exception {type(error).__name__}", root_cause(error))
     difference = _avals_differ(closed, spec, closed2, spec2)
-    if difference and not mode.transform.startswith(INSIDE):  # a jit types tangents as primals
-        jitted = jax.make_jaxpr(transform(jax.jit(f), specs), return_shape=True)(*specs)
-        difference = _avals_differ(*jitted, closed2, spec2)
+    if difference and outside:
+        difference = _avals_differ(*jitted(), closed2, spec2)
     if difference:
         return Failure("avals", difference)
     if mode.compiled:
@@ -250,11 +252,8 @@ def check_function(
         return "unchanged"
     try:
         found = compare(closed, closed2, values, mode.numerics)
-        outside = not mode.transform.startswith(INSIDE)
         if isinstance(found, Failure) and found.kind == "not exact" and outside:
-            # A jit adds cotangents in an order of its own.
-            jitted = jax.make_jaxpr(transform(jax.jit(f), specs))(*specs)
-            found = compare(jitted, closed2, values, mode.numerics)
+            found = compare(jitted()[0], closed2, values, mode.numerics)
         if found == "equal" and casts_differ(closed, closed2, values):
             algebra = optimised(kernels="off")[1]  # kernels look through casts, rules do not
             lost = casts_differ(closed, algebra, values)
