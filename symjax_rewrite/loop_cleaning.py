@@ -27,7 +27,7 @@ def clean(loop: Loop) -> Loop:
     _take_slices(loop)
     _take_updates(loop)
     _merge(loop)
-    _drop_dead(loop)
+    drop_dead(loop)
     return loop
 
 
@@ -283,7 +283,7 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
     return sub
 
 
-def _drop_dead(loop: Loop) -> None:
+def drop_dead(loop: Loop) -> None:
     """Leave out what no result and no effect needs."""
     makers = {v: e for e in loop.body.equations for v in e.outvals}
     carries = {c.inner: c for c in loop.carries}

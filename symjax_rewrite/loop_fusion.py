@@ -7,7 +7,7 @@ into the loop when it works on every step by itself and less is read or written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,16 @@ class Surroundings:
 
 def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool = False) -> Value:
     """Add what `fun` does of body values to a body, at its end or `first`; the result's value."""
+    values, new = staged(loop, fun, invals)
+    old = loop.body.equations
+    loop.body.equations = [*new, *old] if first else [*old, *new]
+    return values[0]
+
+
+def staged(
+    loop: Loop, fun: Callable[..., Any], invals: Sequence[Value]
+) -> tuple[list[Value], list[Equation]]:
+    """What `fun` makes of body values, as values and equations that are not yet in the body."""
     body = loop.body
     numbers = [v for v in invals if isinstance(v, int)]
 
@@ -89,11 +99,7 @@ def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool 
         Equation(e.eqn, tuple(map(renamed, e.invals)), tuple(number[v] for v in e.outvals))
         for e in made.equations
     ]
-    if first:
-        body.equations = [*new, *body.equations]
-    else:
-        body.equations.extend(new)
-    return renamed(made.outputs[0])
+    return [renamed(v) for v in made.outputs], new
 
 
 class Fusion:

@@ -55,7 +55,13 @@ class Motion:
         return bool(self.once or self.before or self.after or self.sums)
 
 
-def find_motion(loop: Loop, device: Device, reorders: bool, passes: Sequence[str]) -> Motion:
+def find_motion(
+    loop: Loop,
+    device: Device,
+    reorders: bool,
+    passes: Sequence[str],
+    leaves: Sequence[int] = (),
+) -> Motion:
     """What may leave a loop and gains by it.
 
     Args:
@@ -64,16 +70,19 @@ def find_motion(loop: Loop, device: Device, reorders: bool, passes: Sequence[str
         reorders: whether sums may be rounded in another order (products of all steps are other
             products to a library).
         passes: what may be done, of `rule.PASSES`.
+        leaves: values that are to leave whatever they save (`loop_parts`).
     """
     motion = Motion()
     level = loop.levels()
     if INVARIANT in passes:
         _find_once(loop, level, motion)
     if reorders and BATCHING in passes and isinstance(loop.length, int) and loop.length > 1:
-        _find_before(loop, level, device, motion)
+        _find_before(loop, level, device, motion, leaves)
         _find_after(loop, level, device, motion)
-        if _saved_share(loop, level, device, [*motion.before, *motion.after]) < MIN_SHARE:
+        saved = _saved_share(loop, level, device, [*motion.before, *motion.after])
+        if saved < MIN_SHARE and not any(level[v] == 1 for v in leaves):
             motion.before, motion.after = [], []
+        _add_leaves(loop, level, leaves, motion)
         _find_sums(loop, level, device, motion)
         _add_fixed_reads(loop, level, motion)
     return motion
@@ -125,6 +134,23 @@ def _add_fixed_reads(loop: Loop, level: dict[int, int], motion: Motion) -> None:
     motion.once = [e for e in loop.body.equations if id(e) in inside]
 
 
+def _add_leaves(loop: Loop, level: dict[int, int], leaves: Sequence[int], motion: Motion) -> None:
+    """Slices leave with what they are of, unless that is work which is to stay."""
+    for top, moved in enumerate((motion.once, motion.before)):
+        inside = {id(e) for e in moved}
+        chosen = {v for v in leaves if level[v] == top}
+        roots = [e for e in loop.body.equations if not chosen.isdisjoint(e.outvals)]
+        cone = _cone(
+            loop, roots, lambda e, top=top: not e.eqn.effects and level[e.outvals[0]] == top
+        )
+        more = [e for e in cone if id(e) not in inside]
+        if any(is_heavy(e.eqn) or not _steppable(e) for e in more):
+            continue
+        if top == 0 or _is_closed(loop, [*moved, *more], level, 1):
+            inside |= {id(e) for e in more}
+            moved[:] = [e for e in loop.body.equations if id(e) in inside]
+
+
 def _read_elsewhere(loop: Loop, moved: Sequence[Equation]) -> set[int]:
     """Values the moved equations make and the rest of the body reads."""
     inside = {id(e) for e in moved}
@@ -144,11 +170,15 @@ def _weights(e: Equation, level: dict[int, int]) -> bool:
     return levels[1] == 0 if e.name == "conv_general_dilated" else 0 in levels
 
 
-def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
+def _find_before(
+    loop: Loop, level: dict[int, int], device: Device, motion: Motion, leaves: Sequence[int]
+) -> None:
     def known(e: Equation) -> bool:
         return _steppable(e) and level[e.outvals[0]] == 1
 
     room = _limit(loop)
+    chosen = [e for e in loop.body.equations if known(e) and not set(leaves).isdisjoint(e.outvals)]
+    wanted = {id(e) for e in _cone(loop, chosen, known)}
     roots: list[Equation] = []
     for e in loop.body.equations:
         if e.name not in STACKABLE or not known(e) or not _weights(e, level):
@@ -159,7 +189,7 @@ def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Moti
         written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
         if written > room:
             motion.refused.append("a product of all steps stays in the loop: it is too large")
-        elif _gains(loop, e, written, level, device):
+        elif id(e) in wanted or _gains(loop, e, written, level, device):
             room -= written
             roots.append(e)
     moved = _with_followers(loop, _cone(loop, roots, known), known)
@@ -172,8 +202,8 @@ def _find_before(loop: Loop, level: dict[int, int], device: Device, motion: Moti
 def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
     """Whether steps cut what they add to moved products in parts (the gates of an LSTM).
 
-    XLA's CPU backend then reads the step's entry element by element: 1.5 times the time of the loop
-    as written (`experiments/selective_scan`: the LSTM, hoisted by hand).
+    XLA's CPU backend then reads the step's entry element by element: up to 1.5 times the time of the
+    loop as written. `loop_parts` cuts the products too, where these are large.
     """
     reached = _read_elsewhere(loop, moved)
     inside = {id(e) for e in moved}

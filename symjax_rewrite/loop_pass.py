@@ -20,15 +20,16 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
 from symjax_rewrite.loop_cleaning import clean
 from symjax_rewrite.loop_fusion import Fusion, Surroundings, fuse, graft
-from symjax_rewrite.loop_motion import Motion, find_motion, run_moved
+from symjax_rewrite.loop_motion import STACKABLE, Motion, find_motion, run_moved
 from symjax_rewrite.loop_pairs import Pair, find_pairs, run_back, run_there, start_avals
+from symjax_rewrite.loop_parts import in_parts
 from symjax_rewrite.loops import Loop, Read, read_loop
 from symjax_rewrite.prefix_gradients import Differentiated, find_differentiated, needed
 from symjax_rewrite.prefix_loops import as_loops
 from symjax_rewrite.prefixes import Prefix, as_loop, find_prefixes, refusal
 from symjax_rewrite.recurrence import NAMES, describe, groups_of
 from symjax_rewrite.rerolling import Unrolled, find_unrolled, joined_with
-from symjax_rewrite.rule import BATCHING, FUSION, INVARIANT, PACKING, RECOMPUTATION
+from symjax_rewrite.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
 from symjax_rewrite.trace import RULED, Equation, Program, Value, flatten
 from symjax_rewrite.unrolled import may_repeat
 
@@ -124,11 +125,15 @@ def improve_loops(
             _find_constant_starts(loop, around)
         if _take_kernel(e.eqn, loop, route if reorders else None, found):
             continue
-        motion = find_motion(loop, device, reorders, passes)
-        found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
-        if motion.any and not fused:
-            loop, motion = _best_order(e, loop, motion, device, reorders, passes, optimise)
         also = (FUSION,) if fused else ()
+        cut = _cut(loop, device, passes) if reorders else None
+        if cut is not None:
+            (loop, motion), also = cut, (*also, PARTS)
+        else:
+            motion = find_motion(loop, device, reorders, passes)
+            found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
+            if motion.any and not fused:
+                loop, motion = _best_order(e, loop, motion, device, reorders, passes, optimise)
         if device.name == "cpu" and PACKING in passes and _pack(loop, motion):
             also = (*also, PACKING)
         if motion.any or also:
@@ -137,6 +142,19 @@ def improve_loops(
                 change = _then_kernel(program, change, route, found)
             found.changes.append(change)
     return found
+
+
+def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
+    """A loop whose products are taken apart and cut, where all that asks for leaves it."""
+    parts = in_parts(loop, device) if PARTS in passes else None
+    if parts is None:
+        return None
+    motion = find_motion(parts.loop, device, True, passes, parts.leaves)
+    if not {v for e in (*motion.once, *motion.before) for v in e.outvals}.issuperset(parts.leaves):
+        return None
+    if parts.is_apart and not any(e.name in STACKABLE for e in motion.before):
+        return None
+    return parts.loop, motion
 
 
 def _composes(loop: Loop) -> bool:

@@ -8,7 +8,7 @@ outer values are named by their numbers in the program around it. `run` stages i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -124,6 +124,23 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.outside_bytes = sum(aval_bytes(v.aval) for v in (*self.eqn.invars, *self.eqn.outvars))
+
+    def copy(self) -> Loop:
+        """The same loop, for a pass that may be taken back; equations are shared."""
+        body = replace(
+            self.body, equations=list(self.body.equations), consts=dict(self.body.consts)
+        )
+        return replace(
+            self,
+            body=body,
+            consts=dict(self.consts),
+            carries=[replace(c) for c in self.carries],
+            sources=dict(self.sources),
+            counters=dict(self.counters),
+            ys=list(self.ys),
+            results=list(self.results),
+            packed=dict(self.packed),
+        )
 
     def levels(self) -> dict[int, int]:
         """0: the same at every step; 1: known before the loop; 2: depends on a carry or effect."""

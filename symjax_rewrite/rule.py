@@ -34,10 +34,11 @@ REPEATED = "repeated_work"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
+PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
 # What is done to a program besides rules, under every pack that does not leave it out by name.
-PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PACKING, RECOMPUTATION)
+PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION)
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 
