@@ -46,6 +46,25 @@ def lstm_hoisted(x, W, U, b):
     return over_steps(step, (start, start), x @ W + b)
 
 
+def lstm_joined(x, W, U, b):
+    """One product for what a step is given and its state."""
+    K = jnp.concatenate([W, U])
+
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ K + b, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    start = jnp.zeros((x.shape[0], U.shape[0]))
+    return over_steps(step, (start, start), x)
+
+
+def lstm_gradient(x, W, U, b):
+    return jax.grad(lambda *args: (lstm(*args) ** 2).sum(), argnums=(0, 1, 2, 3))(x, W, U, b)
+
+
 def lstm_by_gates(x, W, U, b):
     def step(carry, x):
         h, c = carry
@@ -137,6 +156,8 @@ def programs(quick: bool) -> dict[str, dict[str, tuple[Callable, list[Any]]]]:
         "cell": {
             "LSTM": (lstm, [x, *one(4)]),
             "LSTM, projections hoisted by hand": (lstm_hoisted, [x, *one(4)]),
+            "LSTM, joined operands": (lstm_joined, [x, *one(4)]),
+            "LSTM, gradient": (lstm_gradient, [x, *one(4)]),
             "LSTM, gate by gate": (lstm_by_gates, [x, *many(4)]),
             "GRU": (gru, [x, *one(3)]),
             "GRU, gate by gate": (gru_by_gates, [x, *many(3)]),
