@@ -83,7 +83,7 @@ def in_parts(loop: Loop, device: Device) -> Parts | None:
     """
     if not isinstance(loop.length, int) or loop.length < MIN_STEPS:
         return None
-    if not any(_is_large(loop, e) for e in loop.body.equations):
+    if not any(_is_large(e) for e in loop.body.equations):
         return None
     if any(not isinstance(n, int) for e in loop.body.equations for n in _sizes(e)):
         return None
@@ -103,7 +103,7 @@ def _sizes(e: Equation) -> list[Any]:
     return [n for v in (*e.eqn.invars, *e.eqn.outvars) for n in getattr(v.aval, "shape", ())]
 
 
-def _is_large(loop: Loop, e: Equation) -> bool:
+def _is_large(e: Equation) -> bool:
     """Whether an equation is a product with large weights."""
     if e.name != "dot_general":
         return False
@@ -115,7 +115,7 @@ def _take_apart(loop: Loop) -> list[int]:
     level = loop.levels()
     makers = {v: e for e in loop.body.equations for v in e.outvals}
     leaves: list[int] = []
-    for e in [e for e in loop.body.equations if _is_large(loop, e)]:
+    for e in [e for e in loop.body.equations if _is_large(e)]:
         for side in range(2):
             weights, other = e.invals[1 - side], e.invals[side]
             joined = makers.get(other) if isinstance(other, int) else None
