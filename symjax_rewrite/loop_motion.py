@@ -202,8 +202,8 @@ def _find_before(
 def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
     """Whether steps cut what they add to moved products in parts (the gates of an LSTM).
 
-    XLA's CPU backend then reads the step's entry element by element: up to 1.5 times the time of the
-    loop as written. `loop_parts` cuts the products too, where these are large.
+    XLA's CPU backend then reads the step's entry element by element: up to 1.5 times the time of
+    the loop as written. `loop_parts` cuts the products too, where these are large.
     """
     reached = _read_elsewhere(loop, moved)
     inside = {id(e) for e in moved}

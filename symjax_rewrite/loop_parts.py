@@ -112,9 +112,16 @@ def _is_large(e: Equation) -> bool:
 
 def _take_apart(loop: Loop) -> list[int]:
     """Products of operands joined along the sum, some of them known, as sums of products."""
+    leaves: list[int] = []
+    while (found := _find_joined(loop)) is not None:
+        leaves += _replace_joined(loop, *found)
+    return leaves
+
+
+def _find_joined(loop: Loop) -> tuple[Equation, int, Equation] | None:
+    """A product with large weights, which operand of it is joined, and by what."""
     level = loop.levels()
     makers = {v: e for e in loop.body.equations for v in e.outvals}
-    leaves: list[int] = []
     for e in [e for e in loop.body.equations if _is_large(e)]:
         for side in range(2):
             weights, other = e.invals[1 - side], e.invals[side]
@@ -123,9 +130,8 @@ def _take_apart(loop: Loop) -> list[int]:
                 continue
             known = {level[v] < 2 for v in joined.invals if isinstance(v, int)}
             if known == {True, False} and _joins_summed(e.eqn, side, joined.eqn):
-                leaves += _replace_joined(loop, e, side, joined)
-                break
-    return leaves
+                return e, side, joined
+    return None
 
 
 def _joins_summed(eqn: JaxprEqn, side: int, joined: JaxprEqn) -> bool:
