@@ -89,6 +89,12 @@ def supports(spec: FoldSpec) -> Support:
             "a contraction of integers",
         ),
         (
+            any(
+                len(s.shape) > 1 and jnp.issubdtype(s.dtype, jnp.integer) for s in flat_shapes(raw)
+            ),
+            "a weighted sum of integers",
+        ),
+        (
             any(math.prod(spec.shape(k)) > MAX_ELEMENTS for k in range(len(spec.operands))),
             "an operand has more than 2^31 elements",
         ),
