@@ -9,7 +9,7 @@ from typing import Any
 from symjax_rewrite.analysis import nonnegative
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
-from symjax_rewrite.order import count_unread, order_product
+from symjax_rewrite.order import count_unread, order_product, read_deltas
 from symjax_rewrite.product import (
     Product,
     expand_node,
@@ -55,13 +55,11 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def sum_node(ctx: Context, cls: int) -> Node | None:
-    """The sum of at least two terms that a class is, as written; None where it stays whole."""
+    """The flattest sum of at least two terms that a class is; None where it stays whole."""
     if cls in ctx.whole:
         return None
-    for node in ctx.g.classes[cls].nodes:
-        if node.op == ADD and len(node.args) > 1:
-            return node
-    return None
+    sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
+    return max(sums, key=lambda n: len(n.args), default=None)
 
 
 def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
@@ -82,13 +80,12 @@ def _share_products(ctx: Context, rounded: list[Ref], terms: tuple[Ref, ...]) ->
     """Whether a product that one term is opened into is computed for another term too.
 
     Written, both read its one rounded value, and what cancels between them does so whatever that
-    value is off (`1/p − p·p⁻²` is 0); distributed, the opened one has rounding of its own.
+    value is off (`1/p − p·p⁻²` is 0); distributed, the opened one has rounding of its own. A
+    product and its transpose (P + Pᵀ) read other values of it, and both are opened.
     """
-    for k, a in enumerate(terms):
-        if a not in rounded:
-            continue
+    for a in rounded:
         opened = _products(ctx, a.cls)
-        if any(opened & _computed(ctx, b.cls) for j, b in enumerate(terms) if j != k):
+        if any(opened & _computed(ctx, b.cls) for b in terms if b.cls != a.cls):
             return True
     return False
 
@@ -174,9 +171,9 @@ def _is_rounded(ctx: Context, cls: int) -> bool:
     """Whether a class is a sum of products, which was rounded by about as much as it is large.
 
     So is an outer product, as one of higher rank is. What picks single values (a diagonal,
-    one-hot labels) rounds nothing.
+    one-hot labels) rounds nothing; a diagonal between two matrices scales what is summed.
     """
-    p = flattest(ctx.g, cls)
+    p = read_deltas(ctx, flattest(ctx.g, cls))
     thin = len(p.factors) > 1 and ctx.elements(cls) > sum(ctx.elements(f.cls) for f in p.factors)
     return (bool(p.bound) or thin) and not any(_picks(ctx, f.cls) for f in p.factors)
 
@@ -251,8 +248,7 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         arg = g.find(arg)
         if ctx.is_zero(arg.cls) and len(node.args) > 1:
             continue
-        for k, a in _inner_terms(ctx, arg, c.dtype):
-            ref = Ref(a.cls, tuple(arg.axes[i] for i in a.axes))
+        for k, ref in _all_terms(ctx, arg, c.dtype):
             if ref in terms and not _same_sign(terms[ref], k * coefficient, c.dtype):
                 return
             terms[ref] = terms.get(ref, 0) + k * coefficient
@@ -265,13 +261,25 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     )
 
 
-def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]]:
-    """What a term of a sum contributes to it, over the term's slots: itself, or its own terms."""
+def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
+    """What a term of a sum contributes to it, through the sums within sums."""
+    stack: list[tuple[Any, Ref]] = [(1, arg)]
+    while stack:
+        k, ref = stack.pop()
+        inner = _inner_terms(ctx, ref, dtype)
+        if inner is None:
+            yield k, ref
+            continue
+        for j, a in reversed(inner):
+            stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes))))
+
+
+def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]] | None:
+    """The terms of a term of a sum, over its slots; None where it stays one."""
     g = ctx.g
-    own = [(1, Ref(arg.cls, tuple(range(len(arg.axes)))))]
     inner = _inner_sum(ctx, arg, dtype)
     if inner is None:
-        return own
+        return None
     opened = list(zip(inner.attr, inner.args, strict=True))
     if _cannot_cancel(ctx, arg.cls, inner):
         return opened
@@ -281,7 +289,7 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]]:
     if len(exact) <= 1:
         return opened
     if len(exact) == len(opened):
-        return own
+        return None
     sizes, why = g.classes[arg.cls].sizes, flatten_sum.reason(arg.cls)
     rest = g.add(ADD, tuple(k for k, _ in exact), tuple(a for _, a in exact), sizes, (), dtype, why)
     return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]

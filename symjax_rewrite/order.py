@@ -30,7 +30,7 @@ def order_product(
 
 
 def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref | None:
-    counted = count_unread(_read_deltas(ctx, p), dtype)
+    counted = count_unread(read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None
     builder = _Builder(ctx, counted, sizes, dtype, why)
@@ -41,7 +41,7 @@ def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Re
     return None if found is None else scaled(ctx.g, found, counted.coefficient, sizes, why)
 
 
-def _read_deltas(ctx: Context, p: Product) -> Product:
+def read_deltas(ctx: Context, p: Product) -> Product:
     """Σ_j δ_ij f(j) = f(i): a bound index of a delta is another name for the other one."""
     factors, bound = list(p.factors), list(p.bound)
     changed = True

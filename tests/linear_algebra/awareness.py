@@ -54,6 +54,24 @@ FAMILIES = {
             "Householder": lambda h, a, x, y: (jnp.eye(256) - 2 * jnp.outer(x, x)) @ h,
         },
     ),
+    "several products and a diagonal, on a vector": Family(
+        "nk,nk,n,k",
+        {"n": 256, "k": 8},
+        20,
+        {
+            "two and I": lambda u, v, x, s: (u @ u.T + v @ v.T + jnp.eye(256)) @ x,
+            "I and two": lambda u, v, x, s: (jnp.eye(256) + (u @ u.T + v @ v.T)) @ x,
+            "three and I": lambda u, v, x, s: (
+                (u @ u.T - 2 * v @ v.T + jnp.sin(u) @ v.T + 3 * jnp.eye(256)) @ x
+            ),
+            "two and a diagonal": lambda u, v, x, s: (u @ u.T + v @ v.T + jnp.diag(x)) @ x,
+            "U diag(s) Uᵀ + I": lambda u, v, x, s: (u @ jnp.diag(s) @ u.T + jnp.eye(256)) @ x,
+            "U S Vᵀ + I": lambda u, v, x, s: (u @ (s * jnp.eye(8)) @ v.T + jnp.eye(256)) @ x,
+            "UVᵀ + VUᵀ": lambda u, v, x, s: (u @ v.T + v @ u.T) @ x,
+            "symmetric part": lambda u, v, x, s: (0.5 * (u @ v.T + (u @ v.T).T)) @ x,
+            "skew part and I": lambda u, v, x, s: (u @ v.T - v @ u.T + jnp.eye(256)) @ x,
+        },
+    ),
     "derivatives made whole, on a vector": Family(
         "ii,i",
         SQUARE,
