@@ -20,7 +20,7 @@ from symjax_rewrite.rules.inverses import (
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
 from symjax_rewrite.rules.low_rank import low_rank_solve
 from symjax_rewrite.rules.separability import pairwise_squares
-from symjax_rewrite.rules.sparsity import one_hot, triangular_prefix
+from symjax_rewrite.rules.sparsity import masked_product, one_hot, triangular_prefix
 
 associativity = RulePack("associativity", (contraction_order,))
 transpose = RulePack("transpose", (contraction_order,))  # transposes are index names: order only
@@ -43,7 +43,9 @@ linear_algebra = (
     + separability
     + inverses
 )
-sparsity = RulePack("sparsity", (one_hot, triangular_prefix)) + locality + associativity
+sparsity = (
+    RulePack("sparsity", (masked_product, one_hot, triangular_prefix)) + locality + associativity
+)
 transformer_gpu = lora + moe + linear_algebra + sparsity + folding
 default = RulePack("default", (transformer_gpu).rules)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from symjax_rewrite.analysis import shown_case
 from symjax_rewrite.ir import (
     ADD,
     CONCAT,
@@ -26,8 +27,9 @@ from symjax_rewrite.ir import (
 )
 from symjax_rewrite.ops import dtype_kind, holds
 from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node, is_half
+from symjax_rewrite.product import Product, expand_node, flattest, is_half
 from symjax_rewrite.rule import SPARSITY, Context, axiom
+from symjax_rewrite.rules.distributivity import splice
 from symjax_rewrite.rules.locality import zero_of
 
 
@@ -197,6 +199,37 @@ def _without(p: Product, index: int) -> Product:
     bound = p.bound[: index - p.out] + p.bound[index - p.out + 1 :]
     factors = tuple(Ref(f.cls, tuple(i - (i > index) for i in f.axes)) for f in p.factors)
     return p._replace(factors=factors, bound=bound)
+
+
+@axiom(
+    "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)", property=SPARSITY, on=(CONTRACT,), needs=(MAP,)
+)
+def masked_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A mask of rows is put on the rows of the result, and no longer stands between two products.
+
+    What it hides is not read in either form, so it may be inf or nan; a mask that a sum reads
+    would have to be multiplied with what it hides.
+    """
+    c = ctx.g.classes[cls]
+    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
+    why = masked_product.reason(cls)
+    for k, f in enumerate(p.factors):
+        for mask in list(ctx.g.classes[f.cls].nodes):
+            shown = shown_case(ctx.g, mask)
+            if shown is None or ctx.g.classes[f.cls].dtype != c.dtype:
+                continue
+            which, case = (
+                Ref(a.cls, tuple([f.axes[i] for i in a.axes]))
+                for a in (ctx.g.find(mask.args[0]), ctx.g.find(mask.args[shown]))
+            )
+            if any(i >= p.out for i in which.axes):
+                continue
+            opened = splice(p, k, case, flattest(ctx.g, case.cls))
+            ref = order_product(ctx, opened, c.sizes, c.dtype, why)
+            if ref is not None:
+                zero = ctx.g.add(CONST, zero_of(c.dtype), (), (), (), c.dtype, why)
+                cases = (ref, zero) if shown == 1 else (zero, ref)
+                yield ctx.g.add(MAP, mask.attr, (which, *cases), c.sizes, (), c.dtype, why)
 
 
 @axiom(

@@ -1,4 +1,4 @@
-"""What is known of a class beyond equality: its sign, and its log-linear form (imports the graph).
+"""What is known of a class beyond equality: sign, zeros, log-linear form (imports the graph).
 
 Unsafe and partial laws never union: exp(a+b) = exp a·exp b, a/a = 1 or dropping a max shift would
 make an unstable form extractable in place of a stable one, since a union is symmetric. They live
@@ -19,6 +19,19 @@ _KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", 
 
 
 MAX_DEPTH = 100  # of terms that are looked into; what lies deeper is one unknown value
+
+
+def shown_case(g: EGraph, node: Node) -> int | None:
+    """Which operand a selection shows where it is not 0; None where it is no such mask."""
+    if node.op != MAP or node.attr[0] != "select_n" or len(node.args) != 3:
+        return None
+    zero = [k for k in (1, 2) if is_zero(g, node.args[k].cls)]
+    return 3 - zero[0] if len(zero) == 1 else None
+
+
+def is_zero(g: EGraph, cls: int) -> bool:
+    """Whether a class is the constant zero."""
+    return any(n.op == CONST and n.attr[0] == 0 for n in g.classes[cls].nodes)
 
 
 def nonnegative(g: EGraph, cls: int, depth: int = 0) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from symjax_rewrite.analysis import shown_case
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import Dim, product
 from symjax_rewrite.egraph import EGraph
@@ -216,7 +217,7 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
             (node.op in ALGEBRAIC and ring)
             or (node.op == SLICE)
             or (c in sliced and node.op in (MAP, REDUCE))
-        ):
+        ) or (ring and _masks_rows(g, need, c)):
             member.add(c)
         # Maps of which only a part is read belong to the region of the slice.
         if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
@@ -224,6 +225,22 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
         elif node.op == TAKE and need.uses.get(node.args[0].cls) == 1:
             sliced.add(node.args[0].cls)
     return member
+
+
+def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
+    """Whether a mask stands between two products and reads nothing that the second one sums."""
+    shown = shown_case(g, node_of(g, cls))
+    users = need.users.get(cls, ())
+    if shown is None or need.uses[cls] != 1 or len(users) != 1:
+        return False
+    which, case = (node_of(g, cls).args[k] for k in (0, shown))
+    user, first = node_of(g, users[0]), node_of(g, case.cls)
+    if user.op != CONTRACT or not user.bound or need.uses[case.cls] != 1:
+        return False
+    if first.op not in (CONTRACT, ADD):
+        return False
+    read = next(a.axes for a in user.args if a.cls == cls)
+    return all(read[i] < user.out for i in which.axes)
 
 
 def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from symjax_rewrite.analysis import is_zero
 from symjax_rewrite.config import Numerics
 from symjax_rewrite.contract_order import Pairs, Tree
 from symjax_rewrite.cost import CostModel
 from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import ORIGINAL, EGraph, Reason
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir import CONST, SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.product import ends_early
 
@@ -91,7 +92,7 @@ class Context:
 
     def is_zero(self, cls: int) -> bool:
         """Whether a class is the constant zero."""
-        return any(n.op == CONST and n.attr[0] == 0 for n in self.g.classes[cls].nodes)
+        return is_zero(self.g, cls)
 
     def count(self, sizes: Iterable[Dim]) -> float:
         """The number of elements of an index space, at the sample sizes."""

@@ -337,6 +337,16 @@ def _sparse(s: Spelling) -> Iterator[Specimen]:
         at_least_one=True,
         kinds="fc",
     )
+    yield _of(
+        "rows masked between products",
+        "i!9,ij,jk,kl",
+        lambda m, a, b, c: s.mm(jnp.where(m[:, None] > 3, s.mm(a, b), 0), c),
+    )
+    yield _of(
+        "columns masked between products",
+        "l!9,ij,jk,kl",
+        lambda m, a, b, c: s.mm(a, jnp.where(m > 3, 0, s.mm(b, c))),
+    )
     yield _of("masked by a triangle", "ii,ij", lambda m, a: s.mm(jnp.tril(m), a))
 
 

@@ -72,6 +72,23 @@ FAMILIES = {
             "skew part and I": lambda u, v, x, s: (u @ v.T - v @ u.T + jnp.eye(256)) @ x,
         },
     ),
+    "a mask of rows between products": Family(
+        "ii,ij,j,i",
+        {"i": 256, "j": 192},
+        20,
+        {
+            "where": lambda a, b, v, m: jnp.where(m[:, None] > 0, a @ b, 0) @ v,
+            "zero first": lambda a, b, v, m: jnp.where(m[:, None] > 0, 0, a @ b) @ v,
+            "on the left": lambda a, b, v, m: v @ jnp.where(m > 0, b.T @ a, 0),
+            "of leading rows": lambda a, b, v, m: (
+                jnp.where(jnp.arange(256)[:, None] < 99, a @ b, 0) @ v
+            ),
+            "twice": lambda a, b, v, m: (
+                jnp.where(m[:, None] > 0, jnp.where(m[:, None] < 1, a @ b, 0) @ b.T @ b, 0) @ v
+            ),
+            "multiplied": lambda a, b, v, m: ((a @ b) * (m > 0)[:, None]) @ v,
+        },
+    ),
     "derivatives made whole, on a vector": Family(
         "ii,i",
         SQUARE,

@@ -184,6 +184,18 @@ def test_low_rank_solve_is_as_accurate_as_elimination(scale, shift, inside):
     assert errors[1] <= 2 * errors[0] + 1e-6 * np.linalg.norm(exact)
 
 
+def test_what_a_mask_of_rows_hides_stays_hidden():
+    def masked(a, b, x, m):
+        return jnp.where(m[:, None] > 0, a @ b, 0) @ x
+
+    a, b, x, m = random(specs("ij,jk,k,i", {"i": 64, "j": 48, "k": 40}))
+    m[3], a[3] = -1, np.nan
+    report = sym_optimize(masked).explain(a, b, x, m)
+    assert "masked_product" in [r.name for r in report.rules]
+    assert np.isfinite(evaluate(report.before.jaxpr, [a, b, x, m])[0]).all()
+    same_values(report, [a, b, x, m])
+
+
 @pytest.mark.parametrize("form", ["both sides", "trace"])
 def test_centred_kernels_are_as_accurate_at_an_offset(form):
     """Where centring comes before a product, it stays before it: what it leaves is small."""
