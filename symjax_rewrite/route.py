@@ -27,7 +27,7 @@ from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.scan_route import ScanRoute, route_differentiated, route_loop
 from symjax_rewrite.split_route import SplitRoute, split_loop
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.worth import pays
+from symjax_rewrite.worth import pays, reorders
 
 MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
 
@@ -130,6 +130,8 @@ class Router:
             support = backend.supports(route.spec) if backend else True
             if not support:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
+        if self.kernels == "auto" and reorders(t, draft.cluster, folds, self.device):
+            return "a product that costs less in another order, which makes no pairs"
         if self.kernels == "auto" and not pays(t, draft.cluster, folds, self.device):
             return f"{draft.cluster.pairs} pairs cost no less where they are computed than to keep"
         return [*draft.choices, *folds]

@@ -10,15 +10,17 @@ import math
 from dataclasses import replace
 
 from symjax_rewrite.canonical import TermGraph
+from symjax_rewrite.contract_order import Pairs, best_order
 from symjax_rewrite.cost import CostModel, itemsize, weight
 from symjax_rewrite.device import Device
 from symjax_rewrite.dims import value
-from symjax_rewrite.fold_plan import Cluster
+from symjax_rewrite.fold_plan import Candidate, Cluster
 from symjax_rewrite.fold_route import FoldRoute
-from symjax_rewrite.ir import Node, Ref
+from symjax_rewrite.ir import CONTRACT, Node, Ref
 from symjax_rewrite.pairs import elements
 from symjax_rewrite.pallas_kernels import fold_cost
 from symjax_rewrite.pallas_kernels.fold_spec import ArgExtremum, ExpSums, Output, TopK
+from symjax_rewrite.product import flattest
 from symjax_rewrite.regions import node_of
 
 # Measured on two CPU cores, f32 (experiments/folds).
@@ -32,6 +34,7 @@ _PLAIN_STEPS = {
     "top_k": 24,
     "sorted": 2900,
 }  # of XLA's own, per element
+MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
 LEAST_GAIN = 0.85  # a fold must be predicted to take at most this part of the time
 
 
@@ -46,6 +49,37 @@ def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
     if device.name == "cpu" and fresh >= KEPT_BYTES:
         whole += fresh / FRESH_BYTES_PER_S
     return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
+
+
+def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
+    """Whether a cluster is nothing but products, which cost less in an order without its pairs."""
+    seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
+    if device.name == "cpu":
+        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S)
+    return sum(seconds) <= sum(seconds_folded(r, device) for r in routes)
+
+
+def _seconds_ordered(t: TermGraph, m: Candidate, pairs: int, device: Device) -> float:
+    """Seconds of an exit in the best order of its factors, none of whose parts is as large."""
+    g = t.graph
+    if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
+        return math.inf
+    p, dtype = flattest(g, m.exit.cls), g.classes[m.exit.cls].dtype
+    sizes = [value(s, {}) for s in (*g.classes[m.exit.cls].sizes, *p.bound)]
+    model = CostModel(device, lambda d: value(d, {}))
+
+    def count(mask: int) -> float:
+        return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
+
+    def seconds(left: int, right: int, kept: int) -> float:
+        if count(kept) >= pairs:
+            return math.inf
+        moved = itemsize(dtype) * (count(left) + count(right) + count(kept))
+        return model.join_seconds(2 * count(left | right), moved, dtype)
+
+    masks = [sum(1 << i for i in {*f.axes}) for f in p.factors]
+    found = best_order(masks, (1 << p.out) - 1, seconds, Pairs.of(MOST_PAIRS))
+    return math.inf if found is None else found[1]
 
 
 def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:

@@ -140,6 +140,26 @@ FAMILIES = {
             "kron(A, I)x": lambda a, b, x: jnp.kron(a, jnp.eye(16)) @ x,
         },
     ),
+    "large Kronecker product on a vector": Family(
+        "ii,k",
+        {"i": 64, "k": 4096},
+        30,
+        {
+            "kron(A, A)x": lambda a, x: jnp.kron(a, a) @ x,
+            "kron(A, I)x": lambda a, x: jnp.kron(a, jnp.eye(64)) @ x,
+            "quadratic form": lambda a, x: x @ (jnp.kron(a, jnp.eye(64)) @ x),
+        },
+    ),
+    "products of scores, many of them": Family(
+        "nr,nr,nr",
+        {"n": 3072, "r": 8},
+        10,
+        {
+            "squared": lambda q, k, v: (q @ k.T) ** 2 @ v,
+            "multiplied": lambda q, k, v: ((q @ k.T) * (v @ k.T)) @ v,
+            "summed": lambda q, k, v: jnp.sum((q @ k.T) * (k @ v.T)),
+        },
+    ),
     "norms of a thin product": Family(
         "ir,rj",
         {"i": 512, "j": 512, "r": 8},
