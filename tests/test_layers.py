@@ -24,7 +24,7 @@ LAYERS = {
     "rule order",
     "passes": "trace loops loop_cleaning accumulation loop_motion stepping loop_fusion loop_pairs "
     "entry_moves prefixes prefix_gradients prefix_loops unrolled rerolling recurrence loop_pass "
-    "axes canonical match saturate "
+    "loop_parts axes canonical match saturate "
     "regions single extract solve spread lower emit routing pipeline",
     "kernels": "pallas_kernels",
     "rules": "rules",
