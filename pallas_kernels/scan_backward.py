@@ -21,13 +21,14 @@ from symjax_rewrite.pallas_kernels.scan import scan
 from symjax_rewrite.pallas_kernels.scan_block import (
     Source,
     carried,
+    in_tree,
     inner_order,
     placed,
     start_state,
 )
 from symjax_rewrite.pallas_kernels.scan_cost import span_steps, tree_steps
 from symjax_rewrite.pallas_kernels.scan_reference import advance
-from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec, readout_axes
+from symjax_rewrite.pallas_kernels.scan_spec import KINDS, ScanSpec, readout_axes
 from symjax_rewrite.pallas_kernels.scan_xla import by_device, scan_blocks, smaller, walk
 
 Array = Any
@@ -156,12 +157,75 @@ def _pull(
 
     def run(smooth_pieces: list[Any], h: Array) -> tuple[Array, list[Array]]:
         merged = [p if q is None else q for p, q in zip(pieces, smooth_pieces, strict=True)]
-        return advance(source.arranged(merged, first, count), h, tree)
+        return advance(source.arranged(merged, first, count), h, in_tree if tree else _states)
 
     chosen = [p if s else None for p, s in zip(pieces, smooth, strict=True)]
     _, pull = jax.vjp(run, chosen, h)
     bars, g = pull(cotangents)
     return g, bars
+
+
+def _states(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
+    """What `sequential` gives; a gradient keeps the states after each step and nothing else."""
+    after, last = _in_turn(spec, count, a, b, h)
+    return _before(spec, after, h), after, last
+
+
+def _before(spec: ScanSpec, after: Array, h: Array) -> Array:
+    """The states before each step, by those after and the first."""
+    return jnp.concatenate([after[1:], h[None]] if spec.reverse else [h[None], after[:-1]])
+
+
+def _row(x: Array, t: Array | int) -> Array:
+    """A step of an array of all, or of one for all."""
+    return x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, t, keepdims=False)
+
+
+def _run_in_turn(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array]:
+    """States after each step, written over `b`, and the last."""
+    step = KINDS[spec.kind].step
+
+    def turn(carry: tuple[Array, Array], t: Array) -> tuple[Any, None]:
+        h, rows = carry
+        h = step(_row(a, t), h, _row(rows, t))
+        return (h, lax.dynamic_update_index_in_dim(rows, h, t, 0)), None
+
+    start = (h, jnp.broadcast_to(b, (count, *h.shape)))
+    (h, rows), _ = lax.scan(turn, start, jnp.arange(count), reverse=spec.reverse)
+    return rows, h
+
+
+def _in_turn_forward(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Any, Any]:
+    after, last = _run_in_turn(spec, count, a, b, h)
+    return (after, last), (a, b, h, after)
+
+
+def _in_turn_backward(spec: ScanSpec, count: int, kept: Any, cotangents: Any) -> tuple[Array, ...]:
+    """Cotangents of the states, written over those given; those of `a` and `b` by these at once."""
+    a, b, h, after = kept
+    given, last = cotangents
+    step, before = KINDS[spec.kind].step, _before(spec, after, h)
+    first, end, later = (count - 1, 0, -1) if spec.reverse else (0, count - 1, 1)
+
+    def back(g: Array, t: Array | int) -> Array:
+        _, pull = jax.vjp(lambda h: step(_row(a, t), h, _row(b, t)), _row(before, t))
+        return pull(g)[0]
+
+    def turn(carry: tuple[Array, Array], t: Array) -> tuple[Any, None]:
+        g, rows = carry
+        g = _row(rows, t) + back(g, t + later)
+        return (g, lax.dynamic_update_index_in_dim(rows, g, t, 0)), None
+
+    g = given[end] + last
+    start = (g, lax.dynamic_update_index_in_dim(given, g, end, 0))
+    others = jnp.arange(1, count) if spec.reverse else jnp.arange(count - 1)
+    (g, rows), _ = lax.scan(turn, start, others, reverse=not spec.reverse)
+    _, pull = jax.vjp(lambda a, b: step(a, before, b), a, b)
+    return (*pull(rows), back(g, first))
+
+
+_in_turn = jax.custom_vjp(_run_in_turn, nondiff_argnums=(0, 1))
+_in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 
 
 def _gather(spec: ScanSpec, bars: list[Any], new: list[Any], first: Any) -> list[Any]:

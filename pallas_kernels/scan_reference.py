@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from symjax_rewrite.pallas_kernels.scan_block import (
     Source,
     Steps,
     empty_results,
-    in_tree,
     laid_out,
     last_state,
     sequential,
@@ -60,16 +60,18 @@ def _time(spec: ScanSpec, readout: int) -> int:
     return readout_axes(spec, spec.readouts[readout]).index(spec.time)
 
 
-def advance(steps: Steps, h: Array, tree: bool = False) -> tuple[Array, list[Array]]:
+def advance(
+    steps: Steps, h: Array, states: Callable[..., tuple[Array, Array, Array]] = sequential
+) -> tuple[Array, list[Array]]:
     """The state after some steps, and their readouts as they are laid out.
 
     Args:
         steps: what they read.
         h: the state before.
-        tree: whether states come from a tree of maps instead of step by step.
+        states: how states are made: `sequential`, `in_tree`, or what gives the same.
     """
     spec, order = steps.spec, steps.order
     a, b = steps.coefficients()
-    before, after, last = (in_tree if tree else sequential)(spec, steps.shape[0], a, b, h)
+    before, after, last = states(spec, steps.shape[0], a, b, h)
     made = [laid_out(spec, r, order, steps.read_out(r, before, after)) for r in spec.readouts]
     return last, made

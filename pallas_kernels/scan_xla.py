@@ -16,8 +16,10 @@ from jax import lax
 from symjax_rewrite.pallas_kernels.scan_block import (
     Source,
     empty_results,
+    in_tree,
     inner_order,
     last_state,
+    sequential,
     start_state,
     without_ones,
     write_steps,
@@ -86,11 +88,12 @@ def scan_blocks(
     spec, operands = smaller(spec, operands)
     order = order or inner_order(spec)
     source = Source.of(spec, operands, order)
+    states = in_tree if tree else sequential
 
     def block(carry: Any, first: Any, count: int, x: Any) -> Any:
         del x
         h, results = carry
-        after, made = advance(source.steps(first, count), h, tree)
+        after, made = advance(source.steps(first, count), h, states)
         return (after, write_steps(spec, results, made, first)), h if keep else None
 
     start = (start_state(spec, operands, order), empty_results(spec))

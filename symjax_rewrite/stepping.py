@@ -101,10 +101,23 @@ def _squeeze(eqn: JaxprEqn, axis: int) -> Axes | None:
 
 
 def _dot_general(eqn: JaxprEqn, axis: int) -> Axes | None:
-    _, (left, right) = eqn.params["dimension_numbers"]
-    if axis >= len(left):
+    """Batch axes come first, then the free ones of the left operand, then those of the right.
+
+    A step may lie along a free axis where the other operand has none: a product of matrices, done
+    row by row, would read the other one in every step.
+    """
+    contracted, batch = eqn.params["dimension_numbers"]
+    left, right = batch
+    if axis < len(left):
+        return [left[axis], right[axis]]
+    free = [
+        [k for k in range(len(shape_of(v))) if k not in sums and k not in own]
+        for v, sums, own in zip(eqn.invars, contracted, batch, strict=True)
+    ]
+    if free[0] and free[1]:
         return None
-    return [left[axis], right[axis]]
+    place = (free[0] or free[1])[axis - len(left)]
+    return [place, None] if free[0] else [None, place]
 
 
 def _slice(eqn: JaxprEqn, axis: int) -> Axes | None:

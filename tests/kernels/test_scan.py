@@ -12,7 +12,7 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold_spec import Operand
 from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan_backward import scan_backward
+from symjax_rewrite.pallas_kernels.scan_backward import differentiable_scan, scan_backward
 from symjax_rewrite.pallas_kernels.scan_cost import (
     block_bytes,
     block_steps,
@@ -171,6 +171,28 @@ def test_backward_is_the_gradient_of_the_reference(case, tree):
         assert (got[k].shape, got[k].dtype) == (x.shape, x.dtype)
         scale = float(np.abs(x).max()) + 1e-6
         np.testing.assert_allclose(got[k] / scale, x / scale, atol=2e-5)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 21])
+def test_a_backward_pass_is_differentiated_itself(length, reverse):
+    spec = plain(length, (3,), ("0",), ("t", "0"), start=True, last=True, reverse=reverse)
+    spec = replace(spec, coefficients=Program(lambda v, t: (jnp.tanh(v[0]), jnp.sin(v[1])), (0, 1)))
+    draw = np.random.default_rng(0).uniform
+    operands = [jnp.asarray(draw(-1, 1, spec.shape(k)), "f4") for k in range(3)]
+
+    def second(run):
+        def loss(*xs):
+            return sum(jnp.sum(jnp.cos(y)) for y in run(spec, *xs))
+
+        def slope(*xs):
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.grad(loss, (0, 1, 2))(*xs))
+
+        return *jax.grad(slope, (0, 1, 2))(*operands), jax.jvp(slope, operands, operands)[1]
+
+    got = second(lambda spec, *xs: differentiable_scan(spec, "xla", *xs))
+    for x, y in zip(got, second(scan_reference), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -58,12 +58,25 @@ def batched(x, dt, a, b, c):
     return over(x[None], dt[None], b[None], c[None])
 
 
+def entries_of_states(x, dt, a, b, c):
+    _, hs = run(*pieces(x, dt, a, b), lambda h: h)
+    return hs[..., 0] * jax.nn.silu(hs[:, :, -1]) + hs[..., 1:9:4].sum(-1)
+
+
 def narrow_inputs(x, dt, a, b, c):
     x, dt = (v.astype(jnp.bfloat16) for v in (x, dt))
     return coefficients(x.astype(jnp.float32), dt.astype(jnp.float32), a, b, c)
 
 
-FUSED = [coefficients, states, by_hand, twice_read, batched, narrow_inputs]
+FUSED = [
+    coefficients,
+    states,
+    by_hand,
+    twice_read,
+    batched,
+    entries_of_states,
+    narrow_inputs,
+]
 
 
 def check(fun: Callable, length: int = L):
@@ -105,7 +118,13 @@ def same_size(x, dt, a, b, c):
     return lax.scan(lambda h, v: (v * h + v, h), jnp.zeros(D), jnp.tanh(x))
 
 
-@pytest.mark.parametrize("fun", [returned, same_size], ids=lambda f: f.__name__)
+def projected(x, dt, a, b, c):
+    """One product of matrices; in the loop it would read the weights in every step."""
+    del dt, b, c
+    return lax.scan(lambda h, v: (0.9 * h + v,) * 2, jnp.zeros(D), x)[1] @ a
+
+
+@pytest.mark.parametrize("fun", [returned, same_size, projected], ids=lambda f: f.__name__)
 def test_left(fun: Callable) -> None:
     assert "loop_fusion" not in {r.name for r in check(fun).rules}
 
