@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, TopK, terms_of, weights_of
+from symjax_rewrite.pallas_kernels.fold_spec import (
+    Band,
+    FoldSpec,
+    KeyedSums,
+    TopK,
+    terms_of,
+    weights_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,12 @@ def xla_cut(spec: FoldSpec) -> Cut:
 def xla_blocks(spec: FoldSpec) -> Blocks:
     """The cut for a fold on the `xla` backend."""
     cut = xla_cut(spec)
+    shared = shared_axes(spec)
+    many = math.prod(spec.size[a] for a in shared)
+    if many > 1:
+        side = max(math.isqrt(cut.pairs // many), NARROWEST)
+        shared = shared if many * side * side <= cut.pairs else ()
+        cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
     rows = even(spec.rows, cut.rows)
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
     if spec.tile.whole is not None:
@@ -84,14 +97,23 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
         side = min(cut.rows, max(cut.pairs // max(whole, 1), 1))
         by_row = spec.tile.whole == spec.col
         rows, cols = (even(spec.rows, side), whole) if by_row else (whole, even(spec.cols, side))
-    inner: list[str] = []
-    held = rows * max(cols, 1)
-    for axis in reversed(spec.batch):
+    inner = [*shared]
+    held = rows * max(cols, 1) * math.prod(spec.size[a] for a in shared)
+    for axis in reversed([a for a in spec.batch if a not in shared]):
         held *= spec.size[axis]
         if held > cut.pairs:
             break
-        inner.insert(0, axis)
-    return Blocks(rows, cols, tuple(inner))
+        inner.append(axis)
+    return Blocks(rows, cols, tuple(a for a in spec.batch if a in inner))
+
+
+def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
+    """The batch axes for all of which one look into the tables serves, and one sum by key."""
+    tables = [k for k in spec.tile.reads if spec.features(k)]
+    sums = [o for o in spec.outputs if isinstance(o, KeyedSums)]
+    used = {a for k in tables for a in spec.operands[k].axes}
+    used |= {a for o in sums for a in (*o.kept, *o.varies)}
+    return tuple(a for a in spec.batch if a not in used) if tables or sums else ()
 
 
 @dataclass(frozen=True, slots=True)

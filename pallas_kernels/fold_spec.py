@@ -5,6 +5,7 @@ makes a tile whole. A `FoldSpec` names every axis; what an operand is follows fr
 
     row operand   [batch.., m, feature..]      column operand   [batch.., n, feature..]
     pair operand  [batch.., m, n]              batch operand    [batch..]  (a scalar per batch)
+                                               table            [batch.., feature..]
 
 An operand may lack any batch axis, and is then shared along it, never repeated. Axes may stand in
 any order.
@@ -63,7 +64,8 @@ class Tile:
             int32 row and column numbers. All broadcast against each other as in NumPy; so must
             the tiles returned (one array or a tuple). Constants inside must be scalars.
             `from_scalars` makes one out of a function of scalars, a scalar jaxpr for instance.
-        reads: numbers of the operands without feature axes that `fun` is given.
+        reads: numbers of the operands without feature axes that `fun` is given, and of tables,
+            whose feature axes come last.
         key: what equality and hashing compare beside `reads`; `fun` itself if left out.
         form: what the program is, where a library call exists for it (see `fold_library`).
         whole: the row axis, the column axis or none: what the program itself reduces along (a term
@@ -149,7 +151,28 @@ class TopK:
     tile: int = 0
 
 
-Output = Extremum | Sums | ExpSums | ArgExtremum | TopK
+@dataclass(frozen=True, slots=True)
+class KeyedSums:
+    """`out[key] += t` over all rows and columns: sums by key; result [kept.., k..], no rows.
+
+    Args:
+        keys: numbers of integer tiles, one for each axis `k` of the result.
+        sizes: the sizes of these axes.
+        kept: the batch axes of the result, in the order of the batch; the others are summed over.
+        varies: the batch axes that the keys depend on.
+        clips: whether keys out of range count at the nearest place, or nowhere.
+        tile: number of the tile.
+    """
+
+    keys: tuple[int, ...]
+    sizes: tuple[int, ...]
+    kept: tuple[str, ...] = ()
+    varies: tuple[str, ...] = ()
+    clips: bool = False
+    tile: int = 0
+
+
+Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +276,7 @@ class FoldSpec:
         return self.size[self.col]
 
     def extent(self, axis: str) -> int:
-        """Size of an axis, also of the one along which a top-k lists its values."""
+        """Size of an axis, also of one along which a top-k lists its values or keys count."""
         return int(axis[1:]) if axis.startswith(PLACES) else self.size[axis]
 
     def features(self, operand: int) -> tuple[str, ...]:
@@ -270,7 +293,7 @@ class FoldSpec:
         return math.prod(self.size[a] for a in self.features(operand))
 
 
-PLACES = "#"  # the axis of a top-k is called "#k"
+PLACES = "#"  # the axis of a top-k is called "#k", one that keys say likewise
 
 
 def result_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
@@ -289,6 +312,8 @@ def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
                 axes += [lead, lead]
             case TopK(k=k):
                 axes += [(*lead, f"{PLACES}{k}")] * 2
+            case KeyedSums(kept=kept, sizes=sizes):
+                axes.append((*kept, *(f"{PLACES}{size}" for size in sizes)))
             case _:
                 axes += [lead] * isinstance(output, ExpSums)
                 for term in output.terms:
@@ -359,7 +384,8 @@ def _validate(spec: FoldSpec) -> None:
             check(set(spec.features(number)) == set(c.over), "features left over", c)
     check(spec.tile.whole in (None, spec.row, spec.col), "a tile is whole along", spec.tile.whole)
     for number in spec.tile.reads:
-        check(not spec.features(number), "a tile reads an operand with features", number)
+        table = not {spec.row, spec.col} & {*spec.operands[number].axes}
+        check(table or not spec.features(number), "a tile reads an operand with features", number)
     for output in spec.outputs:
         for term in terms_of(output):
             if term.weights is not None:
@@ -367,6 +393,9 @@ def _validate(spec: FoldSpec) -> None:
                 check(
                     spec.col in axes and spec.row not in axes, "weights are no column operand", term
                 )
+        if isinstance(output, KeyedSums):
+            check({*output.kept} <= {*spec.batch}, "sums by key keep no such axis", output.kept)
+            check(spec.epilogue is None, "sums by key have no rows for an epilogue", output)
         if isinstance(output, Extremum):
             check(output.kind in ("max", "min", "any", "all"), "no such extremum", output.kind)
     if spec.epilogue is not None:

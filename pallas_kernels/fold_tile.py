@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,6 +23,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     ExpSums,
     Extremum,
     FoldSpec,
+    KeyedSums,
     Output,
     Sums,
     Term,
@@ -77,12 +79,14 @@ class Block(NamedTuple):
     i: int32 row numbers [rows, 1].
     j: int32 column numbers [1, columns].
     inner: the batch axes that the blocks hold.
+    first: the first row that no block before held; None where all are new.
     """
 
     arrays: Sequence[Array]
     i: Array
     j: Array
     inner: Sequence[str]
+    first: Array | None = None
 
 
 def _einsum(
@@ -175,7 +179,7 @@ def monoid_of(output: Output) -> Monoid:
     match output:
         case Extremum(kind=kind):
             return EXTREMA[kind]
-        case Sums():
+        case Sums() | KeyedSums():
             return monoid.SUM
         case ExpSums():
             return monoid.EXP_SUMS
@@ -192,9 +196,67 @@ def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block)
         return tile, block.j
     if isinstance(output, Extremum):
         return (tile.astype(bool) if output.kind in ("any", "all") else tile,)
+    if isinstance(output, KeyedSums):
+        tile = tile.astype(accumulator(tile.dtype))
+        return tile, [lambda x: _sum_by_key(spec, output, x, made, block)]
     if isinstance(output, ExpSums):
         tile = tile.astype(accumulator(tile.dtype))
     return tile, [_measure(spec, t, made, block) for t in terms_of(output)]
+
+
+def numbered(places: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, Array]:
+    """Places along several axes as int32 places along all of them, and whether they are inside."""
+    at, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
+    for place, size in zip(places, sizes, strict=True):
+        if place.dtype.itemsize < 4:  # may be too small for the sizes
+            place = place.astype(jnp.int32)
+        inside = inside & (place >= 0) & (place < size)
+        at = at * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
+    return at, inside
+
+
+def _sum_by_key(
+    spec: FoldSpec, output: KeyedSums, tile: Array, made: Sequence[Array], block: Block
+) -> Array:
+    """`out[key] += tile` for one tile: [kept inner axes.., k..]."""
+    lead = block.inner
+    if block.first is not None:
+        tile = jnp.where(block.i >= block.first, tile, jnp.zeros((), tile.dtype))
+    varies = [n for n, a in enumerate(lead) if a in output.varies]
+    gone = [n for n, a in enumerate(lead) if a not in (*output.kept, *output.varies)]
+    tile = jnp.sum(tile, axis=tuple(gone), dtype=tile.dtype)
+    alike = [n for n in range(len(lead)) if n not in varies]
+    keys = [_at_first(made[k], alike) for k in output.keys]
+    at, inside = numbered(keys, output.sizes)
+    size = math.prod(output.sizes)
+    at = at if output.clips else jnp.where(inside, at, size)
+    left = [a for n, a in enumerate(lead) if n not in gone]
+    summed = _scattered(tile, at, size, left, output)
+    return summed.reshape(*summed.shape[:-1], *output.sizes)
+
+
+def _at_first(x: Array, axes: Sequence[int]) -> Array:
+    """An array without axes that it does not depend on."""
+    for axis in reversed(axes):
+        x = lax.index_in_dim(x, 0, axis, keepdims=False)
+    return x
+
+
+def _scattered(tile: Array, at: Array, size: int, lead: Sequence[str], output: KeyedSums) -> Array:
+    """A tile [lead.., m, n] summed by the places [varying lead.., m, n]; [kept.., size]."""
+    both = [n for n, a in enumerate(lead) if a in output.kept and a in output.varies]
+    if both:
+        axis = both[0]
+        rest = [a for n, a in enumerate(lead) if n != axis]
+        mine = [a for a in lead if a in output.varies].index(lead[axis])
+        kept = [a for a in lead if a in output.kept].index(lead[axis])
+        one = lambda x, k: _scattered(x, k, size, rest, output)  # noqa: E731
+        return jax.vmap(one, in_axes=(axis, mine), out_axes=kept)(tile, at)
+    spread = [n for n, a in enumerate(lead) if a not in output.kept]
+    shared = [n for n, a in enumerate(lead) if a in output.kept]
+    tile = lax.transpose(tile, [*shared, *spread, tile.ndim - 2, tile.ndim - 1])
+    empty = jnp.zeros((*tile.shape[: len(shared)], size), tile.dtype)
+    return empty.at[..., at].add(tile, mode="drop")
 
 
 def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
@@ -252,8 +314,8 @@ def arrange(spec: FoldSpec, number: int, x: Array, inner: Sequence[str]) -> Arra
     transposed operands, up to ten times slower on a CPU. The barrier keeps it apart.
     """
     axes = result_axes(spec)[number]
-    shared = (*spec.batch, spec.row)
-    x = lax.expand_dims(x, [k for k, a in enumerate(spec.batch) if a not in inner])
+    shared = tuple(a for a in (*spec.batch, spec.row) if a in axes)  # of sums by key not all
+    x = lax.expand_dims(x, [k for k, a in enumerate(shared) if a not in (*inner, spec.row)])
     order = (*shared, *(a for a in axes if a not in shared))
     if list(order) == list(axes):
         return x
@@ -267,5 +329,5 @@ def bundle(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
     rest = iter(arrays)
     counts = [len(terms_of(o)) + isinstance(o, ExpSums) for o in spec.outputs]
     for k, output in enumerate(spec.outputs):
-        counts[k] += {Extremum: 1, ArgExtremum: 2, TopK: 2}.get(type(output), 0)
+        counts[k] += {Extremum: 1, KeyedSums: 1, ArgExtremum: 2, TopK: 2}.get(type(output), 0)
     return tuple(tuple(next(rest) for _ in range(count)) for count in counts)

@@ -38,6 +38,7 @@ from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold_spec import (
     Contraction,
     FoldSpec,
+    KeyedSums,
     TopK,
     result_axes,
     weights_of,
@@ -69,6 +70,7 @@ def supports(spec: FoldSpec) -> Support:
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
+        (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add up in no order"),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
         (
@@ -108,7 +110,9 @@ def unlowered(spec: FoldSpec) -> tuple[str, ...]:
 
     def shaped(number: int) -> jax.ShapeDtypeStruct:
         axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
-        return jax.ShapeDtypeStruct([side if a in axes else 1 for a in (spec.row, spec.col)], dtype)
+        lead = [side if a in axes else 1 for a in (spec.row, spec.col)]
+        features = [spec.size[a] for a in spec.features(number)]
+        return jax.ShapeDtypeStruct([*lead, *features], dtype)
 
     dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
     values = tuple(shaped(k) for k in spec.tile.reads)

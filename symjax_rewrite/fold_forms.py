@@ -15,9 +15,10 @@ from fractions import Fraction
 
 from symjax_rewrite.analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.exits import Exit
 from symjax_rewrite.ir import ADD, MAP, Ref
 from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.pairs import Exit, Pair, explore
+from symjax_rewrite.pairs import Pair, explore
 from symjax_rewrite.product import is_half
 from symjax_rewrite.regions import node_of
 
@@ -32,7 +33,8 @@ class Piece:
     kind: what the fold does (`exp`: Σ e^tile·product·weights; `count`: nothing, the number of
     columns is in the coefficient). tile: its tile. product: factors
     of the summand beside it. weights: a column operand. after: a row operand, summed with the
-    features of the weights. coefficient, factors, exponent: the row algebra.
+    features of the weights. coefficient, factors, exponent: the row algebra. keys: what a sum by
+    key adds up at.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Piece:
     coefficient: float = 1.0
     factors: Powers = ()
     exponent: tuple[tuple[Ref, float], ...] = ()
+    keys: tuple[Ref, ...] = ()
 
     def pairwise(self) -> list[Ref]:
         """What the tile is made of."""
@@ -60,6 +63,9 @@ Form = tuple[Piece, ...]
 def forms(pair: Pair, found: Exit) -> list[Form]:
     """The readings of an exit, as it is written first."""
     g = pair.g
+    if found.kind == "keyed":
+        product = tuple([(r, ONE) for r in found.args])
+        return [(Piece("keyed", None, product, keys=found.keys),)]
     if found.kind != "sum":
         tile = _joined(g, sum_terms(g, found.args[0], 1.0), found)
         return [(Piece(found.kind, tile or found.args[0]),)]
@@ -164,7 +170,7 @@ def reads(pair: Pair, form: Form) -> list[Ref] | None:
     """What must be there before the fold of a form runs."""
     out: list[Ref] = []
     for piece in form:
-        tile = explore(pair, [r for r in piece.pairwise() if pair.holds(r)])
+        tile = explore(pair, [r for r in piece.pairwise() if pair.holds(r)], piece.keys)
         if tile is None:
             return None
         out += [*tile.operands, *tile.whole]

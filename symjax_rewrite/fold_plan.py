@@ -11,20 +11,19 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import product
+from symjax_rewrite.exits import Exit, exit_of
 from symjax_rewrite.fold_forms import Form, forms, reads, split_sum
 from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, REDUCE, SLICE, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import (
     LEAST_DOT,
-    Exit,
     Pair,
     Tile,
     elements,
-    exit_of,
     explore,
     is_elementwise,
     is_test_like,
@@ -78,26 +77,39 @@ class Cluster:
         return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
 
 
-def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Cluster]:
+class Scope(NamedTuple):
+    """What is looked at.
+
+    least: elements of a tile worth it. single: whether scores of one row are looked at, as of one
+    query of a decoder. tables: whether tiles look values up in tables, and add up by key.
+    """
+
+    least: int
+    single: bool
+    tables: bool
+
+
+def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     """The clusters of a program, in program order.
 
     Args:
         t: the lifted program.
         need: its needed classes.
-        least: elements of a tile worth looking at.
-        single: whether scores of one row are looked at, as of one query of a decoder.
+        scope: what is looked at.
     """
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
     found: list[Candidate] = []
     made: set[int] = set()  # what a tile is made of comes before it
     for cls in need.order:
-        if _is_less(t, cls, 0 if single else least):
+        if _is_less(t, cls, 0 if scope.single else scope.least):
             continue
-        candidate = _candidate(t, cls, least, gone, made, single)
+        candidate = _candidate(t, cls, scope, gone, made)
         if candidate is not None:
             found.append(candidate)
             made.add(cls)
+    passed = {x for c in found for x in c.exit.through}
+    found = [c for c in found if c.exit.cls not in passed]
     if not found:
         return []
     bare = [c for c in found if not any(c.tile.inner.values())]
@@ -123,6 +135,7 @@ def clusters(t: TermGraph, need: Needed, least: int, single: bool) -> list[Clust
     reaches = _reaches(t, need, out)
     for number, cluster in enumerate(out):
         cluster.ids = _shared_indices(cluster)
+        _turn(cluster)
         cluster.reason = _refused(t, need, cluster, reaches, number)
     return out
 
@@ -154,10 +167,9 @@ def _is_less(t: TermGraph, cls: int, least: int) -> bool:
 def _candidate(
     t: TermGraph,
     cls: int,
-    least: int,
+    scope: Scope,
     gone: frozenset[int],
     made: set[int],
-    single: bool,
 ) -> Candidate | None:
     info = t.graph.classes[cls]
     if dtype_kind(info.dtype) not in "fiub":
@@ -169,15 +181,20 @@ def _candidate(
         return None
     size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
     plain: Candidate | None = None  # values that are products themselves pair their features too
+    if found.kind == "keyed" and not scope.tables:
+        return None
     for column in sorted(found.bound, key=size, reverse=True):
         carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
+        if found.kind == "keyed":
+            carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
         rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
         for row in rows:
-            paired = _paired(found, Pair(t, row, column, gone, made), least)
+            pair = Pair(t, row, column, gone, made, tables=scope.tables)
+            paired = _paired(found, pair, scope.least)
             if paired is not None and _makes_work(paired):
                 return paired
             plain = plain or paired
-    alone = _single(t, found, least, gone, made) if single else None
+    alone = _single(t, found, scope.least, gone, made) if scope.single else None
     return alone if alone is not None and _makes_work(alone) else plain or alone
 
 
@@ -209,7 +226,9 @@ def _may_open(t: TermGraph, ref: Ref) -> bool:
 def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
     t = pair.t
     held = [a for a in found.args if pair.holds(a)]
-    space = tuple(sorted({i for a in held for i in a.axes}))
+    if not all(map(pair.holds, found.keys)):
+        return None
+    space = tuple(sorted({i for a in (*held, *found.keys) for i in a.axes}))
     if prod(int(found.sizes[i]) for i in space) < least:  # pyright: ignore[reportArgumentType]
         return None
     if not held or any(len(set(a.axes)) != len(a.axes) for a in held):
@@ -218,8 +237,10 @@ def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
         return None
     if not any(set(space) == set(a.axes) for a in held):
         return None  # the product of these is larger than they are
-    tile = explore(pair, held)
-    if tile is None or not tile.meets:
+    tile = explore(pair, held, found.keys)
+    if tile is None or not tile.meets or (found.kind == "at" and tile.looked):
+        return None
+    if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
     made = Candidate(found, pair, tile, space)
     read = [*tile.whole, *(r for r in tile.operands if pair.is_of_row(r))]
@@ -251,6 +272,28 @@ def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
                     parent[root((ref.cls, slot))] = root(("index", k, i))
     number: dict[Any, int] = {}
     return {x: number.setdefault(root(x), len(number)) for x in parent if not isinstance(x[0], str)}
+
+
+def _turn(cluster: Cluster) -> None:
+    """Have sums by key, which have no rows, reduce the way round that another exit does.
+
+    Where there are both, keys are read as they lie.
+    """
+    others = {direction(cluster, c)[:2] for c in cluster.members if c.exit.kind != "keyed"}
+    for c in cluster.members:
+        if c.exit.kind != "keyed":
+            continue
+        row, column, *_ = direction(cluster, c)
+        as_it_is, turned = (row, column) in others, (column, row) in others
+        axes = c.exit.keys[0].axes
+        if as_it_is == turned:
+            turned = axes.index(c.pair.row) > axes.index(c.pair.column)
+        if turned:
+            c.pair = c.pair.of(c.pair.column, c.pair.row, None, c.pair.inside)
+            tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
+            assert tile is not None  # as large as it was the other way round
+            tile.nonlinear = c.tile.nonlinear
+            c.tile = tile
 
 
 def frame(cluster: Cluster, c: Candidate) -> dict[int, Any]:
@@ -299,17 +342,17 @@ def _refused(
     """Why a cluster must stay, or nothing."""
     inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
     exits = {c.exit.cls for c in cluster.members}
-    sorts = {c.exit.through for c in cluster.members} - {None}
+    passed = {x for c in cluster.members for x in c.exit.through}
     for cls in sorted(inner):
         if cls in need.outside:
             return "the pairwise term is itself a result"
-        allowed = inner | exits | sorts
+        allowed = inner | exits | passed
         others = [u for u in need.users.get(cls, ()) if u not in allowed]
         if others:
             return f"the pairwise term is also used by {_name(t, others[0])}"
-    for cls in sorts:
-        if cls in need.outside or any(u not in exits for u in need.users.get(cls, ())):  # pyright: ignore[reportArgumentType,reportCallIssue]
-            return "more of the sorted pairwise term is used"
+    for cls in passed:
+        if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
+            return f"more of {_name(t, cls)} over the pairwise term is used"
     for c in cluster.members:
         for ref in c.tile.whole:
             if reaches[ref.cls] & 1:
@@ -336,7 +379,7 @@ def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) ->
         if not c.tile.compared & jumps:
             continue
         c.pair = c.pair.computing(inside)
-        tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)])
+        tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
         if tile is None or len(tile.along) != 1 or c.exit.kind == "at":
             return reason
         if any(reaches(r.cls) and r.cls in inside for r in tile.operands):

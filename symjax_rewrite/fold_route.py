@@ -16,6 +16,7 @@ from symjax_rewrite.band import band_of, known_operand
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.fold_forms import Piece
 from symjax_rewrite.fold_rows import Rows, Served, Surroundings, row_algebra, row_scale
+from symjax_rewrite.gathers import is_counted
 from symjax_rewrite.ir import Ref
 from symjax_rewrite.pairs import At, Pair
 from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
@@ -25,6 +26,7 @@ from symjax_rewrite.pallas_kernels.fold_spec import (
     ExpSums,
     Extremum,
     FoldSpec,
+    KeyedSums,
     Output,
     Sums,
     Term,
@@ -96,12 +98,22 @@ class FoldRoute:
             return data, tuple(slot[a] for a in axes)
         served = self.served[cls]
         total, axes = None, served.lead
+        if served.exit.kind == "keyed":
+            return self._keyed(emitter, served, results)
         for k, piece in enumerate(served.form):
             value = self._piece(emitter, served, k, results)
             if piece.kind != "count":
                 axes = (*served.lead, *(() if piece.after else served.places[k][2]))
             total = value if total is None else total + value
         return _finished(emitter.t, served, total, axes)
+
+    def _keyed(self, emitter: Any, served: Served, results: Any) -> tuple[Any, tuple[int, ...]]:
+        """A sum by key: it has no rows, and the axes that the keys say come last."""
+        ((output, k), *_), *_ = served.places
+        index = {name: i for i, name in served.names.items()}
+        kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
+        dtype = np.dtype(emitter.t.graph.classes[served.exit.cls].dtype)
+        return results[output][k].astype(dtype), (*kept, *served.exit.along)
 
     def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """One piece of an exit over the leading axes and its features."""
@@ -210,6 +222,7 @@ def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
         after=None if piece.after is None else named(piece.after, full),
         factors=tuple((named(r, full), p) for r, p in piece.factors),
         exponent=tuple((named(r, full), c) for r, c in piece.exponent),
+        keys=tuple(named(r, full) for r in piece.keys),
     )
 
 
@@ -249,6 +262,8 @@ class FoldBuilder:
         """What a piece is a result of, which result, and its feature axes."""
         if piece.kind == "count":
             return (), 0, ()
+        if piece.kind == "keyed":
+            return self._sum_by_key(served, piece), 0, ()
         if piece.kind not in ("exp", "sum"):
             assert piece.tile is not None
             step = self.tiles.build(piece.tile)
@@ -271,6 +286,29 @@ class FoldBuilder:
         if term not in terms:
             terms.append(term)
         return key, terms.index(term) + (piece.kind == "exp"), features
+
+    def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
+        """What a sum by key is a result of."""
+        found, g = served.exit, self.t.graph
+        counted = [is_counted(g, key.cls) for key in piece.keys]
+        keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
+        root = self._root(self.tiles.product(list(piece.product)))
+        sizes = g.classes[found.cls].sizes
+        depends = {a for key in piece.keys for a in key.axes}
+        how = (
+            tuple([self._root(k) for k in keys]),
+            tuple([int(sizes[i]) for i in found.along]),  # pyright: ignore[reportArgumentType]
+            tuple([a for a in self.lead[:-1] if self._is_own(served, a)]),
+            tuple([a for a in self.lead[:-1] if a in depends]),
+            found.clips,
+        )
+        self.outputs.setdefault(("keyed", root, how), [])
+        return "keyed", root, how
+
+    @staticmethod
+    def _is_own(served: Served, axis: str) -> bool:
+        """Whether an axis is one of the exit's result."""
+        return any(n == axis and i not in served.exit.bound for i, n in served.names.items())
 
     def _term(
         self, served: Served, piece: Piece, factor: int | None
@@ -306,7 +344,7 @@ class FoldBuilder:
 
     def _band(self) -> Band:
         """The columns that matter, from the tile program and what is known of what it reads."""
-        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0}
+        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "keyed": 0.0}
         if any(kind not in ignored for kind, _, _ in self.outputs):
             return Band()  # these say which column it is
         tiles, batch = self.tiles, self.lead[:-1]
@@ -343,9 +381,12 @@ class FoldBuilder:
         return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps)
 
 
-def _output(kind: str, root: int, places: int, terms: tuple[Term, ...]) -> Output:
-    """An output of a fold."""
+def _output(kind: str, root: int, places: Any, terms: tuple[Term, ...]) -> Output:
+    """An output of a fold; `places` says how many of a top-k, and how sums by key are made."""
     match kind:
+        case "keyed":
+            keys, sizes, kept, varies, clips = places
+            return KeyedSums(keys, sizes, kept, varies, clips, root)
         case "exp":
             return ExpSums(terms, root)
         case "sum":

@@ -18,10 +18,10 @@ import numpy as np
 from symjax_rewrite import lower
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.exits import Exit
 from symjax_rewrite.fold_forms import Form, Piece
 from symjax_rewrite.ir import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.monoid import shift_of
-from symjax_rewrite.pairs import Exit
 from symjax_rewrite.pallas_kernels.fold_spec import Epilogue
 from symjax_rewrite.product import is_half
 from symjax_rewrite.regions import Needed, node_of
@@ -128,7 +128,7 @@ class _Program:
         whole = whole and not any(piece.after for piece in served.form)
         if not whole and is_half(dtype):
             dtype = "float32"  # what is summed later is not rounded before
-        if found.kind in ("argmax", "argmin", "top_k", "sorted"):
+        if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
             return False
         made: list[int] = []
         for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):

@@ -1,7 +1,8 @@
-"""Gathers and scatters of one element per row, read as terms (a face).
+"""Gathers and scatters of single elements, read as terms (a face).
 
 `x[m, label[m]]`, in any of its spellings, chooses a column for each row; its transpose puts a value
-into the column chosen and zero everywhere else.
+into the column chosen and zero everywhere else. `table[key[m, n]]` is looked up for each pair; its
+transpose adds up what the pairs of equal keys hold.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.canonical import TermGraph
 from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import CONCAT, CONST, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.egraph import EGraph
+from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.regions import node_of
 from symjax_rewrite.site import Groups
 
@@ -57,11 +60,41 @@ def choice(node: Node, size: Dim) -> Choice | None:
 
 def hit(t: TermGraph, ref: Ref) -> Hit | None:
     """A scatter into zeros of one element per row, over the reference's indices."""
-    if ref.cls not in t.made_by:
+    found = _scatter(t, ref.cls, SCATTERS)
+    if found is None or len(found.along) != 1 or found.bound:
         return None
-    number, _ = t.made_by[ref.cls]
-    e = t.program.equations[number]
-    if e.name not in SCATTERS or not all(isinstance(v, int) for v in e.invals):
+    view: Any = lambda r: Ref(r.cls, tuple([ref.axes[i] for i in r.axes]))  # noqa: E731
+    (along,), (place,) = found.along, found.places
+    limit = int(t.graph.classes[ref.cls].sizes[along]) if found.clips else None  # pyright: ignore[reportArgumentType]
+    return Hit(ref.axes[along], view(place), view(found.value), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """`out[.., k, ..] = Σ value` over the bound indices whose places are k.
+
+    along: the result's indices that places say. places: one reference of integers for each, over
+    the result's other indices and the bound ones, which are numbered after the result's; so is
+    `value`. bound: their sizes. clips: what is out of range counts at the end, else nowhere.
+    """
+
+    along: tuple[int, ...]
+    places: tuple[Ref, ...]
+    value: Ref
+    bound: tuple[Dim, ...]
+    clips: bool
+
+
+def keyed(t: TermGraph, cls: int) -> Keyed | None:
+    """A scatter into zeros that adds up."""
+    return _scatter(t, cls, SCATTERS[:2])
+
+
+def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
+    if cls not in t.made_by:
+        return None
+    e = t.program.equations[t.made_by[cls][0]]
+    if e.name not in names or not all(isinstance(v, int) for v in e.invals):
         return None
     zeros, w, u = (int(v) for v in e.invals if isinstance(v, int))
     node = node_of(t.graph, t.view(zeros).cls)
@@ -72,50 +105,84 @@ def hit(t: TermGraph, ref: Ref) -> Hit | None:
     spread = [a for a in range(len(updates)) if a not in d.update_window_dims]
     windows = [a for a in range(len(shape)) if a not in
                (*d.inserted_window_dims, *d.operand_batching_dims)]  # fmt: skip
-    found = _one_free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
+    found = _free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
     if found is None:
         return None
-    place, at, iotas = found
-    mine = dict(iotas)  # axis of the result: axis of the updates
+    free, mine = found  # axis of the result: axis of the updates
+    at = [axis for _, axis in free]
     for a, b in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
         mine[a] = spread[b]
     for a, b in zip(windows, sorted(map(int, d.update_window_dims)), strict=True):
-        if updates[b] != shape[a] and updates[b] != 1:
+        if updates[b] != (1 if a in at else shape[a]):
             return None
-        if a != at:
+        if a not in at:
             mine[a] = b
-    loose = [b for b in range(len(updates)) if b not in mine.values() and updates[b] != 1]
-    axes = [a for a in range(len(shape)) if a != at]
-    if loose or sorted(mine) != axes or len(t.positions[out][at]) != 1:
+    axes = [a for a in range(len(shape)) if a not in at]
+    if sorted(mine) != axes or any(len(t.positions[out][a]) != 1 for a in at):
         return None
-    back: dict[int, int] = {}  # position in the updates: index of the reference
+    back: dict[int, int] = {}  # position in the updates: index of the result
     for a, b in mine.items():
         theirs, ours = t.positions[u][b], t.positions[out][a]
         if [t.sizes[u][q] for q in theirs] != [t.sizes[out][q] for q in ours]:
             return None
-        back.update(zip(theirs, (ref.axes[q] for q in ours), strict=True))
-    view = t.view(u)
-    if any(i not in back for i in (*place.axes, *view.axes)):
+        back.update(zip(theirs, ours, strict=True))
+    loose = [q for q in range(len(t.sizes[u])) if q not in back]
+    back.update({q: len(t.sizes[out]) + n for n, q in enumerate(loose)})
+    over: Any = lambda r: Ref(r.cls, tuple([back[i] for i in r.axes]))  # noqa: E731
+    return Keyed(
+        tuple([t.positions[out][a][0] for a in at]),
+        tuple([over(place) for place, _ in free]),
+        over(t.view(u)),
+        tuple([t.sizes[u][q] for q in loose]),
+        "CLIP" in str(e.eqn.params["mode"]),
+    )
+
+
+def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
+    """`(place, index)` of a reference that is 1 where the place is the index, and 0 elsewhere."""
+    node = node_of(t.graph, ref.cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
         return None
-    value = Ref(view.cls, tuple([back[i] for i in view.axes]))
-    place = Ref(place.cls, tuple([back[i] for i in place.axes]))
-    limit = int(shape[at]) if "CLIP" in str(e.eqn.params["mode"]) else None
-    return Hit(ref.axes[t.positions[out][at][0]], place, value, limit)
+    test = node_of(t.graph, node.args[0].cls)
+    if test.op != MAP or test.attr[0] != "eq":
+        return None
+    sides = [Ref(a.cls, tuple([ref.axes[node.args[0].axes[i]] for i in a.axes])) for a in test.args]
+    for place, number in (sides, sides[::-1]):
+        index = counts_along(t, number)
+        integer = dtype_kind(t.graph.classes[place.cls].dtype) in "iu"
+        if index is not None and integer and index not in place.axes:
+            return place, index
+    return None
+
+
+def is_counted(g: EGraph, cls: int) -> bool:
+    """Whether integers are computed from integers alone, so that no rounding moves them."""
+    seen, stack = {cls}, [cls]
+    while stack:
+        c = stack.pop()
+        if dtype_kind(g.classes[c].dtype) not in "iub":
+            return False
+        node = node_of(g, c)
+        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
+            new = {a.cls for a in node.args} - seen
+            seen |= new
+            stack += new
+    return True
 
 
 def _shape(t: TermGraph, v: int) -> tuple[Any, ...]:
     return tuple(t.program.avals[v].shape)
 
 
-def _one_free(
+def _free(
     t: TermGraph,
     w: int,
     axes: tuple[int, ...],
     spread: list[int],
     positions: Groups,
     sizes: tuple[Dim, ...],
-) -> tuple[Ref, int, dict[int, int]] | None:
-    """The one index array that chooses, the axis it chooses along, and the axes in step.
+) -> tuple[list[tuple[Ref, int]], dict[int, int]] | None:
+    """The index arrays that choose, each with the axis it chooses along; and the axes in step.
 
     Index arrays that count up along an axis of the result only say that the axes go in step.
     `spread` are the axes of the result (or updates) that the arrays are spread over.
@@ -142,9 +209,7 @@ def _one_free(
             in_step[axis] = home[0]
         else:
             free.append((place, axis))
-    if len(free) != 1:
-        return None
-    return (*free[0], in_step)
+    return free, in_step
 
 
 def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:

@@ -1,22 +1,20 @@
-"""Pairwise regions: terms over a row index m and a column index n, and how they are left (a face).
+"""Pairwise regions: terms over a row index m and a column index n (a face).
 
 A term is *pairwise* where it carries both m and n. `Pair.open` says how such a term is computed
 from others of its kind, from small contractions of row and column operands, and from what lacks
-m or n. An `Exit` is where a pairwise term is left: a reduction over n (or m, with the roles of
-rows and columns exchanged), or the choice of one column for each row.
+m or n.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symjax_rewrite import gathers
 from symjax_rewrite.canonical import TermGraph
-from symjax_rewrite.dims import Dim
 from symjax_rewrite.egraph import EGraph
 from symjax_rewrite.ir import (
     ADD,
@@ -27,7 +25,6 @@ from symjax_rewrite.ir import (
     IOTA,
     MAP,
     NATIVE,
-    REDUCE,
     SLICE,
     TAKE,
     Node,
@@ -41,9 +38,7 @@ LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad 
 MOST_PIECES = 8  # that are chosen from in a tile
 LARGEST_TILE = 256  # terms of one tile at most
 MOST_STEPS = 512  # of one tile, its sums written out
-LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
 
-_MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 _COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
 )
@@ -81,159 +76,13 @@ def is_elementwise(node: Node) -> bool:
     return node.op in (MAP, ADD) or is_product(node)
 
 
-class Part(NamedTuple):
-    """What is read of a sorted row: `start + stride·i` at index `axis`; no axis: one place."""
-
-    start: int
-    stride: int
-    axis: int | None
-
-
-@dataclass(slots=True)
-class Exit:
-    """A class that reduces terms or chooses from one, over its own indices.
-
-    kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k`, `sorted` or `at`.
-    args: what is reduced (of a sum: the product of it). bound: indices reduced over.
-    choice: what a gather chooses. through: the class of a sort of which only `part` is read.
-    """
-
-    cls: int
-    kind: str
-    args: tuple[Ref, ...]
-    bound: tuple[int, ...]
-    sizes: dict[int, Dim]
-    choice: gathers.Choice | None = None
-    places: int = 0  # of a top-k or a sort: how many
-    output: int = 0  # of a top-k or a sort: values or places
-    through: int | None = None
-    part: Part | None = None
-
-
-def exit_of(t: TermGraph, cls: int) -> Exit | None:
-    """The class as an exit, if it reduces something."""
-    g = t.graph
-    node = node_of(g, cls)
-    if node.op == NATIVE:
-        return _native_exit(t, cls, node)
-    if node.op == SLICE:
-        return _sorted_exit(t, cls, node)
-    if node.op == CONTRACT and not node.bound:
-        return _diagonal(g, cls, node)
-    if not node.bound or node.op not in (REDUCE, CONTRACT, TAKE):
-        return None
-    sizes = dict(enumerate((*g.classes[cls].sizes, *node.bound)))
-    bound = tuple(range(node.out, node.out + len(node.bound)))
-    if node.op == TAKE:
-        found = gathers.choice(node, node.bound[0])
-        return found and Exit(cls, "at", (found.table,), bound, sizes, choice=found)
-    if node.op == CONTRACT:
-        return Exit(cls, "sum", node.args, bound, sizes)
-    kind = _MONOIDS.get(str(node.attr))
-    dtype = g.classes[cls].dtype
-    if kind is None or (kind in ("any", "all") and dtype != "bool"):
-        return None
-    return Exit(cls, kind, node.args, bound, sizes)
-
-
-def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
-    """`x[i, i]`: the column chosen for each row is the one of its own number."""
-    axes = list(node.args[0].axes)
-    twice = [i for i in set(axes) if axes.count(i) == 2]
-    if len(node.args) != 1 or len(axes) != len(set(axes)) + 1 or not twice:
-        return None
-    size = g.classes[cls].sizes[twice[0]]
-    axes[len(axes) - 1 - axes[::-1].index(twice[0])] = node.out
-    place = g.add(IOTA, None, (), (size,), (), "int32")
-    table = Ref(node.args[0].cls, tuple(axes))
-    chosen = gathers.Choice(table, node.out, size, Ref(place.cls, (twice[0],)), "clip", None)
-    sizes = dict(enumerate((*g.classes[cls].sizes, size)))
-    return Exit(cls, "at", (table,), (node.out,), sizes, choice=chosen)
-
-
-def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
-    if cls not in t.made_by:
-        return None
-    number, output = t.made_by[cls]
-    e = t.program.equations[number]
-    if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
-        return None
-    v, out = e.invals[0], e.outvals[output]
-    groups, out_groups = t.positions[v], t.positions[out]
-    axes = e.eqn.params["axes"] if e.name != "top_k" else (e.eqn.params["axis"],)
-    axis = int(axes[0]) % len(groups)
-    if len(axes) != 1 or len(groups[axis]) != 1:
-        return None
-    rows = [a for a in range(len(groups)) if a != axis]
-    kept = out_groups if e.name != "top_k" else [out_groups[a] for a in rows]
-    index = len(t.sizes[out])
-    to = {groups[axis][0]: index}
-    for a, group in zip(rows, kept, strict=True):
-        mine, theirs = groups[a], group
-        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
-            return None
-        to.update(zip(mine, theirs, strict=True))
-    view = t.view(v)
-    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
-    sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][groups[axis][0]]}
-    places = int(e.eqn.params["k"]) if e.name == "top_k" else 0
-    if places and not out_groups[axis]:
-        return None
-    return Exit(cls, e.name, (arg,), (index,), sizes, None, places, output)
-
-
-def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
-    """The first places of a sorted row, or of the numbers that were sorted along."""
-    sort = node.args[0]
-    if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != NATIVE:
-        return None
-    number, output = t.made_by[sort.cls]
-    e = t.program.equations[number]
-    if e.name != "sort" or e.eqn.params["num_keys"] != 1 or output > 1:
-        return None
-    v, out, axis = e.invals[0], e.outvals[output], int(e.eqn.params["dimension"])
-    if not isinstance(v, int) or len(t.positions[v][axis]) != 1 or not t.positions[out][axis]:
-        return None
-    if output and not _counts_along_axis(t, e.invals[1], axis):
-        return None
-    along, column = t.positions[out][axis][0], len(t.graph.classes[cls].sizes)
-    entries, to = dict(enumerate(node.attr)), {t.positions[v][axis][0]: column}
-    entry = entries.pop(along)
-    if entry is None or any(x is not None for x in entries.values()):
-        return None
-    for mine, theirs in zip(t.positions[v], t.positions[out], strict=True):
-        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
-            return None
-        to.update({q: sort.axes[p] for q, p in zip(mine, theirs, strict=True) if p != along})
-    sizes = {**dict(enumerate(t.graph.classes[cls].sizes)), column: t.sizes[out][along]}
-    kept = sort.axes[along] if isinstance(entry, tuple) else None
-    start, stride = entry if isinstance(entry, tuple) else (entry, 1)
-    count, size = 1 if kept is None else sizes[kept], sizes[column]
-    if not isinstance(count, int) or not isinstance(size, int) or not count or stride < 1:
-        return None
-    places = start + stride * (count - 1) + 1
-    if places * LEAST_OF_SORT > size:
-        return None
-    part = Part(start, stride, kept)
-    view = t.view(v)
-    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
-    return Exit(cls, "sorted", (arg,), (column,), sizes, None, places, output, sort.cls, part)
-
-
-def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
-    """Whether a value holds the index of an axis."""
-    if not isinstance(v, int) or t.views[v] is None:
-        return False
-    view = t.view(v)
-    return node_of(t.graph, view.cls).op == IOTA and view.axes == t.positions[v][axis]
-
-
 class Opened(NamedTuple):
     """How a pairwise reference is computed.
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
-    `hit` (a value where the column is the one chosen), `part` (another at places), `pieces` (an
+    `hit` (a value where the column is the one chosen), `lookup` (a table and the integers it is
+    read at; how in `data`, a `Lookup`), `part` (another at places), `pieces` (an
     index and what is joined along it; where each begins but the first in `data`), `along` (a
     product reduced; the monoid, and whether along rows, in `data`), or `leaf`.
     """
@@ -243,12 +92,23 @@ class Opened(NamedTuple):
     data: Any = None
 
 
+class Lookup(NamedTuple):
+    """How a table is read at integers: `fill` out of range, None for the nearest place.
+
+    counted: for each of the integers, whether tiles compute it. What is made from floating-point
+    values is read as the program made it: a rounding may change it.
+    """
+
+    fill: Any
+    counted: tuple[bool, ...]
+
+
 class Pair:
     """The reading of terms as pairwise in the indices m and n of one exit.
 
     gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
     not written out. single: where there is one row, which has no index: the indices of the term.
-    inside: row values that tiles compute for themselves.
+    inside: row values that tiles compute for themselves. tables: whether tiles look values up.
     """
 
     def __init__(
@@ -260,9 +120,10 @@ class Pair:
         made: set[int],
         single: frozenset | None = None,
         inside: frozenset[int] = frozenset(),
+        tables: bool = False,
     ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
-        self.made, self.single, self.inside = made, single, inside
+        self.made, self.single, self.inside, self.tables = made, single, inside, tables
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
@@ -273,7 +134,11 @@ class Pair:
 
     def computing(self, inside: frozenset[int]) -> Pair:
         """The same reading where tiles compute some row values for themselves."""
-        return Pair(self.t, self.row, self.column, self.gone, self.made, self.single, inside)
+        return self.of(self.row, self.column, self.single, inside)
+
+    def of(self, row: Any, column: Any, single: frozenset | None, inside: frozenset[int]) -> Pair:
+        """The same reading in other indices."""
+        return Pair(self.t, row, column, self.gone, self.made, single, inside, self.tables)
 
     def is_of_row(self, ref: Ref) -> bool:
         """Whether a reference carries the row; without an index of rows, whether it may."""
@@ -296,6 +161,8 @@ class Pair:
             return self._part(ref, node)
         if node.op == CONCAT:
             return self._pieces(ref, node)
+        if node.op == TAKE:
+            return self._take(ref, node)
         if node.op == NATIVE:
             hit = gathers.hit(self.t, ref)
             return Opened("leaf") if hit is None else self._hit(hit)
@@ -353,11 +220,50 @@ class Pair:
             return Opened("leaf")
         return Opened("hit", args, (hit.along == self.row, hit.limit))
 
-    def _contraction(self, ref: Ref, node: Node) -> Opened:
+    def _take(self, ref: Ref, node: Node) -> Opened:
+        """A table read at pairs of integers."""
+        mode, fill, windows = node.attr
+        if any(w is not None for w in windows):
+            return Opened("leaf")
+        _, (table, *places) = self._opened(ref, node)
+        return self._lookup(ref, table, tuple(places), fill[0] if mode == "fill" else None)
+
+    def _lookup(self, ref: Ref, table: Ref, places: tuple[Ref, ...], fill: Any) -> Opened:
+        read = [i for i in table.axes if isinstance(i, tuple)]  # the tokens of what is looked up
+        shared = [i for i in table.axes if i not in read]
+        if (
+            not self.tables
+            or self.single is not None
+            or any(isinstance(i, tuple) for i in ref.axes)
+            or {self.row, self.column} & {*shared}
+            or len(read) != len(places)
+            or 0 in self.g.classes[table.cls].sizes
+            or reads_twice(table)
+            or not all(map(self.holds, places))
+        ):
+            return Opened("leaf")
+        order = sorted(range(len(places)), key=lambda k: table.axes.index(self._token(k)))
+        places = tuple([places[k] for k in order])
+        counted = tuple([gathers.is_counted(self.g, p.cls) for p in places])
+        return Opened("lookup", (table, *places), Lookup(fill, counted))
+
+    def _token(self, k: int) -> tuple:
+        """The index of a sum, or of what is looked up, in the term that was opened last."""
+        return ("sum", self._fresh, k)
+
+    def _opened(self, ref: Ref, node: Node) -> tuple[list[tuple], list[Ref]]:
+        """The bound indices of a node, named anew, and its operands over them."""
         self._fresh += 1
-        tokens = [("sum", self._fresh, k) for k in range(len(node.bound))]
+        tokens = [self._token(k) for k in range(len(node.bound))]
         axes: list[Any] = [*ref.axes, *tokens]
-        args = [Ref(a.cls, tuple([axes[i] for i in a.axes])) for a in node.args]
+        return tokens, [Ref(a.cls, tuple([axes[i] for i in a.axes])) for a in node.args]
+
+    def _contraction(self, ref: Ref, node: Node) -> Opened:
+        tokens, args = self._opened(ref, node)
+        for k, a in enumerate(args if len(args) == 2 and len(tokens) == 1 else ()):
+            hot = gathers.one_hot(self.t, a) if self.tables and self.holds(a) else None
+            if hot is not None and hot[1] == tokens[0]:
+                return self._lookup(ref, args[1 - k], (hot[0],), 0)
         split = self._separable(args, set(tokens))
         if split is not None:
             return Opened("dot", split, (tuple(tokens), node.attr))
@@ -398,7 +304,8 @@ class Tile:
     themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
     no sum. compared: classes that jump where their operands change a little. counts: how often
     an index of a sum is written out; steps: how many there are then. along: the indices that
-    row values are reduced along inside the tile; rows: these and what is made of them.
+    row values are reduced along inside the tile; rows: these and what is made of them. looked:
+    what is looked up in tables.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -413,17 +320,21 @@ class Tile:
     steps: int = 0
     along: set[Any] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
+    looked: list[Ref] = field(default_factory=list)
 
     def heavy(self) -> Iterator[Ref]:
         """Pairwise references that cost something."""
         return (r for r, is_heavy in self.inner.items() if is_heavy)
 
 
-def explore(pair: Pair, refs: list[Ref]) -> Tile | None:
-    """Everything pairwise under some references; None where it is too much."""
+def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> Tile | None:
+    """Everything pairwise under some references and keys; None where it is too much."""
     tile = Tile()
     for ref in refs:
         if _visit(pair, tile, ref) is None:
+            return None
+    for key in keys:
+        if not visit_key(pair, tile, key, gathers.is_counted(pair.g, key.cls)):
             return None
     return tile
 
@@ -451,6 +362,13 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
             sizes = pair.g.classes[found.args[0].cls].sizes
             at = zip(found.args[0].axes, sizes, strict=True)
             tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
+    if found.kind == "lookup":
+        heavy = tile.nonlinear = True
+        tile.looked.append(ref)
+        tile.operands.append(found.args[0])
+        for place, counted in zip(found.args[1:], found.data.counted, strict=True):
+            if not visit_key(pair, tile, place, counted):
+                return None
     if found.kind == "sum":  # work, even of tests
         heavy = True
     for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
@@ -473,6 +391,14 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
             tile.compared.add(ref.cls)
     tile.inner[ref] = heavy
     return heavy
+
+
+def visit_key(pair: Pair, tile: Tile, place: Ref, counted: bool) -> bool:
+    """Have integers that something is looked up or added up at visited; False for too much."""
+    if counted:
+        return _enter(pair, tile, place) is not None
+    tile.whole.append(place)
+    return True
 
 
 def _enter(pair: Pair, tile: Tile, arg: Ref) -> bool | None:

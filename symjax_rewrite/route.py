@@ -15,7 +15,15 @@ from symjax_rewrite.choice_route import ChoiceRoute
 from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.device import CPU, Device
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.fold_plan import Candidate, Cluster, clusters, direction, frame, schedule
+from symjax_rewrite.fold_plan import (
+    Candidate,
+    Cluster,
+    Scope,
+    clusters,
+    direction,
+    frame,
+    schedule,
+)
 from symjax_rewrite.fold_route import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.fold_rows import Served, Surroundings
 from symjax_rewrite.loops import Loop
@@ -73,7 +81,9 @@ class Router:
     def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
-        found = clusters(t, need, least, single)
+        # No kernel for GPUs looks values up: terms of tables are made there, and read by kernels.
+        tables = self.kernels in ("always", "xla", "reference") or self.device.name == "cpu"
+        found = clusters(t, need, Scope(least, single, tables))
         if not found:
             return [], []
         if self.kernels == "auto" and compat.may_be_partitioned():

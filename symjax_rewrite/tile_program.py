@@ -22,6 +22,7 @@ from symjax_rewrite.ir import ADD, CONST, CONTRACT, IOTA, MAP, Ref
 from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import At, Opened, Pair, is_elementwise, over
 from symjax_rewrite.pallas_kernels.fold_spec import Contraction, Operand
+from symjax_rewrite.pallas_kernels.fold_tile import numbered
 from symjax_rewrite.product import is_half
 from symjax_rewrite.ranks import ranks
 from symjax_rewrite.regions import node_of
@@ -54,8 +55,7 @@ class TileBuilder:
 
     def __post_init__(self) -> None:
         like, space = self.like, frozenset(self.sizes)
-        single = None if like.single is None else space
-        self.pair = Pair(self.t, ROW, COLUMN, like.gone, like.made, single, like.inside)
+        self.pair = like.of(ROW, COLUMN, None if like.single is None else space, like.inside)
 
     def build(self, ref: Ref) -> int:
         """The number of the step that computes a reference."""
@@ -136,9 +136,25 @@ class TileBuilder:
             return self._step("pieces", found.data, args, dtype)
         if found.kind == "delta":
             return self._step("delta", None, (), dtype)
+        if found.kind == "lookup":
+            return self._lookup(found, dtype)
         if found.kind == "part":
             return self.build(found.args[0])
         return self._read(ref, dtype)
+
+    def _lookup(self, found: Opened, dtype: str) -> int:
+        table, *places = found.args
+        name = {i: feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)}
+        made = [self.key_of(p, c) for p, c in zip(places, found.data.counted, strict=True)]
+        data = (self._place_of(_renamed(table, name)), len(places), found.data.fill)
+        held = self.t.graph.classes[table.cls].dtype
+        return self._cast(self._step("lookup", data, tuple(made), held), dtype)
+
+    def key_of(self, place: Ref, counted: bool) -> int:
+        """The step of integers that something is looked up or added up at."""
+        if counted:
+            return self.build(place)
+        return self._read(place, self.t.graph.classes[place.cls].dtype)
 
     def _narrow(self, ref: Ref, rank: int) -> bool:
         """Whether a term of rows or columns is elementwise in indices and smaller operands."""
@@ -155,10 +171,14 @@ class TileBuilder:
         stored = self._stored(ref)
         if stored is not None:  # integers are widened in the kernel
             return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
+        return self._step("value", self._place_of(ref), (), dtype)
+
+    def _place_of(self, ref: Ref) -> int:
+        """Where an operand stands among those that the tile reads."""
         number = self.operand(ref)
         if number not in self.reads:
             self.reads.append(number)
-        return self._step("value", self.reads.index(number), (), dtype)
+        return self.reads.index(number)
 
     def _stored(self, ref: Ref) -> Ref | None:
         """The integers that an exact cast widens."""
@@ -309,6 +329,9 @@ def run_steps(
             made.append(jnp.where(i == j, value, jnp.zeros((), value.dtype)))
         elif kind == "value":
             made.append(values[data])
+        elif kind == "lookup":
+            place, count, fill = data
+            made.append(looked_up(values[place], [made[a] for a in args[:count]], fill))
         elif kind == "rank":
             made.append(ranks(made[args[0]]))
         elif kind == "along":
@@ -318,6 +341,34 @@ def run_steps(
         else:
             made.append(apply(data, [made[a] for a in args], dtype, primitives))
     return made
+
+
+def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
+    """A table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
+
+    fill: what is read out of range; None for what is nearest.
+    """
+    count = len(places)
+    sizes = table.shape[table.ndim - count :]
+    at, inside = numbered(jnp.broadcast_arrays(*places), sizes)
+    lead = table.shape[: table.ndim - count - 2]
+    flat = table.reshape(*lead, -1)
+    at = at.reshape(*(1,) * (len(lead) + 2 - at.ndim), *at.shape)
+    found = _along_last(flat, jax.lax.optimization_barrier(at))  # one loop of both is slow
+    return found if fill is None else jnp.where(inside, found, jnp.asarray(fill, table.dtype))
+
+
+def _along_last(table: Any, at: Any) -> Any:
+    """`table[lead.., k]` at places `[lead.., m, n]`; either may be shared along a leading axis."""
+    if table.ndim == 1:
+        return table.at[at].get(mode="promise_in_bounds")
+    if table.shape[0] == 1:
+        table, axes = table[0], (None, 0)
+    elif at.shape[0] == 1:
+        at, axes = at[0], (0, None)
+    else:
+        axes = (0, 0)
+    return jax.vmap(_along_last, in_axes=axes)(table, at)
 
 
 def _reduced(data: tuple, x: Any, i: Any, j: Any) -> Any:

@@ -19,7 +19,14 @@ from symjax_rewrite.fold_route import FoldRoute
 from symjax_rewrite.ir import CONTRACT, Node, Ref
 from symjax_rewrite.pairs import elements
 from symjax_rewrite.pallas_kernels import fold_cost
-from symjax_rewrite.pallas_kernels.fold_spec import ArgExtremum, ExpSums, Output, TopK
+from symjax_rewrite.pallas_kernels.fold_blocks import shared_axes, xla_blocks
+from symjax_rewrite.pallas_kernels.fold_spec import (
+    ArgExtremum,
+    ExpSums,
+    KeyedSums,
+    Output,
+    TopK,
+)
 from symjax_rewrite.product import flattest
 from symjax_rewrite.regions import node_of
 
@@ -33,8 +40,11 @@ _PLAIN_STEPS = {
     "argmin": 80,
     "top_k": 24,
     "sorted": 2900,
+    "keyed": 64,
 }  # of XLA's own, per element
 MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
+LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
+_PLAIN_LOOKUP = 17
 LEAST_GAIN = 0.85  # a fold must be predicted to take at most this part of the time
 
 
@@ -86,7 +96,7 @@ def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], 
     """The written nodes of a cluster, its classes, and its exits."""
     exits = sorted({m.exit.cls for m in cluster.members})
     mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
-    mine |= {m.exit.through for m in cluster.members if m.exit.through is not None}
+    mine |= {x for m in cluster.members for x in m.exit.through}
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
 
@@ -96,8 +106,19 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     choice, mine, exits = _choice(t, cluster)
     model = CostModel(device, lambda d: value(d, {}))
     seconds = model.evaluate(t.graph, choice, tuple(exits), lambda c: c not in mine).seconds
-    steps = sum(_PLAIN_STEPS.get(m.exit.kind, 0) * m.pairs for m in cluster.members)
+    steps = sum(_PLAIN_STEPS.get(m.exit.kind, 0) * _reduced(m) for m in cluster.members)
+    looked = {r.cls for m in cluster.members for r in m.tile.looked}
+    steps += sum(_PLAIN_LOOKUP * elements(t, cls) for cls in looked)
     return seconds + steps / device.elementwise_per_s
+
+
+def _reduced(m: Candidate) -> int:
+    """Elements that an exit reduces: what is summed by key is summed over other indices first."""
+    if m.exit.kind != "keyed":
+        return m.pairs
+    out = min(m.exit.bound)
+    mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
+    return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
 
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
@@ -124,6 +145,10 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     unread = Ref(-1, ())
     steps = float(sum(kind == "hit" for kind, *_ in route.steps))
+    once = sum(kind == "lookup" for kind, *_ in route.steps) * LOOKUP_STEPS
+    once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * KEYED_STEPS
+    held = set(xla_blocks(spec).inner) & {*shared_axes(spec)}
+    steps += once / math.prod(spec.size[a] for a in held)
     for kind, data, args, _ in route.steps:
         if kind == "apply":
             op, attr = data
@@ -152,5 +177,7 @@ def _output_steps(output: Output, columns: int) -> int:
             return 16
         case TopK(k=k):
             return 17 if columns > 128 * k else 52  # searched in two steps, or in one
+        case KeyedSums():
+            return 0  # counted where they are shared
         case _:
             return 1

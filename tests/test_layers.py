@@ -29,7 +29,7 @@ LAYERS = {
     "kernels": "pallas_kernels",
     "rules": "rules",
     "faces": "reference "
-    "band gathers ranks pairs ties pieces zeros fold_forms tile_program fold_rows fold_plan "
+    "band gathers ranks pairs exits ties pieces zeros fold_forms tile_program fold_rows fold_plan "
     "fold_route choice_route worth matrix_form matrix_route scan_route split_route route "
     "norm_form norm_program norm_epilogue norm_call norm_route norm_frozen selection_route "
     "banded "
