@@ -21,6 +21,7 @@ from symjax_rewrite.product import (
 from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
 
 MAX_SHARED = 4  # common factors of which every subset is tried
+MOST_OPENED = 256  # sums within one term of a sum
 
 
 @axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True)
@@ -262,16 +263,23 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
-    """What a term of a sum contributes to it, through the sums within sums."""
-    stack: list[tuple[Any, Ref]] = [(1, arg)]
+    """What a term of a sum contributes to it, through the sums within sums.
+
+    A sum may be equal to a term within it (`a = (a + b) − b`): none is opened inside itself.
+    """
+    stack: list[tuple[Any, Ref, frozenset[int]]] = [(1, arg, frozenset())]
+    opened = 0
     while stack:
-        k, ref = stack.pop()
-        inner = _inner_terms(ctx, ref, dtype)
+        k, ref, within = stack.pop()
+        closed = ref.cls in within or opened == MOST_OPENED
+        inner = None if closed else _inner_terms(ctx, ref, dtype)
         if inner is None:
             yield k, ref
             continue
+        opened += 1
+        within |= {ref.cls}
         for j, a in reversed(inner):
-            stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes))))
+            stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes)), within))
 
 
 def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]] | None:
