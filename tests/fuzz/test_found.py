@@ -24,7 +24,6 @@ SEEDS = {  # of random programs, and what went wrong
     6019426: "a result of a scan was summed over an axis that nothing in it has",
     8001498: "cotangents were added in the order of a jit, as under `jax.jit`, not of the program",
     91827369: "a sum was opened inside itself, without end",
-    10004569: "a kernel added up products of integers as float32, and did not lower",
 }
 
 

@@ -105,6 +105,18 @@ def test_integers_wrap_and_compare_as_written():
     jax.tree.map(np.testing.assert_array_equal, routed(x, y), fun(x, y))
 
 
+def test_integers_are_multiplied_and_added_up_as_integers():
+    x, y = (jnp.arange(n * D, dtype=jnp.int32).reshape(n, D) % 13 for n in (40, 50))
+
+    def fun(x, y, w):
+        return -jnp.sum((x[:, None] - y[None]) ** 2, -1) @ w
+
+    w = jnp.arange(150, dtype=jnp.int32).reshape(50, 3) * 100_003
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(x, y, w).routes if r.name == "fold"] == [True]
+    np.testing.assert_array_equal(routed(x, y, w), fun(x, y, w))
+
+
 @pytest.mark.parametrize("label", [-1, -M - 1, M, 0])
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 def test_labels_out_of_range(label, mode):
