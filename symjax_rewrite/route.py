@@ -82,7 +82,7 @@ class Router:
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
         # No kernel for GPUs looks values up: terms of tables are made there, and read by kernels.
-        tables = self.kernels in ("always", "xla", "reference") or self.device.name == "cpu"
+        tables = self.kernels in ("xla", "reference") or self.device.name == "cpu"
         found = clusters(t, need, Scope(least, single, tables))
         if not found:
             return [], []
