@@ -194,7 +194,8 @@ def _candidate(
             if paired is not None and _makes_work(paired):
                 return paired
             plain = plain or paired
-    alone = _single(t, found, scope.least, gone, made) if scope.single else None
+    may_be_alone = scope.single and found.kind != "keyed"
+    alone = _single(t, found, scope.least, gone, made) if may_be_alone else None
     return alone if alone is not None and _makes_work(alone) else plain or alone
 
 
@@ -287,7 +288,8 @@ def _turn(cluster: Cluster) -> None:
         as_it_is, turned = (row, column) in others, (column, row) in others
         axes = c.exit.keys[0].axes
         if as_it_is == turned:
-            turned = axes.index(c.pair.row) > axes.index(c.pair.column)
+            order = [i for i in axes if i in (c.pair.row, c.pair.column)]
+            turned = order == [c.pair.column, c.pair.row]
         if turned:
             c.pair = c.pair.of(c.pair.column, c.pair.row, None, c.pair.inside)
             tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
