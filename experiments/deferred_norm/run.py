@@ -115,6 +115,7 @@ def tell_layers(rows: tuple, sides: tuple, rounds: int) -> list[list]:
                 same = str(report.before.jaxpr) == str(report.after.jaxpr)
                 out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
                 print(*out[-1], sep="\t")
+                jax.clear_caches()  # programs hold the weights they close over
     return out
 
 
@@ -152,6 +153,7 @@ def tell_blocks(rows: tuple, width: int, rounds: int) -> list[list]:
         samples = harness.interleave_anew(make, 3 * rounds)  # both read the same 64 MB of weights
         out.append([m, str(samples.ratio("prepared", "plain"))])
         print(*out[-1], sep="\t")
+        jax.clear_caches()
     return out
 
 
