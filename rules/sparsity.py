@@ -207,8 +207,8 @@ def _without(p: Product, index: int) -> Product:
 def masked_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A mask of rows is put on the rows of the result, and no longer stands between two products.
 
-    What it hides is not read in either form, so it may be inf or nan; a mask that a sum reads
-    would have to be multiplied with what it hides.
+    What it hides is not read in either form, so it may be inf or nan; 0 · b is left out where b is
+    that. A mask that a sum reads would have to be multiplied with what it hides.
     """
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)

@@ -3,7 +3,7 @@
 A decoy is a loop, or looks like one, of which nothing is to be had: it must not get slower.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -20,13 +20,18 @@ def over_steps(step: Callable, start: Any, x: jax.Array) -> jax.Array:
     return lax.scan(step, start, x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 
+def gated(gates: Iterable[jax.Array], c: jax.Array) -> tuple[tuple, jax.Array]:
+    """An LSTM's new state, and what the step gives."""
+    i, f, g, o = gates
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    h = jax.nn.sigmoid(o) * jnp.tanh(c)
+    return (h, c), h
+
+
 def lstm(x, W, U, b):
     def step(carry, x):
         h, c = carry
-        i, f, g, o = jnp.split(x @ W + h @ U + b, 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+        return gated(jnp.split(x @ W + h @ U + b, 4, -1), c)
 
     start = jnp.zeros((x.shape[0], U.shape[0]))
     return over_steps(step, (start, start), x)
@@ -37,10 +42,7 @@ def lstm_hoisted(x, W, U, b):
 
     def step(carry, given):
         h, c = carry
-        i, f, g, o = jnp.split(given + h @ U, 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+        return gated(jnp.split(given + h @ U, 4, -1), c)
 
     start = jnp.zeros((x.shape[0], U.shape[0]))
     return over_steps(step, (start, start), x @ W + b)
@@ -52,10 +54,7 @@ def lstm_joined(x, W, U, b):
 
     def step(carry, x):
         h, c = carry
-        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ K + b, 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+        return gated(jnp.split(jnp.concatenate([x, h], -1) @ K + b, 4, -1), c)
 
     start = jnp.zeros((x.shape[0], U.shape[0]))
     return over_steps(step, (start, start), x)
@@ -68,10 +67,7 @@ def lstm_gradient(x, W, U, b):
 def lstm_by_gates(x, W, U, b):
     def step(carry, x):
         h, c = carry
-        i, f, g, o = (x @ w + h @ u + k for w, u, k in zip(W, U, b, strict=True))
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+        return gated((x @ w + h @ u + k for w, u, k in zip(W, U, b, strict=True)), c)
 
     start = jnp.zeros((x.shape[0], U[0].shape[0]))
     return over_steps(step, (start, start), x)

@@ -299,7 +299,7 @@ def test_exact_programs_stay() -> None:
     assert RULE not in {r.name for r in report.rules}
 
 
-def test_symbolic_sizes_stay() -> None:
+def test_symbolic_sizes_mean_the_same() -> None:
     rows = jax.export.symbolic_shape("r")[0]
     x, *rest = arguments()
     spec = jax.ShapeDtypeStruct((STEPS, rows, WIDTH), x.dtype)
