@@ -150,8 +150,9 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
             got=f"{type(fun).__name__}",
             remedy="write sym_optimize(f, ...) or @sym_optimize above a def",
         )
+    fun = fun.optimised if isinstance(fun, Verified) else fun
     settings = compat.jit_settings(fun) or {}
-    base = compat.unwrap_jit(fun) if settings else fun
+    base = _inside(fun)
     settings = {**settings, **statics}
     _check_frozen(base, options.frozen)
     sharded = "in_shardings" in settings or "out_shardings" in settings
@@ -175,6 +176,11 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
         return jitted
     names = lambda *a, **k: [r.name for r in explain(*a, **k).rules]  # noqa: E731
     return Verified(jitted, plain, names, options)
+
+
+def _inside(fun: Any) -> Any:
+    """The Python function that is jitted, or the function itself."""
+    return fun if compat.jit_settings(fun) is None else compat.unwrap_jit(fun)
 
 
 def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
@@ -201,7 +207,8 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         >>> bisect(sym_optimize(lambda a, b, x: (a @ b) @ x), *jnp.ones((3, 4, 4)))
         ()
     """
-    f = f if hasattr(f, "remake") else sym_optimize(f)
+    ours = hasattr(f, "remake") and f.__wrapped__ is _inside(f.remake.args[0])
+    f = f if ours else sym_optimize(f)  # what wraps ours (its gradient) has its attributes too
     options: Options = f.remake.args[1]
     pack = options.rules
     assert isinstance(pack, RulePack)

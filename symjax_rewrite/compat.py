@@ -86,9 +86,9 @@ def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
 
 def jit_settings(fun: Any) -> dict[str, Any] | None:
     """The settings of a `jax.jit` object as keyword arguments of `jax.jit`; None if it is none."""
-    info = getattr(fun, "_jit_info", None)
-    if info is None or not hasattr(fun, "_fun"):
+    if not isinstance(fun, type(jax.jit(abs))):  # what wraps one has its attributes too
         return None
+    info: Any = fun._jit_info  # pyright: ignore[reportAttributeAccessIssue]
     out: dict[str, Any] = {
         "static_argnums": info.static_argnums,
         "static_argnames": info.static_argnames,

@@ -34,7 +34,7 @@ class Verified:
         rules: Callable[..., list[str]],
         options: Options,
     ) -> None:
-        self._optimised, self._original, self._rules = optimised, original, rules
+        self.optimised, self._original, self._rules = optimised, original, rules
         self._mode, self._numerics = options.verify, options.numerics
         self._seen: set[Any] = set()
         self._refused = False
@@ -43,7 +43,7 @@ class Verified:
         self.__doc__ = optimised.__doc__
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimised, name)
+        return getattr(self.optimised, name)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -51,14 +51,14 @@ class Verified:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if any(isinstance(x, Tracer) for x in leaves):
-            return self._optimised(*args, **kwargs)
+            return self.optimised(*args, **kwargs)
         if self._refused:
             return self._original(*args, **kwargs)
         key = (tree, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves))
         if key in self._seen and self._mode != "always":
-            return self._optimised(*args, **kwargs)
+            return self.optimised(*args, **kwargs)
         expected = self._original(*args, **kwargs)
-        got = self._optimised(*args, **kwargs)
+        got = self.optimised(*args, **kwargs)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(expected)):
             return got  # it closes over values traced outside
         self._seen.add(key)

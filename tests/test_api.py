@@ -14,7 +14,17 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax_rewrite import Budget, RulePack, disabled, errors, keep, packs, sym_optimize, tune
+from symjax_rewrite import (
+    Budget,
+    RulePack,
+    bisect,
+    disabled,
+    errors,
+    keep,
+    packs,
+    sym_optimize,
+    tune,
+)
 from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate, assert_optimized
 from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
@@ -159,6 +169,30 @@ def test_it_is_a_jit_object():
     assert f.lower(X, W, A, B).compile()(X, W, A, B).shape == (8, 512)
     assert len(f.trace(X, W, A, B).jaxpr.eqns) > 0
     assert f.eval_shape(X, W, A, B).shape == (8, 512)
+
+
+WRAPPERS: dict[str, Any] = {
+    "gradient": jax.grad,
+    "mapped": jax.vmap,
+    "doubled": lambda f: functools.wraps(f)(lambda x: 2 * f(x)),
+}
+
+
+def total(x):
+    return jnp.sin(x).sum()
+
+
+@pytest.mark.parametrize(
+    "made", [jax.jit, sym_optimize, functools.partial(sym_optimize, verify="first")]
+)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_wraps_a_jit_object_is_not_taken_for_it(name, made):
+    """`functools.wraps` copies the attributes by which a `jax.jit` object says what it jits."""
+    want, wrapped = (WRAPPERS[name](f) for f in (total, made(total)))
+    for f in (sym_optimize(wrapped), sym_optimize(jax.jit(wrapped))):
+        np.testing.assert_allclose(f(M), want(M), 1e-6)
+    assert bisect(wrapped, M) == ()
+    assert sym_optimize(wrapped).explain(M).before.jaxpr.out_avals[0].shape == want(M).shape
 
 
 def test_one_trace_per_shape():
