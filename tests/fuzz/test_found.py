@@ -24,6 +24,7 @@ SEEDS = {  # of random programs, and what went wrong
     6019426: "a result of a scan was summed over an axis that nothing in it has",
     8001498: "cotangents were added in the order of a jit, as under `jax.jit`, not of the program",
     12000924: "rows were added up at keys, and taken for pairs with one row",
+    12002346: "beside a tie a cast to bfloat16 fell the other way, as it may",
     91827369: "a sum was opened inside itself, without end",
 }
 
