@@ -22,56 +22,35 @@ Named = tuple[Any, tuple[str, ...]]
 
 
 @dataclass(slots=True)
-class ChoiceRoute:
-    """A class that chooses one column of a pairwise term for each of its indices.
+class Columns:
+    """A tile program at chosen columns.
 
-    builder: the tile program. root: its step. names: axis name of each index of the class.
+    names: the axes that its values are over: rows, what rows and columns have in common, and what
+    tells the columns of one row apart.
     """
 
-    cls: int
-    choice: Choice
     builder: TileBuilder
-    root: int
     names: tuple[str, ...]
-    backend: str = "gathered"
 
-    def classes(self) -> set[int]:
-        """The class this route computes."""
-        return {self.cls}
+    def operands(self) -> list[int]:
+        """The classes that the tile program reads."""
+        return [c for c, _ in self.builder.inputs]
 
-    def gives(self) -> set[int]:
-        """What others may read."""
-        return {self.cls}
+    def steps(self, emitter: Any, place: Any, over: tuple[str, ...]) -> list[Any]:
+        """The value of every step, over the names or broadcastable.
 
-    def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
-        del cls
-        return [c for c, _ in self.builder.inputs] + [self.choice.place.cls]
-
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value over the class's indices, and its slots."""
-        info = emitter.t.graph.classes[cls]
-        sizes = tuple(int(s) for s in info.sizes)
-        limit = int(self.choice.size)  # pyright: ignore[reportArgumentType]
-        place = Ref(self.choice.place.cls, tuple(self.names[i] for i in self.choice.place.axes))  # pyright: ignore[reportArgumentType]
-        over = tuple(n for n in self.names if n in place.axes)
-        shape = tuple(sizes[self.names.index(n)] for n in over)
-        chosen = read_over(emitter, place, over, shape)
-        inside = (chosen >= 0) & (chosen < limit)
-        safe = jnp.clip(chosen, 0, limit - 1)
-        blocks = [self._gathered(emitter, k, safe, over) for k in range(len(self.builder.inputs))]
-        values = tuple(self._over_lead(*blocks[k]) for k in self.builder.reads)
-        dots = tuple(self._dot(c, blocks) for c in self.builder.contractions)
-        rank = len(self.names)
-        row = jnp.arange(sizes[self.names.index(ROW)], dtype=jnp.int32)
-        i = self._over_lead(row, (ROW,))
-        j = self._over_lead(safe.astype(jnp.int32), over)
-        made = run_steps(self.builder.steps, dots, values, i, j, emitter.t.primitives)
-        data = jnp.broadcast_to(made[self.root], sizes).astype(np.dtype(info.dtype))
-        if self.choice.mode == "fill":
-            fill = jnp.asarray(_fill(self.choice.fill, data.dtype), data.dtype)
-            data = jnp.where(self._over_lead(inside, over), data, fill)
-        return data, tuple(range(rank))
+        Args:
+            emitter: of the program.
+            place: integers, the columns; all inside.
+            over: the names of its axes.
+        """
+        sizes, b = self.builder.sizes, self.builder
+        blocks = [self._gathered(emitter, k, place, over) for k in range(len(b.inputs))]
+        values = tuple(self.spread(*blocks[k]) for k in b.reads)
+        dots = tuple(self._dot(c, blocks) for c in b.contractions)
+        i = self.spread(jnp.arange(sizes[ROW], dtype=jnp.int32), (ROW,))
+        j = self.spread(place.astype(jnp.int32), over)
+        return run_steps(b.steps, dots, values, i, j, emitter.t.primitives)
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
@@ -79,7 +58,8 @@ class ChoiceRoute:
         axes = self.builder.operands[k].axes
         return take(data, axes, place, over) if COLUMN in axes else (data, axes)
 
-    def _over_lead(self, data: Any, axes: tuple[str, ...]) -> Any:
+    def spread(self, data: Any, axes: tuple[str, ...]) -> Any:
+        """An array with its axes in the order of the names, of size 1 where it has none."""
         order = sorted(range(len(axes)), key=lambda k: self.names.index(axes[k]))
         data = jax.lax.transpose(data, order)
         return jax.lax.expand_dims(data, [k for k, n in enumerate(self.names) if n not in axes])
@@ -96,7 +76,50 @@ class ChoiceRoute:
             precision=c.precision,
             preferred_element_type=jnp.dtype(c.dtype),
         )
-        return self._over_lead(dot, tuple(lead))
+        return self.spread(dot, tuple(lead))
+
+
+@dataclass(slots=True)
+class ChoiceRoute:
+    """A class that chooses one column of a pairwise term for each of its indices.
+
+    columns: the tile program; its names are the class's indices. root: its step.
+    """
+
+    cls: int
+    choice: Choice
+    columns: Columns
+    root: int
+    backend: str = "gathered"
+
+    def classes(self) -> set[int]:
+        """The class this route computes."""
+        return {self.cls}
+
+    def gives(self) -> set[int]:
+        """What others may read."""
+        return {self.cls}
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before."""
+        del cls
+        return [*self.columns.operands(), self.choice.place.cls]
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value over the class's indices, and its slots."""
+        info, names = emitter.t.graph.classes[cls], self.columns.names
+        sizes = tuple(int(s) for s in info.sizes)
+        limit = int(self.choice.size)  # pyright: ignore[reportArgumentType]
+        place = Ref(self.choice.place.cls, tuple(names[i] for i in self.choice.place.axes))  # pyright: ignore[reportArgumentType]
+        over = tuple(n for n in names if n in place.axes)
+        chosen = read_over(emitter, place, over, tuple(sizes[names.index(n)] for n in over))
+        made = self.columns.steps(emitter, jnp.clip(chosen, 0, limit - 1), over)
+        data = jnp.broadcast_to(made[self.root], sizes).astype(np.dtype(info.dtype))
+        if self.choice.mode == "fill":
+            fill = jnp.asarray(_fill(self.choice.fill, data.dtype), data.dtype)
+            inside = (chosen >= 0) & (chosen < limit)
+            data = jnp.where(self.columns.spread(inside, over), data, fill)
+        return data, tuple(range(len(names)))
 
 
 def take(data: Any, axes: tuple[str, ...], place: Any, over: tuple[str, ...]) -> Named:

@@ -90,6 +90,12 @@ def keyed(t: TermGraph, cls: int) -> Keyed | None:
     return _scatter(t, cls, SCATTERS[:2])
 
 
+def scattered(t: TermGraph, cls: int) -> Keyed | None:
+    """A scatter into zeros that adds up, or has one place in each row."""
+    found = _scatter(t, cls, SCATTERS)
+    return keyed(t, cls) if found is not None and found.bound else found
+
+
 def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
     if cls not in t.made_by:
         return None

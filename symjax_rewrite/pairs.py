@@ -49,6 +49,11 @@ def over(ref: Ref, arg: Ref) -> Ref:
     return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
 
 
+def _over_slots(ref: Ref, value: Ref) -> Ref:
+    """A value over a class's slots and further names, over the indices a reference reads."""
+    return Ref(value.cls, tuple([i if isinstance(i, str) else ref.axes[i] for i in value.axes]))
+
+
 class At(NamedTuple):
     """One element of an axis, where a reference reads no index."""
 
@@ -84,7 +89,8 @@ class Opened(NamedTuple):
     `hit` (a value where the column is the one chosen), `lookup` (a table and the integers it is
     read at; how in `data`, a `Lookup`), `part` (another at places), `pieces` (an
     index and what is joined along it; where each begins but the first in `data`), `along` (a
-    product reduced; the monoid, and whether along rows, in `data`), or `leaf`.
+    product reduced; the monoid, and whether along rows, in `data`), `chosen` (what it is at the
+    chosen columns), or `leaf`.
     """
 
     kind: str
@@ -109,6 +115,8 @@ class Pair:
     gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
     not written out. single: where there is one row, which has no index: the indices of the term.
     inside: row values that tiles compute for themselves. tables: whether tiles look values up.
+    chosen: where tiles are read at some columns of each row alone, a class that is zero at others,
+    and what it is there: a reference over its slots, and over names that tell the columns apart.
     """
 
     def __init__(
@@ -121,9 +129,11 @@ class Pair:
         single: frozenset | None = None,
         inside: frozenset[int] = frozenset(),
         tables: bool = False,
+        chosen: tuple[int, Ref] | None = None,
     ) -> None:
         self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
         self.made, self.single, self.inside, self.tables = made, single, inside, tables
+        self.chosen = chosen
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
@@ -138,7 +148,8 @@ class Pair:
 
     def of(self, row: Any, column: Any, single: frozenset | None, inside: frozenset[int]) -> Pair:
         """The same reading in other indices."""
-        return Pair(self.t, row, column, self.gone, self.made, single, inside, self.tables)
+        kept = self.gone, self.made, single, inside, self.tables, self.chosen
+        return Pair(self.t, row, column, *kept)
 
     def is_of_row(self, ref: Ref) -> bool:
         """Whether a reference carries the row; without an index of rows, whether it may."""
@@ -151,6 +162,8 @@ class Pair:
         node = node_of(self.g, ref.cls)
         if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
             return Opened("leaf")
+        if self.chosen is not None and ref.cls == self.chosen[0]:
+            return Opened("chosen", (_over_slots(ref, self.chosen[1]),))
         if is_elementwise(node):
             return self._elementwise(ref, node)
         if node.op == DELTA:
@@ -355,7 +368,7 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
         return not is_test_like(pair.g, ref.cls)
     heavy = False
     tile.inner[ref] = heavy
-    if found.kind in ("dot", "hit"):
+    if found.kind in ("dot", "hit", "chosen"):
         tile.operands.extend(found.args)
         tile.meets = heavy = True
         if found.kind == "dot":

@@ -11,7 +11,7 @@ from typing import Any
 
 from symjax_rewrite import compat
 from symjax_rewrite.canonical import TermGraph
-from symjax_rewrite.choice_route import ChoiceRoute
+from symjax_rewrite.choice_route import ChoiceRoute, Columns
 from symjax_rewrite.config import Numerics, log
 from symjax_rewrite.device import CPU, Device
 from symjax_rewrite.errors import KernelError, UsageError
@@ -33,13 +33,15 @@ from symjax_rewrite.pieces import Reread, rereads, restated
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
 from symjax_rewrite.scan_route import ScanRoute, route_differentiated, route_loop
+from symjax_rewrite.sparse_route import SparseRoute, sparse_routes, standing
+from symjax_rewrite.sparse_route import uses as sparse_uses
 from symjax_rewrite.split_route import SplitRoute, split_loop
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.worth import pays, reorders
 
 MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
 
-Route = FoldRoute | ChoiceRoute | Reread
+Route = FoldRoute | ChoiceRoute | SparseRoute | Reread
 
 
 class Router:
@@ -66,6 +68,19 @@ class Router:
         if self.kernels == "off" or t.dim_env:
             return [], []
         least = MIN_PAIRS if self.kernels == "auto" else 0
+        sparse = sparse_routes(t, need, least) if self._looks_for_sparse() else []
+        with standing(t, need, sparse) as need:
+            routes, uses = self._folds(t, need, least)
+        return [*sparse, *routes], [*sparse_uses(t, sparse), *uses]
+
+    def _looks_for_sparse(self) -> bool:
+        """Whether sums are taken over the places that are not zero: on GPUs it is not measured."""
+        if self.kernels == "auto":
+            return self.device.name == "cpu" and not compat.may_be_partitioned()
+        return True
+
+    def _folds(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
+        """The folds to route, and what was considered."""
         made = self._find(t, need, least)
         again = restated(t, need, least)
         if again is None:
@@ -255,6 +270,8 @@ def _choice(t: TermGraph, m: Candidate) -> ChoiceRoute:
     count = len(t.graph.classes[m.exit.cls].sizes)
     names: dict[int, Any] = {i: f"b{i}" for i in range(count)}
     names[m.pair.row], names[m.pair.column] = ROW, COLUMN
-    builder = TileBuilder(t, m.pair)
+    sizes = {name: int(m.exit.sizes[i]) for i, name in names.items()}  # pyright: ignore[reportArgumentType]
+    builder = TileBuilder(t, m.pair, sizes=sizes)
     root = builder.build(named(choice.table, names))
-    return ChoiceRoute(m.exit.cls, choice, builder, root, tuple(names[i] for i in range(count)))
+    columns = Columns(builder, tuple(names[i] for i in range(count)))
+    return ChoiceRoute(m.exit.cls, choice, columns, root)

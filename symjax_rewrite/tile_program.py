@@ -138,7 +138,7 @@ class TileBuilder:
             return self._step("delta", None, (), dtype)
         if found.kind == "lookup":
             return self._lookup(found, dtype)
-        if found.kind == "part":
+        if found.kind in ("part", "chosen"):
             return self.build(found.args[0])
         return self._read(ref, dtype)
 

@@ -30,10 +30,9 @@ LAYERS = {
     "rules": "rules",
     "faces": "reference "
     "band gathers ranks pairs exits ties pieces zeros fold_forms tile_program fold_rows fold_plan "
-    "fold_route choice_route worth matrix_form matrix_route scan_route split_route route "
-    "norm_form norm_program norm_epilogue norm_call norm_route norm_frozen selection_route "
-    "banded "
-    "report summary "
+    "fold_route choice_route sparse_route worth matrix_form matrix_route scan_route split_route "
+    "route norm_form norm_program norm_epilogue norm_call norm_route norm_frozen selection_route "
+    "banded report summary "
     "prepare "
     "call "
     "verify tune "
