@@ -240,14 +240,18 @@ def kind_of(aval: Any) -> tuple:
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The closed jaxprs an equation carries (loop bodies, branches, calls)."""
+    """The closed jaxprs an equation carries (loop bodies, branches, calls).
+
+    What an open one reads from outside are its first inputs.
+    """
     out: list[ClosedJaxpr] = []
     for param in eqn.params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
             if isinstance(item, ClosedJaxpr):
                 out.append(item)
             elif isinstance(item, Jaxpr):
-                out.append(ClosedJaxpr(item, ()))
+                inputs = [*item.constvars, *item.invars]
+                out.append(ClosedJaxpr(item.replace(constvars=[], invars=inputs), ()))
     return out
 
 
