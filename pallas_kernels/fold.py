@@ -7,6 +7,8 @@ a `FoldSpec`; `fold_reference` is its definition.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -15,7 +17,8 @@ from symjax_rewrite.pallas_kernels import fold_library as _library
 from symjax_rewrite.pallas_kernels import fold_reference as _reference
 from symjax_rewrite.pallas_kernels import fold_triton as _triton
 from symjax_rewrite.pallas_kernels import fold_xla as _xla
-from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
+from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec
 from symjax_rewrite.pallas_kernels.support import (
     Backend,
     Reason,
@@ -67,16 +70,16 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     check_operands(
         [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "fold"
     )
+    streamed = partial(_xla.fold_xla, spec)
     if backend != "auto":
-        return named_backend(BACKENDS, backend, spec, "fold").run(spec, *operands)
-    best = cuda_backend(spec)
-    if isinstance(best, Reason):
-        return _xla.fold_xla(spec, *operands)
-    return lax.platform_dependent(
-        *operands,
-        cuda=lambda *xs: best.run(spec, *xs),
-        default=lambda *xs: _xla.fold_xla(spec, *xs),
-    )
+        run = partial(named_backend(BACKENDS, backend, spec, "fold").run, spec)
+    elif isinstance(best := cuda_backend(spec), Reason):
+        run = streamed
+    else:
+        run = partial(lax.platform_dependent, cuda=partial(best.run, spec), default=streamed)
+    # Loops whose length a band decides have no reverse mode; a band changes no value.
+    definition = partial(_xla.fold_xla, replace(spec, band=Band()))
+    return by_definition(run, definition, *operands)
 
 
 def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:

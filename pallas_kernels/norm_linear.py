@@ -9,12 +9,14 @@ its definition, `norm_layer` writes the specs of whole layers and of their gradi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jax import lax
 
 from symjax_rewrite.pallas_kernels import norm_triton as _triton
 from symjax_rewrite.pallas_kernels import norm_xla as _xla
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.support import (
     YES,
@@ -82,12 +84,12 @@ def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tup
             support the group.
     """
     check_operands(group.shapes, operands, "matmul")
+    plain = partial(_xla.group_xla, group)
     if backend != "auto":
-        return named_backend(BACKENDS, backend, group, "matmul").run(group, *operands)
-    if not supports(group):
-        return _xla.group_xla(group, *operands)
-    return lax.platform_dependent(
-        *operands,
-        cuda=lambda *xs: _triton.group_triton(group, *xs),
-        default=lambda *xs: _xla.group_xla(group, *xs),
-    )
+        run = partial(named_backend(BACKENDS, backend, group, "matmul").run, group)
+    elif not supports(group):
+        run = plain
+    else:
+        kernel = partial(_triton.group_triton, group)
+        run = partial(lax.platform_dependent, cuda=kernel, default=plain)
+    return by_definition(run, plain, *operands)

@@ -7,6 +7,7 @@ it computes is a `ScanSpec`; `scan_reference` is its definition.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -15,6 +16,7 @@ from symjax_rewrite.pallas_kernels import scan_reference as _reference
 from symjax_rewrite.pallas_kernels import scan_triton as _triton
 from symjax_rewrite.pallas_kernels import scan_turns as _turns
 from symjax_rewrite.pallas_kernels import scan_xla as _xla
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.scan_spec import ScanSpec
 from symjax_rewrite.pallas_kernels.support import (
     Backend,
@@ -60,16 +62,15 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     check_operands(
         [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "scan"
     )
+    streamed = partial(_xla.scan_xla, spec)
     if backend != "auto":
-        return named_backend(BACKENDS, backend, spec, "scan").run(spec, *operands)
-    best = cuda_backend(spec)
-    if isinstance(best, Reason):
-        return _xla.scan_xla(spec, *operands)
-    return lax.platform_dependent(
-        *operands,
-        cuda=lambda *xs: best.run(spec, *xs),
-        default=lambda *xs: _xla.scan_xla(spec, *xs, tree=False),
-    )
+        run = partial(named_backend(BACKENDS, backend, spec, "scan").run, spec)
+    elif isinstance(best := cuda_backend(spec), Reason):
+        run = streamed
+    else:
+        kernel, default = partial(best.run, spec), partial(streamed, tree=False)
+        run = partial(lax.platform_dependent, cuda=kernel, default=default)
+    return by_definition(run, streamed, *operands)
 
 
 def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:

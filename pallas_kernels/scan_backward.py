@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite.pallas_kernels.derivatives import two_modes
 from symjax_rewrite.pallas_kernels.fold_tile import accumulator
 from symjax_rewrite.pallas_kernels.scan import scan
 from symjax_rewrite.pallas_kernels.scan_block import (
@@ -54,9 +56,11 @@ _differentiable.defvjp(_run_forward, _run_backward)
 def differentiable_scan(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
     """`scan(spec, *operands, backend=backend)` with its gradient in linear memory.
 
-    Reverse mode only; whoever needs forward mode differentiates `scan` itself.
+    In forward mode it is differentiated as `scan` is.
     """
-    return _differentiable(spec, backend, *operands)
+    return two_modes(
+        partial(_run, spec, backend), partial(_differentiable, spec, backend), *operands
+    )
 
 
 def scan_backward(

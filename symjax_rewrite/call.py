@@ -54,6 +54,11 @@ class Call:
         """Stage out another program, optimised likewise."""
         return self.stage_program(closed, values)
 
+    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
+        """Stage out the original under vmap, optimised likewise."""
+        batched, out_dims = compat.batched(self.closed, axis, dims)
+        return self.stage(batched, values), out_dims
+
     def moving(self, live: list[int]) -> list[bool]:
         """Which results are floats that read one of the inputs `live`."""
         jaxpr = self.closed.jaxpr

@@ -440,8 +440,8 @@ class Differentiable(Protocol):
         """The program itself."""
         ...
 
-    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        """Stage out another program, optimised likewise."""
+    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
+        """Results under vmap, and their batch dimensions."""
         ...
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
@@ -469,13 +469,14 @@ _pullback_p = _core.Primitive("sym_pullback")
 _pullback_p.multiple_results = True
 
 
+def batched(closed: ClosedJaxpr, axis: Any, dims: Any) -> tuple[ClosedJaxpr, Any]:
+    """A program under vmap, and the batch dimensions of its results."""
+    return _batching.batch_jaxpr2(closed, axis, tuple(dims))
+
+
 def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) -> list[Any]:
     """An equation that runs `made` and is transformed as `source` says."""
     return list(_call_p.bind(*values, call_jaxpr=made, source=source))
-
-
-def _run_call(*values: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> list[Any]:
-    return eval_jaxpr(call_jaxpr, *values)
 
 
 def _call_avals(*_: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> tuple:
@@ -499,11 +500,8 @@ def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Different
     return out
 
 
-def _batch_call(
-    axis: Any, values: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, source: Differentiable
-) -> tuple[list[Any], Any]:
-    batched, out_dims = _batching.batch_jaxpr2(source.closed, axis, tuple(dims))
-    return source.stage(batched, values), out_dims
+def _batch_call(axis: Any, values: Any, dims: Any, *, source: Differentiable, **_: Any) -> Any:
+    return source.batch(axis, values, dims)
 
 
 def _zero(value: Any) -> Any:
@@ -567,9 +565,7 @@ def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_
 _HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
 
 
-def _transpose_pullback(
-    cotangents: Any, *operands: Any, count: int, pull: Any, avals: Any
-) -> list[Any]:
+def _transpose_pullback(cotangents: Any, *operands: Any, count: int, pull: Any, **_: Any) -> Any:
     given = [_ad.instantiate_zeros(c) for c in cotangents]
     return [None] * count + list(pull(operands[:count], given))
 
@@ -586,7 +582,7 @@ def _check_call_in(context: Any, error: Any, enabled: Any, *values: Any, **param
     return _checkify.checkify_jaxpr(context, params["source"].closed, enabled, error, *values)
 
 
-_call_p.def_impl(_run_call)
+_call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *values))
 _call_p.def_effectful_abstract_eval(_call_avals)
 _mlir.register_lowering(_call_p, _lower_call)
 _batching.fancy_primitive_batchers[_call_p] = _batch_call

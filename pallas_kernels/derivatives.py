@@ -1,0 +1,134 @@
+"""Derivatives of kernels, which have none of their own (may import the ground layer alone).
+
+A kernel is differentiated as its definition in plain JAX is: once, twice, forward, backward and
+under vmap, whatever device it runs on. Where a backward pass was written by hand, forward mode
+must not go through it: `two_modes` holds the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from symjax_rewrite import compat
+
+Array = Any
+Fun = Callable[..., Any]
+
+
+def by_definition(run: Fun, definition: Fun, *operands: Array) -> Any:
+    """`run(*operands)`, whose derivatives are those of `definition(*operands)`.
+
+    Args:
+        run: a kernel, or a choice between kernels.
+        definition: the same values in plain JAX.
+        operands: arrays.
+
+    Example:
+        >>> jax.grad(lambda x: by_definition(lambda x: x, jnp.sin, x))(0.0)
+        Array(1., dtype=float32, weak_type=True)
+    """
+    kernel = jax.custom_jvp(run)
+
+    def derivative(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        live = [k for k, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        moving, given = [primals[k] for k in live], [tangents[k] for k in live]
+        return jax.jvp(_of(definition, primals, live), moving, given)
+
+    kernel.defjvp(derivative, symbolic_zeros=True)
+    return kernel(*operands)
+
+
+def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]:
+    """`reverse(*operands)`, in forward mode differentiated as `forward(*operands)` is.
+
+    Args:
+        forward: gives a tuple of arrays, by what has forward mode.
+        reverse: gives the same; differentiated in reverse mode alone.
+        operands: arrays.
+
+    Example:
+        >>> slow = jax.custom_vjp(jnp.sin)
+        >>> slow.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+        >>> f = lambda x: two_modes(lambda x: (jnp.sin(x),), lambda x: (slow(x),), x)[0]
+        >>> jax.jvp(f, (0.0,), (1.0,))[1] == jax.grad(f)(0.0)
+        Array(True, dtype=bool)
+    """
+    closed, _ = compat.make_jaxpr(reverse, *operands)
+    return tuple(compat.bind_call(closed, _TwoModes(forward, reverse, closed), operands))
+
+
+@dataclass(eq=False, slots=True)
+class _TwoModes:
+    """What a call of `two_modes` is differentiated and batched by.
+
+    closed: the program that runs.
+    """
+
+    forward: Fun
+    reverse: Fun
+    closed: compat.ClosedJaxpr
+
+    def __repr__(self) -> str:
+        return f"two modes of {len(self.closed.jaxpr.eqns)} equations"
+
+    def batch(self, axis: Any, values: Sequence[Array], dims: Any) -> tuple[list[Array], Any]:
+        """The call under vmap: both modes of it."""
+        names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+        both = partial(jax.vmap, in_axes=tuple(dims), axis_size=axis.size, **names)
+        outs = two_modes(both(self.forward), both(self.reverse), *values)
+        return list(outs), [0] * len(outs)
+
+    def moving(self, live: list[int]) -> list[bool]:
+        """Which results have tangents."""
+        del live
+        return [jnp.issubdtype(a.dtype, jnp.inexact) for a in self.closed.out_avals]
+
+    def jvp(self, primals: Sequence[Array], live: list[int], tangents: list[Array]) -> tuple:
+        """Results and tangents."""
+        return jax.jvp(_of(self.forward, primals, live), [primals[k] for k in live], tangents)
+
+    def vjp(self, primals: Sequence[Array], live: list[int]) -> tuple[list[Any], list[Any], Any]:
+        """Results, residuals, and the pullback of these."""
+        outs, pullback = jax.vjp(_of(self.reverse, primals, live), *[primals[k] for k in live])
+        residuals, tree = jax.tree.flatten(pullback)
+
+        def pull(residuals: Sequence[Array], cotangents: list[Array]) -> list[Array]:
+            given = iter(cotangents)
+            full = [
+                next(given) if m else np.zeros(a.shape, jax.dtypes.float0)
+                for m, a in zip(self.moving(live), self.closed.out_avals, strict=True)
+            ]
+            return list(jax.tree.unflatten(tree, residuals)(tuple(full)))
+
+        return list(outs), residuals, pull
+
+    def transpose(
+        self, known: Sequence[Array], linear: dict[int, Any], cotangents: Sequence[Array]
+    ) -> list[Array]:
+        """Cotangents of the operands it is linear in."""
+        rest = iter(known)
+        count = len(self.closed.in_avals)
+        fixed = [None if k in linear else next(rest) for k in range(count)]
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
+        pull = jax.linear_transpose(_of(self.forward, fixed, list(linear)), *specs)
+        return list(pull(tuple(cotangents)))
+
+
+def _of(fun: Fun, operands: Sequence[Array | None], live: list[int]) -> Fun:
+    """A function of the operands `live` alone; the others are as given."""
+
+    def moving(*xs: Array) -> Any:
+        full = list(operands)
+        for k, x in zip(live, xs, strict=True):
+            full[k] = x
+        return fun(*full)
+
+    return moving
