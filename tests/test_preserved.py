@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
 
 from symjax_rewrite import compat, keep, sym_optimize
 from tests.fuzz.check import Mode, choosing
@@ -426,3 +428,21 @@ def test_compensated_arithmetic_survives(name, choice):
             np.testing.assert_array_equal(a, b)
         else:
             np.testing.assert_allclose(a, b, 1e-5)
+
+
+def test_a_primitive_of_others_may_carry_what_reads_from_outside():
+    """Linear solvers keep an operator as an open jaxpr with constants, which was an exception."""
+    weights = jnp.arange(12.0).reshape(3, 4)
+    operator = jax.make_jaxpr(lambda v: weights @ v)(jnp.ones(4)).jaxpr
+    assert operator.constvars
+    solve = jex_core.Primitive("solve_elsewhere")
+    solve.def_impl(lambda x, **_: 2 * x)
+    solve.def_abstract_eval(lambda aval, **_: aval)
+    lowered = mlir.lower_fun(lambda x, **_: 2 * x, multiple_results=False)
+    mlir.register_lowering(solve, lowered)
+
+    def f(a, b, x):
+        return solve.bind(a @ (b @ x), static=(operator,))
+
+    a, b, x = jnp.ones((64, 4)), jnp.ones((4, 64)), jnp.ones(64)
+    np.testing.assert_allclose(sym_optimize(f)(a, b, x), f(a, b, x), rtol=1e-6)

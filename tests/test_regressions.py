@@ -8,8 +8,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend import core as jex_core
-from jax.interpreters import mlir
 
 from symjax_rewrite import errors, sym_optimize
 from tests.fuzz.check import Failure, Mode, check_function, choosing
@@ -598,21 +596,3 @@ def test_classes_that_were_merged_have_no_users():
         choices=[("random", 2010800)],
         kernels="always",
     )
-
-
-def test_a_primitive_of_others_may_carry_what_reads_from_outside():
-    """Linear solvers keep an operator as an open jaxpr with constants, which was an exception."""
-    weights = jnp.arange(12.0).reshape(3, 4)
-    operator = jax.make_jaxpr(lambda v: weights @ v)(jnp.ones(4)).jaxpr
-    assert operator.constvars
-    solve = jex_core.Primitive("solve_elsewhere")
-    solve.def_impl(lambda x, **_: 2 * x)
-    solve.def_abstract_eval(lambda aval, **_: aval)
-    lowered = mlir.lower_fun(lambda x, **_: 2 * x, multiple_results=False)
-    mlir.register_lowering(solve, lowered)
-
-    def f(a, b, x):
-        return solve.bind(a @ (b @ x), static=(operator,))
-
-    a, b, x = jnp.ones((64, 4)), jnp.ones((4, 64)), jnp.ones(64)
-    np.testing.assert_allclose(sym_optimize(f)(a, b, x), f(a, b, x), rtol=1e-6)
