@@ -165,8 +165,8 @@ class Call:
 
         def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
             kinds = tuple(map(compat.kind_of, avals))
-            if (primitive.name, *kinds) in again:
-                return False
+            if not avals or (primitive.name, *kinds) in again:
+                return False  # an iota is not worth its memory
             return not (spares and spared(primitive.name, kinds))
 
         return jax.checkpoint(original, policy=may_save, prevent_cse=False)

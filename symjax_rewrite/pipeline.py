@@ -125,6 +125,7 @@ class Result:
         shapes: dict[bool, set[Any]] = {True: set(), False: set()}
         shapes[True].update(compat.kind_of(program.avals[v])[0] for v in program.inputs)
         there = {*self.made, *program.inputs, *program.consts}
+        kind_of = lambda name, kinds: (name, *(kinds[:1] if name == "sort" else kinds))  # noqa: E731
         moving, compared = program.moving(), set()  # kinds of maxima that are made again
         for e in program.equations:
             made = any(v in self.made for v in e.outvals)
@@ -136,11 +137,11 @@ class Result:
             ):
                 made = False
                 compared.add(compat.kind_of(e.eqn.outvars[0].aval))
-            keys[made].add((e.name, *(compat.kind_of(v.aval) for v in e.eqn.invars)))
+            keys[made].add(kind_of(e.name, [compat.kind_of(v.aval) for v in e.eqn.invars]))
         unmade = shapes[False] - shapes[True]
 
         def spared(name: str, operands: tuple[tuple, ...]) -> bool:
-            key = (name, *operands)
+            key = kind_of(name, operands)  # a sort's derivative carries the places along
             if name in MOVES and operands[0] in compared:
                 return True
             if key in keys[False] or key in keys[True]:

@@ -96,7 +96,7 @@ def test_gradients_hold_no_pairs(name):
     assert_equivalent(routed, grad, X, Y, rtol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["top-k", "of differences", "batched"])
+@pytest.mark.parametrize("name", ["top-k", "of differences", "batched", "sorted"])
 def test_gradients_of_what_is_optimised_hold_no_pairs(name):
     fun = LOSSES[name]
     grad = jax.grad(sym_optimize(fun, kernels="always"), (0, 1))
