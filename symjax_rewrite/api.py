@@ -290,7 +290,7 @@ class _Worker:
 
         @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if config.is_disabled() or compat.jit_is_disabled():
+            if config.is_disabled() or config.jit_is_disabled():
                 return fun(*args, **kwargs)
             leaves, tree = jax.tree.flatten((args, kwargs))
             dynamic = [k for k, x in enumerate(leaves) if isinstance(x, compat.Tracer)]

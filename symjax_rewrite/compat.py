@@ -107,11 +107,6 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
     return out
 
 
-def jit_is_disabled() -> bool:
-    """Whether what is jitted runs operation by operation here."""
-    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def unwrap_jit(fun: Any) -> Callable:
     """The Python function inside a `jax.jit` object."""
     return fun._fun

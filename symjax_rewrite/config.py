@@ -143,6 +143,11 @@ def is_disabled() -> bool:
     return bool(_disabled.value)
 
 
+def jit_is_disabled() -> bool:
+    """Whether what is jitted runs operation by operation here."""
+    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Inside this context functions run as they were written, also those traced before.
