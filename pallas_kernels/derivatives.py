@@ -58,8 +58,8 @@ def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]
         >>> slow = jax.custom_vjp(jnp.sin)
         >>> slow.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
         >>> f = lambda x: two_modes(lambda x: (jnp.sin(x),), lambda x: (slow(x),), x)[0]
-        >>> jax.jvp(f, (0.0,), (1.0,))[1] == jax.grad(f)(0.0)
-        Array(True, dtype=bool)
+        >>> float(jax.jvp(f, (0.0,), (1.0,))[1]), float(jax.grad(f)(0.0))
+        (1.0, 1.0)
     """
     closed, _ = compat.make_jaxpr(reverse, *operands)
     return tuple(compat.bind_call(closed, _TwoModes(forward, reverse, closed), operands))

@@ -504,7 +504,7 @@ def _zero(value: Any) -> Any:
 
 
 def _has_tangents(tangent: Any) -> bool:
-    return type(tangent) is not _Zero and tangent.dtype != jax.dtypes.float0
+    return type(tangent) is not _Zero and _core.typeof(tangent).dtype != jax.dtypes.float0
 
 
 def _jvp_call(
