@@ -32,6 +32,7 @@ from symjax_rewrite.regions import Needed, needed, node_of
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 
 LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
+MOST_CUT = 64  # elementwise steps in a chain that are made at some places alone
 MOST_ELEMENTS = 2**31 - 1  # of a result that is summed by column: places are int32
 
 
@@ -129,12 +130,24 @@ class SparseRoute:
 class _Finder:
     """Looks for sums of sparse classes.
 
-    least: elements of a class worth looking at.
+    least: elements of a class worth looking at. supports: of classes that are zero at the zeros of
+    a sparse one, that one over their indices. given: classes that are elementwise in inputs. cuts:
+    what was made at some places of an index.
     """
 
     def __init__(self, t: TermGraph, need: Needed, least: int) -> None:
         self.t, self.g, self.need, self.least = t, t.graph, need, least
         self.known: dict[int, Sparse | None] = {}
+        self.cuts: dict[tuple[Ref, int, int, int], Ref] = {}
+        self.supports: dict[int, Ref] = {}
+        for cls in need.order:
+            held = self._support(cls)
+            if held is not None:
+                self.supports[cls] = held
+        self.given: set[int] = set()
+        for cls in need.order if self.supports else ():
+            if self._is_given(cls):
+                self.given.add(cls)
 
     def sparse(self, cls: int) -> Sparse | None:
         """A class as one that is zero but at some places."""
@@ -175,31 +188,39 @@ class _Finder:
             start += int(size)
         return None
 
-    def _cut(self, ref: Ref, index: int, start: int, size: int) -> Ref:
+    def _cut(self, ref: Ref, index: int, start: int, size: int, depth: int = 0) -> Ref:
         """A reference at some places of an index; what is elementwise is made of what is cut."""
         if index not in ref.axes:
             return ref
+        key = (ref, index, start, size)
+        if key in self.cuts:
+            return self.cuts[key]
         node, of = node_of(self.g, ref.cls), self.g.classes[ref.cls]
         local = {i: n for n, i in enumerate(dict.fromkeys(ref.axes))}
         sizes = dict(zip(ref.axes, of.sizes, strict=True)) | {index: size}
         args, attr, op = (ref,), tuple((start, 1) if i == index else None for i in ref.axes), SLICE
-        if is_elementwise(node):
-            args = tuple(self._cut(over(ref, a), index, start, size) for a in node.args)
-            op, attr = node.op, node.attr
+        if is_elementwise(node) and depth < MOST_CUT:
+            cut = [self._cut(over(ref, a), index, start, size, depth + 1) for a in node.args]
+            args, op, attr = tuple(cut), node.op, node.attr
         inner = tuple(Ref(a.cls, tuple([local[i] for i in a.axes])) for a in args)
         made = self.g.add(op, attr, inner, tuple(sizes[i] for i in local), (), of.dtype)
-        return Ref(made.cls, tuple([[*local][i] for i in made.axes]))
+        self.cuts[key] = Ref(made.cls, tuple([[*local][i] for i in made.axes]))
+        return self.cuts[key]
 
     def support(self, ref: Ref) -> Ref | None:
         """A sparse reference at whose zeros a reference is zero."""
-        if self.sparse(ref.cls) is not None:
-            return ref
-        node = node_of(self.g, ref.cls)
-        inner = Ref(ref.cls, (*ref.axes, *((ref, k) for k in range(len(node.bound)))))  # pyright: ignore[reportArgumentType]
-        args = [over(inner, a) for a in node.args]
+        held = self.supports.get(ref.cls)
+        return None if held is None else over(ref, held)
+
+    def _support(self, cls: int) -> Ref | None:
+        """The same for a class, over its indices, once it is known for what it reads."""
+        node = node_of(self.g, cls)
+        if self.sparse(cls) is not None:
+            return Ref(cls, tuple(range(node.out)))
+        args = node.args
         if node.op == CONTRACT:
             found = (self.support(a) for a in args)
-            return next((s for s in found if s and {*s.axes} <= {*ref.axes}), None)
+            return next((s for s in found if s and all(i < node.out for i in s.axes)), None)
         if node.op == MAP and node.attr[0] == "div":
             args = args[:1]
         elif node.op == MAP and node.attr[0] == "select_n":
@@ -208,8 +229,8 @@ class _Finder:
             args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
         elif node.op != ADD and not (node.op == MAP and node.attr[0] == "convert_element_type"):
             return None
-        found = {self.support(a) for a in args}
-        return next(iter(found)) if len(found) == 1 else None
+        shared = {self.support(a) for a in args}
+        return shared.pop() if len(shared) == 1 else None
 
     def route(self, cls: int) -> SparseRoute | None:
         """A sum over the places of a sparse class."""
@@ -260,17 +281,17 @@ class _Finder:
     def _is_steady(self, tile: Tile) -> bool:
         """Whether no step compares what is computed here with what others reduce it to."""
         return all(
-            self._is_given(a.cls) or any(a.cls == r.cls for r in tile.inner)
+            a.cls in self.given or any(a.cls == r.cls for r in tile.inner)
             for cls in tile.compared
             for a in node_of(self.g, cls).args
         )
 
     def _is_given(self, cls: int) -> bool:
-        """Whether a class is elementwise in inputs."""
+        """Whether a class is elementwise in inputs, once it is known for what it reads."""
         node = node_of(self.g, cls)
         if node.op == LEAF or is_test_like(self.g, cls):
             return True
-        return is_elementwise(node) and all(self._is_given(a.cls) for a in node.args)
+        return is_elementwise(node) and all(a.cls in self.given for a in node.args)
 
 
 def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:
