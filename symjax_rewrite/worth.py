@@ -16,8 +16,8 @@ from symjax_rewrite.device import Device
 from symjax_rewrite.dims import value
 from symjax_rewrite.fold_plan import Candidate, Cluster
 from symjax_rewrite.fold_route import FoldRoute
-from symjax_rewrite.ir import CONTRACT, Node, Ref
-from symjax_rewrite.pairs import elements
+from symjax_rewrite.ir import CONTRACT, NATIVE, Node, Ref
+from symjax_rewrite.pairs import elements, is_elementwise
 from symjax_rewrite.pallas_kernels import fold_cost
 from symjax_rewrite.pallas_kernels.fold_blocks import shared_axes, xla_blocks
 from symjax_rewrite.pallas_kernels.fold_spec import (
@@ -38,10 +38,12 @@ FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every c
 _PLAIN_STEPS = {
     "argmax": 80,
     "argmin": 80,
-    "top_k": 24,
+    "top_k": 24,  # and PLAIN_PLACE for each of the k
     "sorted": 2900,
     "keyed": 64,
 }  # of XLA's own, per element
+PLAIN_PLACE = 3000  # steps of XLA's top-k for each of the k places of a row
+FOLD_ROW, FOLD_PLACE = 20_000, 3900  # steps of a fold's top-k for a block's row, for each of the k
 MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
 LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
 _PLAIN_LOOKUP = 17
@@ -101,12 +103,21 @@ def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], 
     return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
 
 
+def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
+    """What a cluster writes whatever is fused: its exits, and what XLA's own routines read."""
+    native = [node_of(t.graph, c) for c in exits if node_of(t.graph, c).op == NATIVE]
+    return (*exits, *sorted({a.cls for n in native for a in n.args if a.cls in mine} - {*exits}))
+
+
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Seconds of the pairwise terms and their exits as they are written."""
     choice, mine, exits = _choice(t, cluster)
     model = CostModel(device, lambda d: value(d, {}))
-    seconds = model.evaluate(t.graph, choice, tuple(exits), lambda c: c not in mine).seconds
-    steps = sum(_PLAIN_STEPS.get(m.exit.kind, 0) * _reduced(m) for m in cluster.members)
+    roots = _roots(t, mine, exits)
+    seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
+    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}  # values, places
+    steps = float(sum(_PLAIN_STEPS.get(m.exit.kind, 0) * _reduced(m) for m in once.values()))
+    steps += sum(PLAIN_PLACE * m.exit.places * _rows(m) for m in once.values())
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(_PLAIN_LOOKUP * elements(t, cls) for cls in looked)
     return seconds + steps / device.elementwise_per_s
@@ -121,13 +132,19 @@ def _reduced(m: Candidate) -> int:
     return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
 
 
+def _rows(m: Candidate) -> int:
+    """Rows that a top-k or a sort searches: its pairs without what it reduces."""
+    return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
+
+
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Bytes of pairwise terms in memory at once when the program runs as it is written."""
     choice, mine, exits = _choice(t, cluster)
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    written = model.written(facts, tuple(exits), facts.keys() - mine)
+    roots = _roots(t, mine, exits)
+    written = model.written(facts, roots, facts.keys() - mine)
     last: dict[int, int] = {}
     for c in reversed(order):
         until = c if c in written else last.get(c, c)
@@ -135,7 +152,13 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
             last[a.cls] = max(last.get(a.cls, -1), until)
     held = [c for c in order if c in written and c not in exits]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
-    return max((sum(size[c] for c in held if c <= x <= last.get(c, c)) for x in order), default=0)
+    in_place = {c for c in roots if is_elementwise(choice[c])}
+
+    def lives(c: int, x: int) -> bool:
+        until = last.get(c, c)
+        return c <= x and (x < until or (x == until and (c == x or x not in in_place)))
+
+    return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
@@ -147,13 +170,16 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     steps = float(sum(kind == "hit" for kind, *_ in route.steps))
     once = sum(kind == "lookup" for kind, *_ in route.steps) * LOOKUP_STEPS
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * KEYED_STEPS
-    held = set(xla_blocks(spec).inner) & {*shared_axes(spec)}
+    blocks = xla_blocks(spec)
+    held = set(blocks.inner) & {*shared_axes(spec)}
     steps += once / math.prod(spec.size[a] for a in held)
     for kind, data, args, _ in route.steps:
         if kind == "apply":
             op, attr = data
             steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
-    steps += sum(_output_steps(o, spec.cols) for o in spec.outputs)
+    if any(isinstance(o, TopK) for o in spec.outputs):
+        steps *= 2  # a search reads a block twice, and XLA computes it for each
+    steps += sum(_output_steps(o, blocks.cols) for o in spec.outputs)
     products = fold_cost.flops(spec) / device.peak(dtype)
     kept = 0 if device.name == "cpu" else 4 * pairs * _blocks_kept(route)
     moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
@@ -169,14 +195,14 @@ def _blocks_kept(route: FoldRoute) -> int:
     return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
 
 
-def _output_steps(output: Output, columns: int) -> int:
+def _output_steps(output: Output, columns: int) -> float:
     match output:
         case ExpSums():
             return 7
         case ArgExtremum():
             return 16
         case TopK(k=k):
-            return 17 if columns > 128 * k else 52  # searched in two steps, or in one
+            return 9 + (FOLD_ROW + FOLD_PLACE * k) / columns
         case KeyedSums():
             return 0  # counted where they are shared
         case _:
