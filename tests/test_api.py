@@ -190,7 +190,7 @@ def test_what_wraps_a_jit_object_is_not_taken_for_it(name, made):
     """`functools.wraps` copies the attributes by which a `jax.jit` object says what it jits."""
     want, wrapped = (WRAPPERS[name](f) for f in (total, made(total)))
     for f in (sym_optimize(wrapped), sym_optimize(jax.jit(wrapped))):
-        np.testing.assert_allclose(f(M), want(M), 1e-6)
+        np.testing.assert_allclose(f(M), want(M), 1e-5, 1e-5)
     assert bisect(wrapped, M) == ()
     assert sym_optimize(wrapped).explain(M).before.jaxpr.out_avals[0].shape == want(M).shape
 

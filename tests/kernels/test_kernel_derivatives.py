@@ -17,6 +17,9 @@ from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
 from symjax_rewrite.pallas_kernels.selective_scan import SelectiveScan, selective_scan
 from symjax_rewrite.pallas_kernels.selective_scan import forward as selective
 
+# Pallas-Triton is deprecated from jax 0.11 on, and still there
+pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+
 SELECTIVE = SelectiveScan(1, 20, 2, 3, softplus=True, last=True)
 NORM = norm_layer.forward(norm_layer.NormLinear(3, 8, 4))
 CAUSAL = forward(Attention(1, 130, 130, 1, 4, causal=True))
