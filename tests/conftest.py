@@ -4,6 +4,7 @@ The environment is set here, before JAX is imported. On a machine with a GPU:
 `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`.
 """
 
+import collections
 import os
 
 DEVICES = 8
@@ -25,11 +26,25 @@ hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("symjax")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that asks for nothing is a `cpu` test."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share 1/2`: of every test's parameters each second, from the first on."""
+    parser.addoption("--share", default="1/1", help="which part of each test's parameters: K/N")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that asks for nothing is a `cpu` test; every test keeps its share of parameters."""
+    part, parts = map(int, str(config.getoption("--share")).split("/"))
+    seen: collections.Counter[str] = collections.Counter()
+    mine, others = [], []
     for item in items:
         if not any(item.get_closest_marker(name) for name in ("cpu", "lowering", "gpu")):
             item.add_marker(pytest.mark.cpu)
+        test, parameters, _ = item.nodeid.partition("[")
+        shared = parameters and not item.get_closest_marker("slow")  # slow ones run at one end only
+        (others if shared and seen[test] % parts != part - 1 else mine).append(item)
+        seen[test] += 1
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
