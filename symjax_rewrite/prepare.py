@@ -27,100 +27,110 @@ class Prepared:
     shapes, a pytree that can be saved; `explain(*args)` reports what was done.
     """
 
-    def __init__(
-        self,
-        optimiser: Optimiser,
-        fun: Callable[..., Any],
-        options: Options,
-        statics: set[str],
-        frozen: dict[str, Any],
-    ) -> None:
-        self._optimiser, self._fun, self._options = optimiser, fun, options
-        self._statics = statics
-        self._frozen = frozen
-        parameters = inspect.signature(fun).parameters.values()
-        self._rest = inspect.Signature([p for p in parameters if p.name not in frozen])
-        self._cases: dict[Any, _Case] = {}
+    def __init__(self, cases: _Cases) -> None:
+        self._cases = cases
         self._closed: Callable[..., Any] | None = None
-        if _closed_over(frozen):
-            self._closed = jax.jit(self._inlined(), static_argnames=sorted(statics))
-        self.__name__ = getattr(fun, "__name__", "prepared")
-        self.__doc__ = fun.__doc__
+        if _closed_over(cases.frozen):
+            self._closed = jax.jit(_inlined(cases), static_argnames=sorted(cases.statics))
+        self.__name__, self.__doc__ = cases.name, cases.fun.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._closed is not None:
             return self._closed(*args, **kwargs)
-        case, leaves = self._case(args, kwargs)
+        case, leaves = self._cases.of(args, kwargs)
         return jax.tree.unflatten(case.out_tree, case.run(case.constants, leaves))
-
-    def _inlined(self) -> Callable[..., Any]:
-        """What is left of the function, for `jax.jit` to trace at every shape it is called with."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            case, leaves = self._case(args, kwargs)
-            return jax.tree.unflatten(case.out_tree, case.rest(case.constants, leaves))
-
-        call.__signature__ = self._rest  # pyright: ignore[reportFunctionMemberAccess]
-        call.__name__ = getattr(self._fun, "__name__", "prepared")
-        return call
 
     def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The arrays computed once for arguments of these shapes."""
-        return self._case(args, kwargs)[0].constants
+        return self._cases.of(args, kwargs)[0].constants
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
         """The report for arguments of these shapes, the frozen part costing nothing."""
-        case, _ = self._case(args, kwargs)
-        known = len(jax.tree.leaves(self._frozen))
+        cases = self._cases
+        case, _ = cases.of(args, kwargs)
+        known = len(jax.tree.leaves(cases.frozen))
         written = case.result.closed
         emitted = compat.make_avals_jaxpr(case.result.emit(), written.in_avals)
         sides = tuple(_remaining(side, known) for side in (written, emitted))
-        return make_report(case.result, self._optimiser, sides)
+        return make_report(case.result, cases.optimiser, sides)
 
-    def _case(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
+
+def _inlined(cases: _Cases) -> Callable[..., Any]:
+    """What is left of the function, for `jax.jit` to trace at every shape it is called with.
+
+    It holds no `Prepared`: in a circle with one, weights would stay until the garbage collector
+    comes by.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        case, leaves = cases.of(args, kwargs)
+        return jax.tree.unflatten(case.out_tree, case.rest(case.constants, leaves))
+
+    call.__signature__ = cases.rest  # pyright: ignore[reportFunctionMemberAccess]
+    call.__name__ = cases.name
+    return call
+
+
+class _Cases:
+    """What was prepared, and what is left of the function for every set of shapes."""
+
+    def __init__(
+        self,
+        optimiser: Optimiser,
+        fun: Callable[..., Any],
+        statics: set[str],
+        frozen: dict[str, Any],
+    ) -> None:
+        self.optimiser, self.fun, self.statics, self.frozen = optimiser, fun, statics, frozen
+        parameters = inspect.signature(fun).parameters.values()
+        self.rest = inspect.Signature([p for p in parameters if p.name not in frozen])
+        self.name = getattr(fun, "__name__", "prepared")
+        self._found: dict[Any, _Case] = {}
+
+    def of(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
         bound = self._bind(args, kwargs)
-        static = {k: v for k, v in bound.items() if k in self._statics}
-        moving = {k: v for k, v in bound.items() if k not in self._statics}
+        static = {k: v for k, v in bound.items() if k in self.statics}
+        moving = {k: v for k, v in bound.items() if k not in self.statics}
         leaves, tree = jax.tree.flatten(moving)
         key = (tree, tuple(jax.typeof(x) for x in leaves), tuple(sorted(static.items())))
-        case = self._cases.get(key)
+        case = self._found.get(key)
         if case is None:
-            case = self._make(leaves, tree, static)
+            case = self._made(leaves, tree, static)
             if not case.over:
-                self._cases[key] = case
+                self._found[key] = case
         return case, [*leaves, *case.over]
 
     def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         try:
-            bound = self._rest.bind(*args, **kwargs)
+            bound = self.rest.bind(*args, **kwargs)
         except TypeError as error:
             raise FrozenError(
-                f"{self.__name__} prepared with {', '.join(self._frozen)}: {error}",
-                expected=f"({', '.join(self._rest.parameters)})",
+                f"{self.name} prepared with {', '.join(self.frozen)}: {error}",
+                expected=f"({', '.join(self.rest.parameters)})",
             ) from error
         bound.apply_defaults()
         return dict(bound.arguments)
 
-    def _make(self, leaves: list[Any], tree: Any, static: dict[str, Any]) -> _Case:
-        known, known_tree = jax.tree.flatten(self._frozen)
+    def _made(self, leaves: list[Any], tree: Any, static: dict[str, Any]) -> _Case:
+        known, known_tree = jax.tree.flatten(self.frozen)
 
         def flat(known_leaves: list[Any], moving_leaves: list[Any]) -> Any:
             named = {**jax.tree.unflatten(known_tree, known_leaves), **static}
             named.update(jax.tree.unflatten(tree, moving_leaves))
-            return _call_by_name(self._fun, named)
+            return _call_by_name(self.fun, named)
 
         try:
             closed, out_tree = compat.make_jaxpr(flat, known, leaves)
         except (TypeError, ValueError) as error:
-            shapes = {k: jax.tree.map(_spec, v) for k, v in self._frozen.items()}
+            shapes = {k: jax.tree.map(_spec, v) for k, v in self.frozen.items()}
             raise FrozenError(
-                f"{self.__name__} does not trace with the prepared arguments",
+                f"{self.name} does not trace with the prepared arguments",
                 expected="arguments whose shapes fit the prepared ones",
                 got=f"prepared {shapes}, called with {[_spec(x) for x in leaves]}",
                 remedy=str(error).splitlines()[0],
             ) from error
         closed, values = closing_over_nothing(closed, [*known, *leaves])
-        result = self._optimiser.run(closed, frozenset(range(len(known))))
+        result = self.optimiser.run(closed, frozenset(range(len(known))))
         emitted = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
         once, run = split(emitted, len(known))
         if any(isinstance(x, compat.Tracer) for x in known):
@@ -182,7 +192,8 @@ def prepare(
     numbers = (numbers,) if isinstance(numbers, int) else numbers
     texts = settings.get("static_argnames") or ()
     texts = (texts,) if isinstance(texts, str) else texts
-    return Prepared(optimiser, fun, options, {*texts, *(names[n] for n in numbers)}, dict(values))
+    statics = {*texts, *(names[n] for n in numbers)}
+    return Prepared(_Cases(optimiser, fun, statics, dict(values)))
 
 
 def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:

@@ -1,6 +1,8 @@
 """Frozen arguments: what depends on them alone is computed once."""
 
+import gc
 import pickle
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +76,20 @@ def test_frozen_acts_only_in_prepare():
 def test_report_of_what_is_left():
     prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
     assert prepared.explain(X).after.flops == 2 * 8 * 512 * 512
+
+
+def test_dropped_weights_are_freed_at_once():
+    def layer(x, weight):
+        return x @ weight
+
+    weight = jnp.ones((8, 4))
+    alive = weakref.ref(weight)
+    prepared = sym_optimize(layer, frozen=("weight",)).prepare(weight=weight)
+    assert prepared(jnp.ones((2, 8))).shape == (2, 4)
+    gc.disable()
+    try:
+        del prepared, weight
+        jax.clear_caches()
+        assert alive() is None
+    finally:
+        gc.enable()
