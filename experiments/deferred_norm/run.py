@@ -30,6 +30,9 @@ from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
+DRAWS = ((64, 20, 40), (256, 10, 20), (4096, 7, 14))  # rows at most, copies of all arrays, pairs
+ASKED = 1.03  # of plain's time, at most
+MOST_BYTES = 1 << 30  # of the copies of a weight; programs hold several of each
 MULTIPROCESSOR_BYTES = 233472  # of shared memory, H200
 DECODING = (
     "Decoding on an H200, bf16, K = 4096: programs of the table's cut, what their pipelines have "
@@ -49,19 +52,23 @@ def main() -> None:
     quick, rounds = chosen.quick, 3 if chosen.quick else chosen.rounds
     blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, rounds)
     minilm = tell_minilm(2 if quick else 6, rounds)
-    layers = tell_layers((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES, rounds)
+    shapes = ((1, 16), SIDES[:1], rounds) if quick else (ROWS, SIDES)
+    layers, above = tell_layers(*shapes)
     moved = tell_bytes()
     decode = tell_decode()
     gpu = tell_gpu(rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
+    told = ", ".join(f"{pairs} on {draws} up to {most} rows" for most, draws, pairs in DRAWS)
+    told += f", fewer where all weights would take more than {harness.quantity(MOST_BYTES, 'B')}"
     parts = [
-        f"RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
-        f"{rounds} pairs, quartiles, on seven copies of all arrays: where they lie in memory makes "
-        "up to a factor of two). Where the emitted program is the plain one its ratio is the "
-        "noise of the machine.",
+        "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
+        "pairs, quartiles). Where arrays lie in memory makes up to a factor of two, so the pairs "
+        f"are spread over copies of all arrays: {told}. Where the emitted program is the plain one "
+        "its ratio is the noise of the machine.",
         harness.markdown_table(header, layers),
+        above,
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
         "prepared against plain `jax.jit` with the same arrays closed over.",
         harness.markdown_table(["rows", "prepared / plain"], blocks),
@@ -99,9 +106,18 @@ def layer(x: jax.Array, gain: jax.Array, weight: jax.Array) -> jax.Array:
     return rms_norm(x, gain) @ weight
 
 
-def tell_layers(rows: tuple, sides: tuple, rounds: int) -> list[list]:
-    """Every shape with and without frozen weights, in turn with the plain program."""
-    out = []
+def tell_layers(rows: tuple, sides: tuple, rounds: int = 0) -> tuple[list[list], str]:
+    """Every shape with and without frozen weights, in turn with the plain program.
+
+    Args:
+        rows: of x.
+        sides: of the weights.
+        rounds: pairs of each; as `DRAWS` has it if 0.
+
+    Returns:
+        The cells, and how many ratios stand above what is asked: of one program with itself too.
+    """
+    out, ratios = [], {"the same program": [], "prepared": []}
     for k in sides:
         for n in sides:
             plain, ours = jax.jit(layer), sym_optimize(layer)
@@ -109,14 +125,25 @@ def tell_layers(rows: tuple, sides: tuple, rounds: int) -> list[list]:
             for m in rows:
                 x = draw(m, k) * np.sqrt(m)
                 make = functools.partial(_layer_calls, plain, ours, x, gain, weight)
-                samples = harness.interleave_anew(make, rounds)
+                draws, pairs = next(how for most, *how in DRAWS if m <= most)
+                draws = min(draws, MOST_BYTES // weight.nbytes)
+                samples = harness.interleave_anew(
+                    make, rounds or pairs, min(draws, rounds or draws)
+                )
                 called, frozen = (samples.ratio(name, "plain") for name in ("called", "prepared"))
                 report = ours.explain(x, gain, weight)
                 same = str(report.before.jaxpr) == str(report.after.jaxpr)
                 out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
+                ratios["prepared"].append(frozen.median)
+                ratios["the same program"] += [called.median] * same
                 print(*out[-1], sep="\t")
                 jax.clear_caches()  # programs hold the weights they close over
-    return out
+    told = (
+        f"{name}, {sum(r > ASKED for r in found)} of {len(found)}, at most {max(found):.2f}"
+        for name, found in ratios.items()
+        if found
+    )
+    return out, f"Above {ASKED}: {'; '.join(told)}."
 
 
 def _layer_calls(plain: Callable, ours: Callable, *arrays: jax.Array) -> dict[str, Callable]:
