@@ -7,6 +7,7 @@ a `FoldSpec`; `fold_reference` is its definition.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from symjax_rewrite.pallas_kernels import fold_reference as _reference
 from symjax_rewrite.pallas_kernels import fold_triton as _triton
 from symjax_rewrite.pallas_kernels import fold_xla as _xla
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
-from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec
+from symjax_rewrite.pallas_kernels.fold_spec import Band, FoldSpec, one_way
 from symjax_rewrite.pallas_kernels.support import (
     Backend,
     Reason,
@@ -73,13 +74,32 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     streamed = partial(_xla.fold_xla, spec)
     if backend != "auto":
         run = partial(named_backend(BACKENDS, backend, spec, "fold").run, spec)
-    elif isinstance(best := cuda_backend(spec), Reason):
+    elif isinstance(on_cuda := _on_cuda(spec), Reason):
         run = streamed
     else:
-        run = partial(lax.platform_dependent, cuda=partial(best.run, spec), default=streamed)
+        run = partial(lax.platform_dependent, cuda=on_cuda, default=streamed)
     # Loops whose length a band decides have no reverse mode; a band changes no value.
     definition = partial(_xla.fold_xla, replace(spec, band=Band()))
     return by_definition(run, definition, *operands)
+
+
+def _on_cuda(spec: FoldSpec) -> Callable[..., Any] | Reason:
+    """What runs a fold on CUDA, or why nothing does: no kernel there sums rows and columns both."""
+    parts = one_way(spec)
+    runs = []
+    for _, part in parts:
+        best = cuda_backend(part)
+        if isinstance(best, Reason):
+            return best
+        runs.append(partial(best.run, part))
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        made: dict[int, Any] = {}
+        for (numbers, _), each in zip(parts, runs, strict=True):
+            made.update(zip(numbers, each(*operands), strict=True))
+        return tuple(made[n] for n in range(len(made)))
+
+    return run if len(parts) > 1 else runs[0]
 
 
 def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:

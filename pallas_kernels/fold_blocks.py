@@ -39,7 +39,7 @@ def even(size: int, block: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A row of the table: what was fastest, f32 on two cores with 1 MiB of L2 each (2025-11).
+    """A row of the table: what was fastest, f32 on two cores with 2 MiB of L2 each (2026-11).
 
     Args:
         rows: rows per block.
@@ -57,10 +57,8 @@ XLA_CUTS = {
     "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
     "elementwise": Cut(128, 512),  # N-body of 8192: 0.06 to 0.17
     "banded": Cut(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
-    "paired": Cut(512, 512),  # gradients of attention: T = 512 0.59, 4096 0.37
-    "plain": Cut(
-        512, 1024
-    ),  # attention: T = 512 0.54, 4096 0.35; cross-entropy of 50,000 words: 0.33 to 0.59
+    "paired": Cut(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
+    "plain": Cut(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
 }
 NARROWEST = 128  # rows and columns per block of a narrow band
 
@@ -90,7 +88,8 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
         side = max(math.isqrt(cut.pairs // many), NARROWEST)
         shared = shared if many * side * side <= cut.pairs else ()
         cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
-    rows = even(spec.rows, cut.rows)
+    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more, but never for all
+    rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, spec.rows // 2)))
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
     if spec.tile.whole is not None:
         whole = spec.size[spec.tile.whole]

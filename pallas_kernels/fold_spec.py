@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ class Term:
     """One sum `Σ_n p·factor·weights`.
 
     Args:
-        weights: number of a column operand [batch.., n, feature..]; None for 1.
+        weights: number of an operand of what is summed over, [batch.., n, feature..]; None for 1.
         factor: number of a tile; None for 1.
         round_to: dtype the summand's tile part is rounded to before it meets the weights.
         precision: of that product, as in `jax.lax.dot`.
@@ -172,7 +172,19 @@ class KeyedSums:
     tile: int = 0
 
 
-Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums
+@dataclass(frozen=True, slots=True)
+class ColumnSums:
+    """`Σ_m t·factor·weights` for each term: sums over rows; results [batch.., n, feature..].
+
+    The weights are row operands [batch.., m, feature..]. Beside sums over columns the tile is made
+    once for both.
+    """
+
+    terms: tuple[Term, ...] = (Term(),)
+    tile: int = 0
+
+
+Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums | ColumnSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,21 +328,58 @@ def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
                 axes.append((*kept, *(f"{PLACES}{size}" for size in sizes)))
             case _:
                 axes += [lead] * isinstance(output, ExpSums)
+                kept = (*spec.batch, spec.col) if isinstance(output, ColumnSums) else lead
                 for term in output.terms:
                     wide = () if term.weights is None else spec.features(term.weights)
-                    axes.append((*lead, *wide))
+                    axes.append((*kept, *wide))
     return tuple(axes)
 
 
 def terms_of(output: Output) -> tuple[Term, ...]:
     """The sums of an output, if it has any."""
-    return output.terms if isinstance(output, (Sums, ExpSums)) else ()
+    return output.terms if isinstance(output, (Sums, ExpSums, ColumnSums)) else ()
 
 
 def weights_of(spec: FoldSpec) -> tuple[int, ...]:
     """Numbers of the operands that are weights of some sum, each once."""
     terms = [t for o in spec.outputs for t in terms_of(o)]
     return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
+
+
+def one_way(spec: FoldSpec) -> list[tuple[tuple[int, ...], FoldSpec]]:
+    """The folds that reduce columns only and give the outputs of a fold, with their numbers.
+
+    Sums over rows are sums over columns of the tile turned round. That holds for tiles that are
+    elementwise: one that reduces along an axis itself stays as it is.
+    """
+    across = tuple(n for n, o in enumerate(spec.outputs) if isinstance(o, ColumnSums))
+    if not across or spec.tile.whole is not None:
+        return [(tuple(range(len(spec.outputs))), spec)]
+    along = tuple(n for n in range(len(spec.outputs)) if n not in across)
+    parts = [(across, _turned(spec, across))]
+    if along:
+        parts.append((along, replace(spec, outputs=tuple(spec.outputs[n] for n in along))))
+    return parts
+
+
+def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
+    """The fold of some sums over rows with rows and columns in each other's place."""
+    sums = [o for n in across if isinstance(o := spec.outputs[n], ColumnSums)]
+    inner = spec.tile
+    lower, upper = (None if b is None else -b for b in (spec.band.upper, spec.band.lower))
+
+    def tile(dots: tuple[Array, ...], values: tuple[Array, ...], i: Array, j: Array) -> Any:
+        return inner.fun(dots, values, j, i)
+
+    return replace(
+        spec,
+        row=spec.col,
+        col=spec.row,
+        contractions=tuple(replace(c, row=c.col, col=c.row) for c in spec.contractions),
+        tile=Tile(tile, inner.reads, key=("turned", inner.key)),
+        outputs=tuple(Sums(o.terms, o.tile) for o in sums),
+        band=Band(lower, upper),
+    )
 
 
 def from_scalars(fun: TileFunction) -> TileFunction:
@@ -387,15 +436,17 @@ def _validate(spec: FoldSpec) -> None:
         table = not {spec.row, spec.col} & {*spec.operands[number].axes}
         check(table or not spec.features(number), "a tile reads an operand with features", number)
     for output in spec.outputs:
+        summed, kept = spec.col, spec.row
+        if isinstance(output, ColumnSums):
+            summed, kept = kept, summed
         for term in terms_of(output):
             if term.weights is not None:
                 axes = spec.operands[term.weights].axes
-                check(
-                    spec.col in axes and spec.row not in axes, "weights are no column operand", term
-                )
+                check(summed in axes and kept not in axes, "weights lack the axis summed", term)
         if isinstance(output, KeyedSums):
             check({*output.kept} <= {*spec.batch}, "sums by key keep no such axis", output.kept)
-            check(spec.epilogue is None, "sums by key have no rows for an epilogue", output)
+        if isinstance(output, (KeyedSums, ColumnSums)):
+            check(spec.epilogue is None, "sums over rows leave none for an epilogue", output)
         if isinstance(output, Extremum):
             check(output.kind in ("max", "min", "any", "all"), "no such extremum", output.kind)
     if spec.epilogue is not None:

@@ -19,6 +19,7 @@ from symjax_rewrite import monoid
 from symjax_rewrite.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
+    ColumnSums,
     Contraction,
     ExpSums,
     Extremum,
@@ -159,12 +160,7 @@ def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) ->
         total = accumulator(p.dtype)
         if term.weights is None:
             return jnp.sum(p, axis=-1, dtype=total)
-        weights = block.arrays[term.weights]
-        if term.round_to is None:
-            weights = weights.astype(jnp.promote_types(total, weights.dtype))
-            p = p.astype(weights.dtype)
-        else:
-            p = p.astype(term.round_to)
+        p, weights = _multiplied(term, p, block.arrays[term.weights])
         tile_axes = (*block.inner, spec.row, spec.col)
         sides = [(p, tile_axes), (weights, block_axes(spec, term.weights, block.inner))]
         out = (*block.inner, spec.row, *spec.features(term.weights))
@@ -174,12 +170,45 @@ def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) ->
     return measure
 
 
+def _multiplied(term: Term, p: Array, weights: Array) -> tuple[Array, Array]:
+    """A tile and its weights in the dtypes they are multiplied in."""
+    if term.round_to is not None:
+        return p.astype(term.round_to), weights
+    weights = weights.astype(jnp.promote_types(accumulator(p.dtype), weights.dtype))
+    return p.astype(weights.dtype), weights
+
+
+def _column_sum(spec: FoldSpec, term: Term, p: Array, made: Sequence[Array], block: Block) -> Array:
+    """`Σ_m p·factor·w` over the rows of a block that none before held: [inner.., n, feature..]."""
+    new = None if block.first is None else block.i >= block.first
+    p = p.astype(accumulator(p.dtype))
+    if term.factor is not None:
+        p = p * made[term.factor].astype(p.dtype)
+    if new is not None:
+        p = jnp.where(new, p, jnp.zeros((), p.dtype))
+    total = p.dtype
+    if term.weights is None:
+        return jnp.sum(p, axis=-2, dtype=total)
+    axes, features = block_axes(spec, term.weights, block.inner), spec.features(term.weights)
+    p, weights = _multiplied(term, p, block.arrays[term.weights])
+    # A product over the rows of both is slower than one of weights turned round, which are narrow.
+    turned = (*(a for a in axes if a not in (spec.row, *features)), *features, spec.row)
+    weights = lax.transpose(weights, [axes.index(a) for a in turned])
+    if new is not None:
+        weights = jnp.where(new[:, 0], weights, jnp.zeros((), weights.dtype))
+    sides = [(lax.optimization_barrier(weights), turned), (p, (*block.inner, spec.row, spec.col))]
+    out = (*block.inner, *features, spec.col)
+    dtype = jnp.promote_types(total, weights.dtype)
+    made_turned = lax.optimization_barrier(_einsum(spec, sides, out, term.precision, dtype))
+    return jnp.moveaxis(made_turned, -1, len(block.inner))
+
+
 def monoid_of(output: Output) -> Monoid:
     """The monoid an output is reduced by."""
     match output:
         case Extremum(kind=kind):
             return EXTREMA[kind]
-        case Sums() | KeyedSums():
+        case Sums() | KeyedSums() | ColumnSums():
             return monoid.SUM
         case ExpSums():
             return monoid.EXP_SUMS
@@ -259,19 +288,62 @@ def _scattered(tile: Array, at: Array, size: int, lead: Sequence[str], output: K
     return empty.at[..., at].add(tile, mode="drop")
 
 
+def _streamed(output: Output) -> Monoid:
+    """The monoid that reduces an output where XLA compiles it.
+
+    Compared with the tile in the loop that finds it, an extremum is written out as a tile of its
+    own, at times several times as slowly; hence the barrier (which Triton does not have).
+    """
+    if isinstance(output, ArgExtremum):
+        return monoid.arg_extremum(output.larger, apart=lax.optimization_barrier)
+    return monoid_of(output)
+
+
+def _column_sums(
+    spec: FoldSpec, output: ColumnSums, made: Sequence[Array], block: Block
+) -> list[Array]:
+    """What a block adds to its columns, for each term."""
+    return [_column_sum(spec, t, made[output.tile], made, block) for t in output.terms]
+
+
 def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
     """The state of each output after this tile alone."""
     made = tiles(spec, block)
-    return tuple(monoid_of(o).lift(*_lifted(spec, o, made, block)) for o in spec.outputs)
+
+    def lift(output: Output) -> State:
+        if not isinstance(output, ColumnSums):
+            return _streamed(output).lift(*_lifted(spec, output, made, block))
+        axis, parts = len(block.inner), _column_sums(spec, output, made, block)
+        if block.j.shape[1] == spec.cols:
+            return tuple(parts)
+        empty = [
+            jnp.zeros((*x.shape[:axis], spec.cols, *x.shape[axis + 1 :]), x.dtype) for x in parts
+        ]
+        return _added_at(empty, parts, block.j[0, 0], axis)
+
+    return tuple(map(lift, spec.outputs))
 
 
 def absorb_block(spec: FoldSpec, states: Sequence[State], block: Block) -> tuple[State, ...]:
     """The state of each output after one more tile."""
     made = tiles(spec, block)
-    return tuple(
-        monoid_of(o).extend(s, *_lifted(spec, o, made, block))
-        for o, s in zip(spec.outputs, states, strict=True)
-    )
+
+    def absorb(output: Output, state: State) -> State:
+        if isinstance(output, ColumnSums):
+            parts = _column_sums(spec, output, made, block)
+            return _added_at(state, parts, block.j[0, 0], len(block.inner))
+        return _streamed(output).extend(state, *_lifted(spec, output, made, block))
+
+    return tuple(map(absorb, spec.outputs, states))
+
+
+def _added_at(state: Sequence[Array], parts: Sequence[Array], start: Any, axis: int) -> State:
+    """The sums of all columns with what a block adds to its own, where these lie."""
+    out = []
+    for total, part in zip(state, parts, strict=True):
+        old = lax.dynamic_slice_in_dim(total, start, part.shape[axis], axis)
+        out.append(lax.dynamic_update_slice_in_dim(total, old + part, start, axis))
+    return tuple(out)
 
 
 def finish(

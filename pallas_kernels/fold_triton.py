@@ -36,6 +36,7 @@ from symjax_rewrite.pallas_kernels.fold_layout import (
 )
 from symjax_rewrite.pallas_kernels.fold_reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold_spec import (
+    ColumnSums,
     Contraction,
     FoldSpec,
     KeyedSums,
@@ -71,6 +72,7 @@ def supports(spec: FoldSpec) -> Support:
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
         (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add up in no order"),
+        (any(isinstance(o, ColumnSums) for o in spec.outputs), "sums over rows cross programs"),
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
         (

@@ -31,6 +31,7 @@ from symjax_rewrite.pairs import Pair, is_elementwise
 from symjax_rewrite.pallas_kernels.fold_spec import Band
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.routing import OneClass
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 
 LEAST_FLOPS = 1 << 25  # products of fewer are done in no time
@@ -53,7 +54,7 @@ class Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class BandedRoute:
+class BandedRoute(OneClass):
     """A product in blocks.
 
     row, column: indices of the product: of the matrix's rows, and the one that is summed.
@@ -65,14 +66,6 @@ class BandedRoute:
     column: int
     blocks: tuple[Block, ...]
     backend: str = "blocks"
-
-    def classes(self) -> set[int]:
-        """The class this route computes."""
-        return {self.cls}
-
-    def gives(self) -> set[int]:
-        """What others may read."""
-        return {self.cls}
 
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before."""

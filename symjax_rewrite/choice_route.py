@@ -16,6 +16,7 @@ import numpy as np
 from symjax_rewrite.fold_route import read_operand, read_over
 from symjax_rewrite.gathers import Choice
 from symjax_rewrite.ir import Ref
+from symjax_rewrite.routing import OneClass
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder, run_steps
 
 Named = tuple[Any, tuple[str, ...]]
@@ -80,7 +81,7 @@ class Columns:
 
 
 @dataclass(slots=True)
-class ChoiceRoute:
+class ChoiceRoute(OneClass):
     """A class that chooses one column of a pairwise term for each of its indices.
 
     columns: the tile program; its names are the class's indices. root: its step.
@@ -91,14 +92,6 @@ class ChoiceRoute:
     columns: Columns
     root: int
     backend: str = "gathered"
-
-    def classes(self) -> set[int]:
-        """The class this route computes."""
-        return {self.cls}
-
-    def gives(self) -> set[int]:
-        """What others may read."""
-        return {self.cls}
 
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before."""

@@ -23,6 +23,7 @@ from symjax_rewrite.pallas_kernels.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
     Band,
+    ColumnSums,
     ExpSums,
     Extremum,
     FoldSpec,
@@ -280,7 +281,8 @@ class FoldBuilder:
             factor = None if factor is None else self._root(factor)
         else:
             assert factor is not None
-            key, factor = ("sum", self._root(factor), 0), None
+            kind = "across" if served.lead[-1] == COLUMN else "sum"
+            key, factor = (kind, self._root(factor), 0), None
         term, features = self._term(served, piece, factor)
         terms = self.outputs.setdefault(key, [])
         if term not in terms:
@@ -344,7 +346,7 @@ class FoldBuilder:
 
     def _band(self) -> Band:
         """The columns that matter, from the tile program and what is known of what it reads."""
-        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "keyed": 0.0}
+        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "across": 0.0, "keyed": 0.0}
         if any(kind not in ignored for kind, _, _ in self.outputs):
             return Band()  # these say which column it is
         tiles, batch = self.tiles, self.lead[:-1]
@@ -391,6 +393,8 @@ def _output(kind: str, root: int, places: Any, terms: tuple[Term, ...]) -> Outpu
             return ExpSums(terms, root)
         case "sum":
             return Sums(terms, root)
+        case "across":
+            return ColumnSums(terms, root)
         case "top_k" | "sorted":
             return TopK(places, root)
         case "argmax" | "argmin":

@@ -224,7 +224,9 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
         None where some row algebra cannot be done inside.
     """
     t, need = around.t, around.need
-    lead = next(iter(served.values())).lead
+    lead, *others = {s.lead for s in served.values()}
+    if others:
+        return None  # some are sums over rows: there is no row for them
     after = dependents(t.graph, need, set(served))
     program = _Program(t, lead, after, around.late)
     for cls in need.order:

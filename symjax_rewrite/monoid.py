@@ -279,13 +279,18 @@ def _precedes(a: Array, b: Array, larger: bool) -> Array:
     return better | ((a != a) & (b == b))
 
 
-def arg_extremum(larger: bool) -> Monoid:
-    """argmax or argmin: state (value, index); ties and NaN resolve as in `jnp.argmax`."""
+def arg_extremum(larger: bool, apart: Callable[[Array], Array] = lambda x: x) -> Monoid:
+    """argmax or argmin: state (value, index); ties and NaN resolve as in `jnp.argmax`.
+
+    Args:
+        larger: whether it is argmax.
+        apart: what the extreme values go through before a block is compared with them.
+    """
     best = _max_of if larger else _min_of
 
     def lift(t: Array, index: Array) -> State:
         index = jnp.broadcast_to(index, t.shape)
-        top = best(t, -1)
+        top = apart(best(t, -1))
         here = (t == top[..., None]) | (t != t)
         return top, _min_of(jnp.where(here, index, greatest(index.dtype)), -1)
 

@@ -19,6 +19,7 @@ from symjax_rewrite.dims import Dim
 from symjax_rewrite.ir import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.pairs import elements, is_elementwise, over
 from symjax_rewrite.regions import Needed, node_of
+from symjax_rewrite.routing import OneClass
 from symjax_rewrite.ties import opposed
 
 _JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
@@ -46,19 +47,11 @@ class Restated:
 
 
 @dataclass(slots=True)
-class Reread:
+class Reread(OneClass):
     """A class that is another one, over its indices."""
 
     cls: int
     source: Ref
-
-    def classes(self) -> set[int]:
-        """The class this route computes."""
-        return {self.cls}
-
-    def gives(self) -> set[int]:
-        """What others may read."""
-        return {self.cls}
 
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before."""

@@ -73,6 +73,10 @@ class Router:
             routes, uses = self._folds(t, need, least)
         return [*sparse, *routes], [*sparse_uses(t, sparse), *uses]
 
+    def _streams(self) -> bool:
+        """Whether loops run the folds: they look values up, and sum by key and over rows too."""
+        return self.kernels in ("xla", "reference") or self.device.name == "cpu"
+
     def _looks_for_sparse(self) -> bool:
         """Whether sums are taken over the places that are not zero: on GPUs it is not measured."""
         if self.kernels == "auto":
@@ -96,9 +100,7 @@ class Router:
     def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
-        # No kernel for GPUs looks values up: terms of tables are made there, and read by kernels.
-        tables = self.kernels in ("xla", "reference") or self.device.name == "cpu"
-        found = clusters(t, need, Scope(least, single, tables))
+        found = clusters(t, need, Scope(least, single, tables=self._streams()))
         if not found:
             return [], []
         if self.kernels == "auto" and compat.may_be_partitioned():
@@ -115,7 +117,7 @@ class Router:
         """The routes of every cluster in play; none at all where one of these is refused."""
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
-        drafts = {n: Draft(t, c, depth) for n, c in asked.items()}
+        drafts = {n: Draft(t, c, depth, self._streams()) for n, c in asked.items()}
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
         made: dict[int, list[Route]] = {}
         for number in sorted(asked, key=lambda n: -asked[n].pairs):
@@ -197,7 +199,9 @@ def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
 class Draft:
     """The folds of a cluster before their epilogues: these depend on what all others read."""
 
-    def __init__(self, t: TermGraph, cluster: Cluster, depth: dict[int, int]) -> None:
+    def __init__(
+        self, t: TermGraph, cluster: Cluster, depth: dict[int, int], both_ways: bool
+    ) -> None:
         self.t, self.cluster, self.depth = t, cluster, depth
         groups: dict[tuple, list[Candidate]] = {}
         self.choices: list[ChoiceRoute] = []
@@ -206,8 +210,13 @@ class Draft:
                 self.choices.append(_choice(t, m))
                 continue
             groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
-        self.builders = [_fold(t, cluster, group) for group in groups.values()]
-        self.levels = [group[0].level for group in groups.values()]
+        turned = _turned(groups) if both_ways else {}
+        self.builders = [
+            _fold(t, cluster, group, groups.get(turned.get(key, ()), []))
+            for key, group in groups.items()
+            if key not in turned.values()
+        ]
+        self.levels = [key[0] for key in groups if key not in turned.values()]
 
     def reads(self) -> list[set[int]]:
         """The classes that each fold and each choice reads."""
@@ -240,8 +249,35 @@ class Draft:
         return inner
 
 
-def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder:
-    """One fold for candidates that reduce the same way round and wait for the same results."""
+def _turned(groups: dict[tuple, list[Candidate]]) -> dict[tuple, tuple]:
+    """For groups of candidates the one that reduces the same pairs the other way round.
+
+    Sums over rows cost a fold a little more than those over columns: the fewer of them are made so.
+    """
+    out: dict[tuple, tuple] = {}
+    for key in groups:
+        level, row, column, others, along = key
+        back = (level, column, row, others, along)
+        if along or back not in groups or {key, back} & {*out, *out.values()}:
+            continue
+        fewer, more = sorted((key, back), key=lambda k: (not _sums(groups[k]), len(groups[k])))
+        if _sums(groups[fewer]):
+            out[more] = fewer
+    return out
+
+
+def _sums(group: list[Candidate]) -> bool:
+    """Whether candidates are nothing but sums of the tile as it is."""
+    return all(piece.kind in ("sum", "count") for m in group for piece in m.form)
+
+
+def _fold(
+    t: TermGraph, cluster: Cluster, group: list[Candidate], turned: list[Candidate]
+) -> FoldBuilder:
+    """One fold for candidates that wait for the same results.
+
+    Those of the group reduce the same way round, those turned the other.
+    """
     first = frame(cluster, group[0])
     pair = group[0].pair
     name = {first.get(pair.row): ROW, first[pair.column]: COLUMN}
@@ -251,7 +287,8 @@ def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder
     lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
     sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
     builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair)
-    for m in group:
+    across = (*lead[:-1], COLUMN)
+    for m in (*group, *turned):
         ids = frame(cluster, m)
         names = {i: name[ids[i]] for i in m.space}
         form = tuple(name_piece(p, names) for p in m.form)
@@ -259,7 +296,7 @@ def _fold(t: TermGraph, cluster: Cluster, group: list[Candidate]) -> FoldBuilder
         for before, after in zip(m.form, form, strict=True):
             if before.weights is not None and after.weights is not None:
                 full.update(zip(before.weights.axes, after.weights.axes, strict=True))
-        builder.add(Served(m.exit, form, full, lead))
+        builder.add(Served(m.exit, form, full, lead if m in group else across))
     return builder
 
 

@@ -28,6 +28,21 @@ class Route(Protocol):
         ...
 
 
+class OneClass:
+    """A route that computes one class, which others may read."""
+
+    __slots__ = ()
+    cls: int
+
+    def classes(self) -> set[int]:
+        """The class it computes."""
+        return {self.cls}
+
+    def gives(self) -> set[int]:
+        """The same."""
+        return {self.cls}
+
+
 def take(t: TermGraph, routed: dict[int, Any], routes: list[Any]) -> int:
     """Add routes to those taken already, as far as they stand together.
 

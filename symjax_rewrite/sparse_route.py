@@ -29,6 +29,7 @@ from symjax_rewrite.ops import dtype_kind
 from symjax_rewrite.pairs import Pair, Tile, elements, explore, is_elementwise, is_test_like, over
 from symjax_rewrite.record import RouteUse
 from symjax_rewrite.regions import Needed, needed, node_of
+from symjax_rewrite.routing import OneClass
 from symjax_rewrite.tile_program import COLUMN, ROW, TileBuilder
 
 LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
@@ -53,7 +54,7 @@ class Sparse:
 
 
 @dataclass(slots=True)
-class SparseRoute:
+class SparseRoute(OneClass):
     """A sum over the places of a class that is zero elsewhere.
 
     columns: the program of what is summed. roots: the steps of its factors. place: the columns, by
@@ -67,14 +68,6 @@ class SparseRoute:
     place: Ref
     names: tuple[str, ...]
     backend: str = "gathered"
-
-    def classes(self) -> set[int]:
-        """The class this route computes."""
-        return {self.cls}
-
-    def gives(self) -> set[int]:
-        """What others may read."""
-        return {self.cls}
 
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before."""

@@ -7,6 +7,7 @@ writes none; the program as written makes each pairwise term once and reads it f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 from symjax_rewrite.canonical import TermGraph
@@ -47,7 +48,9 @@ FOLD_ROW, FOLD_PLACE = 20_000, 3900  # steps of a fold's top-k for a block's row
 MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
 LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
 _PLAIN_LOOKUP = 17
-LEAST_GAIN = 0.85  # a fold must be predicted to take at most this part of the time
+_PLAIN_SUM = 60  # of a sum over the features of a pair, for each pair
+_LONG_SUM = 32  # features from which on XLA adds them up several at a time
+LEAST_GAIN = 0.8  # a fold must be predicted to take at most this part of the time
 
 
 def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
@@ -58,8 +61,8 @@ def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
         bandwidth = cached * device.bytes_per_s
         device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
     whole = seconds_whole(t, cluster, device)
-    if device.name == "cpu" and fresh >= KEPT_BYTES:
-        whole += fresh / FRESH_BYTES_PER_S
+    if device.name == "cpu":
+        whole += max(fresh - KEPT_BYTES, 0) / FRESH_BYTES_PER_S
     return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
 
 
@@ -120,7 +123,20 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     steps += sum(PLAIN_PLACE * m.exit.places * _rows(m) for m in once.values())
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(_PLAIN_LOOKUP * elements(t, cls) for cls in looked)
+    summed = {r.cls for m in cluster.members for r in m.tile.inner if _is_short_sum(t, m, r)}
+    if device.name == "cpu":  # a GPU adds up the features of many pairs at a time
+        steps += sum(_PLAIN_SUM * elements(t, cls) for cls in summed)
     return seconds + steps / device.elementwise_per_s
+
+
+def _is_short_sum(t: TermGraph, m: Candidate, ref: Ref) -> bool:
+    """Whether a term of pairs is summed over a few features, as differences of points are."""
+    node = node_of(t.graph, ref.cls)
+    count = math.prod(b for b in node.bound if isinstance(b, int))
+    if node.op != CONTRACT or not 1 < count < _LONG_SUM:
+        return False
+    paired = [{ref.axes[i] for i in a.axes if i < node.out} for a in node.args]
+    return any({m.pair.row, m.pair.column} <= axes for axes in paired)
 
 
 def _reduced(m: Candidate) -> int:
@@ -152,11 +168,16 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
             last[a.cls] = max(last.get(a.cls, -1), until)
     held = [c for c in order if c in written and c not in exits]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
-    in_place = {c for c in roots if is_elementwise(choice[c])}
+    in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
+    users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
+
+    def overwritten(c: int, x: int) -> bool:
+        """Whether x is made where c lay; c lives on where it is also reduced on the way to x."""
+        return x in in_place and (x in roots or users[c] == 1)
 
     def lives(c: int, x: int) -> bool:
         until = last.get(c, c)
-        return c <= x and (x < until or (x == until and (c == x or x not in in_place)))
+        return c <= x and (x < until or (x == until and (c == x or not overwritten(c, x))))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 

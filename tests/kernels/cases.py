@@ -13,6 +13,7 @@ from symjax_rewrite.pallas_kernels.attention import Attention, forward, unscaled
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
     Band,
+    ColumnSums,
     Contraction,
     Epilogue,
     ExpSums,
@@ -304,6 +305,27 @@ PAIRWISE = [
 ]
 
 
+def both_ways() -> Case:
+    """Sums over the columns and over the rows of one tile."""
+
+    def tile(d: tuple, v: tuple, i: Any, j: Any) -> Any:
+        return jnp.exp(2 * d[0] - v[0] - v[1]), i + j
+
+    def whole(*arrays: Any) -> list[np.ndarray]:
+        x, y, xx, yy, w, _ = (a.astype(np.float64) for a in arrays)
+        p = np.exp(2 * np.einsum("mdb,dn->bmn", x, y) - xx[..., None] - yy)
+        number = np.arange(p.shape[1])[:, None] + np.arange(p.shape[2])
+        return [
+            np.einsum("bmn,benf->bmef", p, w),
+            p.sum(1),
+            np.einsum("bmn,mdb->bnd", p * number, x),
+            np.einsum("bmn,bm->bn", p, xx),
+        ]
+
+    outputs = (Sums((Term(4),)), ColumnSums((Term(), Term(0, factor=1), Term(2))))
+    return replace(pairwise("sums both ways", outputs, lambda *_: [], tile), naive=whole)
+
+
 def length_masked() -> Case:
     """A decode step on a cache of which the first `length` places are filled."""
     a = Attention(3, 1, 300, 2, 16, groups=2)
@@ -335,4 +357,5 @@ CASES = [
     cross_entropy(20, 70, 300),
     nbody(50),
     length_masked(),
+    both_ways(),
 ]

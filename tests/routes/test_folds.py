@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite.pallas_kernels.fold import fold
+from symjax_rewrite.pallas_kernels.fold_spec import ColumnSums, FoldSpec, Sums
 from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate
 from tests.routes.programs import (
     FOLDS,
@@ -138,7 +140,8 @@ def test_small_and_empty(size):
     np.testing.assert_allclose(routed(x, y), log_sum_exp(x, y), 1e-6)
 
 
-def test_small_sizes_are_left_alone():
+def test_small_sizes_are_left_alone(monkeypatch):
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
     x = jax.ShapeDtypeStruct((256, D), jnp.float32)
     assert not [r for r in sym_optimize(log_sum_exp).explain(x, x).routes if r.taken]
 
@@ -258,3 +261,56 @@ def test_pairs_are_not_made_twice():
     uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
     assert uses[True] and uses[False] == "another fold reads its pairs"
     np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
+
+
+def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
+    def energy(x, y):
+        return jnp.sum(jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) ** 1.5)
+
+    def attend(q, k, v):
+        return jnp.sum((jax.nn.softmax(q @ k.T, axis=-1) @ v) ** 2)
+
+    def counted(spec, *operands, **options):
+        specs.append(spec)
+        return fold(spec, *operands, **options)
+
+    monkeypatch.setattr("symjax_rewrite.fold_route.fold", counted)
+    points, values = draw(N, D) * 0.3, draw(M, D, seed=1) * 0.3
+    for fun, args, folds in ((energy, (points, values), 1), (attend, (points, values, values), 2)):
+        specs: list[FoldSpec] = []
+        gradient = jax.grad(fun, tuple(range(len(args))))
+        assert_equivalent(sym_optimize(gradient, kernels="xla"), gradient, *args, rtol=2e-5)
+        assert len(set(specs)) == folds
+        assert {type(o) for o in specs[-1].outputs} == {Sums, ColumnSums}
+        specs.clear()
+        routes = sym_optimize(gradient, kernels="always", device="h200").explain(*args).routes
+        assert any(r.taken for r in routes)
+        assert not any(isinstance(o, ColumnSums) for s in specs for o in s.outputs)
+
+
+@pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])
+def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, keys, taken):
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)  # one CPU, as users have
+
+    def smooth(x, y, v):
+        weights = jnp.exp(-0.5 * ((x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)))
+        return weights @ v / weights.sum(-1, keepdims=True)
+
+    shapes = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (queries, keys, keys)]
+    report = sym_optimize(smooth, device="cpu").explain(*shapes)
+    assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
+
+
+def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+
+    def differences(x, y):
+        return jnp.sum(jnp.abs(x[:, None] - y[None, :]), axis=-1).min(-1)
+
+    def product(x, y):
+        return jnp.maximum(x @ y.T, 0).sum(-1)
+
+    x = jax.ShapeDtypeStruct((2048, 8), jnp.float32)
+    for fun, taken in ((differences, True), (product, False)):
+        report = sym_optimize(fun, device="cpu").explain(x, x)
+        assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
