@@ -9,11 +9,11 @@ machine does falls on both. A script finds this file through the folder above it
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
-import functools
 import json
-import operator
+import math
 import os
 import platform
 import random
@@ -33,7 +33,7 @@ TABLE_OPEN, TABLE_CLOSE = "<!-- table -->", "<!-- /table -->"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
-    """The median of a ratio over the rounds, and its quartiles."""
+    """The median of a ratio over the rounds, and its quartiles; of `Draws`, its interval."""
 
     median: float
     low: float
@@ -58,10 +58,6 @@ class Samples:
         low, median, high = np.quantile([a / b for a, b in pairs], (0.25, 0.5, 0.75))
         return Ratio(float(median), float(low), float(high))
 
-    def __add__(self, other: Samples) -> Samples:
-        """The rounds of both, as of one run."""
-        return Samples({name: [*mine, *other.seconds[name]] for name, mine in self.seconds.items()})
-
     def speedups(self) -> dict[str, Ratio]:
         """How many times faster than the first contestant each one is."""
         first = next(iter(self.seconds))
@@ -69,7 +65,10 @@ class Samples:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], Any]], rounds: int = 15, sample_s: float = 1e-2
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int = 15,
+    sample_s: float = 1e-2,
+    seed: int = 0,
 ) -> Samples:
     """Time callables in turn, in a new order every round.
 
@@ -77,9 +76,10 @@ def interleave(
         calls: what to time, without arguments; each call is waited for.
         rounds: samples per callable.
         sample_s: a sample repeats its call until it is at least this long.
+        seed: of the orders.
     """
     repeats = {name: _repeats(call, sample_s) for name, call in calls.items()}
-    order = random.Random(0)
+    order = random.Random(seed)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in order.sample(list(calls), len(calls)):
@@ -89,22 +89,61 @@ def interleave(
     return Samples(seconds)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Draws:
+    """Samples of the same contestants, a run for every draw of the places of their arrays."""
+
+    runs: list[Samples]
+
+    def ratio(self, numerator: str, denominator: str) -> Ratio:
+        """The median over the draws of each one's median, and the interval it lies in at 95 %."""
+        medians = sorted(run.ratio(numerator, denominator).median for run in self.runs)
+        outside = _outside_interval(len(medians))
+        return Ratio(statistics.median(medians), medians[outside], medians[-1 - outside])
+
+
+def _outside_interval(count: int) -> int:
+    """Of so many ordered samples, how many at either end the interval of the median leaves out.
+
+    The median lies below the k-th smallest where fewer than k of `count` fair coins fall on heads.
+    """
+    below, outside = 0.5**count, 0
+    while below <= 0.025:
+        outside += 1
+        below += math.comb(count, outside) * 0.5**count
+    return max(outside - 1, 0)
+
+
 def interleave_anew(
-    make: Callable[[], Mapping[str, Callable[[], Any]]], rounds: int, draws: int = 7
-) -> Samples:
+    make: Callable[[], Mapping[str, Callable[[], Any]]],
+    within: float,
+    rounds: int = 3,
+    draws: tuple[int, int] = (6, 60),
+    kept: int = 20,
+) -> Draws:
     """`interleave` where arrays lie in memory by chance: in turn for callables made anew.
 
     A product that streams its weights is up to twice as fast or slow by the place of its arrays
     alone; the places of one process are one draw.
 
     Args:
-        make: gives callables with arrays of their own.
-        rounds: samples per callable, in all at least.
-        draws: how often they are made; all are kept till the end, so that places differ.
+        make: gives callables with arrays of their own; ratios are taken to the first.
+        within: half the width of a ratio's interval at which it is known well enough.
+        rounds: samples per callable and draw.
+        draws: how often they are made at least, and at most.
+        kept: how many of the last made are kept, so that places differ.
     """
-    made = [make() for _ in range(draws)]
-    share = -(-rounds // draws)
-    return functools.reduce(operator.add, (interleave(calls, share) for calls in made))
+    made: collections.deque = collections.deque(maxlen=kept)
+    runs: list[Samples] = []
+    least, most = draws
+    while len(runs) < most:
+        made.append(make())
+        runs.append(interleave(made[-1], rounds, seed=len(runs)))
+        first, *others = made[-1]
+        ratios = [Draws(runs).ratio(name, first) for name in others]
+        if len(runs) >= least and all(r.high - r.low <= 2 * within for r in ratios):
+            break
+    return Draws(runs)
 
 
 def _sample(call: Callable[[], Any], repeats: int) -> float:

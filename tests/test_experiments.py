@@ -87,6 +87,27 @@ def test_ratio_is_taken_round_by_round() -> None:
     assert str(samples.speedups()["ours"]) == "4.00 [3.00–5.00]"
 
 
+@pytest.mark.parametrize(("draws", "ranks"), [(6, (1, 6)), (9, (2, 8)), (20, (6, 15))])
+def test_interval_of_a_median(draws: int, ranks: tuple[int, int]) -> None:
+    """The ranks of the tables of the sign test at 95 %."""
+    runs = [harness.Samples({"plain": [1.0], "ours": [float(n)]}) for n in range(draws, 0, -1)]
+    ratio = harness.Draws(runs).ratio("ours", "plain")
+    assert (ratio.low, ratio.high) == ranks
+    assert ratio.median == (draws + 1) / 2
+
+
+def test_draws_end_where_their_ratio_is_known() -> None:
+    made = []
+
+    def make() -> dict:
+        made.append(1)
+        return {"first": lambda: 1, "second": lambda: 2}
+
+    assert len(harness.interleave_anew(make, within=1e9, rounds=1, draws=(6, 9)).runs) == 6
+    assert len(harness.interleave_anew(make, within=-1, rounds=1, draws=(6, 9)).runs) == 9
+    assert len(made) == 15
+
+
 def test_table_replaces_only_what_stands_between_its_markers(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- table -->\nold\n<!-- /table -->\nafter\n", encoding="utf-8")

@@ -30,9 +30,10 @@ from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
-DRAWS = ((64, 20, 40), (256, 10, 20), (4096, 7, 14))  # rows at most, copies of all arrays, pairs
 ASKED = 1.03  # of plain's time, at most
-MOST_BYTES = 1 << 30  # of the copies of a weight; programs hold several of each
+WITHIN = 0.015  # arrays are drawn anew until half a ratio's interval is as narrow as this
+MOST_DRAWS = 60  # and not looked for any longer after so many
+MOST_BYTES = 1 << 30  # of the copies of a weight that are kept; programs hold several of each
 MULTIPROCESSOR_BYTES = 233472  # of shared memory, H200
 DECODING = (
     "Decoding on an H200, bf16, K = 4096: programs of the table's cut, what their pipelines have "
@@ -47,30 +48,28 @@ GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
-    parser.add_argument("--rounds", type=int, default=21, help="samples of each program")
+    parser.add_argument("--rounds", type=int, default=21, help="samples of each program on a GPU")
     chosen = parser.parse_args()
-    quick, rounds = chosen.quick, 3 if chosen.quick else chosen.rounds
-    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, rounds)
-    minilm = tell_minilm(2 if quick else 6, rounds)
-    shapes = ((1, 16), SIDES[:1], rounds) if quick else (ROWS, SIDES)
-    layers, above = tell_layers(*shapes)
+    quick, draws = chosen.quick, (1, 2) if chosen.quick else (6, MOST_DRAWS)
+    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, draws)
+    minilm = tell_minilm(2 if quick else 6, draws)
+    shapes = ((1, 16), SIDES[:1]) if quick else (ROWS, SIDES)
+    layers, above = tell_layers(*shapes, draws)
     moved = tell_bytes()
     decode = tell_decode()
-    gpu = tell_gpu(rounds)
+    gpu = tell_gpu(chosen.rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
-    told = ", ".join(f"{pairs} on {draws} up to {most} rows" for most, draws, pairs in DRAWS)
-    told += f", fewer where all weights would take more than {harness.quantity(MOST_BYTES, 'B')}"
     parts = [
-        "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit` (median of "
-        "pairs, quartiles). Where arrays lie in memory makes up to a factor of two, so the pairs "
-        f"are spread over copies of all arrays: {told}. Where the emitted program is the plain one "
-        "its ratio is the noise of the machine.",
+        "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit`. Where "
+        "arrays lie in memory makes up to a factor of two, so all are drawn anew till the interval "
+        f"of the median (95 %, in brackets) is ±{WITHIN} or narrower, at most {MOST_DRAWS} times. "
+        "Where the emitted program is the plain one its ratio is the noise of the machine.",
         harness.markdown_table(header, layers),
         above,
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
-        "prepared against plain `jax.jit` with the same arrays closed over.",
+        "prepared against plain `jax.jit` with the same arrays closed over; drawn anew likewise.",
         harness.markdown_table(["rows", "prepared / plain"], blocks),
         harness.markdown_table(["MiniLM forward", "prepared / plain"], minilm),
         "Bytes an H200 moves, bf16, K = 4096: two kernels (norm, then product) against one.",
@@ -106,13 +105,13 @@ def layer(x: jax.Array, gain: jax.Array, weight: jax.Array) -> jax.Array:
     return rms_norm(x, gain) @ weight
 
 
-def tell_layers(rows: tuple, sides: tuple, rounds: int = 0) -> tuple[list[list], str]:
+def tell_layers(rows: tuple, sides: tuple, draws: tuple[int, int]) -> tuple[list[list], str]:
     """Every shape with and without frozen weights, in turn with the plain program.
 
     Args:
         rows: of x.
         sides: of the weights.
-        rounds: pairs of each; as `DRAWS` has it if 0.
+        draws: of the places of all arrays, at least and at most.
 
     Returns:
         The cells, and how many ratios stand above what is asked: of one program with itself too.
@@ -122,24 +121,22 @@ def tell_layers(rows: tuple, sides: tuple, rounds: int = 0) -> tuple[list[list],
         for n in sides:
             plain, ours = jax.jit(layer), sym_optimize(layer)
             gain, weight = 1 + draw(k), draw(k, n)
+            kept = min(20, MOST_BYTES // weight.nbytes)
             for m in rows:
                 x = draw(m, k) * np.sqrt(m)
                 make = functools.partial(_layer_calls, plain, ours, x, gain, weight)
-                draws, pairs = next(how for most, *how in DRAWS if m <= most)
-                draws = min(draws, MOST_BYTES // weight.nbytes)
-                samples = harness.interleave_anew(
-                    make, rounds or pairs, min(draws, rounds or draws)
-                )
-                called, frozen = (samples.ratio(name, "plain") for name in ("called", "prepared"))
+                runs = harness.interleave_anew(make, WITHIN, draws=draws, kept=kept)
+                called, frozen = (runs.ratio(name, "plain") for name in ("called", "prepared"))
                 report = ours.explain(x, gain, weight)
                 same = str(report.before.jaxpr) == str(report.after.jaxpr)
                 out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
-                ratios["prepared"].append(frozen.median)
-                ratios["the same program"] += [called.median] * same
-                print(*out[-1], sep="\t")
+                ratios["prepared"].append(frozen)
+                ratios["the same program"] += [called] * same
+                print(*out[-1], len(runs.runs), sep="\t")
                 jax.clear_caches()  # programs hold the weights they close over
     told = (
-        f"{name}, {sum(r > ASKED for r in found)} of {len(found)}, at most {max(found):.2f}"
+        f"{name}, {sum(r.median > ASKED for r in found)} of {len(found)} medians (at most "
+        f"{max(r.median for r in found):.2f}) and {sum(r.low > ASKED for r in found)} intervals"
         for name, found in ratios.items()
         if found
     )
@@ -166,7 +163,7 @@ def block(x: jax.Array, params: dict) -> jax.Array:
     return h + (jax.nn.silu(z @ params["gate"]) * (z @ params["up"])) @ params["down"]
 
 
-def tell_blocks(rows: tuple, width: int, rounds: int) -> list[list]:
+def tell_blocks(rows: tuple, width: int, draws: tuple[int, int]) -> list[list]:
     """The block with its weights frozen."""
     hidden = 4 * width
     shapes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
@@ -177,9 +174,9 @@ def tell_blocks(rows: tuple, width: int, rounds: int) -> list[list]:
     out = []
     for m in rows:
         make = functools.partial(_block_calls, params, draw(m, width))
-        samples = harness.interleave_anew(make, 3 * rounds)  # both read the same 64 MB of weights
-        out.append([m, str(samples.ratio("prepared", "plain"))])
-        print(*out[-1], sep="\t")
+        runs = harness.interleave_anew(make, WITHIN, rounds=9, draws=draws, kept=7)
+        out.append([m, str(runs.ratio("prepared", "plain"))])
+        print(*out[-1], len(runs.runs), sep="\t")
         jax.clear_caches()
     return out
 
@@ -192,31 +189,33 @@ def _block_calls(params: dict, x: jax.Array) -> dict[str, Callable]:
     return {"plain": lambda: closed(x), "prepared": lambda: prepared(x)}
 
 
-def tell_minilm(depth: int, rounds: int) -> list[list]:
+def tell_minilm(depth: int, draws: tuple[int, int]) -> list[list]:
     """The encoder with its weights frozen, one sentence and twelve."""
     params = weights.load().params
     params = jax.device_put({**params, "layers": params["layers"][:depth]})
-
-    def encode(params, ids, mask):
-        return model.encode(params, None, ids, mask)
-
-    prepared = sym_optimize(encode, frozen="params").prepare(params=params)
-    closed = jax.jit(lambda ids, mask: encode(params, ids, mask))
     draw_ids = np.random.default_rng(0).integers(1000, 20_000, size=(12, 32))
     out = []
     for count in (1, 12):
-        ids = jnp.asarray(draw_ids[:count], jnp.int32)
-        arguments = (ids, jnp.ones_like(ids))
+        make = functools.partial(_minilm_calls, params, draw_ids[:count].astype(np.int32))
+        runs = harness.interleave_anew(make, WITHIN, rounds=9, draws=draws, kept=5)
         name = f"{count} × 32 tokens, {depth} layers"
-        out.append([name, _pair(closed, prepared, *arguments, rounds=rounds)])
+        out.append([name, str(runs.ratio("prepared", "plain"))])
+        print(*out[-1], len(runs.runs), sep="\t")
+        jax.clear_caches()
     return out
 
 
-def _pair(plain, prepared, *arguments, rounds: int) -> str:
-    calls = {"plain": lambda: plain(*arguments), "prepared": lambda: prepared(*arguments)}
-    ratio = str(harness.interleave(calls, rounds).ratio("prepared", "plain"))
-    print(jax.tree.map(jnp.shape, arguments), ratio, sep="\t")
-    return ratio
+def _minilm_calls(params: dict, ids: np.ndarray) -> dict[str, Callable]:
+    """The encoder as written and prepared, both with one copy of the weights closed over."""
+
+    def encode(params: dict, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        return model.encode(params, None, ids, mask)
+
+    params, tokens = jax.tree.map(jnp.array, (params, ids))
+    mask = jnp.ones_like(tokens)
+    prepared = sym_optimize(encode, frozen="params").prepare(params=params)
+    closed = jax.jit(lambda ids, mask: encode(params, ids, mask))
+    return {"plain": lambda: closed(tokens, mask), "prepared": lambda: prepared(tokens, mask)}
 
 
 def tell_bytes() -> list[list]:
