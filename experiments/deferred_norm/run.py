@@ -32,7 +32,8 @@ ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
 ASKED = 1.03  # of plain's time, at most
 WITHIN = 0.015  # arrays are drawn anew until half a ratio's interval is as narrow as this
-MOST_DRAWS = 60  # and not looked for any longer after so many
+LEAST_DRAWS, BLOCK_DRAWS = 8, (8, 30)  # of a layer at least, of a block and MiniLM
+DRAWS = ((256, 60, 7), (4096, 20, 3))  # rows at most, times that is done at most, pairs of each
 MOST_BYTES = 1 << 30  # of the copies of a weight that are kept; programs hold several of each
 MULTIPROCESSOR_BYTES = 233472  # of shared memory, H200
 DECODING = (
@@ -50,21 +51,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
     parser.add_argument("--rounds", type=int, default=21, help="samples of each program on a GPU")
     chosen = parser.parse_args()
-    quick, draws = chosen.quick, (1, 2) if chosen.quick else (6, MOST_DRAWS)
-    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, draws)
-    minilm = tell_minilm(2 if quick else 6, draws)
+    quick = chosen.quick
+    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, quick)
+    minilm = tell_minilm(2 if quick else 6, quick)
     shapes = ((1, 16), SIDES[:1]) if quick else (ROWS, SIDES)
-    layers, above = tell_layers(*shapes, draws)
+    layers, above = tell_layers(*shapes, quick)
     moved = tell_bytes()
     decode = tell_decode()
     gpu = tell_gpu(chosen.rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
+    told = ", ".join(f"{most} times up to {rows} rows" for rows, most, _ in DRAWS)
     parts = [
         "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit`. Where "
         "arrays lie in memory makes up to a factor of two, so all are drawn anew till the interval "
-        f"of the median (95 %, in brackets) is ±{WITHIN} or narrower, at most {MOST_DRAWS} times. "
+        f"of the median (95 %, in brackets) is ±{WITHIN} or narrower, at most {told}. "
         "Where the emitted program is the plain one its ratio is the noise of the machine.",
         harness.markdown_table(header, layers),
         above,
@@ -105,13 +107,13 @@ def layer(x: jax.Array, gain: jax.Array, weight: jax.Array) -> jax.Array:
     return rms_norm(x, gain) @ weight
 
 
-def tell_layers(rows: tuple, sides: tuple, draws: tuple[int, int]) -> tuple[list[list], str]:
+def tell_layers(rows: tuple, sides: tuple, quick: bool) -> tuple[list[list], str]:
     """Every shape with and without frozen weights, in turn with the plain program.
 
     Args:
         rows: of x.
         sides: of the weights.
-        draws: of the places of all arrays, at least and at most.
+        quick: one draw of each.
 
     Returns:
         The cells, and how many ratios stand above what is asked: of one program with itself too.
@@ -125,7 +127,9 @@ def tell_layers(rows: tuple, sides: tuple, draws: tuple[int, int]) -> tuple[list
             for m in rows:
                 x = draw(m, k) * np.sqrt(m)
                 make = functools.partial(_layer_calls, plain, ours, x, gain, weight)
-                runs = harness.interleave_anew(make, WITHIN, draws=draws, kept=kept)
+                most, pairs = next(how for rows, *how in DRAWS if m <= rows)
+                draws = (1, 1) if quick else (LEAST_DRAWS, most)
+                runs = harness.interleave_anew(make, WITHIN, pairs, draws, kept)
                 called, frozen = (runs.ratio(name, "plain") for name in ("called", "prepared"))
                 report = ours.explain(x, gain, weight)
                 same = str(report.before.jaxpr) == str(report.after.jaxpr)
@@ -163,7 +167,7 @@ def block(x: jax.Array, params: dict) -> jax.Array:
     return h + (jax.nn.silu(z @ params["gate"]) * (z @ params["up"])) @ params["down"]
 
 
-def tell_blocks(rows: tuple, width: int, draws: tuple[int, int]) -> list[list]:
+def tell_blocks(rows: tuple, width: int, quick: bool) -> list[list]:
     """The block with its weights frozen."""
     hidden = 4 * width
     shapes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
@@ -174,7 +178,7 @@ def tell_blocks(rows: tuple, width: int, draws: tuple[int, int]) -> list[list]:
     out = []
     for m in rows:
         make = functools.partial(_block_calls, params, draw(m, width))
-        runs = harness.interleave_anew(make, WITHIN, rounds=9, draws=draws, kept=7)
+        runs = harness.interleave_anew(make, WITHIN, 9, (1, 1) if quick else BLOCK_DRAWS, 7)
         out.append([m, str(runs.ratio("prepared", "plain"))])
         print(*out[-1], len(runs.runs), sep="\t")
         jax.clear_caches()
@@ -189,7 +193,7 @@ def _block_calls(params: dict, x: jax.Array) -> dict[str, Callable]:
     return {"plain": lambda: closed(x), "prepared": lambda: prepared(x)}
 
 
-def tell_minilm(depth: int, draws: tuple[int, int]) -> list[list]:
+def tell_minilm(depth: int, quick: bool) -> list[list]:
     """The encoder with its weights frozen, one sentence and twelve."""
     params = weights.load().params
     params = jax.device_put({**params, "layers": params["layers"][:depth]})
@@ -197,7 +201,7 @@ def tell_minilm(depth: int, draws: tuple[int, int]) -> list[list]:
     out = []
     for count in (1, 12):
         make = functools.partial(_minilm_calls, params, draw_ids[:count].astype(np.int32))
-        runs = harness.interleave_anew(make, WITHIN, rounds=9, draws=draws, kept=5)
+        runs = harness.interleave_anew(make, WITHIN, 9, (1, 1) if quick else BLOCK_DRAWS, 5)
         name = f"{count} × 32 tokens, {depth} layers"
         out.append([name, str(runs.ratio("prepared", "plain"))])
         print(*out[-1], len(runs.runs), sep="\t")
