@@ -9,7 +9,6 @@ machine does falls on both. A script finds this file through the folder above it
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import datetime
 import json
@@ -18,9 +17,10 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,36 +114,21 @@ def _outside_interval(count: int) -> int:
     return max(outside - 1, 0)
 
 
-def interleave_anew(
-    make: Callable[[], Mapping[str, Callable[[], Any]]],
-    within: float,
-    rounds: int = 3,
-    draws: tuple[int, int] = (6, 60),
-    kept: int = 20,
-) -> Draws:
-    """`interleave` where arrays lie in memory by chance: in turn for callables made anew.
+def draw_anew(script: Path, draws: int, *options: str) -> Iterator[dict[str, Samples]]:
+    """What `script --draw N` tells by `tell_draw`, in a process of its own for every N.
 
     A product that streams its weights is up to twice as fast or slow by the place of its arrays
-    alone; the places of one process are one draw.
-
-    Args:
-        make: gives callables with arrays of their own; ratios are taken to the first.
-        within: half the width of a ratio's interval at which it is known well enough.
-        rounds: samples per callable and draw.
-        draws: how often they are made at least, and at most.
-        kept: how many of the last made are kept, so that places differ.
+    alone, and the places of one process are alike.
     """
-    made: collections.deque = collections.deque(maxlen=kept)
-    runs: list[Samples] = []
-    least, most = draws
-    while len(runs) < most:
-        made.append(make())
-        runs.append(interleave(made[-1], rounds, seed=len(runs)))
-        first, *others = made[-1]
-        ratios = [Draws(runs).ratio(name, first) for name in others]
-        if len(runs) >= least and all(r.high - r.low <= 2 * within for r in ratios):
-            break
-    return Draws(runs)
+    for number in range(draws):
+        command = [sys.executable, str(script), "--draw", str(number), *options]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        yield {name: Samples(seconds) for name, seconds in json.loads(told).items()}
+
+
+def tell_draw(samples: Mapping[str, Samples]) -> None:
+    """Print samples for `draw_anew`."""
+    print(json.dumps({name: each.seconds for name, each in samples.items()}))
 
 
 def _sample(call: Callable[[], Any], repeats: int) -> float:

@@ -96,16 +96,16 @@ def test_interval_of_a_median(draws: int, ranks: tuple[int, int]) -> None:
     assert ratio.median == (draws + 1) / 2
 
 
-def test_draws_end_where_their_ratio_is_known() -> None:
-    made = []
-
-    def make() -> dict:
-        made.append(1)
-        return {"first": lambda: 1, "second": lambda: 2}
-
-    assert len(harness.interleave_anew(make, within=1e9, rounds=1, draws=(6, 9)).runs) == 6
-    assert len(harness.interleave_anew(make, within=-1, rounds=1, draws=(6, 9)).runs) == 9
-    assert len(made) == 15
+def test_every_draw_is_a_process(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import os, sys\nsys.path.insert(0, {str(Path(str(harness.__file__)).parent)!r})\n"
+        "import harness\n"
+        "harness.tell_draw({'row': harness.Samples({sys.argv[2]: [os.getpid()]})})\n"
+    )
+    told = [draw["row"].seconds for draw in harness.draw_anew(script, 2)]
+    assert [list(seconds) for seconds in told] == [["0"], ["1"]]
+    assert told[0]["0"] != told[1]["1"]
 
 
 def test_table_replaces_only_what_stands_between_its_markers(tmp_path: Path) -> None:

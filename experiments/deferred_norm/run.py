@@ -5,10 +5,13 @@ python experiments/deferred_norm/run.py --quick    # few sizes, few rounds: a sm
 """
 
 import argparse
-import functools
+import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent / "minilm"), str(HERE.parent)]
@@ -31,10 +34,8 @@ from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)
 ASKED = 1.03  # of plain's time, at most
-WITHIN = 0.015  # arrays are drawn anew until half a ratio's interval is as narrow as this
-LEAST_DRAWS, BLOCK_DRAWS = 8, (8, 30)  # of a layer at least, of a block and MiniLM
-DRAWS = ((256, 60, 7), (4096, 20, 3))  # rows at most, times that is done at most, pairs of each
-MOST_BYTES = 1 << 30  # of the copies of a weight that are kept; programs hold several of each
+DRAWS = ((256, 30, 7), (4096, 6, 2))  # of a layer: rows at most, processes, pairs in each
+BLOCK_DRAWS = (14, 9)  # of a block and MiniLM
 MULTIPROCESSOR_BYTES = 233472  # of shared memory, H200
 DECODING = (
     "Decoding on an H200, bf16, K = 4096: programs of the table's cut, what their pipelines have "
@@ -49,29 +50,38 @@ GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
+    parser.add_argument("--draw", type=int, help="run the N-th draw alone and print its seconds")
     parser.add_argument("--rounds", type=int, default=21, help="samples of each program on a GPU")
     chosen = parser.parse_args()
     quick = chosen.quick
-    blocks = tell_blocks((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024, quick)
-    minilm = tell_minilm(2 if quick else 6, quick)
-    shapes = ((1, 16), SIDES[:1]) if quick else (ROWS, SIDES)
-    layers, above = tell_layers(*shapes, quick)
+    contests = [
+        *layer_contests((1, 16) if quick else ROWS, SIDES[:1] if quick else SIDES),
+        *block_contests((1,) if quick else (1, 4, 16, 64), 256 if quick else 1024),
+        *minilm_contests(2 if quick else 6),
+    ]
+    if chosen.draw is not None:
+        harness.tell_draw(one_draw(contests, chosen.draw))
+        return
+    draws = all_draws(contests, quick)
+    layers, above = tell_layers(contests, draws)
+    blocks, minilm = (tell_frozen(contests, draws, kind) for kind in ("block", "MiniLM"))
     moved = tell_bytes()
     decode = tell_decode()
     gpu = tell_gpu(chosen.rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
-    told = ", ".join(f"{most} times up to {rows} rows" for rows, most, _ in DRAWS)
+    told = ", ".join(f"{draws} processes up to {rows} rows" for rows, draws, _ in DRAWS)
     parts = [
         "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit`. Where "
-        "arrays lie in memory makes up to a factor of two, so all are drawn anew till the interval "
-        f"of the median (95 %, in brackets) is ±{WITHIN} or narrower, at most {told}. "
-        "Where the emitted program is the plain one its ratio is the noise of the machine.",
+        "arrays lie in memory makes up to a factor of two, and differs between processes more than "
+        f"within one: the median over {told}, and the interval it lies in at 95 %. Where the emitted "
+        "program is the plain one its ratio is the noise of the machine.",
         harness.markdown_table(header, layers),
         above,
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
-        "prepared against plain `jax.jit` with the same arrays closed over; drawn anew likewise.",
+        "prepared against plain `jax.jit` with the same arrays closed over, "
+        f"in {BLOCK_DRAWS[0]} processes.",
         harness.markdown_table(["rows", "prepared / plain"], blocks),
         harness.markdown_table(["MiniLM forward", "prepared / plain"], minilm),
         "Bytes an H200 moves, bf16, K = 4096: two kernels (norm, then product) against one.",
@@ -94,6 +104,44 @@ def main() -> None:
     harness.write_json(HERE / "results.json", record)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Contest:
+    """Programs that are timed in turn, with arrays drawn anew in every process."""
+
+    kind: str
+    cells: tuple  # the first of its row
+    make: Callable[[], dict[str, Callable[[], Any]]]
+    draws: int
+    pairs: int
+
+    @property
+    def name(self) -> str:
+        return " ".join(map(str, (self.kind, *self.cells)))
+
+
+def one_draw(contests: list[Contest], number: int) -> dict[str, harness.Samples]:
+    """Every contest that has so many draws, in this process."""
+    out = {}
+    for contest in contests:
+        if number < contest.draws:
+            calls = contest.make()
+            out[contest.name] = harness.interleave(calls, contest.pairs, seed=number)
+            del calls
+            jax.clear_caches()  # programs hold the weights they close over
+    return out
+
+
+def all_draws(contests: list[Contest], quick: bool) -> dict[str, harness.Draws]:
+    """Every contest in as many processes as it has draws; in one if quick."""
+    most = 1 if quick else max(contest.draws for contest in contests)
+    runs: dict[str, list[harness.Samples]] = {contest.name: [] for contest in contests}
+    for number, told in enumerate(harness.draw_anew(Path(__file__), most, *["--quick"] * quick)):
+        for name, samples in told.items():
+            runs[name].append(samples)
+        print(f"draw {number + 1} of {most}", file=sys.stderr)
+    return {name: harness.Draws(each) for name, each in runs.items()}
+
+
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     scale = 1 / np.sqrt(shape[0]) if len(shape) > 1 else 1
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, jnp.float32)
@@ -107,37 +155,31 @@ def layer(x: jax.Array, gain: jax.Array, weight: jax.Array) -> jax.Array:
     return rms_norm(x, gain) @ weight
 
 
-def tell_layers(rows: tuple, sides: tuple, quick: bool) -> tuple[list[list], str]:
-    """Every shape with and without frozen weights, in turn with the plain program.
+def layer_contests(rows: tuple, sides: tuple) -> list[Contest]:
+    """Every shape with and without frozen weights, in turn with the plain program."""
+    out = []
+    for k, n, m in itertools.product(sides, sides, rows):
+        draws, pairs = next(how for most, *how in DRAWS if m <= most)
+        out.append(Contest("layer", (m, k, n), partial(_layer_calls, m, k, n), draws, pairs))
+    return out
 
-    Args:
-        rows: of x.
-        sides: of the weights.
-        quick: one draw of each.
 
-    Returns:
-        The cells, and how many ratios stand above what is asked: of one program with itself too.
-    """
+def tell_layers(contests: list[Contest], draws: dict[str, harness.Draws]) -> tuple[list[list], str]:
+    """The cells, and how many ratios stand above what is asked: of one program with itself too."""
     out, ratios = [], {"the same program": [], "prepared": []}
-    for k in sides:
-        for n in sides:
-            plain, ours = jax.jit(layer), sym_optimize(layer)
-            gain, weight = 1 + draw(k), draw(k, n)
-            kept = min(20, MOST_BYTES // weight.nbytes)
-            for m in rows:
-                x = draw(m, k) * np.sqrt(m)
-                make = functools.partial(_layer_calls, plain, ours, x, gain, weight)
-                most, pairs = next(how for rows, *how in DRAWS if m <= rows)
-                draws = (1, 1) if quick else (LEAST_DRAWS, most)
-                runs = harness.interleave_anew(make, WITHIN, pairs, draws, kept)
-                called, frozen = (runs.ratio(name, "plain") for name in ("called", "prepared"))
-                report = ours.explain(x, gain, weight)
-                same = str(report.before.jaxpr) == str(report.after.jaxpr)
-                out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
-                ratios["prepared"].append(frozen)
-                ratios["the same program"] += [called] * same
-                print(*out[-1], len(runs.runs), sep="\t")
-                jax.clear_caches()  # programs hold the weights they close over
+    for contest in contests:
+        if contest.kind != "layer":
+            continue
+        m, k, n = contest.cells
+        runs = draws[contest.name]
+        called, frozen = (runs.ratio(name, "plain") for name in ("called", "prepared"))
+        specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((m, k), (k,), (k, n))]
+        report = sym_optimize(layer).explain(*specs)
+        same = str(report.before.jaxpr) == str(report.after.jaxpr)
+        out.append([m, k, n, f"{called}{' (the same program)' * same}", str(frozen)])
+        ratios["prepared"].append(frozen)
+        ratios["the same program"] += [called] * same
+        print(*out[-1], sep="\t")
     told = (
         f"{name}, {sum(r.median > ASKED for r in found)} of {len(found)} medians (at most "
         f"{max(r.median for r in found):.2f}) and {sum(r.low > ASKED for r in found)} intervals"
@@ -147,9 +189,10 @@ def tell_layers(rows: tuple, sides: tuple, quick: bool) -> tuple[list[list], str
     return out, f"Above {ASKED}: {'; '.join(told)}."
 
 
-def _layer_calls(plain: Callable, ours: Callable, *arrays: jax.Array) -> dict[str, Callable]:
-    """The layer as written, as called and prepared, on copies of their own."""
-    x, gain, weight = (jnp.array(array) for array in arrays)
+def _layer_calls(m: int, k: int, n: int) -> dict[str, Callable]:
+    """The layer as written, as called and prepared."""
+    x, gain, weight = draw(m, k) * np.sqrt(m), 1 + draw(k), draw(k, n)
+    plain, ours = jax.jit(layer), sym_optimize(layer)
     prepared = sym_optimize(layer, frozen=("gain", "weight")).prepare(gain=gain, weight=weight)
     return {
         "plain": lambda: plain(x, gain, weight),
@@ -167,59 +210,58 @@ def block(x: jax.Array, params: dict) -> jax.Array:
     return h + (jax.nn.silu(z @ params["gate"]) * (z @ params["up"])) @ params["down"]
 
 
-def tell_blocks(rows: tuple, width: int, quick: bool) -> list[list]:
+def block_contests(rows: tuple, width: int) -> list[Contest]:
     """The block with its weights frozen."""
+    return [Contest("block", (m,), partial(_block_calls, m, width), *BLOCK_DRAWS) for m in rows]
+
+
+def _block_calls(m: int, width: int) -> dict[str, Callable]:
+    """The block as written and prepared, both with one copy of the weights closed over."""
     hidden = 4 * width
     shapes = dict.fromkeys(("q", "k", "v", "out"), (width, width))
     shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     # Each its own numbers: XLA would compute products with equal constants once.
     params = {name: draw(*shape, seed=n) for n, (name, shape) in enumerate(shapes.items())}
     params |= {"norm1": 1 + 0.1 * draw(width), "norm2": 1 + 0.1 * draw(width)}
-    out = []
-    for m in rows:
-        make = functools.partial(_block_calls, params, draw(m, width))
-        runs = harness.interleave_anew(make, WITHIN, 9, (1, 1) if quick else BLOCK_DRAWS, 7)
-        out.append([m, str(runs.ratio("prepared", "plain"))])
-        print(*out[-1], len(runs.runs), sep="\t")
-        jax.clear_caches()
-    return out
-
-
-def _block_calls(params: dict, x: jax.Array) -> dict[str, Callable]:
-    """The block as written and prepared, both with one copy of the weights closed over."""
-    params, x = jax.tree.map(jnp.array, (params, x))
+    x = draw(m, width)
     prepared = sym_optimize(block, frozen="params").prepare(params=params)
     closed = jax.jit(lambda x: block(x, params))
     return {"plain": lambda: closed(x), "prepared": lambda: prepared(x)}
 
 
-def tell_minilm(depth: int, quick: bool) -> list[list]:
+def minilm_contests(depth: int) -> list[Contest]:
     """The encoder with its weights frozen, one sentence and twelve."""
-    params = weights.load().params
-    params = jax.device_put({**params, "layers": params["layers"][:depth]})
-    draw_ids = np.random.default_rng(0).integers(1000, 20_000, size=(12, 32))
     out = []
     for count in (1, 12):
-        make = functools.partial(_minilm_calls, params, draw_ids[:count].astype(np.int32))
-        runs = harness.interleave_anew(make, WITHIN, 9, (1, 1) if quick else BLOCK_DRAWS, 5)
-        name = f"{count} × 32 tokens, {depth} layers"
-        out.append([name, str(runs.ratio("prepared", "plain"))])
-        print(*out[-1], len(runs.runs), sep="\t")
-        jax.clear_caches()
+        cells = (f"{count} × 32 tokens, {depth} layers",)
+        out.append(Contest("MiniLM", cells, partial(_minilm_calls, count, depth), *BLOCK_DRAWS))
     return out
 
 
-def _minilm_calls(params: dict, ids: np.ndarray) -> dict[str, Callable]:
+def _minilm_calls(count: int, depth: int) -> dict[str, Callable]:
     """The encoder as written and prepared, both with one copy of the weights closed over."""
+    params = weights.load().params
+    params = jax.device_put({**params, "layers": params["layers"][:depth]})
+    drawn = np.random.default_rng(0).integers(1000, 20_000, size=(count, 32))
+    ids = jnp.asarray(drawn, jnp.int32)
+    mask = jnp.ones_like(ids)
 
     def encode(params: dict, ids: jax.Array, mask: jax.Array) -> jax.Array:
         return model.encode(params, None, ids, mask)
 
-    params, tokens = jax.tree.map(jnp.array, (params, ids))
-    mask = jnp.ones_like(tokens)
     prepared = sym_optimize(encode, frozen="params").prepare(params=params)
     closed = jax.jit(lambda ids, mask: encode(params, ids, mask))
-    return {"plain": lambda: closed(tokens, mask), "prepared": lambda: prepared(tokens, mask)}
+    return {"plain": lambda: closed(ids, mask), "prepared": lambda: prepared(ids, mask)}
+
+
+def tell_frozen(contests: list[Contest], draws: dict[str, harness.Draws], kind: str) -> list[list]:
+    """Prepared against plain with the same arrays closed over."""
+    out = []
+    for contest in contests:
+        if contest.kind == kind:
+            out.append([*contest.cells, str(draws[contest.name].ratio("prepared", "plain"))])
+            print(*out[-1], sep="\t")
+    return out
 
 
 def tell_bytes() -> list[list]:
