@@ -75,8 +75,8 @@ def main() -> None:
     parts = [
         "RMSNorm with gain, then a linear layer, f32: seconds against plain `jax.jit`. Where "
         "arrays lie in memory makes up to a factor of two, and differs between processes more than "
-        f"within one: the median over {told}, and the interval it lies in at 95 %. Where the emitted "
-        "program is the plain one its ratio is the noise of the machine.",
+        f"within one: the median over {told}, and the interval it lies in at 95 %. Where the "
+        "emitted program is the plain one its ratio is the noise of the machine.",
         harness.markdown_table(header, layers),
         above,
         "A block (norm, Q K V, output, norm, gated MLP; width 1024, hidden 4096), weights frozen: "
