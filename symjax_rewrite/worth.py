@@ -20,10 +20,11 @@ from symjax_rewrite.fold_route import FoldRoute
 from symjax_rewrite.ir import CONTRACT, NATIVE, Node, Ref
 from symjax_rewrite.pairs import elements, is_elementwise
 from symjax_rewrite.pallas_kernels import fold_cost
-from symjax_rewrite.pallas_kernels.fold_blocks import shared_axes, xla_blocks
+from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, shared_axes, xla_blocks
 from symjax_rewrite.pallas_kernels.fold_spec import (
     ArgExtremum,
     ExpSums,
+    FoldSpec,
     KeyedSums,
     Output,
     TopK,
@@ -49,7 +50,8 @@ MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
 LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
 _PLAIN_LOOKUP = 17
 _PLAIN_SUM = 60  # of a sum over the features of a pair, for each pair
-_LONG_SUM = 32  # features from which on XLA adds them up several at a time
+_LONG_SUM = 16  # features from which on XLA adds them up several at a time
+BLOCK_S = 40e-6  # of a block's products: late interaction of 32 × 64 with 128 × 300 tokens
 LEAST_GAIN = 0.8  # a fold must be predicted to take at most this part of the time
 
 
@@ -204,7 +206,15 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     products = fold_cost.flops(spec) / device.peak(dtype)
     kept = 0 if device.name == "cpu" else 4 * pairs * _blocks_kept(route)
     moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
+    if device.name == "cpu" and spec.contractions:
+        moved += BLOCK_S * _loop_steps(spec, blocks)
     return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+
+
+def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
+    """How many blocks a fold's loops go through."""
+    looped = math.prod(spec.size[a] for a in spec.batch if a not in blocks.inner)
+    return looped * -(-spec.rows // max(blocks.rows, 1)) * -(-spec.cols // max(blocks.cols, 1))
 
 
 def _blocks_kept(route: FoldRoute) -> int:

@@ -314,3 +314,19 @@ def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
     for fun, taken in ((differences, True), (product, False)):
         report = sym_optimize(fun, device="cpu").explain(x, x)
         assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "taken"),
+    [((32, 64), (128, 300), False), ((2, 8192), (2, 8192), True)],
+    ids=["many small pairs", "few large ones"],
+)
+def test_small_products_have_a_price_of_their_own(monkeypatch, queries, documents, taken):
+    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+
+    def late_interaction(q, d):
+        return jnp.einsum("qid,kjd->qkij", q, d).max(-1).sum(-1)
+
+    shapes = [jax.ShapeDtypeStruct((*s, 128), jnp.float32) for s in (queries, documents)]
+    report = sym_optimize(late_interaction, device="cpu").explain(*shapes)
+    assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
