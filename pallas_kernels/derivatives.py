@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from symjax_rewrite import compat
+from symjax_rewrite import jax_internals
 
 Array = Any
 Fun = Callable[..., Any]
@@ -61,8 +61,8 @@ def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]
         >>> float(jax.jvp(f, (0.0,), (1.0,))[1]), float(jax.grad(f)(0.0))
         (1.0, 1.0)
     """
-    closed, _ = compat.make_jaxpr(reverse, *operands)
-    return tuple(compat.bind_call(closed, _TwoModes(forward, reverse, closed), operands))
+    closed, _ = jax_internals.make_jaxpr(reverse, *operands)
+    return tuple(jax_internals.bind_call(closed, _TwoModes(forward, reverse, closed), operands))
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class _TwoModes:
 
     forward: Fun
     reverse: Fun
-    closed: compat.ClosedJaxpr
+    closed: jax_internals.ClosedJaxpr
 
     def __repr__(self) -> str:
         return f"two modes of {len(self.closed.jaxpr.eqns)} equations"

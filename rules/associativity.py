@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.ir import ADD, CONTRACT, DELTA, Node, Ref
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node, is_half
-from symjax_rewrite.rule import ASSOCIATIVITY, Context, axiom
+from symjax_rewrite.ir.products import Product, expand_node, is_half
+from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, Context, axiom
 
 
 @axiom(

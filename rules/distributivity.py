@@ -6,11 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from symjax_rewrite.analysis import nonnegative
-from symjax_rewrite.dims import Dim
-from symjax_rewrite.ir import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
-from symjax_rewrite.order import count_unread, order_product, read_deltas
-from symjax_rewrite.product import (
+from symjax_rewrite.ir.products import (
     Product,
     expand_node,
     flattest,
@@ -18,7 +14,11 @@ from symjax_rewrite.product import (
     is_ring,
     product_node,
 )
-from symjax_rewrite.rule import DISTRIBUTIVITY, Context, axiom
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
+from symjax_rewrite.ir.value_analysis import nonnegative
+from symjax_rewrite.rewriting.product_trees import count_unread, order_product, read_deltas
+from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, Context, axiom
 
 MAX_SHARED = 4  # common factors of which every subset is tried
 MOST_OPENED = 256  # sums within one term of a sum

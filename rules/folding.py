@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.ir import ADD, CONTRACT, CONV, Node, Ref
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node, is_half
-from symjax_rewrite.rule import REDUNDANCY, Context, axiom
+from symjax_rewrite.ir.products import Product, expand_node, is_half
+from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import REDUNDANCY, Context, axiom
 from symjax_rewrite.rules.distributivity import sum_node
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node, flattest, scaled
-from symjax_rewrite.rule import REDUNDANCY, Context, axiom
+from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.products import Product, expand_node, flattest, scaled
+from symjax_rewrite.ir.term import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import REDUNDANCY, Context, axiom
 
 
 @axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))

@@ -6,7 +6,7 @@ better than one that says "distributivity", and as documentation of what the axi
 
 from __future__ import annotations
 
-from symjax_rewrite.rule import ASSOCIATIVITY, DISTRIBUTIVITY, lemma
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, lemma
 
 
 @lemma("nd,do,dr,ro", uses=(DISTRIBUTIVITY, ASSOCIATIVITY), source="Hu et al. 2021", small="r")

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.dims import Dim
-from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
-from symjax_rewrite.ops import dtype_kind
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node
-from symjax_rewrite.rule import LOCALITY, Context, axiom
+from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import Product, expand_node
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import LOCALITY, Context, axiom
 
 Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
 

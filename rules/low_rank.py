@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from symjax_rewrite.dims import Dim
-from symjax_rewrite.egraph import Reason
-from symjax_rewrite.ir import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, contract, flattest
-from symjax_rewrite.rule import ASSOCIATIVITY, Context, axiom
+from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.products import Product, contract, flattest
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, Context, axiom
 from symjax_rewrite.rules.inverses import reciprocal
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symjax_rewrite.rule import RulePack
+from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum

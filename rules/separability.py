@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.ir import ADD, CONTRACT, Node, Ref
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand, is_half, is_ring
-from symjax_rewrite.rule import SEPARABILITY, Context, axiom
+from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
+from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import SEPARABILITY, Context, axiom
 from symjax_rewrite.rules.distributivity import sum_node
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from symjax_rewrite.analysis import shown_case
-from symjax_rewrite.ir import (
+from symjax_rewrite.ir.primitives import dtype_kind, holds
+from symjax_rewrite.ir.products import Product, expand_node, flattest, is_half
+from symjax_rewrite.ir.term import (
     ADD,
     CONCAT,
     CONST,
@@ -25,10 +26,9 @@ from symjax_rewrite.ir import (
     Node,
     Ref,
 )
-from symjax_rewrite.ops import dtype_kind, holds
-from symjax_rewrite.order import order_product
-from symjax_rewrite.product import Product, expand_node, flattest, is_half
-from symjax_rewrite.rule import SPARSITY, Context, axiom
+from symjax_rewrite.ir.value_analysis import shown_case
+from symjax_rewrite.rewriting.product_trees import order_product
+from symjax_rewrite.rewriting.rule import SPARSITY, Context, axiom
 from symjax_rewrite.rules.distributivity import splice
 from symjax_rewrite.rules.locality import zero_of
 

@@ -85,7 +85,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(name: str) -> int:
-    from symjax_rewrite.testing import check_rule
+    from symjax_rewrite.testing.assertions import check_rule
 
     known = packs.by_name()
     if name not in known:

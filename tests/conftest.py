@@ -19,7 +19,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from symjax_rewrite import api  # noqa: E402
+from symjax_rewrite.api import sym_optimize  # noqa: E402
 
 # Compilation makes deadlines meaningless; the same programs are tried in every run.
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
@@ -61,4 +61,4 @@ def _no_internal_errors(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         raise error
 
     if not request.node.get_closest_marker("internal_error"):
-        monkeypatch.setattr(api._Worker, "_keep_or_raise", fail)
+        monkeypatch.setattr(sym_optimize._Worker, "_keep_or_raise", fail)

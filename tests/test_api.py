@@ -14,18 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from symjax_rewrite import (
-    Budget,
-    RulePack,
-    bisect,
-    disabled,
-    errors,
-    keep,
-    packs,
-    sym_optimize,
-    tune,
+from symjax_rewrite import Budget, RulePack, bisect, disabled, errors, keep, packs, sym_optimize
+from symjax_rewrite.api import autotuning
+from symjax_rewrite.testing.assertions import (
+    assert_equivalent,
+    assert_no_intermediate,
+    assert_optimized,
 )
-from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate, assert_optimized
 from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
 ROOT = Path(__file__).parents[1]
@@ -379,7 +374,7 @@ def test_tuning_keeps_what_is_measured_to_be_faster(monkeypatch):
     seconds = iter(
         ({"rewritten": 1e-3, "as written": 2e-3}, {"rewritten": 2e-3, "as written": 1e-3})
     )
-    monkeypatch.setattr(tune, "measure", lambda forms, closed: next(seconds))
+    monkeypatch.setattr(autotuning, "measure", lambda forms, closed: next(seconds))
     taken, kept = f.explain(X, W, A, B), sym_optimize(lora, tune=True).explain(X, W, A, B)
     assert [(r.taken, r.reason) for r in taken.routes if r.name == "tune"] == [
         (True, "measured: rewritten 1e+03 us, as written 2e+03 us")

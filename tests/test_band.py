@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import fold_route, sym_optimize
-from symjax_rewrite.pallas_kernels.attention import Attention, forward
-from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, TritonBlocks
-from symjax_rewrite.pallas_kernels.fold_reference import fold_reference
-from symjax_rewrite.pallas_kernels.fold_spec import Band
-from symjax_rewrite.pallas_kernels.fold_triton import fold_triton
-from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection.folds import builder
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.spec import Band
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
+from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 
 T = 64
 LEAST = float(np.finfo(np.float32).min)
@@ -100,13 +101,13 @@ def attend(mask):
 def bands(monkeypatch):
     """The bands of the folds that are emitted."""
     found = []
-    run = fold_route.fold
+    run = builder.fold
 
     def recorded(spec, *operands, backend):
         found.append(spec.band)
         return run(spec, *operands, backend=backend)
 
-    monkeypatch.setattr(fold_route, "fold", recorded)
+    monkeypatch.setattr(builder, "fold", recorded)
     return found
 
 

@@ -9,7 +9,7 @@ from jax.experimental import checkify
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import CliffError
-from symjax_rewrite.testing import assert_no_intermediate
+from symjax_rewrite.testing.assertions import assert_no_intermediate
 
 X = np.linspace(-1, 1, 4 * 256, dtype=np.float32).reshape(4, 256)
 W = np.cos(np.arange(256 * 320, dtype=np.float32)).reshape(256, 320) / 16

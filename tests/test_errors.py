@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from symjax_rewrite import Budget, errors, lemma, packs, sym_optimize
-from symjax_rewrite.rule import ASSOCIATIVITY
-from symjax_rewrite.testing import assert_equivalent
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY
+from symjax_rewrite.testing.assertions import assert_equivalent
 from tests.programs import A, B, W, X, lora, normal, run_python
 
 
@@ -119,7 +119,7 @@ def test_a_wrong_value_is_found_by_check_rule():
     def doubled(a, b):
         return a @ b, 2 * (a @ b)
 
-    from symjax_rewrite.testing import check_rule
+    from symjax_rewrite.testing.assertions import check_rule
 
     with pytest.raises(errors.RuleError, match=r"differ in value(.|\n)*test_errors.py"):
         check_rule(doubled)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.errors import KernelError
 
 # Small programs: most of their time is LLVM's.
@@ -322,7 +322,7 @@ def with_residual(x, g, w):
 @pytest.fixture
 def alone(monkeypatch):
     """As on a machine with one device."""
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 @pytest.mark.usefixtures("alone")

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from symjax_rewrite import RulePack, bisect, disabled, emit, lemma, loop_pass, packs, sym_optimize
+from symjax_rewrite import RulePack, bisect, disabled, lemma, packs, sym_optimize
+from symjax_rewrite.codegen import emission
 from symjax_rewrite.errors import EquivalenceError, PlanError, SymjaxError
+from symjax_rewrite.loops import loop_optimizer
 
 A, B = (np.cos(np.arange(n, dtype=np.float32)).reshape(s) for n, s in ((6400, (80, 80)),) * 2)
 C = np.linspace(-1, 1, 80, dtype=np.float32)
@@ -96,14 +98,14 @@ PASSED = {"repeated_work": tiled, "common_subexpression": twice, "loop_invariant
 @pytest.fixture
 def wrong_passes(monkeypatch):
     """What is computed once comes out twice too large."""
-    right, moved = emit.Emitter._from_array, loop_pass.run_moved
+    right, moved = emission.Emitter._from_array, loop_optimizer.run_moved
 
     def from_array(self, v, array):
         once = self.t.view(v).cls in self.plan.shared | self.plan.spread
         return right(self, v, array) * (2 if once else 1)
 
-    monkeypatch.setattr(emit.Emitter, "_from_array", from_array)
-    monkeypatch.setattr(loop_pass, "run_moved", lambda *a: [2 * x for x in moved(*a)])
+    monkeypatch.setattr(emission.Emitter, "_from_array", from_array)
+    monkeypatch.setattr(loop_optimizer, "run_moved", lambda *a: [2 * x for x in moved(*a)])
 
 
 @pytest.mark.parametrize("name", PASSED)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.testing import assert_equivalent
+from symjax_rewrite.testing.assertions import assert_equivalent
 from tests.programs import A, B, W, X, lora, normal
 
 

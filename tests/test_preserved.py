@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from symjax_rewrite import compat, keep, sym_optimize
+from symjax_rewrite import jax_internals, keep, sym_optimize
 from tests.fuzz.check import Mode, choosing
 from tests.fuzz.interpret import Machine
 from tests.programs import Pair, Tagged
@@ -220,7 +220,7 @@ def equations(closed: Any) -> list[Any]:
     out = []
     for e in closed.jaxpr.eqns:
         is_call = e.primitive.name in ("jit", "pjit", "custom_jvp_call", "sym_call")
-        inner = compat.bodies(e) if is_call else []
+        inner = jax_internals.bodies(e) if is_call else []
         out += [q for b in inner for q in equations(b)] if inner else [e]
     return out
 
@@ -243,7 +243,7 @@ def test_name_scopes_and_source_lines_of_what_is_rewritten():
     assert scopes["exp"].endswith("after")
     lines, first = inspect.getsourcelines(f)
     for e in made:
-        where = compat.source_line(e)
+        where = jax_internals.source_line(e)
         assert where.startswith(__file__), f"{e.primitive} at {where}"
         assert first <= int(where.split(":")[1].split()[0]) < first + len(lines)
 
@@ -280,7 +280,7 @@ def test_what_is_not_rewritten_is_the_original_equation_for_equation(name):
             str(v.aval) for v in (*b.invars, *b.outvars)
         ]
         assert str(a.params) == str(b.params)
-        assert compat.source_line(a) == compat.source_line(b)
+        assert jax_internals.source_line(a) == jax_internals.source_line(b)
         assert str(a.source_info.name_stack).endswith(str(b.source_info.name_stack))
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from symjax_rewrite import config, errors
+from symjax_rewrite import errors, options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -49,4 +49,4 @@ def test_every_error_is_explained() -> None:
 
 def test_every_numerics_level_is_explained() -> None:
     section = README.split("## Numerics levels")[1].split("\n## ")[0]
-    assert tuple(re.findall(r'^\| `"(\w+)', section, flags=re.MULTILINE)) == config.NUMERICS
+    assert tuple(re.findall(r'^\| `"(\w+)', section, flags=re.MULTILINE)) == options.NUMERICS

@@ -161,14 +161,14 @@ def test_a_sum_of_a_one_hot_is_zero_out_of_range():
 
 @pytest.mark.internal_error
 def test_an_error_while_emitting_keeps_the_original(monkeypatch):
-    from symjax_rewrite import lower
+    from symjax_rewrite.codegen import term_lowering
 
     def broken(*_):
         raise ZeroDivisionError
 
     f = lambda a, b, x: (a @ b) @ x  # noqa: E731
     args = (jnp.ones((256, 256)), jnp.ones((256, 256)), jnp.ones(256))
-    monkeypatch.setitem(lower._LOWER, "contract", broken)
+    monkeypatch.setitem(term_lowering._LOWER, "contract", broken)
     np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-6)
     with pytest.raises(errors.UnsupportedError):
         sym_optimize(f, on_unsupported="error")(*args)
@@ -283,9 +283,10 @@ def test_pieces_are_joined_in_the_order_they_are_made():
 
 def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
     """Its sum of squares made one region of a whole training step: seconds of search."""
-    from symjax_rewrite.canonical import build
-    from symjax_rewrite.regions import find_regions, needed
-    from symjax_rewrite.trace import flatten
+    from symjax_rewrite.ir.dataflow import needed
+    from symjax_rewrite.ir.flat_program import flatten
+    from symjax_rewrite.ir.term_graph import build
+    from symjax_rewrite.rewriting.region_partition import find_regions
 
     def loss(ws, x):
         for w in ws:

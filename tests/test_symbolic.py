@@ -12,8 +12,8 @@ from hypothesis import given
 from jax import export
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.dims import Assumptions, Poly, divide, product, simplify, to_sympy, value
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.sizes import Assumptions, Poly, divide, product, simplify, to_sympy, value
 
 F32 = jnp.float32
 

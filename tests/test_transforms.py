@@ -11,8 +11,9 @@ import pytest
 from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from symjax_rewrite import summary, sym_optimize
-from symjax_rewrite.dims import value
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.api import report_builder
+from symjax_rewrite.ir.sizes import value
 from tests.programs import Pair, Tagged
 
 N, R = 32, 2
@@ -157,14 +158,17 @@ def check(ours, theirs):
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Take every rewrite that the model says is no worse, and let launches cost nothing."""
-    from symjax_rewrite import api, device, extract, pipeline
+    from symjax_rewrite import optimizer
+    from symjax_rewrite.api import sym_optimize
+    from symjax_rewrite.cost import device_profiles
+    from symjax_rewrite.rewriting import extraction
 
-    free = dataclasses.replace(device.CPU, launch_s=0.0)
-    monkeypatch.setattr(api, "device_profile", lambda *_: free)
+    free = dataclasses.replace(device_profiles.CPU, launch_s=0.0)
+    monkeypatch.setattr(sym_optimize, "device_profile", lambda *_: free)
 
-    monkeypatch.setattr(extract, "DOMINATING_GAIN", 1.0)
-    monkeypatch.setattr(extract, "GAIN", 1.0)
-    monkeypatch.setattr(pipeline, "MIN_SHARE", 0.0)
+    monkeypatch.setattr(extraction, "DOMINATING_GAIN", 1.0)
+    monkeypatch.setattr(extraction, "GAIN", 1.0)
+    monkeypatch.setattr(optimizer, "MIN_SHARE", 0.0)
 
 
 @pytest.mark.parametrize("transform", VALUES)
@@ -343,7 +347,7 @@ def test_what_closes_over_traced_values(over):
 
 
 def flops_of(f, *args):
-    return value(summary.flops(jax.make_jaxpr(f)(*args)), {})
+    return value(report_builder.flops(jax.make_jaxpr(f)(*args)), {})
 
 
 @pytest.mark.parametrize("name", CLOSURES)

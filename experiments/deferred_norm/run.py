@@ -24,12 +24,12 @@ import numpy as np
 import weights
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.device import DEVICES
-from symjax_rewrite.pallas_kernels.fold_blocks import MULTIPROCESSORS
-from symjax_rewrite.pallas_kernels.norm_blocks import norm_blocks
-from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
-from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, supports
-from symjax_rewrite.pallas_kernels.norm_spec import NormGroup
+from symjax_rewrite.cost.device_profiles import DEVICES
+from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
+from symjax_rewrite.pallas_kernels.norm.tiling import norm_blocks
+from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
+from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, supports
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 SIDES = (1024, 4096)

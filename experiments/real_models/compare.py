@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax_rewrite.testing import tolerance
+from symjax_rewrite.testing.assertions import tolerance
 
 
 def difference(got: Any, wanted: Any) -> float:

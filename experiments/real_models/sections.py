@@ -5,20 +5,22 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 
-from symjax_rewrite import compat, pipeline, solve
-from symjax_rewrite.route import Router
+from symjax_rewrite import jax_internals
+from symjax_rewrite import optimizer
+from symjax_rewrite.rewriting import region_solver
+from symjax_rewrite.kernel_selection.folds.selection import Router
 
 # Section to the functions it is made of, each where its caller looks it up.
 SECTIONS: dict[str, tuple[tuple[object, str], ...]] = {
-    "flatten": ((pipeline, "flatten"),),
-    "lift": ((pipeline, "build"),),
+    "flatten": ((optimizer, "flatten"),),
+    "lift": ((optimizer, "build"),),
     "routes": ((Router, "find"),),
-    "regions": ((pipeline, "needed"), (pipeline, "find_regions")),
-    "saturate": ((solve, "saturate"),),
-    "extract": ((solve, "extract"),),
-    "solve, the rest": ((pipeline.Solver, "solve"),),
-    "apply": ((pipeline.Optimiser, "_apply_all"), (pipeline.Optimiser, "_hopeless")),
-    "trace bodies": ((compat, "make_avals_jaxpr"),),
+    "regions": ((optimizer, "needed"), (optimizer, "find_regions")),
+    "saturate": ((region_solver, "saturate"),),
+    "extract": ((region_solver, "extract"),),
+    "solve, the rest": ((optimizer.Solver, "solve"),),
+    "apply": ((optimizer.Optimiser, "_apply_all"), (optimizer.Optimiser, "_hopeless")),
+    "trace bodies": ((jax_internals, "make_avals_jaxpr"),),
 }
 OTHER = "other"
 
@@ -46,7 +48,7 @@ def measured() -> Iterator[dict[str, float]]:
 
         return run
 
-    places = [(OTHER, pipeline.Optimiser, "run")]
+    places = [(OTHER, optimizer.Optimiser, "run")]
     places += [(s, *place) for s, group in SECTIONS.items() for place in group]
     with contextlib.ExitStack() as undo:
         for section, owner, name in places:

@@ -22,7 +22,7 @@ import numpy as np
 import spellings
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels.selective_scan import selective_scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import selective_scan
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 GPU_LENGTHS = (256, 1024, 2048, 4096, 16384)

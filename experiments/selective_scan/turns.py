@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels import scan_cost
+from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 
 NARROW = (2, 4, 8, 16, 24, 32)
 LONG = (32, 64, 256, 1024, 4096)

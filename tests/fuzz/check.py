@@ -20,10 +20,11 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend import core as jex_core
 
-from symjax_rewrite import errors, extract, pipeline, solve, sym_optimize
-from symjax_rewrite import regions as regions_module
-from symjax_rewrite.api import unsupported
-from symjax_rewrite.egraph import ORIGINAL
+from symjax_rewrite import errors, optimizer, sym_optimize
+from symjax_rewrite.api.sym_optimize import unsupported
+from symjax_rewrite.ir.egraph import ORIGINAL
+from symjax_rewrite.rewriting import extraction, region_solver
+from symjax_rewrite.rewriting import region_partition as regions_module
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError, narrows
 from tests.fuzz.programs import Program
 
@@ -150,9 +151,9 @@ def random_extract(seed: int) -> Callable:
         return tastes[rule]
 
     def choose(g: Any, roots: tuple, model: Any, free: Callable, before: Any) -> Any:
-        original = extract.original_choice(g)
+        original = extraction.original_choice(g)
         choice = {**original, **_lightest(g, rng, taste)}
-        return extract.Extraction(before, before, choice, True, "fuzz")
+        return extraction.Extraction(before, before, choice, True, "fuzz")
 
     return choose
 
@@ -163,7 +164,7 @@ def _lightest(g: Any, rng: random.Random, taste: Callable[[str], float]) -> dict
         (c, n, (rng.random() ** 3 + 1e-3) * (taste(reason.rule) if n.args else 1))
         for c in g.live()
         for n, reason in g.classes[c].nodes.items()
-        if extract.is_emittable(g, n, reason == ORIGINAL)
+        if extraction.is_emittable(g, n, reason == ORIGINAL)
     ]
     best: dict[int, tuple[float, Any]] = {}
     changed = True
@@ -184,15 +185,19 @@ def choosing(mode: Mode) -> Iterator[None]:
     """Inside, the optimiser chooses as the mode says."""
     with contextlib.ExitStack() as stack:
         if mode.choice != "model":
-            stack.enter_context(mock.patch.object(pipeline, "MIN_SHARE", -float("inf")))
+            stack.enter_context(mock.patch.object(optimizer, "MIN_SHARE", -float("inf")))
         if mode.choice in ("random", "wide"):
-            stack.enter_context(mock.patch.object(solve, "extract", random_extract(mode.seed)))
+            stack.enter_context(
+                mock.patch.object(region_solver, "extract", random_extract(mode.seed))
+            )
         if mode.choice == "wide":
             stack.enter_context(
                 mock.patch.object(regions_module, "_is_interesting", lambda *a: True)
             )
         if mode.choice == "always":
-            stack.enter_context(mock.patch.object(extract, "worthwhile", lambda *a: (True, "fuzz")))
+            stack.enter_context(
+                mock.patch.object(extraction, "worthwhile", lambda *a: (True, "fuzz"))
+            )
         yield
 
 

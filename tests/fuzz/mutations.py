@@ -16,22 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite import (
-    call,
-    compat,
-    egraph,
-    fold_rows,
-    indexing,
-    loops,
-    lower,
-    monoid,
-    ops,
-    order,
-    tile_program,
-)
-from symjax_rewrite.ir import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api import differentiation
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir import egraph, indexing_primitives, primitives
+from symjax_rewrite.ir.primitive_context import Site
+from symjax_rewrite.ir.term import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
+from symjax_rewrite.kernel_selection.folds import epilogue as folds_epilogue
+from symjax_rewrite.kernel_selection.folds import tile_program
+from symjax_rewrite.loops import loop
+from symjax_rewrite.pallas_kernels import monoid
+from symjax_rewrite.rewriting import product_trees
 from symjax_rewrite.rules import distributivity, locality, separability, sparsity
-from symjax_rewrite.site import Site
 from tests.fuzz import algebra, edges, grammar, lookalikes
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
@@ -47,7 +43,7 @@ def _wrong(result: Callable[..., Any]) -> Callable[[Any], Any]:
 def _cast_is_dropped(right: Any) -> Any:
     def row(s: Site) -> Any:
         source = s.g.classes[s.refs[0].cls].dtype
-        if ops.dtype_kind(source) == ops.dtype_kind(s.dtype[0]) == "f":
+        if primitives.dtype_kind(source) == primitives.dtype_kind(s.dtype[0]) == "f":
             return [s.refs[0]]
         return right(s)
 
@@ -127,7 +123,7 @@ def _slice_starts_late(right: Any) -> Any:
         moved = []
         for slot, attr in enumerate(node.attr):
             index = node.args[0].axes[slot]
-            n = data.shape[labels.index(lower.dropped_label(slot) if index < 0 else index)]
+            n = data.shape[labels.index(term_lowering.dropped_label(slot) if index < 0 else index)]
             late = isinstance(attr, int) and 0 < attr < n - 1
             moved.append(attr + 1 if late else attr)
         return right(node._replace(attr=tuple(moved)), operands, sizes, dtype)
@@ -138,7 +134,7 @@ def _slice_starts_late(right: Any) -> Any:
 def _branches_are_swapped(right: Any) -> Any:
     def replace(self: Any, eqn: Any, made: Any) -> Any:
         if self._branch is not None and len(eqn.params[self._key]) == 2:
-            self = compat.BodySpot(self.body, self.times, self._key, 1 - self._branch)
+            self = jax_internals.BodySpot(self.body, self.times, self._key, 1 - self._branch)
         return right(self, eqn, made)
 
     return replace
@@ -195,7 +191,7 @@ def _any_triangle(right: Any) -> Any:
 
 def _not_shifted(right: Any) -> Any:
     def mean(ctx: Any, u: Any, over: Any, count: int, sizes: Any, dtype: str, why: Any) -> Ref:
-        return ops.constant(ctx.g, 0.0, dtype)
+        return primitives.constant(ctx.g, 0.0, dtype)
 
     return mean
 
@@ -205,7 +201,7 @@ def _derivatives_of_the_rewritten(right: Any) -> Any:
 
 
 def _carries_never_change(right: Any) -> Any:
-    def levels(self: loops.Loop) -> dict[int, int]:
+    def levels(self: loop.Loop) -> dict[int, int]:
         consts = {**self.consts, **{c.inner: c.start for c in self.carries}}
         return right(dataclasses.replace(self, consts=consts, carries=[]))
 
@@ -213,7 +209,7 @@ def _carries_never_change(right: Any) -> Any:
 
 
 def _results_of_another_carry(right: Any) -> Any:
-    def finish(self: loops.Loop, finals: list, ys: list, read: Any) -> list:
+    def finish(self: loop.Loop, finals: list, ys: list, read: Any) -> list:
         shapes = [(np.shape(x), jnp.result_type(x)) for x in finals]
         swapped = finals[::-1] if len(set(shapes)) == 1 else finals
         return right(self, swapped, ys, read)
@@ -252,18 +248,18 @@ _scores = (lookalikes.attention_like,)
 
 MUTATIONS: dict[str, Mutation] = {
     "a cast between floats is dropped": Mutation(
-        [(indexing.ROWS, "convert_element_type", _cast_is_dropped)],
+        [(indexing_primitives.ROWS, "convert_element_type", _cast_is_dropped)],
         (edges.precisions, edges.rounded_twice),
     ),
     "nodes of two dtypes are one": Mutation(
         [(egraph.EGraph, "add", _dtypes_meet)], (edges.rounded_twice,)
     ),
     "a coefficient is dropped": Mutation(
-        [(order, "scaled", _wrong(lambda g, ref, *_: ref))], (grammar.scale, algebra.matmul)
+        [(product_trees, "scaled", _wrong(lambda g, ref, *_: ref))], (grammar.scale, algebra.matmul)
     ),
     "an index that nothing reads is not counted": Mutation(
         [
-            (order, "count_unread", _count_is_dropped),
+            (product_trees, "count_unread", _count_is_dropped),
             (distributivity, "count_unread", _count_is_dropped),
         ],
         (edges.counted,),
@@ -274,47 +270,53 @@ MUTATIONS: dict[str, Mutation] = {
     "exponents are not shifted": Mutation(
         [
             (monoid, "shift_of", _wrong(jnp.zeros_like)),
-            (fold_rows, "shift_of", _wrong(jnp.zeros_like)),
+            (folds_epilogue, "shift_of", _wrong(jnp.zeros_like)),
         ],
         _scores,
     ),
     "one-hot labels are not checked": Mutation(
-        [(lower._LOWER, TAKE, _out_of_range_is_clipped)], (edges.out_of_range,)
+        [(term_lowering._LOWER, TAKE, _out_of_range_is_clipped)], (edges.out_of_range,)
     ),
     "an index may wrap": Mutation(
-        [(ops, "holds", _wrong(lambda *_: True)), (sparsity, "holds", _wrong(lambda *_: True))],
+        [
+            (primitives, "holds", _wrong(lambda *_: True)),
+            (sparsity, "holds", _wrong(lambda *_: True)),
+        ],
         (edges.many_classes,),
     ),
-    "a square product is transposed": Mutation([(lower, "_dot", _square_is_transposed)], _chains),
+    "a square product is transposed": Mutation(
+        [(term_lowering, "_dot", _square_is_transposed)], _chains
+    ),
     "square matrices are symmetric": Mutation(
         [(egraph.EGraph, "_canonical_ref", _squares_are_symmetric)], _chains
     ),
-    "products are rounded to bfloat16": Mutation([(lower, "_dot", _rounded_dot)], _chains),
+    "products are rounded to bfloat16": Mutation([(term_lowering, "_dot", _rounded_dot)], _chains),
     "a slice of a slice forgets its stride": Mutation(
         [(locality, "_compose_entry", _stride_is_forgotten)], _slices
     ),
-    "a slice starts one late": Mutation([(lower._LOWER, SLICE, _slice_starts_late)], _slices),
+    "a slice starts one late": Mutation(
+        [(term_lowering._LOWER, SLICE, _slice_starts_late)], _slices
+    ),
     "branches are swapped": Mutation(
-        [(compat.BodySpot, "replace", _branches_are_swapped)], (grammar.branch, *_chains)
+        [(jax_internals.BodySpot, "replace", _branches_are_swapped)], (grammar.branch, *_chains)
     ),
-    "carries never change": Mutation([(loops.Loop, "levels", _carries_never_change)], _swapped),
-    "carries change places": Mutation(
-        [(loops.Loop, "finish", _results_of_another_carry)], _swapped
-    ),
+    "carries never change": Mutation([(loop.Loop, "levels", _carries_never_change)], _swapped),
+    "carries change places": Mutation([(loop.Loop, "finish", _results_of_another_carry)], _swapped),
     "the first piece is read for any": Mutation(
         [(locality, "_restrict", _first_piece_is_read)], (algebra.blocks,)
     ),
     "pieces are reversed": Mutation(
-        [(lower._LOWER, CONCAT, _pieces_are_reversed)], (algebra.blocks,)
+        [(term_lowering._LOWER, CONCAT, _pieces_are_reversed)], (algebra.blocks,)
     ),
     "coefficients stay while terms change places": Mutation(
         [(egraph, "canonical", _terms_change_places)], (grammar.sums, algebra.shared_operand)
     ),
     "weak types are lost": Mutation(
-        [(compat, "with_aval", _wrong(lambda value, aval: value))], (edges.weak,)
+        [(jax_internals, "with_aval", _wrong(lambda value, aval: value))], (edges.weak,)
     ),
     "a prefix runs backwards": Mutation(
-        [(lower._LOWER, CUMSUM, _prefix_runs_backwards)], (edges.constants, algebra.diagonal)
+        [(term_lowering._LOWER, CUMSUM, _prefix_runs_backwards)],
+        (edges.constants, algebra.diagonal),
     ),
     "every triangle ends at the diagonal": Mutation(
         [(sparsity, "triangle_of", _any_triangle)], (edges.constants,)
@@ -329,7 +331,7 @@ MUTATIONS: dict[str, Mutation] = {
         [(separability, "_mean", _not_shifted)], (edges.far_pairs,)
     ),
     "derivatives are those of the rewritten program": Mutation(
-        [(call.Call, "bind", _derivatives_of_the_rewritten)],
+        [(differentiation.Call, "bind", _derivatives_of_the_rewritten)],
         (grammar.with_rule, *_chains),
         "grad",
     ),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import export
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api import unsupported
+from symjax_rewrite.api.sym_optimize import unsupported
 from tests.fuzz.check import (
     Failure,
     InvalidProgramError,

@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.pallas_kernels.attention import Attention, forward, unscaled
-from symjax_rewrite.pallas_kernels.fold_spec import (
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward, unscaled
+from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     Band,
     ColumnSums,

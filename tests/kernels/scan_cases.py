@@ -9,9 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.pallas_kernels.fold_spec import Operand
-from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, ScanSpec, plain
-from symjax_rewrite.pallas_kernels.selective_scan import SelectiveScan, forward
+from symjax_rewrite.pallas_kernels.fold.spec import Operand
+from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
+from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, ScanSpec, plain
 
 Arrays = tuple[np.ndarray, ...]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite.pallas_kernels.attention import Attention, forward, gradients
-from symjax_rewrite.pallas_kernels.fold_blocks import TritonBlocks
-from symjax_rewrite.pallas_kernels.fold_reference import fold_reference
-from symjax_rewrite.pallas_kernels.fold_triton import fold_triton
-from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward, gradients
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
+from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from tests.kernels.cases import ATTENTION, attention_naive, draw
 
 BACKENDS = {

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.pallas_kernels.attention import Attention, forward
-from symjax_rewrite.pallas_kernels.fold import BACKENDS, cuda_backend, fold
-from symjax_rewrite.pallas_kernels.fold_blocks import Blocks, TritonBlocks
-from symjax_rewrite.pallas_kernels.fold_cost import block_bytes, bytes_moved, flops, tile_bytes
-from symjax_rewrite.pallas_kernels.fold_reference import fold_reference, result_shapes
-from symjax_rewrite.pallas_kernels.fold_spec import Band, Contraction, one_way
-from symjax_rewrite.pallas_kernels.fold_triton import fold_triton, supports
-from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.cost import block_bytes, bytes_moved, flops, tile_bytes
+from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, cuda_backend, fold
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference, result_shapes
+from symjax_rewrite.pallas_kernels.fold.spec import Band, Contraction, one_way
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
+from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
 from tests.kernels.cases import CASES, Case
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)

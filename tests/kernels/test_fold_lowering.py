@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite.pallas_kernels.attention import (
+from symjax_rewrite.pallas_kernels.fold.attention import (
     Attention,
     backward_keys,
     backward_queries,
     forward,
     gradients,
 )
-from symjax_rewrite.pallas_kernels.fold import fold
-from symjax_rewrite.pallas_kernels.fold_blocks import TritonBlocks
-from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec
-from symjax_rewrite.pallas_kernels.fold_triton import fold_triton, supports
+from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
+from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
 from tests.kernels.cases import CASES
 
 pytestmark = [

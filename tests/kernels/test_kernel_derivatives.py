@@ -5,17 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite.pallas_kernels import fold_xla, norm_layer
-from symjax_rewrite.pallas_kernels.attention import Attention, forward
-from symjax_rewrite.pallas_kernels.fold import fold
-from symjax_rewrite.pallas_kernels.fold_blocks import Blocks
-from symjax_rewrite.pallas_kernels.fold_reference import fold_reference
-from symjax_rewrite.pallas_kernels.norm_linear import norm_linear
-from symjax_rewrite.pallas_kernels.norm_xla import norm_xla
-from symjax_rewrite.pallas_kernels.scan import scan
-from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
-from symjax_rewrite.pallas_kernels.selective_scan import SelectiveScan, selective_scan
-from symjax_rewrite.pallas_kernels.selective_scan import forward as selective
+from symjax_rewrite.pallas_kernels.fold import xla as fold_xla
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks
+from symjax_rewrite.pallas_kernels.norm import layer as norm_layer
+from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
+from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
+from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
+from symjax_rewrite.pallas_kernels.scan.scan import scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, selective_scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as selective
 
 # Pallas-Triton is deprecated from jax 0.11 on, and still there
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.pallas_kernels.matrix_scan import MatrixScan, flops, matrix_scan
+from symjax_rewrite.pallas_kernels.scan.matrix_scan import MatrixScan, flops, matrix_scan
 
 
 def draw(spec: MatrixScan, decays: str = "mixed", seed: int = 0) -> list[np.ndarray]:

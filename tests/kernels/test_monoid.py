@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from symjax_rewrite import monoid
+from symjax_rewrite.pallas_kernels import monoid
 
 ROWS = 3
 finite = st.floats(-30, 30, width=32)

@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.pallas_kernels import norm_tune
-from symjax_rewrite.pallas_kernels.norm_blocks import (
-    NormBlocks,
-    as_row,
-    devices,
-    norm_blocks,
-    table,
-)
-from symjax_rewrite.pallas_kernels.norm_layer import (
+from symjax_rewrite.pallas_kernels.norm import tuning as norm_tuning
+from symjax_rewrite.pallas_kernels.norm.layer import (
     NormLinear,
     backward_input,
     backward_weight,
     forward,
     gradients,
 )
-from symjax_rewrite.pallas_kernels.norm_linear import norm_linear, norm_linears
-from symjax_rewrite.pallas_kernels.norm_spec import NormGroup, NormSpec, Program
-from symjax_rewrite.pallas_kernels.norm_triton import group_triton, norm_triton, supports
-from symjax_rewrite.pallas_kernels.norm_xla import norm_xla
+from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_linears
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Program
+from symjax_rewrite.pallas_kernels.norm.tiling import (
+    NormBlocks,
+    as_row,
+    devices,
+    norm_blocks,
+    table,
+)
+from symjax_rewrite.pallas_kernels.norm.triton import group_triton, norm_triton, supports
+from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
 
 BACKENDS = {
     "xla": norm_xla,
@@ -221,15 +221,15 @@ def test_every_row_of_the_table_can_be_reached():
 def test_tuning_writes_the_fastest_cut_of_every_row(monkeypatch, tmp_path, capsys):
     best = NormBlocks(16, 32, 64, 8, 3)
     written = tmp_path / "table.json"
-    monkeypatch.setattr(norm_tune, "TABLE", written)
+    monkeypatch.setattr(norm_tuning, "TABLE", written)
     monkeypatch.setattr("sys.argv", ["norm_tune"])
-    norm_tune.main()
+    norm_tuning.main()
     assert "no GPU here" in capsys.readouterr().out
     assert not written.exists()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     times = {best: 1e-6, NormBlocks(16, 16, 32, 4, 2): None}  # None: it did not compile
-    monkeypatch.setattr(norm_tune, "seconds", lambda spec, cut, rounds: times.get(cut, 1e-3))
-    norm_tune.main()
+    monkeypatch.setattr(norm_tuning, "seconds", lambda spec, cut, rounds: times.get(cut, 1e-3))
+    norm_tuning.main()
     made = json.loads(written.read_text())
     assert made["h200"] == table()["h200"]
     (name,) = made.keys() - {"h200"}

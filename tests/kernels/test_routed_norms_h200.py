@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 
 pytestmark = [
     pytest.mark.lowering,
@@ -24,7 +24,7 @@ K, H, HEADS = 1024, 4096, 256  # width, hidden units, width of the shared keys a
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """As on a machine with one device."""
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def norm(x, g):

@@ -10,10 +10,9 @@ from jax import lax
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.pallas_kernels.fold_spec import Operand
-from symjax_rewrite.pallas_kernels.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan_backward import differentiable_scan, scan_backward
-from symjax_rewrite.pallas_kernels.scan_cost import (
+from symjax_rewrite.pallas_kernels.fold.spec import Operand
+from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan, scan_backward
+from symjax_rewrite.pallas_kernels.scan.cost import (
     block_bytes,
     block_steps,
     bytes_moved,
@@ -21,12 +20,13 @@ from symjax_rewrite.pallas_kernels.scan_cost import (
     is_light,
     states_bytes,
 )
-from symjax_rewrite.pallas_kernels.scan_reference import scan_reference
-from symjax_rewrite.pallas_kernels.scan_spec import Program, Readout, plain, result_shapes
-from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports
-from symjax_rewrite.pallas_kernels.scan_triton_kernel import Cut
-from symjax_rewrite.pallas_kernels.scan_turns import scan_turns
-from symjax_rewrite.pallas_kernels.scan_xla import scan_xla
+from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
+from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
+from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, plain, result_shapes
+from symjax_rewrite.pallas_kernels.scan.triton import scan_triton, supports
+from symjax_rewrite.pallas_kernels.scan.triton_kernel import Cut
+from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 from tests.kernels.scan_cases import CASES, ScanCase
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)

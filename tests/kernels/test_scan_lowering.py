@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels.scan import scan
-from symjax_rewrite.pallas_kernels.scan_block import struct_of
-from symjax_rewrite.pallas_kernels.scan_triton import scan_triton, supports, triton_cut
-from symjax_rewrite.pallas_kernels.selective_scan import SelectiveScan, forward
+from symjax_rewrite.pallas_kernels.scan.block import struct_of
+from symjax_rewrite.pallas_kernels.scan.scan import scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
+from symjax_rewrite.pallas_kernels.scan.triton import scan_triton, supports, triton_cut
 from tests.kernels.scan_cases import CASES
 
 pytestmark = [

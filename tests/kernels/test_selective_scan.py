@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.selective_scan import selective_scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import selective_scan
 
 TOLERANCES = {"float32": (6e-4, 2e-3), "bfloat16": (3e-2, 5e-2)}  # rtol, atol: as published
 BATCH, CHANNELS, STATES = 2, 4, 8

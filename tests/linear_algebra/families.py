@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite.reference import evaluate, tolerance
+from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 
 F32 = jnp.float32
 

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import lower, sym_optimize
-from symjax_rewrite.device import CPU
-from symjax_rewrite.ir import CONTRACT, Node, Ref
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.ir.term import CONTRACT, Node, Ref
 
 PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
 
 
 def emitted(x, y, labels=((2, 0), (2, 1))):
     operands = [(jnp.asarray(x), labels[0]), (jnp.asarray(y), labels[1])]
-    return lower.transposed_apart(PRODUCT, operands)
+    return term_lowering.transposed_apart(PRODUCT, operands)
 
 
 def drawn(rows: int, cols: int, dtype: str = "float32"):
@@ -27,7 +28,7 @@ def test_the_narrower_operand_is_laid_along_the_grain(m, n, turned):
     operands = emitted(x, y)
     assert [labels[0] != 2 for _, labels in operands] == [turned == 0, turned == 1]
     sizes = (m, n, 32)
-    data, labels = lower.lower_node(PRODUCT, operands, sizes, "float32", {})
+    data, labels = term_lowering.lower_node(PRODUCT, operands, sizes, "float32", {})
     got = np.asarray(data) if labels == (0, 1) else np.asarray(data).T
     np.testing.assert_allclose(got, x.T @ y, rtol=1e-5, atol=1e-5)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import compat, pipeline, sym_optimize
-from symjax_rewrite.reference import evaluate
+from symjax_rewrite import jax_internals, optimizer, sym_optimize
+from symjax_rewrite.testing.numpy_evaluator import evaluate
 from tests.linear_algebra import awareness, parts
 from tests.linear_algebra.families import FAMILIES as KNOWN
 from tests.linear_algebra.families import MATRICES, random, same_values, specs
@@ -22,7 +22,7 @@ FAMILIES = KNOWN | parts.FAMILIES | awareness.FAMILIES
 @pytest.fixture(autouse=True)
 def _every_region_is_judged(monkeypatch):
     """Programs of few regions are searched in any case: here none is, if it looks hopeless."""
-    monkeypatch.setattr(pipeline, "FEW_REGIONS", 0)
+    monkeypatch.setattr(optimizer, "FEW_REGIONS", 0)
 
 
 CASES = [
@@ -71,7 +71,7 @@ def test_result_is_a_fixed_point(name):
     family = FAMILIES[name]
     fun = next(iter(family.spellings.values()))
     once = sym_optimize(fun).explain(*specs(family.shapes, family.sizes)).after.jaxpr
-    again = sym_optimize(partial(compat.eval_jaxpr, once)).explain(
+    again = sym_optimize(partial(jax_internals.eval_jaxpr, once)).explain(
         *specs(family.shapes, family.sizes)
     )
     assert again.before.seconds <= 1.05 * again.after.seconds, str(again)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, loop_motion, loop_pass, sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.loops import hoisting, loop_optimizer
 
 STEPS, ROWS, WIDTH = 24, 4, 64
 
@@ -136,7 +137,7 @@ def inside(closed: Any, name: str, looped: bool = False) -> int:
     for e in closed.jaxpr.eqns:
         count += looped and e.primitive.name == name
         inner = looped or e.primitive.name in ("scan", "while")
-        count += sum(inside(body, name, inner) for body in compat.bodies(e))
+        count += sum(inside(body, name, inner) for body in jax_internals.bodies(e))
     return count
 
 
@@ -346,7 +347,7 @@ def test_mutable_arrays_stay() -> None:
 def test_small_floats_are_stacked_as_bits_on_a_cpu(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_pass, "MIN_STACKED", 1)
+    monkeypatch.setattr(loop_optimizer, "MIN_STACKED", 1)
 
     def fun(x):
         def step(h, x):
@@ -366,8 +367,8 @@ def test_small_floats_are_stacked_as_bits_on_a_cpu(
 
 
 def test_products_of_small_floats_may_leave_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_motion, "_gains", lambda *_: True)
-    monkeypatch.setattr(loop_motion, "MIN_SHARE", -1e9)
+    monkeypatch.setattr(hoisting, "_gains", lambda *_: True)
+    monkeypatch.setattr(hoisting, "MIN_SHARE", -1e9)
 
     def fun(x, w):
         step = lambda h, x: ((h + x) * 0.5, jnp.tanh(h @ w))  # noqa: E731

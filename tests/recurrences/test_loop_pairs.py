@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import loop_pairs, sym_optimize
-from symjax_rewrite.device import CPU
-from symjax_rewrite.loop_pass import before_derivatives
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.loops import rematerialization
+from symjax_rewrite.loops.loop_optimizer import before_derivatives
 
 L, D, N = 37, 6, 4
 RULE = "loop_recomputation"
@@ -101,8 +102,8 @@ def check(want: Any, got: Any) -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes: blocks are taken."""
-    monkeypatch.setattr(loop_pairs, "MIN_BYTES", 1)
-    monkeypatch.setattr(loop_pairs, "_pays", lambda *_: True)
+    monkeypatch.setattr(rematerialization, "MIN_BYTES", 1)
+    monkeypatch.setattr(rematerialization, "_pays", lambda *_: True)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -121,7 +122,7 @@ def test_gradients_of_optimised_functions(always: None) -> None:
     numbers = tuple(range(len(args)))
     check(*(jax.jit(jax.grad(loss(f), numbers))(*args) for f in (selective, through)))
     constant = jax.make_jaxpr(lambda x: (x, 1.0))(1.0)
-    assert loop_pairs.made_again(constant, 1, CPU) == set()
+    assert rematerialization.made_again(constant, 1, CPU) == set()
 
 
 def test_what_is_kept_is_not_copied() -> None:
@@ -145,7 +146,7 @@ def test_what_is_kept_is_not_copied() -> None:
 
 @pytest.mark.parametrize("steps", [1, 31])
 def test_blocks_of_any_length(steps: int, always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_pairs, "_block", lambda *_: steps)
+    monkeypatch.setattr(rematerialization, "_block", lambda *_: steps)
     fun, args = PROGRAMS["several carries, reversed"]
     gradient = jax.grad(loss(fun), argnums=(0, 1))
     check(jax.jit(gradient)(*args), sym_optimize(gradient, on_unsupported="error")(*args))

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import loop_parts, sym_optimize
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.loops import product_splitting
 from tests.recurrences.test_loop_hygiene import check_equal, inside
 
 STEPS, ROWS, WIDTH, RULE = 9, 3, 8, "loop_parts"
-MIN_WEIGHTS = loop_parts.MIN_WEIGHTS
+MIN_WEIGHTS = product_splitting.MIN_WEIGHTS
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_parts, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(product_splitting, "MIN_WEIGHTS", 0)
 
 
 def draw(*shape: int, dtype: Any = "float32") -> jax.Array:
@@ -269,14 +270,14 @@ def test_lookalikes_stay(fun: Callable) -> None:
 def test_only_large_weights_and_few_rows(
     width: int, rows: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_parts, "MIN_WEIGHTS", MIN_WEIGHTS)
+    monkeypatch.setattr(product_splitting, "MIN_WEIGHTS", MIN_WEIGHTS)
     report = sym_optimize(by_rows).explain(*arguments(width, rows))
     assert (RULE in {r.name for r in report.rules}) == cut
 
 
 def test_short_loops_stay() -> None:
     x, *rest = arguments()
-    report = check_equal(by_rows, x[: loop_parts.MIN_STEPS - 1], *rest)
+    report = check_equal(by_rows, x[: product_splitting.MIN_STEPS - 1], *rest)
     assert RULE not in {r.name for r in report.rules}
 
 

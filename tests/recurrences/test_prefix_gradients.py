@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
-from symjax_rewrite.equation_cost import shape_of
-from symjax_rewrite.loop_fusion import Surroundings
-from symjax_rewrite.loop_pass import Change, rewritten
-from symjax_rewrite.prefix_gradients import find_differentiated
-from symjax_rewrite.prefix_loops import as_loops
-from symjax_rewrite.prefixes import find_prefixes
-from symjax_rewrite.trace import flatten
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops.associative_scan_detection import find_prefixes
+from symjax_rewrite.loops.associative_scan_gradients import find_differentiated
+from symjax_rewrite.loops.associative_scan_loops import as_loops
+from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.loop_optimizer import Change, rewritten
 
 
 def affine(left, right):
@@ -101,13 +101,13 @@ def arrays(length: int, dtype: Any = "float32") -> tuple[jax.Array, jax.Array]:
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
     """How many differentiated trees there are, and the results with all of them as loops."""
-    closed, tree = compat.make_jaxpr(fun, *args)
+    closed, tree = jax_internals.make_jaxpr(fun, *args)
     program = flatten(closed)
     around = Surroundings(program)
     found = find_differentiated(around, find_prefixes(program))
     changes = [Change(d.prefix.equations[-1].eqn, *p, ()) for d, p in as_loops(around, found)]
-    new = compat.without_dead(rewritten(program, changes))
-    run = jax.jit(lambda *args: compat.eval_jaxpr(new, *args))
+    new = jax_internals.without_dead(rewritten(program, changes))
+    run = jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))
     if found:
         assert not any(2 in (e.params["strides"] or ()) for e in equations(new, "slice"))
     return len(found), jax.tree.unflatten(tree, run(*args))
@@ -226,8 +226,8 @@ def test_stopped_factors() -> None:
 def test_what_is_read_on_the_way_leaves_the_tree() -> None:
     """A value inside the tree, or inside what goes back over it, is a result too."""
     gradient = jax.grad(every, argnums=(0, 1))
-    closed, _ = compat.make_jaxpr(gradient, *arrays(8))
-    program = flatten(compat.without_dead(closed))
+    closed, _ = jax_internals.make_jaxpr(gradient, *arrays(8))
+    program = flatten(jax_internals.without_dead(closed))
     products = [e for e in program.equations if e.name == "mul"]
     assert len(products) > 10
     whole = {e.outvals[0] for e in products if shape_of(e.eqn.outvars[0]) == (8, 3)}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
-from symjax_rewrite.loop_cleaning import clean
-from symjax_rewrite.loop_fusion import Fusion, Surroundings
-from symjax_rewrite.loop_motion import Motion
-from symjax_rewrite.loop_pass import make_change, rewritten
-from symjax_rewrite.prefixes import as_loop, find_prefixes, refusal
-from symjax_rewrite.trace import flatten
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops.associative_scan_detection import as_loop, find_prefixes, refusal
+from symjax_rewrite.loops.fusion import Fusion, Surroundings
+from symjax_rewrite.loops.hoisting import Motion
+from symjax_rewrite.loops.loop_optimizer import make_change, rewritten
+from symjax_rewrite.loops.normalization import clean
 
 
 def affine(left, right):
@@ -79,8 +79,8 @@ def arrays(length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
     """How many trees there are, and the results with all of them as loops, whatever they cost."""
-    closed, tree = compat.make_jaxpr(fun, *args)
-    program = flatten(compat.without_dead(closed))
+    closed, tree = jax_internals.make_jaxpr(fun, *args)
+    program = flatten(jax_internals.without_dead(closed))
     around, changes = Surroundings(program), []
     for prefix in find_prefixes(program):
         assert refusal(around, prefix) is None
@@ -89,7 +89,7 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
         changes.append(make_change(loop.eqn, clean(loop), Motion(), ()))
     new = rewritten(program, changes)
     assert not any(e.primitive.name == "pad" for e in new.jaxpr.eqns)
-    run = jax.jit(lambda *args: compat.eval_jaxpr(new, *args))
+    run = jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))
     return len(changes), jax.tree.unflatten(tree, run(*args))
 
 
@@ -142,8 +142,8 @@ def gated(left, right):
 )
 def test_other_combinations_are_left(combine: Callable) -> None:
     args = arrays(16, "float32")
-    closed, _ = compat.make_jaxpr(lambda a, b: lax.associative_scan(combine, (a, b)), *args)
-    assert find_prefixes(flatten(compat.without_dead(closed))) == []
+    closed, _ = jax_internals.make_jaxpr(lambda a, b: lax.associative_scan(combine, (a, b)), *args)
+    assert find_prefixes(flatten(jax_internals.without_dead(closed))) == []
 
 
 def test_a_tree_that_is_cut_otherwise_is_left() -> None:
@@ -151,7 +151,7 @@ def test_a_tree_that_is_cut_otherwise_is_left() -> None:
         even, odd = b[0:8:2], b[1:9:2]
         return a[1:9:2] * even + odd, a[0:8:2]
 
-    closed, _ = compat.make_jaxpr(fun, *arrays(9, "float32"))
+    closed, _ = jax_internals.make_jaxpr(fun, *arrays(9, "float32"))
     assert find_prefixes(flatten(closed)) == []
 
 

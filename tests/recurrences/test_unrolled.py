@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import compat, sym_optimize
-from symjax_rewrite.loop_cleaning import clean
-from symjax_rewrite.loop_fusion import Surroundings
-from symjax_rewrite.loop_motion import Motion
-from symjax_rewrite.loop_pass import Change, make_change, rewritten
-from symjax_rewrite.rerolling import find_unrolled, joined_with
-from symjax_rewrite.trace import flatten
-from symjax_rewrite.unrolled import may_repeat
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.hoisting import Motion
+from symjax_rewrite.loops.loop_optimizer import Change, make_change, rewritten
+from symjax_rewrite.loops.normalization import clean
+from symjax_rewrite.loops.rerolling import find_unrolled, joined_with
+from symjax_rewrite.loops.unrolled_detection import may_repeat
 
 L, D = 10, 4
 
@@ -113,7 +113,7 @@ def test_found_and_equal(fun: Callable) -> None:
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[list[int], list[Any]]:
     """The steps of all loops, and the results with them as loops, whatever they cost."""
-    program = flatten(compat.without_dead(jax.make_jaxpr(fun)(*args)))
+    program = flatten(jax_internals.without_dead(jax.make_jaxpr(fun)(*args)))
     steps, changes = [], []
     for unrolled in find_unrolled(Surroundings(program)):
         loop = clean(unrolled.loop)
@@ -125,7 +125,9 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[list[int], list[Any]]:
             changes.append(Change(root.eqn, reads, list(root.outvals), run, ()))
     assert may_repeat(program) or not steps
     new = rewritten(program, changes)
-    return steps, jax.jit(lambda *args: compat.eval_jaxpr(new, *args))(*jax.tree.leaves(args))
+    return steps, jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))(
+        *jax.tree.leaves(args)
+    )
 
 
 def two_layers(a, b, h):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import banded, sym_optimize
-from symjax_rewrite.testing import assert_equivalent
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection import banded_products
+from symjax_rewrite.testing.assertions import assert_equivalent
 
 N = 600
 
@@ -68,8 +69,8 @@ def blocks(fun, *args, **options):
 @pytest.fixture
 def eager(monkeypatch):
     """What is banded is taken, whatever it gains."""
-    monkeypatch.setattr(banded, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(banded, "LEAST_GAIN", 0)
+    monkeypatch.setattr(banded_products, "LEAST_FLOPS", 0)
+    monkeypatch.setattr(banded_products, "LEAST_GAIN", 0)
 
 
 @pytest.mark.usefixtures("eager")

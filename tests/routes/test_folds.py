@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import compat, sym_optimize
-from symjax_rewrite.pallas_kernels.fold import fold
-from symjax_rewrite.pallas_kernels.fold_spec import ColumnSums, FoldSpec, Sums
-from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.spec import ColumnSums, FoldSpec, Sums
+from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
 from tests.routes.programs import (
     FOLDS,
     LEFT,
@@ -141,13 +141,13 @@ def test_small_and_empty(size):
 
 
 def test_small_sizes_are_left_alone(monkeypatch):
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
     x = jax.ShapeDtypeStruct((256, D), jnp.float32)
     assert not [r for r in sym_optimize(log_sum_exp).explain(x, x).routes if r.taken]
 
 
 def test_large_sizes_are_taken(monkeypatch):
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
     x = jax.ShapeDtypeStruct((1 << 14, D), jnp.float32)
     report = sym_optimize(log_sum_exp, device="cpu").explain(x, x)
     assert [r.taken for r in report.routes if r.name == "fold"] == [True]
@@ -290,7 +290,9 @@ def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
 
 @pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])
 def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, keys, taken):
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)  # one CPU, as users have
+    monkeypatch.setattr(
+        jax_internals, "may_be_partitioned", lambda: False
+    )  # one CPU, as users have
 
     def smooth(x, y, v):
         weights = jnp.exp(-0.5 * ((x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)))
@@ -302,7 +304,7 @@ def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, k
 
 
 def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
     def differences(x, y):
         return jnp.sum(jnp.abs(x[:, None] - y[None, :]), axis=-1).min(-1)
@@ -322,7 +324,7 @@ def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
     ids=["many small pairs", "few large ones"],
 )
 def test_small_products_have_a_price_of_their_own(monkeypatch, queries, documents, taken):
-    monkeypatch.setattr(compat, "may_be_partitioned", lambda: False)
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
     def late_interaction(q, d):
         return jnp.einsum("qid,kjd->qkij", q, d).max(-1).sum(-1)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite.canonical import build
-from symjax_rewrite.routing import take
-from symjax_rewrite.trace import flatten
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.kernel_selection.conflicts import take
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate
+from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
 from tests.routes.programs import squares
 
 N, M, D, K = 600, 1101, 8, 4

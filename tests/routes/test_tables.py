@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels.fold_blocks import Blocks
-from symjax_rewrite.pallas_kernels.fold_spec import FoldSpec, KeyedSums, Operand, Tile
-from symjax_rewrite.pallas_kernels.fold_xla import fold_xla
-from symjax_rewrite.testing import assert_equivalent, assert_no_intermediate
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, KeyedSums, Operand, Tile
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks
+from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
+from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
 from tests.routes.programs import draw
 
 B, H, N, D, K = 2, 3, 40, 8, 16

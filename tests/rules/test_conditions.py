@@ -5,8 +5,8 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import keep, packs
-from symjax_rewrite.rulecheck import fires
-from symjax_rewrite.specimens import SPECIMENS, Specimen
+from symjax_rewrite.testing.rule_checker import fires
+from symjax_rewrite.testing.rule_examples import SPECIMENS, Specimen
 
 RULES = {r.name: r for r in packs.default.axioms}
 

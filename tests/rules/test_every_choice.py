@@ -7,15 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from symjax_rewrite import compat, packs, pipeline, solve
-from symjax_rewrite.config import Options
-from symjax_rewrite.cost import CyclicChoiceError, reachable
-from symjax_rewrite.device import CPU
-from symjax_rewrite.extract import extract, is_emittable, original_choice
-from symjax_rewrite.ir import LEAF
-from symjax_rewrite.pipeline import Optimiser
-from symjax_rewrite.reference import evaluate
-from symjax_rewrite.specimens import SPECIMENS, arguments, size_tables
+from symjax_rewrite import jax_internals, optimizer, packs
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.term_cost import CyclicChoiceError, reachable
+from symjax_rewrite.ir.term import LEAF
+from symjax_rewrite.optimizer import Optimiser
+from symjax_rewrite.options import Options
+from symjax_rewrite.rewriting import region_solver
+from symjax_rewrite.rewriting.extraction import extract, is_emittable, original_choice
+from symjax_rewrite.testing.numpy_evaluator import evaluate
+from symjax_rewrite.testing.rule_examples import SPECIMENS, arguments, size_tables
 
 SEEDS = 3
 
@@ -42,20 +43,20 @@ def choose_at_random(rng):
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda p: p.name)
 def test_any_choice_is_right(specimen, monkeypatch):
-    monkeypatch.setattr(pipeline, "MIN_SHARE", -np.inf)  # whatever it gains
+    monkeypatch.setattr(optimizer, "MIN_SHARE", -np.inf)  # whatever it gains
     for dtype in ("float64", "int32"):
         if not specimen.takes(dtype):
             continue
         with jax.enable_x64(dtype == "float64"):
             sizes = size_tables(specimen, 2)[0]
             avals = specimen.avals(sizes, dtype)
-            closed, _ = compat.make_jaxpr(specimen.fun, *avals)
+            closed, _ = jax_internals.make_jaxpr(specimen.fun, *avals)
             args = next(arguments(specimen, sizes, dtype, [(1.0, 0.0)]))
             wanted = evaluate(closed, args)
             for seed in range(SEEDS):
-                monkeypatch.setattr(solve, "extract", choose_at_random(random.Random(seed)))
+                monkeypatch.setattr(region_solver, "extract", choose_at_random(random.Random(seed)))
                 result = Optimiser(Options(rules=packs.default), packs.default, CPU).run(closed)
-                made = compat.make_avals_jaxpr(result.emit(), closed.in_avals)
+                made = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
                 _same(evaluate(made, args), wanted)
 
 

@@ -6,18 +6,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import RulePack, axiom, lemma, packs, rulecheck
-from symjax_rewrite.egraph import Reason
+from symjax_rewrite import RulePack, axiom, lemma, packs
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir import ADD, CONTRACT, Ref
-from symjax_rewrite.match import compile_lemma
-from symjax_rewrite.product import expand
-from symjax_rewrite.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, Lemma
-from symjax_rewrite.rulecheck import all_forms, check_sides, differences, fires, is_derivable
+from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.products import expand
+from symjax_rewrite.ir.term import ADD, CONTRACT, Ref
+from symjax_rewrite.rewriting.lemma_matching import compile_lemma
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, Lemma
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.distributivity import distribute
-from symjax_rewrite.specimens import SPECIMENS, Specimen, arguments, size_tables
-from symjax_rewrite.testing import check_rule
+from symjax_rewrite.testing import rule_checker
+from symjax_rewrite.testing.assertions import check_rule
+from symjax_rewrite.testing.rule_checker import (
+    all_forms,
+    check_sides,
+    differences,
+    fires,
+    is_derivable,
+)
+from symjax_rewrite.testing.rule_examples import SPECIMENS, Specimen, arguments, size_tables
 
 RULES = {r.name: r for pack in packs.by_name().values() for r in pack.rules}
 KNOWN = {k: v for k, v in vars(lemmas).items() if isinstance(v, Lemma)}
@@ -154,7 +161,7 @@ def test_bad_lemma_is_refused_with_its_line(rule, message):
 
 
 def test_lemma_that_does_not_follow_is_refused_unless_it_cites_a_proof(monkeypatch):
-    monkeypatch.setattr(rulecheck.packs, "default", RulePack("no axioms", ()))
+    monkeypatch.setattr(rule_checker.packs, "default", RulePack("no axioms", ()))
     with pytest.raises(RuleError, match="does not follow"):
         check_rule(lemmas.lora)
     assert check_rule(replace(lemmas.lora, proof="Hu et al. 2021, §4.1")) > 0

@@ -1,0 +1,107 @@
+"""Folds: the door to every backend (may import all of `fold_*`).
+
+A fold reduces a pairwise term along one axis and never makes the term whole: attention and its
+gradients, cross-entropy over a vocabulary, N-body forces, nearest neighbours. What it computes is
+a `FoldSpec`; `fold_reference` is its definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.backend import (
+    Backend,
+    Reason,
+    check_operands,
+    first_on_cuda,
+    named_backend,
+)
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
+from symjax_rewrite.pallas_kernels.fold import cudnn as _library
+from symjax_rewrite.pallas_kernels.fold import reference as _reference
+from symjax_rewrite.pallas_kernels.fold import triton as _triton
+from symjax_rewrite.pallas_kernels.fold import xla as _xla
+from symjax_rewrite.pallas_kernels.fold.spec import Band, FoldSpec, one_way
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("reference", None, _reference.supports, _reference.fold_reference),
+        Backend("xla", None, _xla.supports, _xla.fold_xla),
+        Backend("triton", "cuda", _triton.supports, _triton.fold_triton),
+        Backend("library", "cuda", _library.supports, _library.fold_library),
+    )
+}
+CUDA_ORDER = ("library", "triton")  # the first that supports a fold runs it on CUDA
+
+
+def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
+    """Run a fold.
+
+    Args:
+        spec: what to compute.
+        operands: one array per operand of the spec.
+        backend: "auto" takes the best for the device the program is lowered for; else a name of
+            `BACKENDS`.
+
+    Returns:
+        What the epilogue returns; without one, per output the tuple of its results, each
+        [batch.., m, ..].
+
+    Raises:
+        KernelError: the backend asked for does not exist or does not support the fold.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from symjax_rewrite.pallas_kernels.fold_spec import Extremum, Operand, Tile
+        >>> distance = Tile(lambda dots, values, i, j: abs(values[0] - values[1]), reads=(0, 1))
+        >>> spec = FoldSpec(
+        ...     sizes=(("m", 2), ("n", 3)), batch=(), row="m", col="n",
+        ...     operands=(Operand(("m",)), Operand(("n",))), contractions=(),
+        ...     tile=distance, outputs=(Extremum("min"),),
+        ... )
+        >>> fold(spec, jnp.array([0.0, 10.0]), jnp.array([1.0, 4.0, 8.0]))
+        ((Array([1., 2.], dtype=float32),),)
+    """
+    check_operands(
+        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "fold"
+    )
+    streamed = partial(_xla.fold_xla, spec)
+    if backend != "auto":
+        run = partial(named_backend(BACKENDS, backend, spec, "fold").run, spec)
+    elif isinstance(on_cuda := _on_cuda(spec), Reason):
+        run = streamed
+    else:
+        run = partial(lax.platform_dependent, cuda=on_cuda, default=streamed)
+    # Loops whose length a band decides have no reverse mode; a band changes no value.
+    definition = partial(_xla.fold_xla, replace(spec, band=Band()))
+    return by_definition(run, definition, *operands)
+
+
+def _on_cuda(spec: FoldSpec) -> Callable[..., Any] | Reason:
+    """What runs a fold on CUDA, or why nothing does: no kernel there sums rows and columns both."""
+    parts = one_way(spec)
+    runs = []
+    for _, part in parts:
+        best = cuda_backend(part)
+        if isinstance(best, Reason):
+            return best
+        runs.append(partial(best.run, part))
+
+    def run(*operands: Any) -> tuple[Any, ...]:
+        made: dict[int, Any] = {}
+        for (numbers, _), each in zip(parts, runs, strict=True):
+            made.update(zip(numbers, each(*operands), strict=True))
+        return tuple(made[n] for n in range(len(made)))
+
+    return run if len(parts) > 1 else runs[0]
+
+
+def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:
+    """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
+    return first_on_cuda([BACKENDS[name] for name in CUDA_ORDER], spec)

@@ -1,0 +1,210 @@
+"""How folds are cut into blocks: a small table of measurements (may import the spec)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    Band,
+    FoldSpec,
+    KeyedSums,
+    TopK,
+    terms_of,
+    weights_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the `xla` backend cuts a fold.
+
+    Args:
+        rows: rows per block.
+        cols: columns per block.
+        inner: batch axes that a block holds whole; the others are looped over.
+    """
+
+    rows: int
+    cols: int
+    inner: tuple[str, ...] = ()
+
+
+def even(size: int, block: int) -> int:
+    """The block size nearest below `block` that cuts `size` into blocks of (almost) one size."""
+    return -(-size // -(-size // block)) if size else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A row of the table: what was fastest, f32 on two cores with 2 MiB of L2 each (2026-11).
+
+    Args:
+        rows: rows per block.
+        cols: columns per block.
+        pairs: a block holds whole batch axes while it has at most so many pairs.
+    """
+
+    rows: int
+    cols: int
+    pairs: int = 2**19
+
+
+# beside each the time against the plain program's, where it was measured
+XLA_CUTS = {
+    "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
+    "elementwise": Cut(128, 512),  # N-body of 8192: 0.06 to 0.17
+    "banded": Cut(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
+    "paired": Cut(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
+    "plain": Cut(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
+}
+NARROWEST = 128  # rows and columns per block of a narrow band
+
+
+def xla_cut(spec: FoldSpec) -> Cut:
+    """The row of the table that a fold falls under."""
+    if any(isinstance(o, TopK) for o in spec.outputs):
+        return XLA_CUTS["top-k"]
+    if not spec.contractions:
+        return XLA_CUTS["elementwise"]
+    cut = XLA_CUTS["paired" if len(spec.contractions) > 1 else "plain"]
+    if spec.band == Band():
+        return cut
+    lower, upper = spec.band.lower, spec.band.upper
+    if lower is None or upper is None:
+        return XLA_CUTS["banded"]
+    side = min(max(power_of_two(upper - lower + 1), NARROWEST), XLA_CUTS["banded"].rows)
+    return Cut(side, side)
+
+
+def xla_blocks(spec: FoldSpec) -> Blocks:
+    """The cut for a fold on the `xla` backend."""
+    cut = xla_cut(spec)
+    shared = shared_axes(spec)
+    many = math.prod(spec.size[a] for a in shared)
+    if many > 1:
+        side = max(math.isqrt(cut.pairs // many), NARROWEST)
+        shared = shared if many * side * side <= cut.pairs else ()
+        cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
+    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more, but never for all
+    rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, spec.rows // 2)))
+    cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
+    if spec.tile.whole is not None:
+        whole = spec.size[spec.tile.whole]
+        side = min(cut.rows, max(cut.pairs // max(whole, 1), 1))
+        by_row = spec.tile.whole == spec.col
+        rows, cols = (even(spec.rows, side), whole) if by_row else (whole, even(spec.cols, side))
+    inner = [*shared]
+    held = rows * max(cols, 1) * math.prod(spec.size[a] for a in shared)
+    for axis in reversed([a for a in spec.batch if a not in shared]):
+        held *= spec.size[axis]
+        if held > cut.pairs:
+            break
+        inner.append(axis)
+    return Blocks(rows, cols, tuple(a for a in spec.batch if a in inner))
+
+
+def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
+    """The batch axes for all of which one look into the tables serves, and one sum by key."""
+    tables = [k for k in spec.tile.reads if spec.features(k)]
+    sums = [o for o in spec.outputs if isinstance(o, KeyedSums)]
+    used = {a for k in tables for a in spec.operands[k].axes}
+    used |= {a for o in sums for a in (*o.kept, *o.varies)}
+    return tuple(a for a in spec.batch if a not in used) if tables or sums else ()
+
+
+@dataclass(frozen=True, slots=True)
+class TritonBlocks:
+    """How the `triton` backend cuts a fold.
+
+    Args:
+        rows: rows per program.
+        cols: columns per step.
+        chunk: features per step, where there are too many to hold.
+        warps: warps per program.
+        stages: depth of the load pipeline.
+        splits: programs that share the columns of one block of rows.
+        features: features of the weights per program; 0 for all of them.
+    """
+
+    rows: int = 64
+    cols: int = 64
+    chunk: int = 64
+    warps: int = 4
+    stages: int = 2
+    splits: int = 1
+    features: int = 0
+
+
+# (bytes held per pair of a row and a column, at most) and the cut: what an H200 compiles without
+# spilling for attention forward, dQ and dK/dV at head sizes 64 to 256, ahead of time. How fast
+# they are was not measured.
+TRITON_CUTS = (
+    (256, TritonBlocks(128, 64, warps=4)),
+    (512, TritonBlocks(128, 64, warps=8)),
+    (1024, TritonBlocks(64, 64, warps=8)),
+    (1536, TritonBlocks(64, 32, warps=8)),
+    (4096, TritonBlocks(32, 32, warps=8)),
+)
+TILES_OF_FOUR_WARPS = 2  # contractions and pair operands; more of them spill
+TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
+TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
+TRITON_SLICED = (  # weights too wide for one program: (rows at most, cut)
+    (16, TritonBlocks(16, 128, warps=4, stages=3, features=32)),
+    (64, TritonBlocks(64, 64, warps=4, stages=3, features=64)),
+    (2**31, TritonBlocks(128, 64, warps=8, stages=3, features=128)),
+)
+WIDE = 256  # features contracted, or summed, in one step, at most
+MULTIPROCESSORS = 132
+
+
+def triton_blocks(spec: FoldSpec) -> TritonBlocks:
+    """The cut for a fold on the `triton` backend."""
+    blocks = _triton_cut(spec)
+    rows = min(blocks.rows, power_of_two(spec.rows))
+    cols = min(blocks.cols, power_of_two(spec.cols))
+    programs = math.prod(spec.batch_shape) * -(-spec.rows // rows)
+    splits = 1
+    if blocks.features:
+        return replace(blocks, rows=rows, cols=cols)
+    if 4 * programs <= MULTIPROCESSORS:  # too few to be worth a second kernel else
+        most = max(1, spec.cols // (4 * cols))
+        splits = min(-(-2 * MULTIPROCESSORS // programs), most, 32)
+    return replace(blocks, rows=rows, cols=cols, splits=splits)
+
+
+def _triton_cut(spec: FoldSpec) -> TritonBlocks:
+    if any(spec.width(k) > WIDE for k in weights_of(spec)):
+        return next(b for limit, b in TRITON_SLICED if spec.rows <= limit)
+    if not spec.contractions:
+        return TRITON_ELEMENTWISE
+    if any(spec.width(c.row) > WIDE for c in spec.contractions):
+        return TRITON_WIDE
+    held = bytes_held(spec)
+    found = next((b for limit, b in TRITON_CUTS if held <= limit), TRITON_CUTS[-1][1])
+    pairs = sum({spec.row, spec.col} <= {*o.axes} for o in spec.operands)
+    if len(spec.contractions) + pairs > TILES_OF_FOUR_WARPS:
+        found = replace(found, warps=max(found.warps, 8))
+    return found
+
+
+def bytes_held(spec: FoldSpec) -> int:
+    """Bytes of features that one row and one column bring: contracted, and summed.
+
+    What is multiplied in a wider dtype than it is stored in counts as it is multiplied.
+    """
+
+    def held(number: int, *dtypes: str) -> int:
+        size = max(jnp.dtype(d).itemsize for d in (spec.operands[number].dtype, *dtypes))
+        return power_of_two(spec.width(number)) * size
+
+    terms = {(t.weights, t.round_to) for o in spec.outputs for t in terms_of(o)}
+    total = sum(held(c.col, spec.operands[c.row].dtype) for c in spec.contractions)
+    return total + sum(held(w, rounded or "float32") for w, rounded in terms if w is not None)
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is no less than `size`, and at least 16 (what a dot needs)."""
+    return max(16, 1 << max(size - 1, 0).bit_length())

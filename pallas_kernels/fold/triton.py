@@ -1,0 +1,217 @@
+"""Folds as one Pallas-Triton kernel (may import the spec, `fold_tile` and `fold_blocks`).
+
+One program holds one block of rows of one batch element and walks over the blocks of columns that
+matter to it, so shared operands (grouped queries) are read where they lie. Sizes that are no
+power of two are padded by masked loads. With `splits` the columns are cut into that many parts,
+each a program of its own, and the monoid combines them afterwards (Dao et al. 2023,
+"Flash-Decoding"). The tile program and the monoids are the same code as in every other backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.pallas_kernels.backend import Support, first_reason
+from symjax_rewrite.pallas_kernels.fold.layout import (
+    Result,
+    feature_order,
+    kind,
+    loadable,
+    merge_features,
+)
+from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    ColumnSums,
+    Contraction,
+    FoldSpec,
+    KeyedSums,
+    TopK,
+    result_axes,
+    weights_of,
+)
+from symjax_rewrite.pallas_kernels.fold.tile import (
+    arrange,
+    bundle,
+    finish,
+    monoid_of,
+    read_block,
+)
+from symjax_rewrite.pallas_kernels.fold.tiling import (
+    WIDE,
+    TritonBlocks,
+    power_of_two,
+    triton_blocks,
+)
+from symjax_rewrite.pallas_kernels.fold.triton_kernel import Kernel
+
+Array = Any
+DTYPES = frozenset({"float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"})
+MAX_ELEMENTS = 2**31 - 1
+
+
+def supports(spec: FoldSpec) -> Support:
+    """Whether this backend runs the fold on a GPU of compute capability 8.0 or newer."""
+    weights = weights_of(spec)
+    widths = [spec.width(k) for k in weights]
+    used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
+    dtypes = {o.dtype for o in spec.operands}
+    foreign = unlowered(spec)
+    raw = dataclasses.replace(spec, epilogue=None)
+    return first_reason(
+        (0 in dict(spec.sizes).values(), "an axis is empty"),
+        (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
+        (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
+        (any(isinstance(o, KeyedSums) for o in spec.outputs), "sums by key add up in no order"),
+        (any(isinstance(o, ColumnSums) for o in spec.outputs), "sums over rows cross programs"),
+        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
+        (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
+        (
+            any(s.dtype == jnp.int64 for s in flat_shapes(raw)),
+            "64-bit integers are compared in a tile, not reduced",
+        ),
+        (not _sliceable(spec), f"weights wider than {WIDE} features beside others"),
+        (
+            max(widths, default=0) <= WIDE and sum(map(power_of_two, widths)) > 2 * WIDE,
+            "sums too wide for one multiprocessor",
+        ),
+        (
+            any(spec.features(c.row) and not _one_order(spec, c) for c in spec.contractions),
+            "an operand's features are read in two orders",
+        ),
+        (
+            any(kind(spec.operands[k].dtype) != "f" for k in used),
+            "a contraction of integers",
+        ),
+        (
+            any(
+                len(s.shape) > 1 and jnp.issubdtype(s.dtype, jnp.integer) for s in flat_shapes(raw)
+            ),
+            "a weighted sum of integers",
+        ),
+        (
+            any(math.prod(spec.shape(k)) > MAX_ELEMENTS for k in range(len(spec.operands))),
+            "an operand has more than 2^31 elements",
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def unlowered(spec: FoldSpec) -> tuple[str, ...]:
+    """Operations of the tile program and the epilogue that Pallas-Triton has no rule for."""
+    side = 16
+
+    def shaped(number: int) -> jax.ShapeDtypeStruct:
+        axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
+        lead = [side if a in axes else 1 for a in (spec.row, spec.col)]
+        features = [spec.size[a] for a in spec.features(number)]
+        return jax.ShapeDtypeStruct([*lead, *features], dtype)
+
+    dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
+    values = tuple(shaped(k) for k in spec.tile.reads)
+    i, j = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((side, 1), (1, side)))
+    programs = [jax.make_jaxpr(spec.tile.fun)(dots, values, i, j)]
+    if spec.epilogue is not None:
+        raw = dataclasses.replace(spec, epilogue=None)
+        states = [jax.ShapeDtypeStruct((side, 1), s.dtype) for s in flat_shapes(raw)]
+        rows = tuple(shaped(k) for k in spec.epilogue.reads)
+        programs.append(jax.make_jaxpr(spec.epilogue.fun)(bundle(raw, states), rows))
+    names = {
+        p.name
+        for x in programs
+        for p in jax_internals.primitives(x)
+        if not jax_internals.triton_lowers(p)
+    }
+    return tuple(sorted(names))
+
+
+def _sliceable(spec: FoldSpec) -> bool:
+    """Whether wide weights can be cut along their features, one slice per program."""
+    weights = weights_of(spec)
+    widths = {spec.width(k) for k in weights}
+    if max(widths, default=0) <= WIDE:
+        return True
+    reads = spec.epilogue.reads if spec.epilogue else ()
+    widths |= {spec.width(k) for k in reads if spec.features(k)}
+    contracted = {k for c in spec.contractions for k in (c.row, c.col)}
+    return len(widths) == 1 and not contracted & {*weights, *reads}
+
+
+def _one_order(spec: FoldSpec, c: Contraction) -> bool:
+    weights = weights_of(spec)
+    return all(
+        feature_order(spec, k) == c.over and (k not in weights or spec.features(k) == c.over)
+        for k in (c.row, c.col)
+    )
+
+
+def fold_triton(
+    spec: FoldSpec,
+    *operands: Any,
+    blocks: TritonBlocks | None = None,
+    interpret: bool = False,
+) -> tuple[Any, ...]:
+    """A fold as one kernel.
+
+    Args:
+        spec: a fold that `supports` accepts.
+        operands: one array per operand of the spec.
+        blocks: tile sizes, warps, stages and splits; from the table if left out.
+        interpret: run in Pallas' interpreter, on any device.
+
+    Returns:
+        The same as `fold_reference`.
+    """
+    blocks = blocks or triton_blocks(spec)
+    inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
+    merged = [merge_features(spec, k, x) for k, x in enumerate(operands)]
+    results = [
+        Result.of(inside, *pair)
+        for pair in zip(result_axes(inside), flat_shapes(inside), strict=True)
+    ]
+    kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
+    out = pl.pallas_call(
+        kernel.run,
+        grid=kernel.grid,
+        in_specs=[kernel.operand_spec(k) for k in range(len(operands))],
+        out_specs=[kernel.result_spec(r) for r in results],
+        out_shape=[r.stored(inside, blocks.splits) for r in results],
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name="fold",
+    )(*[x.astype(loadable(x.dtype)) for _, x in merged])
+    parts = [
+        [r.restored(inside, x[s]) for r, x in zip(results, out, strict=True)]
+        for s in range(blocks.splits)
+    ]
+    if blocks.splits == 1:
+        return bundle(spec, parts[0])
+    return _combine(spec, inside, parts, operands)
+
+
+def _combine(
+    spec: FoldSpec, inside: FoldSpec, parts: Sequence[list[Array]], operands: Sequence[Array]
+) -> tuple[Any, ...]:
+    """The states of all splits combined, then the epilogue."""
+    states = bundle(inside, parts[0])
+    for part in parts[1:]:
+        states = tuple(
+            monoid_of(o).combine(a, b)
+            for o, a, b in zip(spec.outputs, states, bundle(inside, part), strict=True)
+        )
+    reads = spec.epilogue.reads if spec.epilogue else ()
+    whole = [
+        read_block(spec, k, x, {}, {}, spec.batch) if k in reads else x
+        for k, x in enumerate(operands)
+    ]
+    done = finish(spec, states, whole, spec.batch)
+    return bundle(spec, [arrange(spec, k, x, spec.batch) for k, x in enumerate(done)])

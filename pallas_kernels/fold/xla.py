@@ -1,0 +1,181 @@
+"""Folds streamed by lax loops: any device, memory linear (may import the spec and `fold_tile`).
+
+An outer loop runs over blocks of rows (and over batch axes that do not fit), an inner one over
+blocks of columns. Blocks are read where they lie, so nothing is transposed, padded or repeated:
+the last block of rows overlaps the one before, the last columns are a block of their own size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.backend import YES, Support
+from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, result_axes
+from symjax_rewrite.pallas_kernels.fold.tile import (
+    Block,
+    absorb_block,
+    arrange,
+    bundle,
+    finish,
+    lift_block,
+    monoid_of,
+    read_block,
+    row_length,
+)
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, xla_blocks
+from symjax_rewrite.pallas_kernels.monoid import State
+
+Array = Any
+
+
+def supports(spec: FoldSpec) -> Support:
+    """Every fold, on every device."""
+    del spec
+    return YES
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """One fold in execution: its operands and how it is cut."""
+
+    spec: FoldSpec
+    operands: Sequence[Array]
+    blocks: Blocks
+
+    def read(self, number: int, place: dict[str, Any], extent: dict[str, int]) -> Array:
+        outer = {a: 1 for a in self.spec.batch if a not in self.blocks.inner}
+        extent = {**outer, **extent}
+        return read_block(
+            self.spec, number, self.operands[number], place, extent, self.blocks.inner
+        )
+
+    def column_range(self, place: dict[str, Any]) -> tuple[Any, Any]:
+        """First and one past the last column that matter to the block of rows at `place`."""
+        spec, band = self.spec, self.spec.band
+        first, last = place.get(spec.row, 0), place.get(spec.row, 0) + self.blocks.rows - 1
+        low = 0 if band.lower is None else jnp.maximum(first + band.lower, 0)
+        high: Any = spec.cols
+        if band.upper is not None:
+            high = jnp.clip(last + band.upper + 1, 0, high)
+        if band.length is not None:
+            length = row_length(jnp.max(self.read(band.length, place, {}))) + band.extra
+            high = jnp.clip(length + last if band.follows else length, 0, high)
+        return low, high
+
+    def rows(self, place: dict[str, Any], first: Any = None) -> list[Array]:
+        """What the fold returns for one block of rows, flat; `first` as in `Block`."""
+        spec, extent = self.spec, {self.spec.row: self.blocks.rows}
+        fixed = [
+            None if spec.col in o.axes else self.read(k, place, extent)
+            for k, o in enumerate(spec.operands)
+        ]
+        return finish(spec, self.columns(place, fixed, first), fixed, self.blocks.inner)
+
+    def block(
+        self, place: dict[str, Any], fixed: list[Any], first: Any, start: Any, width: int
+    ) -> Block:
+        """The columns from `start`, beside what does not move with them."""
+        spec = self.spec
+        place, extent = {**place, spec.col: start}, {spec.row: self.blocks.rows, spec.col: width}
+        arrays = [self.read(k, place, extent) if x is None else x for k, x in enumerate(fixed)]
+        i = place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32)
+        j = start + jnp.arange(width, dtype=jnp.int32)
+        return Block(arrays, i[:, None], j[None, :], self.blocks.inner, first)
+
+    def columns(self, place: dict[str, Any], fixed: list[Any], first: Any) -> tuple[State, ...]:
+        """The states after every block of columns that matters."""
+        spec, size = self.spec, self.blocks.cols
+        full, tail = divmod(spec.cols, size) if size else (0, 0)
+        if full <= 1 and tail == 0:
+            return lift_block(spec, self.block(place, fixed, first, 0, spec.cols))
+        low, high = self.column_range(place)
+        last = full if isinstance(high, int) else jnp.minimum(-(-high // size), full)
+
+        def step(b: Any, states: tuple[State, ...]) -> tuple[State, ...]:
+            start = lax.convert_element_type(b, jnp.int32) * size
+            return absorb_block(spec, states, self.block(place, fixed, first, start, size))
+
+        avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, first, 0, size)))
+        states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
+        states = lax.fori_loop(low // size, last, step, states)
+        if tail:
+            last_block = self.block(place, fixed, first, full * size, tail)
+            states = absorb_block(spec, states, last_block)
+        return states
+
+
+def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:
+    """Operands over pairs that lie with rows last, and are read more than once, with rows first.
+
+    A block read across takes several times as long as one that is read along.
+    """
+    described, arrays = list(spec.operands), list(operands)
+    for k, operand in enumerate(spec.operands):
+        axes = operand.axes
+        pairs = {spec.row, spec.col} <= {*axes}
+        if not pairs or axes.index(spec.row) < axes.index(spec.col) or {*spec.batch} <= {*axes}:
+            continue
+        order = (*(a for a in axes if a not in (spec.row, spec.col)), spec.row, spec.col)
+        turned = lax.transpose(arrays[k], [axes.index(a) for a in order])
+        arrays[k] = lax.optimization_barrier(turned)
+        described[k] = replace(operand, axes=order)
+    return replace(spec, operands=tuple(described)), arrays
+
+
+def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tuple[Any, ...]:
+    """A fold, streamed.
+
+    Args:
+        spec: the fold.
+        arrays: one per operand of the spec.
+        blocks: how it is cut; chosen from the table of measurements if left out.
+
+    Returns:
+        The same as `fold_reference`.
+    """
+    shapes = flat_shapes(spec)
+    if spec.rows == 0 or 0 in spec.batch_shape:
+        return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])
+    spec, operands = _turned(spec, arrays)
+    sweep = _Sweep(spec, operands, blocks or xla_blocks(spec))
+    inner = sweep.blocks.inner
+    outer = [a for a in spec.batch if a not in inner]
+    row_blocks = -(-spec.rows // sweep.blocks.rows)
+    total = math.prod(spec.size[a] for a in outer) * row_blocks
+    if total == 1:
+        done = sweep.rows({})
+        return bundle(spec, [arrange(spec, k, x, inner) for k, x in enumerate(done)])
+
+    def place_of(step: Any) -> tuple[dict[str, Any], Any]:
+        place: dict[str, Any] = {}
+        step = lax.convert_element_type(step, jnp.int32)  # it is 64 bits wide where JAX's ints are
+        row = lax.rem(step, jnp.int32(row_blocks)) * sweep.blocks.rows
+        place[spec.row] = jnp.minimum(row, spec.rows - sweep.blocks.rows)
+        rest = lax.div(step, jnp.int32(row_blocks))
+        for axis in reversed(outer):
+            count = jnp.int32(spec.size[axis])
+            place[axis] = lax.rem(rest, count)
+            rest = lax.div(rest, count)
+        return place, row if spec.rows % sweep.blocks.rows else None
+
+    def write(step: Any, results: list[Array]) -> list[Array]:
+        place, first = place_of(step)
+        out = []
+        for k, (old, new) in enumerate(zip(results, sweep.rows(place, first), strict=True)):
+            starts = [place.get(a, jnp.int32(0)) for a in result_axes(spec)[k]]
+            new = arrange(spec, k, new, inner)
+            if spec.row not in result_axes(spec)[k]:  # summed over every block of rows
+                new = new + lax.dynamic_slice(old, starts, new.shape)
+            out.append(lax.dynamic_update_slice(old, new, starts))
+        return out
+
+    empty = [jnp.zeros(s.shape, s.dtype) for s in shapes]
+    return bundle(spec, lax.fori_loop(0, total, write, empty))

@@ -1,0 +1,85 @@
+"""The definition of a matmul with sums, and what runs on any device (may import the spec)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.backend import YES, Support
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Sums
+
+
+def supports(group: NormGroup) -> Support:
+    """Every one."""
+    del group
+    return YES
+
+
+def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
+    """Every member by itself; XLA computes once what they share."""
+    given = group.given(operands)
+    return tuple(norm_xla(s, *xs) for s, xs in zip(group.members, given, strict=True))
+
+
+def norm_xla(spec: NormSpec, *operands: Any) -> Any:
+    """The sums over the whole of k at once, then `finish`.
+
+    Args:
+        spec: what to compute.
+        operands: one array per operand of the spec.
+
+    Returns:
+        The result, [m, n].
+    """
+    pairs, columns, weights, rows, ends, fulls = spec.split(operands)
+    total = spec.accumulator
+    pairs = tuple((x.T if spec.pairs_swapped else x).astype(total) for x in pairs)
+    weights = tuple(w.T if spec.weights_swapped else w for w in weights)
+    across = tuple(c[None, :].astype(total) for c in columns)
+    centre = jnp.zeros((spec.rows, 1), total)
+    if spec.centred:
+        centre = jnp.sum(pairs[0], axis=1, keepdims=True) / spec.width
+    left, sides = spec.left.fun(pairs, across, centre)
+    scaled = [scale_weight(spec, w, columns) for w in weights]
+    products = tuple(_dot(spec, left, w) for w in scaled)
+    sums = []
+    for number in spec.column_sums:
+        if number is None:
+            sums.append(tuple(jnp.sum(w, axis=0, keepdims=True, dtype=total) for w in scaled))
+        else:
+            row = columns[number][None, :].astype(total)
+            exact = lax.Precision.HIGHEST
+            sums.append(tuple(jnp.dot(row, w.astype(total), precision=exact) for w in weights))
+    result = spec.finish.fun(
+        Sums(
+            products,
+            tuple(jnp.sum(s, axis=1, keepdims=True) for s in sides),
+            tuple(sums),
+            centre,
+            tuple(r[:, None] for r in rows),
+            tuple(e[None, :] for e in ends),
+            fulls,
+        )
+    )
+    return jnp.broadcast_to(result, (spec.rows, spec.outputs)).astype(spec.dtype)
+
+
+def scale_weight(spec: NormSpec, weight: Any, columns: tuple[Any, ...]) -> Any:
+    """γ·W for a block of k, in the products' dtype."""
+    if spec.gain is not None:
+        gain = columns[spec.gain].astype(spec.accumulator)
+        weight = weight.astype(spec.accumulator) * gain[:, None]
+    return weight.astype(spec.factor)
+
+
+def _dot(spec: NormSpec, left: Any, weight: Any) -> Any:
+    def product(x: Any) -> Any:
+        x = x.astype(spec.factor)
+        return jnp.dot(x, weight, precision=spec.precision, preferred_element_type=spec.accumulator)
+
+    if not spec.in_parts:
+        return product(left)
+    high = lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)  # casts may be elided
+    return product(high) + product(left - high)

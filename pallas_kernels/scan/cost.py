@@ -1,0 +1,164 @@
+"""How scans are cut, and what they cost, for the router's model (may import the spec)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from symjax_rewrite.pallas_kernels.scan.spec import (
+    ScanSpec,
+    result_axes,
+    result_shapes,
+    wide_order,
+)
+
+# Blocks pay where coefficients are dear or readouts are sums: computed for a whole block both
+# vectorise and run on all cores. Steps per block are taken so that what a block holds of states
+# stays in a core's cache. Measured on two CPU cores at states of 16 kB: 2.1 µs per step of a
+# selective scan from 8 to 64 steps, against 4.5 µs for steps that compute their own exponentials.
+# Without either a plain loop of steps compiles to one tight loop, and nothing was faster: at 4096
+# steps and 256 states 0.4 ms; in blocks 1.2, in parallel chunks 2.0, `associative_scan` 2.8 ms.
+BLOCK_BYTES = 1 << 17
+LEAST_STEPS, MOST_STEPS = 8, 64
+CHEAP = frozenset(
+    "abs add add_any and broadcast_in_dim convert_element_type copy eq expand_dims ge gt"
+    " integer_pow le lt max min mul ne neg not or real imag conj reshape rem select_n sign squeeze"
+    " stop_gradient sub xor".split()
+)
+
+
+def state_bytes(spec: ScanSpec) -> int:
+    """Bytes of one state as it is carried: at least f32."""
+    return math.prod(spec.state_shape) * max(4, jnp.dtype(spec.dtype).itemsize)
+
+
+# On a GPU a step of a loop costs its launches, so blocks are trees, and as large as may be held.
+TREE_BYTES = 1 << 26
+
+
+def tree_steps(spec: ScanSpec) -> int:
+    """Steps per block where blocks are trees."""
+    return max(TREE_BYTES // max(state_bytes(spec), 1), 1)
+
+
+def is_light(spec: ScanSpec) -> bool:
+    """Whether a step is little more than the recurrence itself: no sum, nothing but arithmetic."""
+    return not any(r.over for r in spec.readouts) and _is_cheap(spec)
+
+
+@lru_cache(maxsize=256)
+def _is_cheap(spec: ScanSpec) -> bool:
+    """Whether coefficients are nothing but arithmetic."""
+    values = tuple(
+        jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), o.dtype) for o in spec.operands
+    )
+    t = jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), jnp.int32)
+    program = spec.coefficients
+    jaxpr = jax.make_jaxpr(program.fun)(tuple(values[k] for k in program.reads), t)
+    return _names(jaxpr.jaxpr) <= CHEAP
+
+
+def _names(jaxpr: Any) -> set[str]:
+    """The primitives of a jaxpr, those of inner ones instead of the calls that hold them."""
+    names: set[str] = set()
+    for eqn in jaxpr.eqns:
+        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
+        inner = [p for p in inner if hasattr(p, "eqns")]
+        names |= set().union(*map(_names, inner)) if inner else {eqn.primitive.name}
+    return names
+
+
+def runs_in_turns(spec: ScanSpec) -> bool:
+    """Whether the `xla` backend runs a scan as one loop over its steps."""
+    return spec.length > 0 and all(r.factor is not None for r in spec.readouts if r.over)
+
+
+# On two CPU cores, f32 (experiments/selective_scan/turns.py): nanoseconds per entry of a state and
+# step where the innermost axis has so few entries that the compiler unrolls the loop over it before
+# it can be vectorised, and where it is vectorised; with transcendentals and without.
+NARROW = range(9, 32)
+ENTRY_S = {True: (1.15e-9, 0.55e-9), False: (0.6e-9, 0.4e-9)}
+STEP_S = 0.8e-6  # of calls in every step
+MOVED_BYTES_PER_S = 5e9  # an array laid out anew
+
+
+def seconds_written(spec: ScanSpec, fused: bool) -> float:
+    """Predicted seconds on a CPU of a loop that has its states as the scan names their axes.
+
+    Args:
+        spec: the scan.
+        fused: whether its sums are no products of matrices: one loop with a cheap step.
+    """
+    if fused and _is_cheap(spec):
+        return _seconds_in_turns(spec, 1)
+    axes = [a for a in spec.state if spec.size[a] > 1]
+    return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1)
+
+
+def seconds_turned(spec: ScanSpec) -> float:
+    """Predicted seconds of the same loop with the longest axis innermost, laying out included."""
+    axes = [a for a in wide_order(spec) if spec.size[a] > 1]
+    moved = 0
+    given = [(o.axes, o.dtype) for o in spec.operands]
+    made = zip(result_axes(spec), result_shapes(spec), strict=True)
+    for names, dtype in (*given, *((names, dtype) for names, (_, dtype) in made)):
+        inner = [a for a in names if a in axes]
+        if inner != [a for a in axes if a in inner]:
+            moved += 2 * math.prod(spec.size[a] for a in names) * jnp.dtype(dtype).itemsize
+    width = spec.size[axes[-1]] if axes else 1
+    return 1.1 * _seconds_in_turns(spec, width) + moved / MOVED_BYTES_PER_S
+
+
+def _seconds_in_turns(spec: ScanSpec, width: int) -> float:
+    narrow, wide = ENTRY_S[not _is_cheap(spec)]
+    rate = narrow if width in NARROW else wide
+    return spec.length * (STEP_S + rate * math.prod(spec.state_shape))
+
+
+def block_steps(spec: ScanSpec) -> int:
+    """Steps per block of the `xla` backend."""
+    if is_light(spec):
+        return 1
+    return steps_in_cache(spec)
+
+
+def steps_in_cache(spec: ScanSpec) -> int:
+    """Steps whose states stay in a core's cache."""
+    return min(max(BLOCK_BYTES // max(state_bytes(spec), 1), LEAST_STEPS), MOST_STEPS)
+
+
+def span_steps(spec: ScanSpec) -> int:
+    """Steps per state that is kept for a gradient.
+
+    A block holds some eight arrays of so many states: at √(length/8) kept and held are balanced.
+    """
+    return max(steps_in_cache(spec), math.isqrt(spec.length // 8))
+
+
+def flops(spec: ScanSpec) -> int:
+    """A multiplication and an addition per element of a state and step, and per sum over it."""
+    elements = spec.length * math.prod(spec.state_shape)
+    return 2 * elements * (1 + sum(bool(r.over) for r in spec.readouts))
+
+
+def bytes_moved(spec: ScanSpec) -> int:
+    """Bytes of all operands and results, each once."""
+    read = sum(
+        math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
+    )
+    written = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in result_shapes(spec))
+    return read + sum(written)
+
+
+def states_bytes(spec: ScanSpec) -> int:
+    """Bytes of all states made whole: what a program without the scan holds."""
+    return spec.length * state_bytes(spec)
+
+
+def block_bytes(spec: ScanSpec) -> int:
+    """Bytes of one block of states of the `xla` backend: it holds a few of these."""
+    return block_steps(spec) * state_bytes(spec)

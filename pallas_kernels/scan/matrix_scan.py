@@ -1,0 +1,334 @@
+"""Recurrences of matrices by chunked matmuls: linear attention, retention, gated forms of both.
+
+    S_t = diag(a_t)·S_{t-1} + k_t v_tᵀ          y_t = q_tᵀ S_t
+
+A step costs an outer product and a vector-matrix product; a chunk of c steps costs matmuls of c
+rows. What lies between two steps of a chunk is the product of the decays between them, and it is
+built by doubling: a block's prefix and suffix products from those of its halves. So nothing is
+ever divided, no logarithm is taken, and decays may be 0, negative or complex. Neither states nor
+outer products exist for more than one chunk.
+
+Sources: Dao & Gu 2024, "Transformers are SSMs" (the chunked form); Yang et al. 2024, "Gated linear
+attention". Imports the ground layer, `scan_block` and `scan_xla`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.pallas_kernels.scan.xla import walk
+
+Array = Any
+DECAYS = ("none", "scalar", "diagonal")
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixScan:
+    """A recurrence of matrices; hashable, and valid once it exists.
+
+    Args:
+        batch: leading axes that all operands have; any of them may be 1 in an operand.
+        length: steps.
+        keys: rows of a state.
+        values: columns of a state.
+        decay: "none" (a = 1), "scalar" (a[.., t, 1]) or "diagonal" (a[.., t, keys]).
+        dtype: of the operands and of y; states are at least f32.
+        inclusive: whether y_t reads S_t; else S_{t-1}.
+        reverse: whether time runs from its end to its beginning.
+        start: whether an initial state is given.
+        last: whether the last state is returned.
+
+    Raises:
+        UsageError: there is no such decay.
+
+    Example:
+        >>> MatrixScan((2, 4), 128, 64, 64, decay="scalar").shapes()["a"]
+        (2, 4, 128, 1)
+    """
+
+    batch: tuple[int, ...]
+    length: int
+    keys: int
+    values: int
+    decay: str = "none"
+    dtype: str = "float32"
+    inclusive: bool = True
+    reverse: bool = False
+    start: bool = False
+    last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decay not in DECAYS:
+            raise UsageError("no such decay", expected=DECAYS, got=self.decay)
+
+    @property
+    def state_dtype(self) -> jnp.dtype:
+        """Of the states: the operands', at least f32."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The operands in order, with their shapes."""
+        row = (*self.batch, self.length)
+        out = {"q": (*row, self.keys), "k": (*row, self.keys), "v": (*row, self.values)}
+        if self.decay != "none":
+            out["a"] = (*row, self.keys if self.decay == "diagonal" else 1)
+        if self.start:
+            out["start"] = (*self.batch, self.keys, self.values)
+        return out
+
+
+# A chunk of c steps does c/2 multiplications per step and key beside those of the state, which
+# are as many as there are values: the two are balanced near c = 64 at the usual head sizes.
+CHUNK = 64
+TAME = 0.45  # power of the largest number whose products' sums are finite
+
+
+def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
+    """Multiplications and additions of the chunked form."""
+    rows = math.prod(spec.batch) * spec.length
+    inside = chunk * (spec.keys + spec.values)
+    return 2 * rows * (inside + 2 * spec.keys * spec.values)
+
+
+# Measured on one CPU core in f32 (experiments/selective_scan/matrices.py). A loop: seconds per
+# entry of a state and step, in the cache and beyond it; of its gradient per step and entry, most
+# of it for states that are kept. At states of 64·64 a step of the loop and one in chunks both
+# take 0.4 µs; at 4·128·128 6.4 and 4.5; their gradients at 64·64 33 and 3 (4·16·16: 4.7 and 5.1;
+# 16·16: 1.9 and 1.0).
+CACHE_BYTES = 1 << 17
+ENTRY_S = (0.085e-9, 0.12e-9)
+GRADIENT_STEP_S, GRADIENT_ENTRY_S = 0.8e-6, 4e-9
+CHUNK_OPS_PER_S = 8e10
+NARROW_OPS_PER_S = 3.5e10
+NARROW = 32  # keys and values: products of fewer do not fill the units
+CHUNK_S = 5e-6
+DIAGONAL = 2.7  # times as long as a scalar decay
+GRADIENT = 6.0  # times as long as the scan
+
+
+def loop_seconds(spec: MatrixScan, gradient: bool = False) -> float:
+    """Predicted seconds on a CPU of a loop over the steps, or of its gradient."""
+    entries = math.prod(spec.batch) * spec.keys * spec.values
+    width = jnp.dtype(spec.state_dtype).itemsize
+    if gradient:
+        return spec.length * (GRADIENT_STEP_S + entries * GRADIENT_ENTRY_S * width / 4)
+    return spec.length * entries * ENTRY_S[entries * width > CACHE_BYTES] * width / 4
+
+
+def chunk_seconds(spec: MatrixScan, gradient: bool = False) -> float:
+    """Predicted seconds on a CPU of the chunked form, or of its gradient."""
+    narrow = min(spec.keys, spec.values) < NARROW
+    width = jnp.dtype(spec.state_dtype).itemsize
+    seconds = flops(spec) / (NARROW_OPS_PER_S if narrow else CHUNK_OPS_PER_S) * width / 4
+    seconds *= DIAGONAL if spec.decay == "diagonal" else 1
+    seconds += CHUNK_S * -(-spec.length // CHUNK)
+    return seconds * (GRADIENT if gradient else 1)
+
+
+def matrix_scan(
+    spec: MatrixScan, *operands: Array, backend: str = "auto", chunk: int = CHUNK
+) -> tuple[Array, ...]:
+    """A recurrence of matrices.
+
+    Args:
+        spec: what to compute.
+        operands: q, k, v, then a and the initial state if it has them, as `spec.shapes()` says.
+        backend: "xla" (chunked matmuls, any device), "reference" (step by step), or "auto": chunks
+            where all decays are at most 1 and nothing is so large that it could leave its step.
+        chunk: steps per chunk, a power of two.
+
+    Returns:
+        y[.., t, values] in the operands' dtype, and the last state [.., keys, values] if asked.
+
+    Raises:
+        KernelError: no such backend, or the operands do not fit.
+
+    Example:
+        >>> spec = MatrixScan((), 3, 1, 1, decay="scalar")
+        >>> one = jnp.ones((3, 1))
+        >>> matrix_scan(spec, one, one, one, 0.5 * one)[0][:, 0]
+        Array([1.  , 1.5 , 1.75], dtype=float32)
+    """
+    shapes = list(spec.shapes().values())
+    fits = len(shapes) == len(operands) and all(
+        x.ndim == len(s) and all(m in (1, n) for m, n in zip(x.shape, s, strict=True))
+        for x, s in zip(operands, shapes, strict=False)
+    )
+    if not fits:
+        got = [x.shape for x in operands]
+        raise KernelError("the operands do not fit the scan", expected=shapes, got=got)
+    if backend not in ("auto", "xla", "reference"):
+        raise KernelError("no such backend", expected=["auto", "xla", "reference"], got=backend)
+    ways = {"xla": _chunk, "reference": _steps}
+    if backend != "auto":
+        return _blocks(spec, operands, chunk, ways[backend])
+    # Steps of a chunk are multiplied with those after them, and by zero: what is not finite would
+    # reach results of steps before it, and decays above 1 overflow where no state does. Remade for
+    # a gradient, so that the branch that is not taken keeps nothing.
+    steps, chunks = (
+        jax.checkpoint(lambda *xs, way=ways[name]: _blocks(spec, xs, chunk, way))
+        for name in ("reference", "xla")
+    )
+    return lax.cond(_is_tame(spec, operands), chunks, steps, *operands)
+
+
+def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
+    """Whether no product of a chunk can overflow unless the states do."""
+    tame = jnp.bool_(True)
+    for name, x in zip(spec.shapes(), operands, strict=True):
+        if name == "a":
+            tame &= jnp.all(jnp.abs(x) <= 1)
+        elif name != "start":
+            tame &= jnp.all(jnp.abs(x) <= float(jnp.finfo(x.dtype).max) ** TAME)
+    return tame
+
+
+def _blocks(
+    spec: MatrixScan, operands: tuple[Array, ...], count: int, way: Callable[..., tuple]
+) -> tuple[Array, ...]:
+    """The scan in blocks of `count` steps, each made again for a gradient."""
+    parts = dict(zip(spec.shapes(), operands, strict=True))
+    state = (*spec.batch, spec.keys, spec.values)
+    start = parts.pop("start", jnp.zeros(state, spec.state_dtype))
+    start = jnp.broadcast_to(start, state).astype(spec.state_dtype)
+    axis, count = len(spec.batch), max(1, min(count, spec.length))
+    whole = spec.length - spec.length % count
+    fixed = {name: p for name, p in parts.items() if p.shape[axis] == 1}
+    moving = {name: p for name, p in parts.items() if p.shape[axis] > 1}
+
+    def stacked(p: Array) -> Array:
+        p = lax.slice_in_dim(p, 0, whole, axis=axis)
+        p = p.reshape(*p.shape[:axis], whole // count, count, p.shape[-1])
+        return jnp.moveaxis(p, axis, 0)
+
+    def block(S: Any, first: Any, steps: int, pieces: Any) -> Any:
+        del first
+        inner = jax.checkpoint(lambda S, fixed, pieces: way(spec, S, {**fixed, **pieces}, steps))
+        return inner(S, fixed, pieces)
+
+    left = {name: lax.slice_in_dim(p, whole, spec.length, axis=axis) for name, p in moving.items()}
+    pieces = {name: stacked(p) for name, p in moving.items()}
+    S, (ys, rest) = walk(spec.length, count, spec.reverse, block, start, (pieces, left))
+    row = (*spec.batch, spec.length, spec.values)
+    if ys is None:
+        y = jnp.zeros(row, spec.dtype)
+    else:
+        ys = jnp.moveaxis(ys, 0, axis).reshape(*spec.batch, whole, spec.values)
+        y = ys if rest is None else jnp.concatenate([ys, rest], axis)
+    return (y, S.astype(spec.state_dtype)) if spec.last else (y,)
+
+
+def _steps(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
+    """The state after some steps one by one, and their y: the definition."""
+    axis = len(spec.batch)
+    rows = {
+        name: jnp.broadcast_to(p, (*p.shape[:axis], count, p.shape[-1]))
+        for name, p in pieces.items()
+    }
+
+    def step(S: Array, x: dict[str, Array]) -> tuple[Array, Array]:
+        q, k, v = (x[name].astype(spec.state_dtype) for name in ("q", "k", "v"))
+        kept = x["a"].astype(spec.state_dtype)[..., None] * S if "a" in x else S
+        after = kept + k[..., None] * v[..., None, :]
+        y = jnp.einsum("...k,...kv->...v", q, after if spec.inclusive else S)
+        return after, jnp.broadcast_to(y, (*spec.batch, spec.values)).astype(spec.dtype)
+
+    rows = {name: jnp.moveaxis(p, axis, 0) for name, p in rows.items()}
+    S, y = lax.scan(step, S, rows, length=count, reverse=spec.reverse)
+    return S, jnp.moveaxis(y, 0, axis)
+
+
+def _chunk(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
+    """The state after a chunk of `count` steps, and their y, by matmuls."""
+    size = 1 << max(count - 1, 0).bit_length()
+    q, k, v = (_whole(pieces[n], spec, count, size, 0) for n in ("q", "k", "v"))
+    given = pieces.get("a", jnp.ones((1,) * (len(spec.batch) + 2), spec.state_dtype))
+    a = _whole(given.astype(spec.state_dtype), spec, count, size, 1)
+    if spec.decay == "diagonal":
+        y, decays = _by_halves(spec, q, k, v, a)
+    else:
+        y, decays = _by_matrix(spec, q, k, v, a)
+    before, after, total = decays
+    y = y + _dot(q.astype(spec.state_dtype) * before, S)
+    added = _dot(jnp.swapaxes(k.astype(spec.state_dtype) * after, -1, -2), v)
+    S = jnp.swapaxes(total, -1, -2) * S + added
+    y = jnp.broadcast_to(y, (*spec.batch, size, spec.values))[..., :count, :].astype(spec.dtype)
+    return S, jnp.flip(y, -2) if spec.reverse else y
+
+
+def _whole(x: Array, spec: MatrixScan, count: int, size: int, fill: float) -> Array:
+    """Steps in the order they are taken, filled up to `size` with steps that do nothing."""
+    x = jnp.broadcast_to(x, (*x.shape[:-2], count, x.shape[-1]))
+    x = jnp.flip(x, -2) if spec.reverse else x
+    pad = [(0, 0)] * (x.ndim - 2) + [(0, size - count), (0, 0)]
+    return jnp.pad(x, pad, constant_values=fill) if size > count else x
+
+
+def _dot(x: Array, y: Array) -> Array:
+    dtype = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
+    return jnp.matmul(x, y.astype(x.dtype), preferred_element_type=dtype)
+
+
+def _double(spec: MatrixScan, a: Array) -> Any:
+    """Level by level (prefix, suffix, total) products of blocks of 1, 2, 4, .. steps.
+
+    The prefix product of a step is that from its block's start, itself included if the scan is
+    inclusive; the suffix product is that of the steps after it. All as [.., blocks, steps, keys].
+    """
+    total = a[..., None, :]
+    before = total if spec.inclusive else jnp.ones_like(total)
+    after = jnp.ones_like(total)
+    yield before, after, total
+    while total.shape[-3] > 1:
+        left, right = total[..., 0::2, :, :], total[..., 1::2, :, :]
+        before = jnp.concatenate([before[..., 0::2, :, :], left * before[..., 1::2, :, :]], -2)
+        after = jnp.concatenate([after[..., 0::2, :, :] * right, after[..., 1::2, :, :]], -2)
+        total = left * right
+        yield before, after, total
+
+
+def _by_halves(spec: MatrixScan, q: Array, k: Array, v: Array, a: Array) -> tuple:
+    """What the steps of a chunk read of each other, and the chunk's products.
+
+    A step in a right half reads those of the left half over the boundary between them: one matmul
+    for each size of halves.
+    """
+    wide = spec.state_dtype
+    lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, a)))
+    y = jnp.zeros((*lead, q.shape[-2], spec.values), wide)
+    if spec.inclusive:
+        own = jnp.sum(q.astype(wide) * k.astype(wide), -1, keepdims=True)
+        y = y + own * v.astype(wide)
+    levels = list(_double(spec, a))
+    for before, after, _ in levels[:-1]:
+        size = before.shape[-2]
+        q_, k_, v_ = (x.reshape(*x.shape[:-2], -1, size, x.shape[-1]) for x in (q, k, v))
+        late = q_[..., 1::2, :, :].astype(wide) * before[..., 1::2, :, :]
+        early = k_[..., 0::2, :, :].astype(wide) * after[..., 0::2, :, :]
+        read = _dot(_dot(late, jnp.swapaxes(early, -1, -2)), v_[..., 0::2, :, :])
+        read = jnp.stack([jnp.zeros_like(read), read], -3).reshape(
+            *read.shape[:-3], -1, spec.values
+        )
+        y = y + read
+    return y, tuple(x[..., 0, :, :] for x in levels[-1])
+
+
+def _by_matrix(spec: MatrixScan, q: Array, k: Array, v: Array, a: Array) -> tuple:
+    """The same for decays without a key axis: one matrix of products, built by doubling."""
+    levels = list(_double(spec, a))
+    between = jnp.full((*a.shape[:-1], 1, 1), spec.inclusive, spec.state_dtype)
+    for before, after, _ in levels[:-1]:
+        left, right = between[..., 0::2, :, :], between[..., 1::2, :, :]
+        across = before[..., 1::2, :, :] * jnp.swapaxes(after[..., 0::2, :, :], -1, -2)
+        above = jnp.concatenate([left, jnp.zeros_like(across)], -1)
+        between = jnp.concatenate([above, jnp.concatenate([across, right], -1)], -2)
+    scores = _dot(q, jnp.swapaxes(k, -1, -2)).astype(spec.state_dtype) * between[..., 0, :, :]
+    return _dot(scores, v), tuple(x[..., 0, :, :] for x in levels[-1])

@@ -1,0 +1,78 @@
+"""Scans: the door to every backend (may import all of `scan_*`).
+
+A scan runs a first-order recurrence along an axis, with coefficients and readouts that are never
+made for all steps at once: moving averages, linear recurrent units, selective state spaces. What
+it computes is a `ScanSpec`; `scan_reference` is its definition.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.backend import (
+    Backend,
+    Reason,
+    check_operands,
+    first_on_cuda,
+    named_backend,
+)
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
+from symjax_rewrite.pallas_kernels.scan import reference as _reference
+from symjax_rewrite.pallas_kernels.scan import sequential as _turns
+from symjax_rewrite.pallas_kernels.scan import triton as _triton
+from symjax_rewrite.pallas_kernels.scan import xla as _xla
+from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
+
+BACKENDS = {
+    b.name: b
+    for b in (
+        Backend("reference", None, _reference.supports, _reference.scan_reference),
+        Backend("xla", None, _xla.supports, _xla.scan_xla),
+        Backend("turns", None, _turns.supports, _turns.scan_turns),
+        Backend("triton", "cuda", _triton.supports, _triton.scan_triton),
+    )
+}
+
+
+def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
+    """Run a scan.
+
+    Args:
+        spec: what to compute.
+        operands: one array per operand of the spec.
+        backend: "auto" takes the best for the device the program is lowered for; else a name of
+            `BACKENDS`.
+
+    Returns:
+        One array per readout, then the last state if the spec asks for it.
+
+    Raises:
+        KernelError: the backend asked for does not exist or does not support the scan.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from symjax_rewrite.pallas_kernels.scan_spec import plain
+        >>> average = plain(4, (), (), ("t",))  # one decay for all steps
+        >>> scan(average, jnp.float32(0.5), jnp.ones(4))
+        (Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32),)
+    """
+    check_operands(
+        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "scan"
+    )
+    streamed = partial(_xla.scan_xla, spec)
+    if backend != "auto":
+        run = partial(named_backend(BACKENDS, backend, spec, "scan").run, spec)
+    elif isinstance(best := cuda_backend(spec), Reason):
+        run = streamed
+    else:
+        kernel, default = partial(best.run, spec), partial(streamed, tree=False)
+        run = partial(lax.platform_dependent, cuda=kernel, default=default)
+    return by_definition(run, streamed, *operands)
+
+
+def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
+    """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
+    return first_on_cuda([BACKENDS["triton"]], spec)

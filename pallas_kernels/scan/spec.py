@@ -1,0 +1,274 @@
+"""What a scan computes, as data (may import the ground layer, `monoid` and `fold_spec`).
+
+A scan runs a first-order recurrence over one axis (time) and never writes what it need not:
+
+    h_t = a_t·h_{t-1} + b_t          (or max(h + a, b), min(h + a, b))
+    y_t = finish(Σ_over readout(h_t))
+
+A state has any number of axes, and every operand is known by the axes it has of these and of time:
+a coefficient without an axis is shared along it, never repeated. `a` and `b` are an elementwise
+program of the operands (`exp(Δ·A)`, `Δ·B·x`), and so is what is read out of the states, which may
+be summed over some axes of the state (`y = C·h`). So neither the coefficients nor the states need
+ever exist for all times at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+
+from symjax_rewrite.pallas_kernels import monoid
+from symjax_rewrite.pallas_kernels.backend import checker
+from symjax_rewrite.pallas_kernels.fold.spec import Operand
+from symjax_rewrite.pallas_kernels.monoid import Monoid
+
+Array = Any
+Values = tuple[Array, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An elementwise program of a scan; everything it is given broadcasts as in NumPy.
+
+    Args:
+        fun: as coefficients `fun(values, t) -> (a, b)`; as a readout `fun((before, after),
+            values, t)` with the states before and after the step; as a finish `fun(total, values,
+            t)`. `t` holds int32 step numbers. Constants inside must be scalars.
+        reads: numbers of the operands in `values`, in order.
+        key: what equality and hashing compare beside `reads`; `fun` itself if left out.
+    """
+
+    fun: Callable[..., Any] = field(compare=False)
+    reads: tuple[int, ...] = ()
+    key: Hashable = None
+
+    def __post_init__(self) -> None:
+        if self.key is None:
+            object.__setattr__(self, "key", self.fun)
+
+
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """One result per step.
+
+    Args:
+        program: what is read of the states; None for the state after the step.
+        over: axes of the state summed over.
+        finish: an elementwise program of the sum; None for the sum itself.
+        axes: the axes of the result in the order wanted; time, then what is left of the state's, if
+            left out.
+        dtype: of the result; the scan's if left out.
+        factor: where `program` is the state after the step times what operands give, that factor
+            as `fun(values, t)`: such a sum is also a product of matrices.
+    """
+
+    program: Program | None = None
+    over: tuple[str, ...] = ()
+    finish: Program | None = None
+    axes: tuple[str, ...] | None = None
+    dtype: str | None = None
+    factor: Program | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a state moves: `step(a, h, b)`, the monoid of such steps, and the state that is none."""
+
+    step: Callable[[Array, Array, Array], Array]
+    monoid: Monoid
+    empty: float
+
+    def start(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """The state before the first step where no other is given."""
+        return jnp.full(shape, self.empty, dtype)
+
+
+KINDS = {
+    "affine": Kind(lambda a, h, b: a * h + b, monoid.AFFINE, 0.0),
+    "max-plus": Kind(lambda a, h, b: jnp.maximum(h + a, b), monoid.MAX_PLUS, -math.inf),
+    "min-plus": Kind(lambda a, h, b: jnp.minimum(h + a, b), monoid.MIN_PLUS, math.inf),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScanSpec:
+    """A scan; hashable, and valid once it exists.
+
+    Args:
+        sizes: every axis with its size.
+        time: the axis of steps.
+        state: the axes of a state, in the order of the results.
+        operands: the inputs; each has some axes of time and the state, in any order.
+        coefficients: the program `fun(values, t) -> (a, b)`.
+        readouts: what is returned for every step.
+        last: whether the last state is returned too, after the readouts.
+        start: number of the operand that holds the initial state; it has no time axis. Without it
+            the state starts empty: 0, or -inf under max and inf under min.
+        kind: a key of `KINDS`.
+        reverse: whether time runs from its end to its beginning.
+        dtype: of the states; floats below f32 are carried in f32 and rounded where returned.
+
+    Raises:
+        UsageError: the parts do not fit.
+
+    Example:
+        >>> spec = ScanSpec(
+        ...     sizes=(("t", 3), ("d", 2)), time="t", state=("d",),
+        ...     operands=(Operand(("d",)), Operand(("t", "d"))),
+        ...     coefficients=Program(lambda values, t: values, reads=(0, 1)), last=True,
+        ... )
+        >>> spec.shape(1), spec.state_shape, result_axes(spec)
+        ((3, 2), (2,), (('t', 'd'), ('d',)))
+    """
+
+    sizes: tuple[tuple[str, int], ...]
+    time: str
+    state: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    coefficients: Program
+    readouts: tuple[Readout, ...] = (Readout(),)
+    last: bool = False
+    start: int | None = None
+    kind: str = "affine"
+    reverse: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Axis name to size."""
+        return dict(self.sizes)
+
+    @property
+    def length(self) -> int:
+        """How many steps there are."""
+        return self.size[self.time]
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """The shape of a state."""
+        return tuple(self.size[a] for a in self.state)
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        """The shape of an operand."""
+        return tuple(self.size[a] for a in self.operands[operand].axes)
+
+
+def plain(
+    length: int,
+    state: tuple[int, ...],
+    a: tuple[str, ...],
+    b: tuple[str, ...],
+    *,
+    dtype: str = "float32",
+    start: bool = False,
+    states: bool = True,
+    last: bool = False,
+    **options: Any,
+) -> ScanSpec:
+    """The scan whose operands are `a` and `b` themselves, and the initial state with `start`.
+
+    Args:
+        length: steps; the axis is called "t".
+        state: the shape of a state; its axes are called "0", "1", ...
+        a: axes of `a`.
+        b: axes of `b`.
+        dtype: of operands and states.
+        start: whether the third operand is the initial state.
+        states: whether all states are returned.
+        last: whether the last state is returned.
+        options: `kind` and `reverse` of the `ScanSpec`.
+
+    Example:
+        >>> plain(8, (4,), ("t", "0"), ("t", "0"), start=True).shape(2)
+        (4,)
+    """
+    axes = tuple(map(str, range(len(state))))
+    operands = [Operand(a, dtype), Operand(b, dtype), *[Operand(axes, dtype)] * start]
+    return ScanSpec(
+        sizes=(("t", length), *zip(axes, state, strict=True)),
+        time="t",
+        state=axes,
+        operands=tuple(operands),
+        coefficients=Program(_pair, (0, 1), key="pair"),
+        readouts=(Readout(),) if states else (),
+        last=last,
+        start=2 if start else None,
+        dtype=dtype,
+        **options,
+    )
+
+
+def _pair(values: Values, t: Array) -> Values:
+    del t
+    return values
+
+
+def readout_axes(spec: ScanSpec, readout: Readout) -> tuple[str, ...]:
+    """The axes of a readout's result, in order."""
+    if readout.axes is not None:
+        return readout.axes
+    return (spec.time, *(a for a in spec.state if a not in readout.over))
+
+
+def result_axes(spec: ScanSpec) -> tuple[tuple[str, ...], ...]:
+    """The axes of everything a scan returns."""
+    axes = [readout_axes(spec, r) for r in spec.readouts]
+    return (*axes, *[spec.state] * spec.last)
+
+
+def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shape and dtype of everything a scan returns."""
+    dtypes = [r.dtype or spec.dtype for r in spec.readouts]
+    dtypes += [spec.dtype] * spec.last
+    axes = result_axes(spec)
+    return tuple(
+        (tuple(spec.size[a] for a in names), dtype)
+        for names, dtype in zip(axes, dtypes, strict=True)
+    )
+
+
+def wide_order(spec: ScanSpec) -> tuple[str, ...]:
+    """The axes of a state, the longest last: the innermost loop is the one that vectorises."""
+    last = max(reversed(spec.state), key=lambda a: spec.size[a], default=None)
+    return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
+
+
+def programs_of(spec: ScanSpec) -> tuple[Program, ...]:
+    """Every program of a scan."""
+    found = [p for r in spec.readouts for p in (r.program, r.factor, r.finish) if p is not None]
+    return (spec.coefficients, *found)
+
+
+def _validate(spec: ScanSpec) -> None:
+    check = checker("scan")
+    size, known = spec.size, {spec.time, *spec.state}
+    check(len(size) == len(spec.sizes) and len(known) == len(spec.state) + 1, "axes repeat", size)
+    check(known <= set(size), "an axis has no size", known - set(size))
+    check(spec.kind in KINDS, "no such kind", spec.kind)
+    inexact = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
+    check(spec.kind == "affine" or inexact, "max and min need floats", spec.dtype)
+    for operand in spec.operands:
+        axes = operand.axes
+        check(len(set(axes)) == len(axes), "an operand reads an axis twice", axes)
+        check(set(axes) <= known, "an operand's axis is none of the scan's", axes)
+    numbers = {k for p in programs_of(spec) for k in p.reads}
+    numbers |= set() if spec.start is None else {spec.start}
+    check(numbers <= set(range(len(spec.operands))), "no such operand", numbers)
+    if spec.start is not None:
+        axes = spec.operands[spec.start].axes
+        check(spec.time not in axes, "the initial state has a time axis", axes)
+    for readout in spec.readouts:
+        check(set(readout.over) <= set(spec.state), "a sum over what is no axis", readout.over)
+        left = {spec.time, *spec.state} - set(readout.over)
+        axes = readout_axes(spec, readout)
+        check(set(axes) == left and len(axes) == len(left), "a result's axes", axes)
+        for number in readout.finish.reads if readout.finish else ():
+            axes = spec.operands[number].axes
+            check(set(axes) <= left, "a finish reads an axis that was summed", axes)

@@ -1,0 +1,116 @@
+"""Scans as Pallas-Triton kernels (may import the spec and `scan_triton_kernel`).
+
+A program holds the states of one block of lanes in registers and sweeps over time: coefficients
+are made where they are used, a readout's sum stays inside, and every operand is read once. Where
+the states are too few to fill the device, time is cut into chunks as well, in two kernels: the
+first gives each chunk's map from the state before to the state after, as an element of the kind's
+monoid; the second composes the maps of the chunks before its own and sweeps again from there
+(Blelloch 1990; chunks of a scan). That makes the coefficients twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from symjax_rewrite.pallas_kernels.backend import Support, first_reason
+from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
+from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
+from symjax_rewrite.pallas_kernels.scan.spec import (
+    ScanSpec,
+    readout_axes,
+    result_shapes,
+)
+from symjax_rewrite.pallas_kernels.scan.triton_kernel import Body, Cut, Sweep, power_of_two
+from symjax_rewrite.pallas_kernels.scan.xla import smaller
+
+Array = Any
+DTYPES = frozenset({"float32", "bfloat16", "float16", "int32"})
+MAX_ELEMENTS = 2**31 - 1
+MOST_HELD = 256  # elements of a state's summed axis that a program holds
+TILE = 256  # elements of state per program: eight per thread of one warp
+
+
+def supports(spec: ScanSpec) -> Support:
+    """Whether this backend runs the scan on a GPU of compute capability 8.0 or newer."""
+    spec = without_ones(spec)
+    dtypes = {o.dtype for o in spec.operands} | {spec.dtype}
+    dtypes |= {r.dtype for r in spec.readouts if r.dtype}
+    held = {a for r in spec.readouts for a in r.over}
+    elements = [math.prod(spec.shape(k)) for k in range(len(spec.operands))]
+    elements += [math.prod(shape) for shape, _ in result_shapes(spec)]
+    return first_reason(
+        (0 in spec.size.values(), "an axis is empty"),
+        (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
+        (len(held) > 1, "readouts sum over more than one axis"),
+        (any(spec.size[a] > MOST_HELD for a in held), f"a sum over more than {MOST_HELD}"),
+        (max(elements, default=0) > MAX_ELEMENTS, "an array has more than 2^31 elements"),
+    )
+
+
+def triton_cut(spec: ScanSpec) -> Cut:
+    """The cut for a scan; chunks where lanes alone leave most of the device idle."""
+    sweep = Sweep.of(spec, Cut(1))
+    lanes = spec.size[sweep.lane] if sweep.lane else 1
+    rows = min(max(TILE // sweep.held_size, 1), power_of_two(lanes))
+    programs = math.prod(spec.size[a] for a in sweep.outer) * pl.cdiv(lanes, rows)
+    wanted = pl.cdiv(8 * MULTIPROCESSORS, programs)
+    chunks = 1
+    while chunks < wanted and spec.length // (2 * chunks) >= 64 and chunks < 64:
+        chunks *= 2
+    return Cut(rows, chunks)
+
+
+def scan_triton(
+    spec: ScanSpec, *operands: Any, cut: Cut | None = None, interpret: bool = False
+) -> tuple[Any, ...]:
+    """A scan as one kernel, or two where time is cut into chunks.
+
+    Args:
+        spec: a scan that `supports` accepts.
+        operands: one array per operand of the spec.
+        cut: into programs; chosen from the sizes if left out.
+        interpret: run in Pallas' interpreter, on any device.
+
+    Returns:
+        The same as `scan_reference`.
+    """
+    shapes = result_shapes(spec)
+    spec, operands = smaller(spec, operands)
+    cut = cut or triton_cut(spec)
+    sweep = Sweep.of(spec, cut)
+    reads = [sweep.block(o.axes) for o in spec.operands]
+    options = {
+        "grid": sweep.grid,
+        "compiler_params": plgpu.CompilerParams(num_warps=cut.warps, num_stages=1),
+        "interpret": interpret,
+    }
+    maps: Sequence[Array] = ()
+    if sweep.grid[1] > 1:
+        one = jax.ShapeDtypeStruct((sweep.grid[1], *spec.state_shape), carried(spec))
+        block = sweep.block(("chunk", *spec.state))
+        maps = pl.pallas_call(
+            lambda *refs: Body.of(sweep).summarise(*refs),
+            in_specs=reads,
+            out_specs=[block, block],
+            out_shape=[one, one],
+            name="scan_maps",
+            **options,
+        )(*operands)
+        reads = [*reads, block, block]
+    axes = [readout_axes(spec, r) for r in spec.readouts] + [spec.state] * spec.last
+    results = pl.pallas_call(
+        lambda *refs: Body.of(sweep).run(*refs),
+        in_specs=reads,
+        out_specs=[sweep.block(a) for a in axes],
+        out_shape=[jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)],
+        name="scan",
+        **options,
+    )(*operands, *maps)
+    return tuple(x.reshape(shape) for x, (shape, _) in zip(results, shapes, strict=True))

@@ -1,0 +1,306 @@
+"""The body of the Triton scan: masked loads, the loop over time, stores (may import the spec).
+
+What a `Body` does runs while the kernel is traced. A program has one block of lanes of one element
+of the outer axes, and one chunk of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from symjax_rewrite.pallas_kernels.scan.block import carried
+from symjax_rewrite.pallas_kernels.scan.spec import KINDS, Readout, ScanSpec, readout_axes
+
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a scan is cut into programs.
+
+    Args:
+        rows: lanes per program.
+        chunks: of time.
+        unroll: steps whose operands are loaded before the first of them is taken.
+        warps: per program.
+    """
+
+    rows: int
+    chunks: int = 1
+    unroll: int = 8
+    warps: int = 1
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is no less than `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A scan without axes of size 1, and which of its state's axes are what in a program.
+
+    Args:
+        spec: the scan.
+        cut: into programs.
+        lane: the axis cut into rows; None if there is none.
+        held: the axis held whole, since readouts sum over it; None if there is none.
+        outer: the others, one element of them per program.
+    """
+
+    spec: ScanSpec
+    cut: Cut
+    lane: str | None
+    held: str | None
+    outer: tuple[str, ...]
+
+    @staticmethod
+    def of(spec: ScanSpec, cut: Cut) -> Sweep:
+        """The axes given their places."""
+        held = next((a for r in spec.readouts for a in r.over), None)
+        rest = [a for a in spec.state if a != held]
+        lane = rest[-1] if rest else None
+        return Sweep(spec, cut, lane, held, tuple(rest[:-1]))
+
+    @property
+    def held_size(self) -> int:
+        """Elements held along the summed axis, padded."""
+        return power_of_two(self.spec.size[self.held]) if self.held else 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The shape of a program's states."""
+        return self.rows, self.held_size
+
+    @property
+    def rows(self) -> int:
+        """Lanes per program."""
+        return self.cut.rows if self.lane else 1
+
+    @property
+    def lane_blocks(self) -> int:
+        """Programs along the lanes."""
+        return pl.cdiv(self.spec.size[self.lane], self.rows) if self.lane else 1
+
+    @property
+    def chunk(self) -> int:
+        """Steps per chunk, a multiple of the unrolled ones."""
+        steps = pl.cdiv(self.spec.length, self.cut.chunks)
+        return pl.cdiv(steps, self.cut.unroll) * self.cut.unroll
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks of lanes of every outer element; chunks."""
+        count = math.prod(self.spec.size[a] for a in self.outer) * self.lane_blocks
+        return count, pl.cdiv(self.spec.length, self.chunk)
+
+    def block(self, axes: Sequence[str]) -> pl.BlockSpec:
+        """What a program sees of an array: its rows, and all of time and of the summed axis."""
+        extent = {self.lane: self.cut.rows, self.held: self.held_size}
+        extent |= {self.spec.time: self.grid[1] * self.chunk, "chunk": self.grid[1]}
+        shape = tuple(extent.get(a) for a in axes)
+
+        def index(step: Any, chunk: Any) -> tuple[Any, ...]:
+            del chunk
+            count = jnp.int32(self.lane_blocks)
+            place = {self.lane: lax.rem(step, count)}
+            rest = lax.div(step, count)
+            for axis in reversed(self.outer):
+                place[axis] = lax.rem(rest, jnp.int32(self.spec.size[axis]))
+                rest = lax.div(rest, jnp.int32(self.spec.size[axis]))
+            return tuple(place.get(a, 0) for a in axes)
+
+        return pl.BlockSpec(shape, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One program: the sweep, the number of its first lane, and that of its chunk."""
+
+    sweep: Sweep
+    row: Array
+    number: Array
+
+    @staticmethod
+    def of(sweep: Sweep) -> Body:
+        """The program that is being traced."""
+        row = lax.rem(pl.program_id(0), jnp.int32(sweep.lane_blocks)) * sweep.rows
+        return Body(sweep, row, pl.program_id(1))
+
+    @property
+    def spec(self) -> ScanSpec:
+        """The scan."""
+        return self.sweep.spec
+
+    def part(self, axes: Sequence[str], at: dict[str, Any]) -> tuple[tuple, Array | None, bool]:
+        """Where a block's elements lie, which of them exist, and whether lanes come last."""
+        where, masks, kept = [], [], [a for a in axes if a in (self.sweep.lane, self.sweep.held)]
+        sizes = {self.sweep.lane: self.sweep.rows, self.sweep.held: self.sweep.held_size}
+        shape = tuple(sizes[a] for a in kept)
+        for axis in axes:
+            if axis in at:
+                where.append(at[axis])
+            elif axis in kept:
+                where.append(pl.ds(0, sizes[axis]))
+                limit = self.spec.size[axis]
+                if limit % sizes[axis]:
+                    number = jnp.arange(sizes[axis], dtype=jnp.int32)
+                    number = number + (self.row if axis == self.sweep.lane else 0)
+                    masks.append(lax.broadcast_in_dim(number < limit, shape, (kept.index(axis),)))
+        mask = None
+        for other in masks:
+            mask = other if mask is None else mask & other
+        return tuple(where), mask, kept == [self.sweep.held, self.sweep.lane]
+
+    def load(self, ref: Any, axes: Sequence[str], at: dict[str, Any]) -> Array:
+        """Elements as [rows or 1, held or 1]; those past an end are 0."""
+        where, mask, swapped = self.part(axes, at)
+        block = ref.at[where] if where else ref
+        x = plgpu.load(block, mask=mask, other=None if mask is None else 0)
+        if swapped:
+            x = x.T
+        if self.sweep.lane not in axes:
+            x = x[None, ...]
+        return x if self.sweep.held in axes else x[..., None]
+
+    def store(self, ref: Any, axes: Sequence[str], at: dict[str, Any], x: Array, active: Any):
+        """[rows, held or 1] to where it belongs; nothing where `active` is false."""
+        where, mask, swapped = self.part(axes, at)
+        x = x.T if swapped else x
+        if self.sweep.held not in axes:  # of size 1 there, as without a lane below
+            x = jnp.sum(x, axis=1, dtype=x.dtype)
+        if self.sweep.lane not in axes:
+            x = jnp.sum(x, axis=0, dtype=x.dtype)
+        if active is not None:
+            wide = jnp.broadcast_to(active, x.shape)
+            mask = wide if mask is None else mask & wide
+        block = ref.at[where] if where else ref
+        plgpu.store(block, x.astype(ref.dtype), mask=mask)
+
+    def fixed(self, refs: Sequence[Any]) -> list[Array | None]:
+        """The operands that do not move."""
+        return [
+            None if self.spec.time in o.axes else self.load(ref, o.axes, {})
+            for o, ref in zip(self.spec.operands, refs, strict=True)
+        ]
+
+    def values(self, refs: Sequence[Any], fixed: Sequence[Any], t: Any) -> list[Array]:
+        """Every operand at a step."""
+        return [
+            self.load(ref, o.axes, {self.spec.time: t}) if x is None else x
+            for o, ref, x in zip(self.spec.operands, refs, fixed, strict=True)
+        ]
+
+    def coefficients(self, values: Sequence[Array], t: Any) -> tuple[Array, Array]:
+        """`a` and `b` of a step, whole."""
+        program = self.spec.coefficients
+        a, b = program.fun(tuple(values[k] for k in program.reads), t)
+        tile, dtype = self.sweep.tile, carried(self.spec)
+        return jnp.broadcast_to(a, tile).astype(dtype), jnp.broadcast_to(b, tile).astype(dtype)
+
+    def over_time(self, refs: Sequence[Any], state: Any, step: Any) -> Any:
+        """`state = step(state, values, t, active)` over the steps of this program's chunk."""
+        fixed, unroll, length = self.fixed(refs), self.sweep.cut.unroll, self.spec.length
+        chunks, first = self.sweep.grid[1], self.number * self.sweep.chunk
+
+        def turn(start: Any, state: Any, count: int, active: Any) -> Any:
+            times = [start + jnp.int32(u) for u in range(count)]
+            times = [length - 1 - t for t in times] if self.spec.reverse else times
+            loaded = [self.values(refs, fixed, t) for t in times]
+            for t, values in zip(times, loaded, strict=True):
+                state = step(state, values, t, active)
+            return state
+
+        turns = lax.div(jnp.minimum(length - first, self.sweep.chunk), jnp.int32(unroll))
+        state = lax.fori_loop(
+            0, turns, lambda i, s: turn(first + i * unroll, s, unroll, None), state
+        )
+        if rest := length % unroll:
+            active = None if chunks == 1 else self.number == chunks - 1
+            start = jnp.int32(length - rest)
+            state = turn(start, state, rest, active)
+        return state
+
+    def summarise(self, *refs: Any) -> None:
+        """The first kernel: every chunk's map, as (a, b) of the kind's monoid."""
+        kind, count = KINDS[self.spec.kind], len(self.spec.operands)
+        one = jax.ShapeDtypeStruct(self.sweep.tile, carried(self.spec))
+
+        def step(state: Any, values: Any, t: Any, active: Any) -> Any:
+            new = kind.monoid.combine(state, self.coefficients(values, t))
+            return new if active is None else _choose(active, new, state)
+
+        state = self.over_time(refs[:count], kind.monoid.identity([one, one]), step)
+        for ref, x in zip(refs[count:], state, strict=True):
+            self.store(ref, ("chunk", *self.spec.state), {"chunk": self.number}, x, None)
+
+    def start(self, refs: Sequence[Any], maps: Sequence[Any]) -> Array:
+        """The state before this program's chunk."""
+        spec, kind = self.spec, KINDS[self.spec.kind]
+        h = kind.start(self.sweep.tile, carried(spec))
+        if spec.start is not None:
+            given = self.load(refs[spec.start], spec.operands[spec.start].axes, {})
+            h = jnp.broadcast_to(given, self.sweep.tile).astype(carried(spec))
+        if not maps:
+            return h
+
+        def apply(j: Any, h: Array) -> Array:
+            axes = ("chunk", *spec.state)
+            a, b = (self.load(ref, axes, {"chunk": j}) for ref in maps)
+            after = kind.step(a, h, b)
+            # a product of decays may overflow where nothing is left to be multiplied by it
+            return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
+
+        return lax.fori_loop(0, self.number, apply, h)
+
+    def run(self, *refs: Any) -> None:
+        """The second kernel, and the only one where time is not cut."""
+        spec, count = self.spec, len(self.spec.operands)
+        given, refs = refs[:count], refs[count:]
+        maps = refs[:2] if self.sweep.grid[1] > 1 else ()
+        results = refs[len(maps) :]
+        kind = KINDS[spec.kind]
+
+        def step(h: Array, values: Any, t: Any, active: Any) -> Array:
+            a, b = self.coefficients(values, t)
+            after = kind.step(a, h, b)
+            for ref, readout in zip(results, spec.readouts, strict=False):
+                made = self.read_out(readout, h, after, values, t)
+                self.store(ref, readout_axes(spec, readout), {spec.time: t}, made, active)
+            return after if active is None else jnp.where(active, after, h)
+
+        h = self.over_time(given, self.start(given, maps), step)
+        if spec.last:
+            active = None if self.sweep.grid[1] == 1 else self.number == self.sweep.grid[1] - 1
+            self.store(results[-1], spec.state, {}, h, active)
+
+    def read_out(self, readout: Readout, before: Array, after: Array, values: Any, t: Any) -> Array:
+        """A readout of one step as [rows, held], or [rows, 1] if it is a sum."""
+        program, made = readout.program, after
+        if program is not None:
+            made = program.fun((before, after), tuple(values[k] for k in program.reads), t)
+            made = jnp.broadcast_to(made, self.sweep.tile)
+        if readout.over:
+            limit = self.spec.size[str(self.sweep.held)]
+            if limit != self.sweep.held_size:
+                real = jnp.arange(self.sweep.held_size, dtype=jnp.int32) < limit
+                made = jnp.where(real[None, :], made, jnp.zeros_like(made))
+            made = jnp.sum(made, axis=1)[:, None]
+        if readout.finish is not None:
+            program = readout.finish
+            made = program.fun(made, tuple(values[k] for k in program.reads), t)
+        width = 1 if readout.over else self.sweep.held_size
+        return jnp.broadcast_to(made, (self.sweep.rows, width))
+
+
+def _choose(condition: Any, new: Sequence[Array], old: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(jnp.where(condition, x, y) for x, y in zip(new, old, strict=True))

@@ -1,0 +1,145 @@
+"""Scans streamed by lax loops: any device, memory linear (may import the spec and `scan_block`).
+
+Time is cut into blocks. Coefficients and readouts of a block are computed for all its steps at
+once, where they vectorise and run on every core; only the recurrence itself goes step by step, on
+values that still lie in the cache. Where there is little to compute beside the recurrence, a block
+is one step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.pallas_kernels.backend import YES, Support
+from symjax_rewrite.pallas_kernels.scan.block import (
+    Source,
+    empty_results,
+    in_tree,
+    inner_order,
+    last_state,
+    sequential,
+    start_state,
+    without_ones,
+    write_steps,
+)
+from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_in_turns, tree_steps
+from symjax_rewrite.pallas_kernels.scan.reference import advance
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
+from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes
+
+Array = Any
+
+
+def supports(spec: ScanSpec) -> Support:
+    """Every scan, on every device."""
+    del spec
+    return YES
+
+
+def scan_xla(
+    spec: ScanSpec, *operands: Any, steps: int | None = None, tree: bool | None = None
+) -> tuple[Any, ...]:
+    """A scan, streamed.
+
+    Args:
+        spec: the scan.
+        operands: one array per operand of the spec.
+        steps: per block; chosen from the size of a state if left out.
+        tree: whether the maps of a block's steps are composed in a tree; if left out, where the
+            program is lowered for a GPU.
+
+    Returns:
+        The same as `scan_reference`.
+    """
+
+    def run(tree: bool) -> Any:
+        if not tree and steps is None and runs_in_turns(spec):
+            return lambda *xs: scan_turns(spec, *xs)
+        chosen = steps or (tree_steps(spec) if tree else block_steps(spec))
+        return lambda *xs: scan_blocks(spec, xs, chosen, keep=False, tree=tree)[0]
+
+    if tree is not None:
+        return run(tree)(*operands)
+    return by_device(run, *operands)
+
+
+def by_device(run: Any, *operands: Any) -> Any:
+    """`run(tree)(*operands)`: with trees on a GPU, without elsewhere."""
+    return lax.platform_dependent(*operands, cuda=run(True), default=run(False))
+
+
+def scan_blocks(
+    spec: ScanSpec,
+    operands: tuple[Any, ...],
+    steps: int,
+    keep: bool,
+    tree: bool = False,
+    order: tuple[str, ...] | None = None,
+) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
+    """A scan in blocks of `steps`, and with `keep` the states that blocks start from.
+
+    Those come as `walk` gives them, for the scan without axes of size 1, with the state's axes in
+    the inner `order`.
+    """
+    shapes = [shape for shape, _ in result_shapes(spec)]
+    spec, operands = smaller(spec, operands)
+    order = order or inner_order(spec)
+    source = Source.of(spec, operands, order)
+    states = in_tree if tree else sequential
+
+    def block(carry: Any, first: Any, count: int, x: Any) -> Any:
+        del x
+        h, results = carry
+        after, made = advance(source.steps(first, count), h, states)
+        return (after, write_steps(spec, results, made, first)), h if keep else None
+
+    start = (start_state(spec, operands, order), empty_results(spec))
+    (h, results), starts = walk(spec.length, steps, spec.reverse, block, start, (None, None))
+    results = [*results, *[last_state(spec, order, h)] * spec.last]
+    made = tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
+    return made, starts
+
+
+def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[Any, ...]]:
+    """The scan and its operands without axes of size 1."""
+    spec = without_ones(spec)
+    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
+
+
+def walk(
+    length: int, steps: int, reverse: bool, block: Any, carry: Any, xs: tuple[Any, Any]
+) -> tuple[Any, tuple[Any, Any]]:
+    """Blocks of time in order, the last and shorter one by itself.
+
+    Args:
+        length: steps in all.
+        steps: per block.
+        reverse: whether the last block comes first.
+        block: `block(carry, first, count, x) -> (carry, y)`.
+        carry: what the first block is given.
+        xs: per block `x`: stacked for those of full size, and for the one left over.
+
+    Returns:
+        The last carry, and the `y` as `xs` are.
+    """
+    steps = max(1, min(steps, length))
+    blocks, rest = divmod(length, steps)
+    ys: Any = None
+    y_rest: Any = None
+
+    def turn(numbered: Any, x: Any) -> Any:
+        first, carry = numbered
+        carry, y = block(carry, first, steps, x)
+        return (first + (-steps if reverse else steps), carry), y
+
+    if rest and reverse:
+        carry, y_rest = block(carry, blocks * steps, rest, xs[1])
+    if blocks:
+        start = jnp.int32((blocks - 1) * steps if reverse else 0)
+        (_, carry), ys = lax.scan(turn, (start, carry), xs[0], length=blocks, reverse=reverse)
+    if rest and not reverse:
+        carry, y_rest = block(carry, blocks * steps, rest, xs[1])
+    return carry, (ys, y_rest)

@@ -1,0 +1,89 @@
+"""Choosing among whole programs by measuring them on the device (a face).
+
+The cost model decides without running anything. `tune=True` lets the device have the last word:
+what was decided, the same without kernels, and the original run in turn on made-up inputs, and
+the fastest is kept; the original where nothing is faster than it beyond noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.jax_internals import ClosedJaxpr
+
+ROUNDS = 7
+SAMPLE_S = 5e-3  # a sample repeats its call for at least this long
+FASTER = 0.97  # of the original's time: what a program must reach to be taken
+Program = Callable[..., Any]  # of the flat inputs
+
+
+def unmeasurable(closed: ClosedJaxpr) -> str | None:
+    """Why a program can't be run on made-up inputs, or None."""
+    if jax_internals.jaxpr_effects(closed):
+        return "it has effects"
+    if jax_internals.has_primitive(closed, "while"):
+        return "how often its loops run depends on the inputs"
+    for v in closed.jaxpr.invars:
+        aval = v.aval
+        if any(jax_internals.is_symbolic(d) for d in aval.shape):
+            return "it has symbolic sizes"
+        if getattr(aval.dtype, "kind", "?") not in "fciubV":
+            return f"no inputs are made up for {aval.dtype}"
+    return None
+
+
+def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, float]:
+    """Median seconds per call of each program, in turn, on the same inputs.
+
+    Args:
+        programs: functions of the flat inputs of `closed`.
+        closed: says the shapes and dtypes of the inputs: normal floats, zeros of other kinds (an
+            index that is in range everywhere).
+    """
+    with jax.ensure_compile_time_eval():
+        inputs = _inputs([v.aval for v in closed.jaxpr.invars])
+        calls = {}
+        for name, program in programs.items():
+            compiled = jax.jit(program).lower(*inputs).compile()
+            calls[name] = lambda compiled=compiled: jax.block_until_ready(compiled(*inputs))
+        repeats = {name: _repeats(call) for name, call in calls.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                seconds[name].append(_sample(call, repeats[name]))
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def fastest(seconds: Mapping[str, float], original: str) -> str:
+    """The name of the fastest program; the original unless another is faster beyond noise."""
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] < FASTER * seconds[original] else original
+
+
+def _inputs(avals: Sequence[Any]) -> list[Any]:
+    draw = np.random.default_rng(0)
+    out = []
+    for aval in avals:
+        inexact = jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+        values = draw.standard_normal(aval.shape) if inexact else np.zeros(aval.shape)
+        out.append(jax.numpy.asarray(values.astype(aval.dtype)))
+    return out
+
+
+def _repeats(call: Callable[[], Any]) -> int:
+    call()
+    return max(1, int(SAMPLE_S / max(_sample(call, 1), 1e-7)))
+
+
+def _sample(call: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats

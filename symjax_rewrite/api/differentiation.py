@@ -1,0 +1,275 @@
+"""An optimised call and what its transformations do (a face).
+
+Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
+subgradients at kinks), so differentiation never sees the rewritten program: it acts on the
+original, and the programs it gives are optimised again. Reverse mode saves no value that the
+optimised forward pass was spared; such values are computed again where they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.loops.loop_optimizer import before_derivatives
+from symjax_rewrite.loops.rematerialization import made_again
+from symjax_rewrite.optimizer import Optimiser, Result
+
+Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One optimised program in place of the original.
+
+    result: what was decided. stage_program: stages out another program, optimised likewise.
+    optimiser: what decided.
+    """
+
+    result: Result
+    stage_program: Stage
+    optimiser: Optimiser
+
+    def __repr__(self) -> str:
+        return f"the original of {len(self.closed.jaxpr.eqns)} equations"
+
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """The original program."""
+        return self.result.closed
+
+    def bind(self, values: Sequence[Any]) -> list[Any]:
+        """Stage out the optimised program."""
+        made = jax_internals.make_jaxpr(self.result.emit(), *values)[0]
+        return jax_internals.bind_call(made, self, values)
+
+    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Stage out another program, optimised likewise."""
+        return self.stage_program(closed, values)
+
+    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
+        """Stage out the original under vmap, optimised likewise."""
+        batched, out_dims = jax_internals.batched(self.closed, axis, dims)
+        return self.stage(batched, values), out_dims
+
+    def moving(self, live: list[int]) -> list[bool]:
+        """Which results are floats that read one of the inputs `live`."""
+        jaxpr = self.closed.jaxpr
+        reached = {jaxpr.invars[k] for k in live}
+        for eqn in jaxpr.eqns:
+            if any(not jax_internals.is_literal(v) and v in reached for v in eqn.invars):
+                reached.update(eqn.outvars)
+        return [
+            not jax_internals.is_literal(v) and v in reached and _is_differentiable(v.aval)
+            for v in jaxpr.outvars
+        ]
+
+    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
+        """Results and tangents of the original, where the inputs `live` have tangents."""
+        return jax.jvp(self._of(self.closed, primals, live), [primals[k] for k in live], tangents)
+
+    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
+        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
+        moving = self.moving(live)
+        count = len(moving)
+        trees = []
+        original = self._kept_small()
+
+        def forward(again: set[tuple], *values: Any) -> list[Any]:
+            fun = self._spared(self._of(original, values, live), again)
+            outs, pullback = jax.vjp(fun, *[values[k] for k in live])
+            leaves, tree = jax.tree.flatten(pullback)
+            trees.append(tree)
+            return [*outs, *leaves]
+
+        closed, _ = jax_internals.make_jaxpr(partial(forward, set()), *primals)
+        again = set() if self.closed.effects else made_again(closed, count, self.optimiser.device)
+        if again:
+            closed, _ = jax_internals.make_jaxpr(partial(forward, again), *primals)
+        kept, read = _forwarded(_without_remat(closed))
+        made = self.stage(kept, primals)
+        flat = [primals[k] if k < len(primals) else made[k - len(primals)] for k in read]
+
+        def pull(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            def backward(*both: Any) -> list[Any]:
+                leaves, given = both[: len(residuals)], iter(both[len(residuals) :])
+                pullback = jax.tree.unflatten(trees[-1], leaves)
+                full = [
+                    next(given) if m else _no_cotangent(v.aval)
+                    for v, m in zip(self.closed.jaxpr.outvars, moving, strict=True)
+                ]
+                return list(pullback(full))
+
+            values = [*residuals, *cotangents]
+            return self.stage(
+                _without_remat(jax_internals.make_jaxpr(backward, *values)[0]), values
+            )
+
+        return flat[:count], flat[count:], pull
+
+    def transpose(
+        self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Cotangents of the inputs `linear`, given by their avals; the others are `known`."""
+        specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
+
+        def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+            rest = iter(known)
+            fixed = [None if k in linear else next(rest) for k in range(len(self.closed.in_avals))]
+            original = self._of(self.closed, fixed, list(linear))
+            return list(jax.linear_transpose(original, *specs)(list(cotangents)))
+
+        given = (list(known), list(cotangents))
+        return self.stage(jax_internals.make_jaxpr(backward, *given)[0], [*known, *cotangents])
+
+    def _kept_small(self) -> ClosedJaxpr:
+        """The original with its loops as they keep least for a gradient."""
+        optimiser = self.optimiser
+        if self.closed.effects or not optimiser.options.numerics.permits("reassoc"):
+            return self.closed
+        router, device = optimiser.loop_router, optimiser.device
+        route = None if router is None else partial(router.route_loop, gradient=True)
+        kernel = None if route is None else lambda loop: route(loop, device.name)
+        return before_derivatives(self.closed, device, kernel)
+
+    def _of(
+        self, closed: ClosedJaxpr, primals: Sequence[Any], live: list[int]
+    ) -> Callable[..., list[Any]]:
+        """A program as a function of the inputs `live`."""
+
+        def original(*moving: Any) -> list[Any]:
+            full = list(primals)
+            for k, value in zip(live, moving, strict=True):
+                full[k] = value
+            return jax_internals.eval_jaxpr(closed, *full)
+
+        return original
+
+    def _spared(
+        self, original: Callable[..., list[Any]], again: set[tuple]
+    ) -> Callable[..., list[Any]]:
+        """The same, where some results are no residuals.
+
+        These are what the optimised program does not make, and what equations of the kinds `again`
+        make. All stay in programs with complex values, for which `jax.checkpoint` has no rounding.
+        """
+        spares = self.result.spares
+        if self.closed.effects or not (spares or again) or _has_complex(self.closed):
+            return original
+        spared = self.result.spared()
+
+        def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
+            kinds = tuple(map(jax_internals.kind_of, avals))
+            if not avals or (primitive.name, *kinds) in again:
+                return False  # an iota is not worth its memory
+            return not (spares and spared(primitive.name, kinds))
+
+        return jax.checkpoint(original, policy=may_save, prevent_cse=False)
+
+
+def _has_complex(closed: ClosedJaxpr) -> bool:
+    return any(
+        any(_is_complex(v.aval) for v in e.outvars)
+        or any(map(_has_complex, jax_internals.bodies(e)))
+        for e in closed.jaxpr.eqns
+    )
+
+
+def _is_complex(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.complexfloating))
+
+
+def _is_differentiable(aval: Any) -> bool:
+    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
+
+
+def _no_cotangent(aval: Any) -> Any:
+    if _is_differentiable(aval):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+def _forwarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
+    """The program without outputs that are inputs or other outputs.
+
+    Returns:
+        The program, and for each old output its number among the inputs and new outputs.
+    """
+    place = {v: k for k, v in enumerate(closed.jaxpr.invars)}
+    keep, read = [], []
+    for v in closed.jaxpr.outvars:
+        known = None if jax_internals.is_literal(v) else place.get(v)
+        keep.append(known is None)
+        if known is None:
+            known = len(closed.jaxpr.invars) + sum(keep) - 1
+            if not jax_internals.is_literal(v):
+                place[v] = known
+        read.append(known)
+    return jax_internals.prune_outputs(closed, keep), read
+
+
+def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with the bodies of its own remat equations in their place.
+
+    For programs that only recompute: nothing stands beside them that XLA could merge them with.
+    Nor is what they keep rounded to the precision that it has: that would be a copy of it.
+    """
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(closed.jaxpr.invars, args, strict=True))
+        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for eqn in closed.jaxpr.eqns:
+            if _rounds_nothing(eqn):
+                env[eqn.outvars[0]] = env[eqn.invars[0]]
+                continue
+            if eqn.primitive.name not in jax_internals.REMAT:
+                jax_internals.run_equations([eqn], env)
+                continue
+            invals = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
+            outs = jax_internals.eval_jaxpr(ClosedJaxpr(eqn.params["jaxpr"], ()), *invals)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [v.val if jax_internals.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+
+    eqns = closed.jaxpr.eqns
+    if not any(eqn.primitive.name in jax_internals.REMAT or _rounds_nothing(eqn) for eqn in eqns):
+        return closed
+    return jax_internals.make_avals_jaxpr(run, closed.in_avals)
+
+
+def _rounds_nothing(eqn: jax_internals.JaxprEqn) -> bool:
+    """Whether an equation rounds float32 or wider, which is computed as it is, to itself."""
+    if eqn.primitive.name != "reduce_precision" or jax_internals.is_literal(eqn.invars[0]):
+        return False
+    own, p = jax.numpy.finfo(jax_internals.kind_of(eqn.invars[0].aval)[1]), eqn.params
+    return own.bits >= 32 and (p["exponent_bits"], p["mantissa_bits"]) == (own.nexp, own.nmant)
+
+
+def closing_over_nothing(
+    closed: ClosedJaxpr, values: Sequence[Any]
+) -> tuple[ClosedJaxpr, Sequence[Any]]:
+    """The program and its inputs, where values traced outside that it closes over are inputs too.
+
+    Nothing that is decided then holds on to a tracer, and derivatives with respect to what is
+    closed over are those with respect to an input. References stay where they are: effects name
+    them by their place.
+    """
+    traced = [k for k, c in enumerate(closed.consts) if isinstance(c, jax_internals.Tracer)]
+    if not traced or not jax_internals.custom_rules_allow(jax_internals.jaxpr_effects(closed)):
+        return closed, values
+
+    def opened(given: Sequence[Any], over: Sequence[Any]) -> list[Any]:
+        consts = list(closed.consts)
+        for k, value in zip(traced, over, strict=True):
+            consts[k] = value
+        return jax_internals.eval_jaxpr(ClosedJaxpr(closed.jaxpr, consts), *given)
+
+    over = [closed.consts[k] for k in traced]
+    return jax_internals.make_jaxpr(opened, values, over)[0], [*values, *over]

@@ -1,0 +1,281 @@
+"""Frozen arguments: what depends on them alone is computed once (a face)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api.differentiation import closing_over_nothing
+from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.errors import FrozenError
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.options import Options
+
+CLOSED_BYTES = 1 << 28  # constants of more are arguments: the compiler would copy them
+CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
+
+
+class Prepared:
+    """A function of the arguments that vary, with the frozen part computed once per shape.
+
+    Call it with the remaining arguments. `constants(*args)` is the list of arrays kept for these
+    shapes, a pytree that can be saved; `explain(*args)` reports what was done.
+    """
+
+    def __init__(self, cases: _Cases) -> None:
+        self._cases = cases
+        self._closed: Callable[..., Any] | None = None
+        if _closed_over(cases.frozen):
+            self._closed = jax.jit(_inlined(cases), static_argnames=sorted(cases.statics))
+        self.__name__, self.__doc__ = cases.name, cases.fun.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._closed is not None:
+            return self._closed(*args, **kwargs)
+        case, leaves = self._cases.of(args, kwargs)
+        return jax.tree.unflatten(case.out_tree, case.run(case.constants, leaves))
+
+    def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The arrays computed once for arguments of these shapes."""
+        return self._cases.of(args, kwargs)[0].constants
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report for arguments of these shapes, the frozen part costing nothing."""
+        cases = self._cases
+        case, _ = cases.of(args, kwargs)
+        known = len(jax.tree.leaves(cases.frozen))
+        written = case.result.closed
+        emitted = jax_internals.make_avals_jaxpr(case.result.emit(), written.in_avals)
+        sides = tuple(_remaining(side, known) for side in (written, emitted))
+        return make_report(case.result, cases.optimiser, sides)
+
+
+def _inlined(cases: _Cases) -> Callable[..., Any]:
+    """What is left of the function, for `jax.jit` to trace at every shape it is called with.
+
+    It holds no `Prepared`: in a circle with one, weights would stay until the garbage collector
+    comes by.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        case, leaves = cases.of(args, kwargs)
+        return jax.tree.unflatten(case.out_tree, case.rest(case.constants, leaves))
+
+    call.__signature__ = cases.rest  # pyright: ignore[reportFunctionMemberAccess]
+    call.__name__ = cases.name
+    return call
+
+
+class _Cases:
+    """What was prepared, and what is left of the function for every set of shapes."""
+
+    def __init__(
+        self,
+        optimiser: Optimiser,
+        fun: Callable[..., Any],
+        statics: set[str],
+        frozen: dict[str, Any],
+    ) -> None:
+        self.optimiser, self.fun, self.statics, self.frozen = optimiser, fun, statics, frozen
+        parameters = inspect.signature(fun).parameters.values()
+        self.rest = inspect.Signature([p for p in parameters if p.name not in frozen])
+        self.name = getattr(fun, "__name__", "prepared")
+        self._found: dict[Any, _Case] = {}
+
+    def of(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
+        bound = self._bind(args, kwargs)
+        static = {k: v for k, v in bound.items() if k in self.statics}
+        moving = {k: v for k, v in bound.items() if k not in self.statics}
+        leaves, tree = jax.tree.flatten(moving)
+        key = (tree, tuple(jax.typeof(x) for x in leaves), tuple(sorted(static.items())))
+        case = self._found.get(key)
+        if case is None:
+            case = self._made(leaves, tree, static)
+            if not case.over:
+                self._found[key] = case
+        return case, [*leaves, *case.over]
+
+    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        try:
+            bound = self.rest.bind(*args, **kwargs)
+        except TypeError as error:
+            raise FrozenError(
+                f"{self.name} prepared with {', '.join(self.frozen)}: {error}",
+                expected=f"({', '.join(self.rest.parameters)})",
+            ) from error
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _made(self, leaves: list[Any], tree: Any, static: dict[str, Any]) -> _Case:
+        known, known_tree = jax.tree.flatten(self.frozen)
+
+        def flat(known_leaves: list[Any], moving_leaves: list[Any]) -> Any:
+            named = {**jax.tree.unflatten(known_tree, known_leaves), **static}
+            named.update(jax.tree.unflatten(tree, moving_leaves))
+            return _call_by_name(self.fun, named)
+
+        try:
+            closed, out_tree = jax_internals.make_jaxpr(flat, known, leaves)
+        except (TypeError, ValueError) as error:
+            shapes = {k: jax.tree.map(_spec, v) for k, v in self.frozen.items()}
+            raise FrozenError(
+                f"{self.name} does not trace with the prepared arguments",
+                expected="arguments whose shapes fit the prepared ones",
+                got=f"prepared {shapes}, called with {[_spec(x) for x in leaves]}",
+                remedy=str(error).splitlines()[0],
+            ) from error
+        closed, values = closing_over_nothing(closed, [*known, *leaves])
+        result = self.optimiser.run(closed, frozenset(range(len(known))))
+        emitted = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
+        once, run = split(emitted, len(known))
+        if any(isinstance(x, jax_internals.Tracer) for x in known):
+            constants = list(jax.jit(once)(known))
+        else:  # now, though the call itself may be part of a trace
+            with jax.ensure_compile_time_eval():
+                constants = list(jax.jit(once)(known))
+        over = list(values[len(known) + len(leaves) :])
+        return _Case(result, out_tree, constants, run, jax.jit(run), over)
+
+
+def _closed_over(frozen: dict[str, Any]) -> bool:
+    """Whether what frozen arguments give is a part of the compiled program.
+
+    On a CPU, where it is small: XLA then lays it out as its products want it, which it may not do
+    with arguments, and a call is one of `jax.jit`.
+    """
+    leaves = jax.tree.leaves(frozen)
+    if jax.default_backend() != "cpu" or any(isinstance(x, jax_internals.Tracer) for x in leaves):
+        return False
+    return sum(getattr(x, "nbytes", 0) for x in leaves) <= CLOSED_BYTES
+
+
+class _Case(NamedTuple):
+    """One set of shapes: its constants, the function that is left, and the same compiled.
+
+    over: values traced outside that the function closes over, its last arguments: this case is
+    for one call.
+    """
+
+    result: Result
+    out_tree: Any
+    constants: list[Any]
+    rest: Callable[..., Any]
+    run: Callable[..., Any]
+    over: list[Any]
+
+
+def prepare(
+    optimiser: Optimiser,
+    fun: Callable[..., Any],
+    options: Options,
+    settings: dict[str, Any],
+    values: dict[str, Any],
+) -> Prepared:
+    """Bind frozen arguments by name.
+
+    Raises:
+        FrozenError: a value is missing, or given for a name that is not frozen.
+    """
+    if set(values) != set(options.frozen):
+        raise FrozenError(
+            "prepare needs a value for every frozen name",
+            expected=", ".join(options.frozen) or "no names: pass frozen=(...) to sym_optimize",
+            got=", ".join(values) or "nothing",
+        )
+    names = list(inspect.signature(fun).parameters)
+    numbers = settings.get("static_argnums") or ()
+    numbers = (numbers,) if isinstance(numbers, int) else numbers
+    texts = settings.get("static_argnames") or ()
+    texts = (texts,) if isinstance(texts, str) else texts
+    statics = {*texts, *(names[n] for n in numbers)}
+    return Prepared(_Cases(optimiser, fun, statics, dict(values)))
+
+
+def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
+    """What is left to run of a program once its frozen part is computed."""
+    once, run = split(closed, known)
+    avals = closed.in_avals
+    constants = jax.eval_shape(
+        once, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]]
+    )
+    moving = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[known:]]
+    return jax_internals.make_jaxpr(run, list(constants), moving)[0]
+
+
+def _spec(x: Any) -> Any:
+    aval = jax.typeof(x)
+    return (tuple(aval.shape), str(aval.dtype))
+
+
+def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for p in inspect.signature(fun).parameters.values():
+        if p.name not in named:
+            continue
+        if p.kind is p.VAR_POSITIONAL:
+            args.extend(named[p.name])
+        elif p.kind is p.VAR_KEYWORD:
+            kwargs.update(named[p.name])
+        elif p.kind is p.KEYWORD_ONLY:
+            kwargs[p.name] = named[p.name]
+        else:
+            args.append(named[p.name])
+    return fun(*args, **kwargs)
+
+
+def split(closed: ClosedJaxpr, known: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two functions: known inputs to constants, and (constants, other inputs) to outputs.
+
+    Equations that only spread a known value out (broadcasts) run with the rest: keeping their
+    result would cost memory and save nothing.
+    """
+    jaxpr = closed.jaxpr
+    fixed = {*jaxpr.invars[:known], *jaxpr.constvars}
+    first, rest = [], []
+    for eqn in jaxpr.eqns:
+        reads = [v for v in eqn.invars if not jax_internals.is_literal(v)]
+        if not eqn.effects and all(v in fixed for v in reads):
+            first.append(eqn)
+            fixed.update(eqn.outvars)
+        else:
+            rest.append(eqn)
+    wanted = {v for e in rest for v in e.invars if not jax_internals.is_literal(v)}
+    wanted |= {v for v in jaxpr.outvars if not jax_internals.is_literal(v)}
+    for eqn in reversed(list(first)):
+        if eqn.primitive.name in CHEAP and any(v in wanted for v in eqn.outvars):
+            first.remove(eqn)
+            rest.insert(0, eqn)
+            wanted.update(v for v in eqn.invars if not jax_internals.is_literal(v))
+            wanted.difference_update(eqn.outvars)
+    made_later = {v for e in rest for v in e.outvars} | set(jaxpr.invars[known:])
+    kept = sorted((v for v in wanted if v not in made_later), key=_order(jaxpr))
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def once(values: list[Any]) -> list[Any]:
+        env = {**consts, **dict(zip(jaxpr.invars[:known], values, strict=True))}
+        jax_internals.run_equations(first, env)
+        return [env[v] for v in kept]
+
+    def run(constants: list[Any], values: list[Any]) -> list[Any]:
+        env = dict(zip(kept, constants, strict=True))
+        env.update(zip(jaxpr.invars[known:], values, strict=True))
+        jax_internals.run_equations(rest, env)
+        return [v.val if jax_internals.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    return once, run
+
+
+def _order(jaxpr: Any) -> Callable[[Any], int]:
+    rank: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars):
+        rank[v] = len(rank)
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            rank[v] = len(rank)
+    return rank.__getitem__

@@ -1,0 +1,132 @@
+"""What was done, why, what it saves, and why something was not done (a face)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.usage_records import RouteUse, RuleUse
+
+
+@dataclass(slots=True)
+class Side:
+    """One form of the program and what the model says it costs.
+
+    flops: of contractions, 2mnk. bytes: read and written. seconds: by the device model.
+    peak_bytes: of values alive at once. largest_intermediate: bytes of the largest value made.
+    """
+
+    jaxpr: ClosedJaxpr
+    flops: Any
+    bytes: Any
+    seconds: float
+    peak_bytes: float
+    largest_intermediate: float
+
+
+@dataclass(slots=True, repr=False)
+class Report:
+    """The result of `explain`.
+
+    before, after: the program as written and as emitted. rules: what was used. routes: what was
+    considered. stop: what ended saturation. time_s: seconds the optimiser took. plan: what to
+    pass as `plan=` to get the same program again. crossovers: where, for symbolic sizes, neither
+    form is always cheaper.
+    """
+
+    before: Side
+    after: Side
+    rules: list[RuleUse]
+    routes: list[RouteUse]
+    stop: str
+    time_s: float
+    plan: dict[str, Any]
+    crossovers: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.rules:
+            lines.append("rewritten:")
+            for r in self.rules:
+                lines.append(f"  {r.name} ({r.property}) x{r.count}")
+                lines += [f"    at {w}" for w in r.where]
+        taken = [r for r in self.routes if r.taken]
+        if taken:
+            lines.append("routed:")
+            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in taken]
+        if not self.rules and not taken:
+            lines.append("left as written")
+        lines.append(_row("", "before", "after", "ratio"))
+        for name, unit in (("flops", ""), ("bytes", "B"), ("largest_intermediate", "B")):
+            b, a = getattr(self.before, name), getattr(self.after, name)
+            lines.append(_row(name, _number(b, unit), _number(a, unit), _ratio(b, a)))
+        if self.before.seconds:
+            b, a = self.before.seconds, self.after.seconds
+            lines.append(_row("model time", f"{b * 1e6:.1f} us", f"{a * 1e6:.1f} us", _ratio(b, a)))
+        lines += [f"crossover: {c}" for c in self.crossovers]
+        skipped = [r for r in self.routes if not r.taken]
+        if skipped:
+            lines.append("considered and not done:")
+            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in skipped]
+        lines.append(f"search: {self.stop}, {self.time_s * 1e3:.1f} ms")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def to_json(self) -> str:
+        """The report as JSON (jaxprs as text, symbolic sizes as text)."""
+        sides = {
+            name: {
+                k: (str(v) if k == "jaxpr" or not isinstance(v, (int, float)) else v)
+                for k, v in ((s, getattr(side, s)) for s in Side.__slots__)
+            }
+            for name, side in (("before", self.before), ("after", self.after))
+        }
+        body = {
+            **sides,
+            "rules": [{k: getattr(r, k) for k in RuleUse.__slots__} for r in self.rules],
+            "routes": [{k: getattr(r, k) for k in RouteUse.__slots__} for r in self.routes],
+            "stop": self.stop,
+            "time_s": self.time_s,
+            "plan": self.plan,
+            "crossovers": self.crossovers,
+        }
+        return json.dumps(body, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_json()`, or HTML where the name ends in .html."""
+        path = Path(path)
+        text = self._repr_html_() if path.suffix == ".html" else self.to_json()
+        path.write_text(text, encoding="utf-8")
+
+
+def _place(use: RouteUse) -> str:
+    more = f" and {use.count - 1} more" if use.count > 1 else ""
+    return f" (at {use.where}{more})" if use.where else ""
+
+
+def _row(*cells: str) -> str:
+    return "  " + cells[0].ljust(22) + "".join(c.rjust(24) for c in cells[1:])
+
+
+def _number(value: Any, unit: str) -> str:
+    if not isinstance(value, (int, float)):
+        return str(value)
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3f} {prefix}{unit}"
+    return f"{value:.0f} {unit}".rstrip()
+
+
+def _ratio(before: Any, after: Any) -> str:
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)) and after:
+        return f"{before / after:.2f}x"
+    return ""

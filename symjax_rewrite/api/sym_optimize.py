@@ -1,0 +1,391 @@
+"""The door: `sym_optimize` and what hangs on it (imports everything below)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from symjax_rewrite import jax_internals, options
+from symjax_rewrite.api import autotuning
+from symjax_rewrite.api.differentiation import Call, closing_over_nothing
+from symjax_rewrite.api.frozen_arguments import prepare
+from symjax_rewrite.api.output_check import Verified, compare
+from symjax_rewrite.api.report import Report
+from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.cost.device_profiles import device_profile
+from symjax_rewrite.errors import (
+    EquivalenceError,
+    RuleError,
+    SymjaxError,
+    UnsupportedError,
+    UsageError,
+)
+from symjax_rewrite.kernel_selection.banded_products import BandedProducts
+from symjax_rewrite.kernel_selection.folds.selection import Router
+from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenNorms
+from symjax_rewrite.kernel_selection.norms.selection import NormRouter
+from symjax_rewrite.kernel_selection.partial_sort import SelectionRouter
+from symjax_rewrite.optimizer import Optimiser, Result, fingerprint
+from symjax_rewrite.options import Budget, Numerics, Options
+from symjax_rewrite.rewriting.rule import RulePack
+from symjax_rewrite.rules import packs
+from symjax_rewrite.usage_records import RouteUse
+
+KERNELS = "kernels"  # what `bisect` calls the routed kernels
+
+
+def keep(x: Any) -> Any:
+    """A fence: what is kept is computed as written, and nothing is moved across.
+
+    Args:
+        x: any pytree of arrays.
+
+    Returns:
+        The same values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> float(keep(jnp.float32(2)))
+        2.0
+    """
+    return lax.optimization_barrier(x)
+
+
+def sym_optimize(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    rules: RulePack | Iterable[Any] | str | None = None,
+    kernels: str = "auto",
+    numerics: str | Numerics = "reassoc",
+    frozen: tuple[str, ...] | str = (),
+    assume: tuple[str, ...] | str = (),
+    device: str | None = None,
+    verify: str = "off",
+    on_unsupported: str = "keep",
+    plan: Any = None,
+    tune: bool = False,
+    budget: Budget = Budget(),  # noqa: B008 (frozen)
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Any:
+    """Rewrite a JAX function, when it is traced, into the cheapest equal program.
+
+    Args:
+        fun: a function of pytrees of arrays; the settings of a `jax.jit` around it are kept.
+        rules: a `RulePack`, its name, or rules; default `packs.default`.
+        kernels: `"auto"` routes by cost, `"always"` what is supported, `"off"`, or a backend.
+        numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
+        frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
+        device: a key of `device.DEVICES`; default: the device JAX runs on.
+        verify: `"first"` or `"always"` compares with the original at run time and raises,
+            `"warn"` warns and keeps the original.
+        on_unsupported: `"keep"` the original where a program can't be optimised, or `"error"`.
+        plan, budget: a saved `report.plan` to replay; how much work one optimisation may do.
+        tune: time what was decided against the original on the device and keep the fastest.
+        static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+        A `jax.jit` object with `.explain(*args) -> Report` and `.prepare(**frozen)` attached.
+
+    Raises:
+        UsageError, RuleError, FrozenError: `fun` or an option is not understood.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> lora = sym_optimize(lambda x, W, A, B: x @ (W + A @ B))
+        >>> x, W, A, B = (jnp.ones(s) for s in ((8, 2048), (2048, 2048), (2048, 16), (16, 2048)))
+        >>> [r.name for r in lora.explain(x, W, A, B).rules]
+        ['lora']
+    """
+    options = _options({**locals()})
+    statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    statics = {k: v for k, v in statics.items() if v is not None}
+    if fun is None:
+        return functools.partial(_optimized, options=options, statics=statics)
+    return _optimized(fun, options=options, statics=statics)
+
+
+def _options(given: dict[str, Any]) -> Options:
+    """Validate what `sym_optimize` was given."""
+    values = {f.name: given[f.name] for f in dataclasses.fields(Options)}
+    for name in ("frozen", "assume"):
+        value = values[name]
+        values[name] = (value,) if isinstance(value, str) else tuple(value)
+    values["rules"] = _rule_pack(values["rules"])
+    values["numerics"] = Numerics.of(values["numerics"])
+    Router(values["kernels"], values["numerics"])  # refuses what is no backend
+    return Options(**values)
+
+
+def _rule_pack(rules: Any) -> RulePack:
+    if rules is None:
+        return packs.default
+    if isinstance(rules, RulePack):
+        return rules
+    if isinstance(rules, str):
+        known = packs.by_name()
+        if rules not in known:
+            raise RuleError("unknown rule pack", expected=sorted(known), got=repr(rules))
+        return known[rules]
+    try:
+        return RulePack("custom", tuple(rules))
+    except TypeError as error:
+        raise RuleError(
+            "rules must be a RulePack, its name, or rules", got=type(rules).__name__
+        ) from error
+
+
+def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
+    if not callable(fun):
+        raise UsageError(
+            "sym_optimize needs a function",
+            expected="a callable of arrays",
+            got=f"{type(fun).__name__}",
+            remedy="write sym_optimize(f, ...) or @sym_optimize above a def",
+        )
+    fun = fun.optimised if isinstance(fun, Verified) else fun
+    settings = jax_internals.jit_settings(fun) or {}
+    base = _inside(fun)
+    settings = {**settings, **statics}
+    _check_frozen(base, options.frozen)
+    sharded = "in_shardings" in settings or "out_shardings" in settings
+    worker = _Worker(options, sharded)
+    jitted: Any = jax.jit(worker.wrapper(base), **settings)
+    plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
+
+    def explain(*args: Any, **kwargs: Any) -> Report:
+        """What is done at these arguments, and why; runs nothing on a device."""
+        return worker.explain(plain, args, kwargs)
+
+    def prepared(**values: Any) -> Any:
+        """The function with everything that depends on frozen arguments alone computed once."""
+        return prepare(worker.optimiser(), base, options, settings, values)
+
+    jitted.__wrapped__ = base
+    jitted.explain = explain
+    jitted.prepare = prepared
+    jitted.remake = functools.partial(_remake, fun, options, statics)
+    if options.verify == "off":
+        return jitted
+    names = lambda *a, **k: [r.name for r in explain(*a, **k).rules]  # noqa: E731
+    return Verified(jitted, plain, names, options)
+
+
+def _inside(fun: Any) -> Any:
+    """The Python function that is jitted, or the function itself."""
+    return fun if jax_internals.jit_settings(fun) is None else jax_internals.unwrap_jit(fun)
+
+
+def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
+    """The same function under other options."""
+    return _optimized(fun, options=dataclasses.replace(options, **changes), statics=statics)
+
+
+def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    """Name the rules without which an optimised function agrees with its original.
+
+    Args:
+        f: what `sym_optimize` returned, or a function to optimise with the default options.
+        args, kwargs: arrays at which the values differ.
+
+    Returns:
+        A smallest set found: usually one name, `"kernels"` for a routed kernel; `()` where the
+        values agree.
+
+    Raises:
+        EquivalenceError: they differ with every rule and kernel taken out.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bisect(sym_optimize(lambda a, b, x: (a @ b) @ x), *jnp.ones((3, 4, 4)))
+        ()
+    """
+    ours = hasattr(f, "remake") and f.__wrapped__ is _inside(f.remake.args[0])
+    f = f if ours else sym_optimize(f)  # what wraps ours (its gradient) has its attributes too
+    options: Options = f.remake.args[1]
+    pack = options.rules
+    assert isinstance(pack, RulePack)
+    with options.disabled():
+        expected = f(*args, **kwargs)
+
+    def difference(gone: tuple[str, ...]) -> str | None:
+        kernels = "off" if KERNELS in gone else options.kernels
+        rules = pack - [name for name in gone if name != KERNELS]
+        changed = f.remake(rules=rules, kernels=kernels, verify="off", plan=None)
+        return compare(changed(*args, **kwargs), expected, options.numerics)
+
+    if difference(()) is None:
+        return ()
+    report = f.explain(*args, **kwargs)
+    names = (*(r.name for r in pack.rules), *pack.passes)
+    suspects = [r.name for r in report.rules if r.name in names]
+    suspects += [KERNELS] * any(r.taken for r in report.routes)
+    for name in suspects:
+        if difference((name,)) is None:
+            return (name,)
+    behind = (*names, KERNELS)
+    if (found := difference(behind)) is not None:
+        raise EquivalenceError("the values differ whatever rule is taken out", got=found)
+    for name in behind:  # rules that stand in for each other: take as few as will do
+        fewer = tuple(n for n in behind if n != name)
+        if difference(fewer) is None:
+            behind = fewer
+    return behind
+
+
+def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
+    if not frozen:
+        return
+    from symjax_rewrite.errors import FrozenError
+
+    parameters = inspect.signature(fun).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in frozen:
+        if name not in parameters and not takes_any:
+            function = getattr(fun, "__name__", "the function")
+            raise FrozenError(
+                f"frozen name {name!r} is no argument of {function}",
+                expected=f"one of {', '.join(parameters)}",
+                got=repr(name),
+            )
+
+
+class _Worker:
+    """Optimises and stages out what is traced of one user function.
+
+    It does not hold the function, which may hold tracers: what is staged out refers to this.
+    """
+
+    def __init__(self, options: Options, sharded: bool) -> None:
+        self.options = options
+        self.sharded = (
+            "jit with shardings: another form might need other collectives" if sharded else None
+        )
+        self._optimiser: Optimiser | None = None
+        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and its form
+
+    def optimiser(self) -> Optimiser:
+        """The optimiser; made on first use, since it asks JAX for the device."""
+        if self._optimiser is None:
+            kind = jax.devices()[0].device_kind if self.options.device is None else "cpu"
+            device = device_profile(self.options.device, kind)
+            rules = self.options.rules
+            assert isinstance(rules, RulePack)
+            chosen = (self.options.kernels, self.options.numerics, device)
+            folds = Router(*chosen)
+            routers = (folds, NormRouter(*chosen), SelectionRouter(self.options.kernels, device))
+            settlers = (FrozenNorms(self.options.numerics, device), BandedProducts(*chosen))
+            self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
+        return self._optimiser
+
+    def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """What `jax.jit` traces in place of the user's function."""
+
+        @functools.wraps(fun)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if options.is_disabled() or options.jit_is_disabled():
+                return fun(*args, **kwargs)
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            dynamic = [k for k, x in enumerate(leaves) if isinstance(x, jax_internals.Tracer)]
+
+            def flat(*values: Any) -> Any:
+                filled = list(leaves)
+                for k, value in zip(dynamic, values, strict=True):
+                    filled[k] = value
+                inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+                return fun(*inner_args, **inner_kwargs)
+
+            @functools.wraps(fun)  # errors of tracing then name its own arguments
+            def whole(*args: Any, **kwargs: Any) -> Any:
+                return fun(*args, **kwargs)
+
+            values = [leaves[k] for k in dynamic]
+            if len(values) == len(leaves):
+                closed, out_tree = jax_internals.make_jaxpr(whole, *args, **kwargs)
+            else:
+                closed, out_tree = jax_internals.make_jaxpr(flat, *values)
+            return jax.tree.unflatten(out_tree, self.stage(closed, values))
+
+        return traced
+
+    def stage(self, closed: jax_internals.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Stage out what was decided; the original where that fails."""
+        closed, values = closing_over_nothing(closed, values)
+        result = self.decide(closed)
+        if result.taken or result.has_gradients:
+            try:
+                return Call(result, self.stage, self.optimiser()).bind(values)
+            except SymjaxError:
+                raise
+            except Exception as error:
+                self._keep_or_raise(error)
+        return jax_internals.eval_jaxpr(closed, *values)
+
+    def _keep_or_raise(self, error: Exception) -> str:
+        """Log an error of ours and say why the original is kept, unless errors were asked for."""
+        if self.options.on_unsupported == "error":
+            raise UnsupportedError("the program could not be optimised") from error
+        options.logger.warning("kept as written: %s", error, exc_info=True)
+        return f"internal error: {type(error).__name__}: {error}"
+
+    def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
+        """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
+        start = time.perf_counter()
+        reason = self.sharded or unsupported(closed)
+        if reason is None:
+            try:
+                result = self.optimiser().run(closed)
+                return self._tuned(result) if self.options.tune and result.taken else result
+            except SymjaxError:
+                raise
+            except Exception as error:
+                reason = self._keep_or_raise(error)
+        elif self.options.on_unsupported == "error":
+            raise UnsupportedError(reason)
+        return Result(closed, stop=reason, time_s=time.perf_counter() - start)
+
+    def _tuned(self, result: Result) -> Result:
+        """The fastest on the device of what was decided, that without kernels, and the original."""
+        closed = result.closed
+        if (reason := autotuning.unmeasurable(closed)) is not None:
+            result.declined("tune", f"not measured: {reason}", "")
+            return result
+        found = {"rewritten": result}
+        if any(use.taken for use in result.routes):
+            plain = _Worker(dataclasses.replace(self.options, kernels="off"), False)
+            found["without kernels"] = plain.optimiser().run(closed)
+        program = fingerprint(closed)
+        if program not in self._measured:
+            forms = {name: each.emit() for name, each in found.items()}
+            forms["as written"] = functools.partial(jax_internals.eval_jaxpr, closed)
+            self._measured[program] = autotuning.measure(forms, closed)
+        seconds = self._measured[program]
+        best = autotuning.fastest(seconds, "as written")
+        kept = found.get(best) or Result(closed, stop="measured: nothing is faster")
+        text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in seconds.items())
+        kept.routes.append(RouteUse("tune", best != "as written", f"measured: {text}"))
+        return kept
+
+    def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
+        """Trace at arguments or specs and report."""
+        closed = plain.trace(*args, **kwargs).jaxpr
+        return make_report(self.decide(closed), self.optimiser())
+
+
+def unsupported(closed: jax_internals.ClosedJaxpr) -> str | None:
+    """Why a whole program must be kept as written, or None."""
+    if not jax_internals.custom_rules_allow(jax_internals.jaxpr_effects(closed)):
+        return "effects that no custom derivative rule may have"
+    if any(jax_internals.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
+        return "sharded inputs: another form might need other collectives"
+    if jax_internals.has_primitive(closed, "sharding_constraint"):
+        return "sharding constraints: another form might need other collectives"
+    return None

@@ -1,0 +1,87 @@
+"""What one equation costs where it stands, before any term is made (imports device).
+
+Loops are priced equation by equation: what they gain by is how often, and on how many rows, a
+product runs, which the shapes say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+
+SYMBOLIC = 64  # what a size that is a name counts as
+# What a step of a loop reads again stays in a cache, if it is no larger than this.
+CACHE_BYTES = 16 << 20
+CACHED = 2.0  # times the memory's bandwidth: thin products on two cores
+
+
+def aval_size(aval: Any) -> float:
+    """Elements of a value; names count as `SYMBOLIC`."""
+    shape = getattr(aval, "shape", ())
+    return float(math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape))
+
+
+def aval_bytes(aval: Any) -> float:
+    """Bytes of a value."""
+    return aval_size(aval) * itemsize(str(getattr(aval, "dtype", "float32")))
+
+
+def shape_of(atom: Any) -> tuple[Any, ...]:
+    """The shape of a variable or literal of a jaxpr."""
+    return atom.aval.shape
+
+
+def equation_seconds(
+    eqn: JaxprEqn,
+    device: Device,
+    times: int = 1,
+    moving: tuple[int, ...] = (),
+    summed: bool = False,
+) -> float:
+    """Seconds of one equation, by the roofline.
+
+    Args:
+        eqn: the equation.
+        device: where it runs.
+        times: how often it is done, in one kernel.
+        moving: numbers of the operands that are others each time; the rest is read once.
+        summed: whether only the sum of all its results is written.
+    """
+    name = eqn.primitive.name
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    dtype = str(getattr(out, "dtype", "float32"))
+    made = sum(aval_size(v.aval) for v in eqn.outvars) * times
+    if name in ("dot_general", "conv_general_dilated"):
+        moved = made * itemsize(dtype) / (times if summed else 1)
+        for k, v in enumerate(eqn.invars):
+            moved += aval_bytes(v.aval) * (times if k in moving else 1)
+        rate = device.bytes_per_s * (CACHED if times == 1 and moved <= CACHE_BYTES else 1)
+        return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
+    inner = [closed_seconds(b, device) for b in jax_internals.bodies(eqn)]
+    if inner:
+        steps = eqn.params.get("length", 1)
+        steps = steps if isinstance(steps, int) else SYMBOLIC
+        return times * (max(inner) if name == "cond" else steps * sum(inner))
+    return made / device.elementwise_per_s
+
+
+def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
+    """Seconds of a jaxpr, equation by equation; loops count as often as they run."""
+    return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)
+
+
+def _flops(eqn: JaxprEqn) -> float:
+    """FLOPs of a contraction or convolution."""
+    out = aval_size(eqn.outvars[0].aval)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        sizes = [d if isinstance(d, int) else SYMBOLIC for d in shape_of(eqn.invars[0])]
+        return 2 * out * math.prod(sizes[i] for i in contracted)
+    kernel = eqn.invars[1].aval
+    features = shape_of(eqn.invars[1])[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * out * aval_size(kernel) / max(features, 1)

@@ -1,0 +1,351 @@
+"""What a choice of nodes costs: a roofline per kernel, over a DAG (imports knowledge and device).
+
+`seconds = Σ kernels max(flops/peak, bytes/bandwidth) + launches·overhead`. Elementwise terms and
+reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs
+are 2mnk for contractions (the quantity people quote); elementwise operations are counted apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.sizes import Dim, product
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONST,
+    CONTRACT,
+    CONV,
+    CUMSUM,
+    INVERSE,
+    LEAF,
+    MAP,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    SOLVE,
+    TAKE,
+    Node,
+)
+
+_ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
+SLOW_MAPS = frozenset(
+    "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
+    "lgamma div reciprocal atan2 erf_inv".split()
+)
+FREE = frozenset({LEAF, CONST, NATIVE})
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    known = _ITEMSIZE.get(dtype)
+    if known is None:
+        digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+        known = max(1, int(digits or 32) // 8)
+        _ITEMSIZE[dtype] = known
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Resources of a program; sizes may be symbolic.
+
+    flops: of contractions, 2mnk. elementwise: operations of everything else.
+    bytes: read and written by all kernels. launches: kernels. seconds: by the device model.
+    largest: bytes of the largest value in memory, inputs included.
+    """
+
+    flops: Dim | float = 0
+    elementwise: Dim | float = 0
+    bytes: Dim | float = 0
+    launches: int = 0
+    seconds: float = 0.0
+    largest: float = 0.0
+
+
+def is_dot(node: Node) -> bool:
+    """Whether a node runs as a matrix product rather than as a fused loop.
+
+    A product needs an index of its own on some side; `Σ_k a_ik·b_ik` is a multiplication fused
+    into a reduction.
+    """
+    if node.op != CONTRACT or len(node.args) != 2 or not node.bound:
+        return False
+    a, b = node.args
+    return any(i < node.out for i in set(a.axes) ^ set(b.axes))
+
+
+def is_thin(node: Node) -> bool:
+    """Whether a product is many of a matrix and a vector: it runs no faster than a fused loop.
+
+    One side has no index of its own and both share one of the result: `Σ_k a_bk·b_bkn`.
+    """
+    if not is_dot(node):
+        return False
+    a, b = (set(x.axes) for x in node.args)
+    return (a < b or b < a) and any(i < node.out for i in a & b)
+
+
+class Facts(NamedTuple):
+    """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs.
+
+    is_kernel: whether it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
+    """
+
+    node: Node
+    args: tuple[int, ...]
+    is_kernel: bool
+    is_free: bool
+    bytes: float
+    work: float
+    flops: float | None  # None where it is a fused loop
+    peak: float
+
+
+def _nothing(cls: int) -> bool:
+    return False
+
+
+class CostModel:
+    """Prices nodes of one e-graph on one device at one sample of the named sizes."""
+
+    def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
+        self.device, self.at = device, at
+        self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
+        self._facts: dict[int, Facts] = {}  # by the node's id; the node is kept, so ids stay
+
+    def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
+        """Seconds of one matrix product."""
+        d = self.device
+        return max(flops / d.peak(dtype), bytes_moved / d.bytes_per_s) + d.launch_s
+
+    def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
+        """Seconds of a node with every operand in memory: the greedy estimate."""
+        if node.op in FREE:
+            return 0.0
+        d, c = self.device, g.classes[cls]
+        size = self._count(c.sizes)
+        moved = size * itemsize(c.dtype)
+        if is_dot(node):
+            moved += sum(self.class_bytes(g, a.cls) for a in node.args)
+            flops = 2 * size * self._count(node.bound)
+            return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
+        if node.op in (INVERSE, SOLVE, CONV):
+            return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
+        work = size * self._steps(node) * weight(node)
+        return work / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
+        """Seconds of a node that is a matrix product; 0 of any other."""
+        return self.node_seconds(g, cls, node) if is_dot(node) else 0.0
+
+    def _peak(self, node: Node, dtype: str) -> float:
+        d = self.device
+        return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
+
+    def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
+        """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
+        if node.op == CONV:
+            kernel = node.attr[4]
+            features = self._count(
+                tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out)
+            )
+            return 2 * self._count(g.classes[cls].sizes) * self._count(kernel) / max(features, 1)
+        matrix = self._count(g.classes[node.args[0].cls].sizes)
+        return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))
+
+    def _count(self, sizes: tuple[Dim, ...]) -> float:
+        out = 1.0
+        for s in sizes:
+            out *= s if isinstance(s, int) else max(self.at(s), 0)  # `n - 3` where n is a sample
+        return out
+
+    def _steps(self, node: Node) -> float:
+        """Elements combined for one element of the result."""
+        return 1.0 if node.op == TAKE else self._count(node.bound)
+
+    def class_bytes(self, g: EGraph, cls: int) -> float:
+        """Bytes of a class's value."""
+        c = g.classes[cls]
+        key = (c.sizes, c.dtype)
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = self._count(c.sizes) * itemsize(c.dtype)
+        return found
+
+    def evaluate(
+        self,
+        g: EGraph,
+        choice: Mapping[int, Node],
+        roots: tuple[int, ...],
+        free: Callable[[int], bool] = _nothing,
+    ) -> Cost:
+        """The cost of computing the roots once, with sharing and fusion, in numbers."""
+        order = reachable(choice, roots, free)
+        facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
+        given = set() if free is _nothing else {cls for cls in order if free(cls)}
+        written = self.written(facts, roots, given)
+        d = self.device
+        flops = elementwise = moved = seconds = largest = 0.0
+        launches = 0
+        for cls, f in facts.items():
+            if not f.is_free and cls not in written:
+                continue
+            if f.bytes > largest:
+                largest = f.bytes
+            if f.is_free or cls in given:
+                continue
+            read, work = self._tree(facts, cls, written, given)
+            kernel_bytes = f.bytes + read
+            if f.flops is None:
+                elementwise += work
+                time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
+            else:
+                flops += f.flops
+                time = max(f.flops / f.peak, kernel_bytes / d.bytes_per_s)
+            launches += 1
+            moved += kernel_bytes
+            seconds += time + d.launch_s
+        return Cost(flops, elementwise, moved, launches, seconds, largest)
+
+    def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
+        """What a node costs whatever is chosen beside it; kept as long as the model."""
+        found = self._facts.get(id(node))
+        if found is not None:
+            return found
+        c, op, bound = g.classes[cls], node.op, node.bound
+        count = self._count(c.sizes)
+        flops = None
+        if is_dot(node):
+            flops = 2 * count * self._count(bound)
+        elif op in (INVERSE, SOLVE, CONV):
+            flops = self._library_flops(g, cls, node)
+        args = tuple([a.cls for a in node.args])
+        found = Facts(
+            node,
+            args if len(args) < 2 else tuple(dict.fromkeys(args)),
+            flops is not None or op == CUMSUM,
+            op in FREE,
+            count * itemsize(c.dtype),
+            count * (self._steps(node) if bound else 1.0) * weight(node),
+            flops,
+            1.0 if flops is None else self._peak(node, c.dtype),
+        )
+        self._facts[id(node)] = found
+        return found
+
+    @staticmethod
+    def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
+        """Classes whose values are written to memory."""
+        seen: set[int] = set()
+        written = set(roots)
+        for cls, f in facts.items():
+            if cls in given:
+                continue
+            if f.is_kernel:
+                written.add(cls)
+                written.update(f.args)
+            for arg in f.args:
+                if arg in seen:
+                    written.add(arg)
+                else:
+                    seen.add(arg)
+        return written
+
+    @staticmethod
+    def _tree(
+        facts: dict[int, Facts], root: int, written: set[int], given: set[int]
+    ) -> tuple[float, float]:
+        """Bytes read and elementwise work of the kernel that writes `root`."""
+        read: dict[tuple[int, bool], float] = {}
+        work = 0.0
+        stack = [root]  # what is not written is read once, so that this is a tree
+        for cls in stack:
+            f = facts[cls]
+            work += f.work
+            op = f.node.op
+            for arg in f.args:
+                below = facts[arg]
+                if below.node.op == CONST:
+                    continue
+                if arg in written or below.is_free or arg in given:
+                    size = min(below.bytes, f.bytes) if op in (SLICE, TAKE) else below.bytes
+                    read[arg, op == SLICE] = size
+                else:
+                    stack.append(arg)
+        return sum(read.values()), work
+
+    def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
+        """The same totals with sizes left as polynomials."""
+        order = reachable(choice, roots, _nothing)
+        facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
+        written = self.written(facts, roots, set())
+        flops: Dim = 0
+        elementwise: Dim = 0
+        moved: Dim = 0
+        launches = 0
+        for cls in order:
+            node, c = choice[cls], g.classes[cls]
+            if node.op in FREE:
+                continue
+            space = product((*c.sizes, *node.bound))
+            if is_dot(node):
+                flops = 2 * space + flops
+            else:
+                elementwise = int(weight(node) or 1) * space + elementwise
+            if cls in written:
+                launches += 1
+                moved = itemsize(c.dtype) * product(c.sizes) + moved
+                for arg in {a.cls for a in node.args}:
+                    a = g.classes[arg]
+                    moved = itemsize(a.dtype) * product(a.sizes) + moved
+        return Cost(flops, elementwise, moved, launches)
+
+
+def weight(node: Node) -> float:
+    """Operations of an elementwise node per element; slow functions count as four."""
+    if node.op == MAP:
+        return 4.0 if node.attr[0] in SLOW_MAPS else 1.0
+    if node.op in (ADD, CONTRACT):
+        scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0
+        return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
+    return 1.0 if node.op == REDUCE else 0.5
+
+
+def reachable(
+    choice: Mapping[int, Node], roots: tuple[int, ...], free: Callable[[int], bool]
+) -> list[int]:
+    """Classes needed for the roots, operands first; empty if the choice has a cycle."""
+    order: list[int] = []
+    done: set[int] = set()
+    within: set[int] = set()  # of which something is still to come
+    stack = [*reversed(roots)]
+    while stack:
+        cls = stack.pop()
+        if cls < 0:  # everything below it is in order
+            cls = ~cls
+            within.discard(cls)
+        elif cls in done:
+            continue
+        elif cls in within:
+            raise CyclicChoiceError
+        elif (args := choice[cls].args) and not free(cls):
+            within.add(cls)
+            stack.append(~cls)
+            for arg in args:
+                below = arg.cls
+                if below not in done:
+                    if below in within:
+                        raise CyclicChoiceError
+                    stack.append(below)
+            continue
+        done.add(cls)
+        order.append(cls)
+    return order
+
+
+class CyclicChoiceError(Exception):
+    """A choice of nodes in which a class needs itself (internal)."""

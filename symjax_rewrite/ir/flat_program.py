@@ -1,0 +1,192 @@
+"""From a closed jaxpr to a flat list of equations over numbered values (a pass).
+
+Nested `jit` without sharding or donation is inlined, and so are custom_jvp/custom_vjp bodies:
+rewrites preserve values, and derivatives are taken of the original program (see `api`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.indexing_primitives import ROWS
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+
+Value = int | jax_internals.Literal  # a numbered value, or a literal
+
+
+def bits(literal: jax_internals.Literal) -> bytes:
+    """What a literal's number is to the last bit, the sign of zero and NaN included."""
+    return np.asarray(literal.val).tobytes()
+
+
+def value_key(v: Value) -> object:
+    """Equal for values that are known to be equal."""
+    return v if isinstance(v, int) else (bits(v), v.aval)
+
+
+class Equation:
+    """One equation: the JAX equation it came from, and the values it reads and makes.
+
+    name: of its primitive. same_as: for an equation that chooses an implementation by platform,
+    the values of one of them: what the result *is*, though the equation itself is what is emitted.
+    calls: those in whose inlined bodies it stands, the outermost first.
+    """
+
+    __slots__ = ("calls", "eqn", "invals", "name", "outvals", "same_as")
+
+    def __init__(
+        self,
+        eqn: JaxprEqn,
+        invals: tuple[Value, ...],
+        outvals: tuple[int, ...],
+        same_as: tuple[Value, ...] = (),
+        calls: tuple[JaxprEqn, ...] = (),
+    ) -> None:
+        self.eqn, self.invals, self.outvals = eqn, invals, outvals
+        self.same_as, self.calls, self.name = same_as, calls, eqn.primitive.name
+
+    def where(self) -> str:
+        """The user's line that it is of."""
+        return jax_internals.source_line(self.eqn, *reversed(self.calls))
+
+
+@dataclass(slots=True)
+class Program:
+    """A flat program: values are numbered; inputs and constants come first.
+
+    saved: values that implementations for several platforms may make each in its own way.
+    has_rules: whether calls with derivatives of their own stand in it as they are.
+    """
+
+    closed: ClosedJaxpr
+    avals: list[Any] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    consts: dict[int, Any] = field(default_factory=dict)
+    equations: list[Equation] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    has_rules: bool = False
+
+    def new_value(self, aval: Any) -> int:
+        """A fresh value of this aval."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def moving(self) -> set[int]:
+        """The values that results are differentiated through."""
+        moving = {v for v in self.outputs if isinstance(v, int)}
+        for e in reversed(self.equations):
+            if e.name != "stop_gradient" and not moving.isdisjoint(e.outvals):
+                moving.update(v for v in e.invals if isinstance(v, int))
+        return moving
+
+
+def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
+    """Number the values of a jaxpr and inline what may be inlined.
+
+    Args:
+        closed: the jaxpr.
+        has_rules: whether calls with derivatives of their own stay: for what is differentiated.
+    """
+    program = Program(closed, has_rules=has_rules)
+    jaxpr = closed.jaxpr
+    env: dict[Any, Value] = {}
+    for var in jaxpr.invars:
+        number = program.new_value(var.aval)
+        env[var] = number
+        program.inputs.append(number)
+    _bind_consts(program, env, jaxpr.constvars, closed.consts)
+    program.outputs = _inline(program, jaxpr, env)
+    return program
+
+
+def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> None:
+    for var, const in zip(constvars, consts, strict=True):
+        env[var] = program.new_value(var.aval)
+        program.consts[env[var]] = const
+
+
+def _inline(
+    program: Program, jaxpr: Any, env: dict, calls: tuple[JaxprEqn, ...] = ()
+) -> list[Value]:
+    def read(atom: Any) -> Value:
+        return atom if jax_internals.is_literal(atom) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        if calls:
+            eqn = jax_internals.nested_under(eqn, calls[-1])
+        body = inlinable_body(eqn) if eqn.primitive.name in CALLS else _only_branch(eqn)
+        if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
+            given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
+            inner = dict(zip(body.jaxpr.invars, map(read, given), strict=True))
+            _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
+            results = _inline(program, body.jaxpr, inner, (*calls, eqn))
+            env.update(zip(eqn.outvars, results, strict=True))
+            continue
+        invals = tuple([read(a) for a in eqn.invars])
+        outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
+        env.update(zip(eqn.outvars, outvals, strict=True))
+        same_as: tuple[Value, ...] = ()
+        if jax_internals.platform_branches(eqn):
+            same_as = _one_implementation(program, eqn, invals)
+            if len(outvals) > 1:
+                program.saved.update(outvals)
+        program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _only_branch(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The implementation of all platforms but compilers of kernels, for which XLA never asks."""
+    branches = jax_internals.platform_branches(eqn)
+    names = eqn.params["branches_platforms"] if branches else ()
+    rest = [k for k, name in enumerate(names) if name != ("mosaic",)]
+    return branches[rest[0]] if len(rest) == 1 and names[rest[0]] is None else None
+
+
+def _one_implementation(
+    program: Program, eqn: JaxprEqn, invals: tuple[Value, ...]
+) -> tuple[Value, ...]:
+    """Implementations for several platforms are equal: read the one made of known operations.
+
+    Not where differentiation made them: what each saves for its own backward pass is not equal, and
+    comes from outside where that pass is the body of a loop.
+    """
+    branches = jax_internals.platform_branches(eqn)
+    if len(eqn.outvars) != 1:
+        return ()
+    stack = str(eqn.source_info.name_stack)
+    if "transpose" in stack or any(isinstance(v, int) and v in program.saved for v in invals):
+        return ()
+    if "jvp" in stack and len({jax_internals.read_inputs(b) for b in branches}) > 1:
+        return ()
+    default = jax_internals.read_inputs(branches[-1])
+    for body in branches:
+        extra = zip(invals[1:], jax_internals.read_inputs(body), default, strict=True)
+        if any(mine and not its and v in program.inputs for v, mine, its in extra):
+            continue
+        if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
+            continue
+        inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
+        return tuple(_inline(program, body.jaxpr, inner, (eqn,)))
+    return ()
+
+
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
+CALLS = RULED | {"jit", "pjit", "sym_call", "closed_call"}
+
+
+def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The body of a call equation whose call may be dissolved, else None."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        is_open = jax_internals.jit_equation_is_plain(eqn) and not jax_internals.is_sealed(eqn)
+        return eqn.params["jaxpr"] if is_open else None
+    if name in ("custom_jvp_call", "sym_call", "closed_call"):
+        return eqn.params["call_jaxpr"]
+    if name in RULED:
+        return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    return None

@@ -1,0 +1,482 @@
+"""Rows of what reads a part: slices, concatenations, gathers, dynamic slices (imports `ops`).
+
+A gather reads some axes at index *values*: `TAKE(W, x₁, …)`, where W reads one bound index for
+each xⱼ. Index values that are numbers or an index of the result make it a plain slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitive_context import Site
+from symjax_rewrite.ir.primitives import ROWS as PLAIN_ROWS
+from symjax_rewrite.ir.primitives import Row, constant, dtype_kind
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Ref
+
+Range = tuple[int, int]
+_INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not read
+
+
+def _slice(s: Site) -> list[Ref] | None:
+    starts, limits = s.params["start_indices"], s.params["limit_indices"]
+    strides = s.params["strides"] or (1,) * len(starts)
+    spec = [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)] if all(
+        isinstance(x, (int, np.integer)) for x in (*starts, *limits)
+    ) else None  # fmt: skip
+    return None if spec is None else _sliced(s, spec, 0)
+
+
+def _split(s: Site) -> list[Ref] | None:
+    axis, start, out = s.params["axis"], 0, []
+    for k, size in enumerate(s.params["sizes"]):
+        spec = [(start if a == axis else 0, 1) for a in range(len(s.ins[0].groups))]
+        refs = _sliced(s, spec, k)
+        if refs is None or not isinstance(size, (int, np.integer)):
+            return None
+        out += refs
+        start += int(size)
+    return out
+
+
+def _sliced(
+    s: Site, spec: list[tuple[int, int]], k: int, gone: int | None = None
+) -> list[Ref] | None:
+    """Operand 0 read at `start + stride·i` along each axis, as output k, which may lack one."""
+    entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
+    theirs = list(s.outs[k].groups)
+    if gone is not None:
+        theirs.insert(gone, ())
+    for axis, (start, stride) in enumerate(spec):
+        src, dst = s.ins[0].groups[axis], theirs[axis]
+        if [s.ins[0].ids[q] for q in src] == [s.outs[k].ids[q] for q in dst] and len(src) == len(
+            dst
+        ):
+            entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
+        elif len(src) == 1 and len(dst) == 1:
+            entry[src[0]] = ((start, stride), dst[0])
+        elif len(src) == 1 and not dst:
+            entry[src[0]] = (start, -1)
+        else:
+            return None
+    axes = s.refs[0].axes
+    if all(entry[i][0] is None for i in axes):
+        return [Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))]
+    used = sorted({entry[i][1] for i in axes if entry[i][1] >= 0})
+    local = {i: n for n, i in enumerate(used)}
+    local[-1] = -1
+    arg = Ref(s.refs[0].cls, tuple(local[entry[i][1]] for i in axes))
+    sizes = tuple(s.outs[k].sizes[i] for i in used)
+    ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
+    return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
+
+
+def _stack(s: Site) -> list[Ref] | None:
+    """A concatenation of pieces that each hold one index of the new axis."""
+    d, axes = s.params["axis"], range(len(s.outs[0].groups))
+    rest = [a for a in axes if a != d]
+    args = []
+    for k, ref in enumerate(s.refs):
+        to = _positions(s, k, dict(zip(range(len(s.ins[k].groups)), rest, strict=True)))
+        if to is None:
+            return None
+        args.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+    if not s.outs[0].groups[d]:
+        return args
+    return [s.add(CONCAT, (s.outs[0].groups[d][0], (1,) * len(args)), tuple(args))]
+
+
+def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
+    """Atom positions of operand k over the output's, where its axes are read whole."""
+    to: dict[int, int] = {}
+    for mine, theirs in onto.items():
+        src, dst = s.ins[k].groups[mine], s.outs[0].groups[theirs]
+        if [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
+            return None
+        to.update(zip(src, dst, strict=True))
+    return to
+
+
+def _unstack(s: Site) -> list[Ref] | None:
+    d, out = s.params["axis"], []
+    for k in range(len(s.outs)):
+        refs = _sliced(s, [(k if a == d else 0, 1) for a in range(len(s.ins[0].groups))], k, d)
+        if refs is None:
+            return None
+        out += refs
+    return out
+
+
+def _tile(s: Site) -> list[Ref] | None:
+    """Repeating an axis is reading it at every index of a new axis before it."""
+    to: dict[int, int] = {}
+    for mine, theirs in zip(s.ins[0].groups, s.outs[0].groups, strict=True):
+        last = theirs[len(theirs) - len(mine) :]
+        if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in last]:
+            return None
+        to.update(zip(mine, last, strict=True))
+    return [Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))]
+
+
+def _concatenate(s: Site) -> list[Ref] | None:
+    d = s.params["dimension"]
+    if len(s.outs[0].groups[d]) != 1:
+        return None
+    target = s.outs[0].groups[d][0]
+    args, sizes = [], []
+    for k, ref in enumerate(s.refs):
+        to: dict[int, int] = {}
+        for axis, src in enumerate(s.ins[k].groups):
+            dst = s.outs[0].groups[axis]
+            if axis == d:
+                if len(src) > 1:
+                    return None
+                to.update((q, target) for q in src)
+                size = s.ins[k].sizes[src[0]] if src else int(s.ins[k].shape[d])
+                sizes.append(size)
+            elif [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
+                return None
+            else:
+                to.update(zip(src, dst, strict=True))
+        args.append(Ref(ref.cls, tuple(to[i] for i in ref.axes)))
+    return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
+
+
+def number_range(g: EGraph, cls: int) -> Range | None:
+    """The smallest and largest value of an integer class, where arithmetic tells it."""
+    node = g.classes[cls].first
+    if dtype_kind(g.classes[cls].dtype) not in "iu":
+        return None
+    found: Range | None = None
+    if node.op == CONST:
+        found = (node.attr[0], node.attr[0])
+    elif node.op == IOTA:
+        size = g.classes[cls].sizes[0]
+        found = (0, size - 1) if isinstance(size, int) and size else None
+    elif node.op == ADD:
+        parts = [number_range(g, a.cls) for a in node.args]
+        ends = [sorted((k * r[0], k * r[1])) for k, r in zip(node.attr, parts, strict=True) if r]
+        if len(ends) == len(parts):
+            found = (sum(e[0] for e in ends), sum(e[1] for e in ends))
+    elif node.op == MAP and node.attr[0] == "convert_element_type":
+        found = number_range(g, node.args[0].cls)
+    elif node.op == MAP and node.attr[0] == "select_n":
+        case = decided(g, node.args[0].cls)
+        if case is not None and len(node.args) == 3:
+            found = number_range(g, node.args[1 + case].cls)
+    low, high = (0, _INT32[1]) if dtype_kind(g.classes[cls].dtype) == "u" else _INT32
+    if np.dtype(g.classes[cls].dtype).itemsize < 4:
+        info = np.iinfo(g.classes[cls].dtype)
+        low, high = int(info.min), int(info.max)
+    return found if found and low <= found[0] and found[1] <= high else None
+
+
+def decided(g: EGraph, cls: int) -> bool | None:
+    """Whether an order test of integers holds everywhere, or nowhere; None where it varies."""
+    node = g.classes[cls].first
+    if node.op == CONST and isinstance(node.attr[0], bool):
+        return node.attr[0]
+    if node.op != MAP or node.attr[0] not in ("lt", "ge"):
+        return None
+    left, right = (number_range(g, a.cls) for a in node.args)
+    if left is None or right is None:
+        return None
+    if left[1] < right[0]:
+        return node.attr[0] == "lt"
+    return node.attr[0] == "ge" if left[0] >= right[1] else None
+
+
+def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
+    """`(start, stride, index)` of an integer value `start + stride·index`; index -1: a number."""
+    node = g.classes[ref.cls].first
+    bounds = number_range(g, ref.cls)
+    if bounds is None:
+        return None
+    if node.op == CONST:
+        return node.attr[0], 0, -1
+    if node.op == IOTA:
+        return 0, 1, ref.axes[0]
+    inner: list[tuple[int, Ref]] = []
+    if node.op == ADD:
+        inner = list(zip(node.attr, node.args, strict=True))
+    elif node.op == MAP and node.attr[0] == "convert_element_type":
+        inner = [(1, node.args[0])]
+    elif node.op == MAP and node.attr[0] == "select_n":
+        inner = [(1, node.args[1 + bool(decided(g, node.args[0].cls))])]
+    start, stride, index = 0, 0, -1
+    for k, a in inner:
+        part = line(g, Ref(a.cls, tuple([ref.axes[i] for i in a.axes])))
+        if part is None or (index >= 0 and part[2] not in (-1, index)):
+            return None
+        start, stride = start + k * part[0], stride + k * part[1]
+        index = max(index, part[2])
+    return (start, stride, index) if inner else None
+
+
+class _Reading:
+    """How a gather reads its operand: each atom position of it, over the output's indices.
+
+    at: operand atom position to output index (-1: not yet). chosen: per index operand, the
+    position it selects along, the value and the window's output index (None: one element).
+    """
+
+    def __init__(self, s: Site) -> None:
+        self.s = s
+        self.at: dict[int, int] = {}
+        self.chosen: list[tuple[int, Ref, int | None]] = []
+
+    def plain(self, axis: int, out_axis: int) -> bool:
+        """The operand's axis is an axis of the output."""
+        mine, theirs = self.s.ins[0].groups[axis], self.s.outs[0].groups[out_axis]
+        self.at.update(zip(mine, theirs, strict=False))
+        ids = [self.s.ins[0].ids[q] for q in mine]
+        return ids == [self.s.outs[0].ids[q] for q in theirs]
+
+    def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> bool:
+        """The operand's axis is read at a value, or from a value on."""
+        mine = self.s.ins[0].groups[axis]
+        window = self.s.outs[0].groups[out_axis] if out_axis is not None else ()
+        if not mine:
+            return not window  # an axis of one element is read at it, whatever the value
+        if value is None or len(mine) != 1 or len(window) > 1:
+            return False
+        self.chosen.append((mine[0], value, window[0] if window else None))
+        return True
+
+
+def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
+    """The operand as read: a slice where every value is a number or an index, else a TAKE."""
+    source, out = s.refs[0], len(s.outs[0].sizes)
+    lines = [_known(s, entry) for entry in reading.chosen]
+    chosen, attrs, at = [], {}, dict(reading.at)
+    for entry, found in zip(reading.chosen, lines, strict=True):
+        own = found is not None and found[0] == (0, 1) and entry[2] is None
+        if own and found and s.ins[0].sizes[entry[0]] == s.outs[0].sizes[found[1]]:
+            at[entry[0]] = found[1]
+        elif all(lines) and found is not None:
+            attrs[entry[0]], at[entry[0]] = found
+        else:
+            at[entry[0]] = out + len(chosen)
+            chosen.append(entry)
+    if any(i not in at for i in source.axes):
+        return None
+    if not chosen:
+        return [_diagonals(s, Ref(source.cls, source.axes), at, attrs)]
+    if any(q not in source.axes for q, _, _ in chosen) and mode == "fill":
+        return None  # the value does not vary there, but is missing out of range
+    chosen = [c for c in chosen if c[0] in source.axes]
+    where = {q: out + n for n, (q, _, _) in enumerate(chosen)}
+    first = Ref(source.cls, tuple([where.get(i, at[i]) for i in source.axes]))
+    bound = tuple([s.ins[0].sizes[q] for q, _, _ in chosen])
+    attr = (mode, fill, tuple([w for _, _, w in chosen]))
+    return [s.add(TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)]
+
+
+def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | None:
+    """`(slice entry, output index)` of values that are known and in range."""
+    axis, value, window = entry
+    found, n = line(s.g, value), s.ins[0].sizes[axis]
+    if found is None:
+        return None
+    start, stride, index = found
+    if window is not None:
+        size = s.outs[0].sizes[window]
+        if index >= 0 or not isinstance(size, int) or not isinstance(n, int):
+            return None
+        return ((start, 1), window) if 0 <= start <= n - size else None
+    last = start
+    if index >= 0:
+        size = s.outs[0].sizes[index]
+        if stride < 1 or not isinstance(size, int):
+            return None
+        last = start + stride * (size - 1)
+    if start < 0 or not ((isinstance(n, int) and last < n) or last == 0):
+        return None
+    return ((start, stride), index) if index >= 0 else (start, -1)
+
+
+def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) -> Ref:
+    """A slice, whose axes may meet in one index of the output."""
+    sizes, axes, spec, seen = list(s.outs[0].sizes), [], [], set()
+    meets: dict[int, int] = {}
+    for i in source.axes:
+        index = at[i]
+        if index >= 0 and index in seen:
+            meets[len(sizes)] = index
+            sizes.append(s.outs[0].sizes[index])
+            index = len(sizes) - 1
+        seen.add(index)
+        axes.append(index)
+        spec.append(attrs.get(i))
+    used = sorted({i for i in axes if i >= 0})
+    local = {i: n for n, i in enumerate(used)} | {-1: -1}
+    arg = Ref(source.cls, tuple([local[i] for i in axes]))
+    if all(a is None for a in spec):
+        made = Ref(source.cls, tuple(axes))
+    else:
+        over = tuple([sizes[i] for i in used])
+        made = s.g.add(SLICE, tuple(spec), (arg,), over, (), s.dtype[0])
+        made = Ref(made.cls, tuple([used[i] for i in made.axes]))
+    made = Ref(made.cls, tuple([meets.get(i, i) for i in made.axes]))
+    return s.add(CONTRACT, None, (made,)) if meets else made
+
+
+def _dynamic_slice(s: Site) -> list[Ref] | None:
+    sizes = s.params["slice_sizes"]
+    reading = _Reading(s)
+    for axis, size in enumerate(sizes):
+        if size == s.ins[0].shape[axis]:
+            if not reading.plain(axis, axis):
+                return None
+        elif not reading.choose(axis, s.refs[1 + axis], axis):
+            return None
+    return _read(s, reading, "clip", None)
+
+
+def _gather(s: Site) -> list[Ref] | None:
+    d, sizes = s.params["dimension_numbers"], s.params["slice_sizes"]
+    mode = _MODES.get(getattr(s.params["mode"], "name", ""))
+    if mode is None or dtype_kind(s.dtype[0]) not in "fciub":
+        return None
+    reading = _Reading(s)
+    batch = [a for a in range(len(s.outs[0].groups)) if a not in set(d.offset_dims)]
+    over = _batch_positions(s, batch)
+    gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
+    kept = [a for a in range(len(sizes)) if a not in gone]
+    out_axis = dict(zip(kept, map(int, d.offset_dims), strict=True))
+    if over is None:
+        return None
+    for axis, where in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
+        if not reading.plain(axis, batch[where]):
+            return None
+    for axis, size in enumerate(sizes):
+        if axis in d.operand_batching_dims:
+            continue
+        value = _index_value(s, d.start_index_map, axis, over)
+        whole = size == s.ins[0].shape[axis] and axis in out_axis
+        if whole and (mode != "fill" or axis not in d.start_index_map):
+            if not reading.plain(axis, out_axis[axis]):
+                return None
+        elif (s.ins[0].shape[axis] == 1 and mode == "fill") or not reading.choose(
+            axis, value, out_axis.get(axis)
+        ):
+            return None
+    return _read(s, reading, mode, _fill(s) if mode == "fill" else None)
+
+
+_MODES = {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_in_bounds"}
+
+
+def _fill(s: Site) -> Any:
+    """What is read out of range, as a constant's attribute (NaN meets itself there)."""
+    value, dtype = s.params["fill_value"], s.dtype[0]
+    if value is None:
+        kind = dtype_kind(dtype)
+        if kind in "iu":
+            info = np.iinfo(dtype)
+            value = info.min if kind == "i" else info.max
+        else:
+            value = True if kind == "b" else float("nan")
+    made = constant(s.g, np.asarray(value).astype(dtype).item(), dtype)
+    return s.g.classes[made.cls].first.attr
+
+
+def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
+    """Atom positions of the index array over the output's indices."""
+    to: dict[int, int] = {}
+    for mine, axis in zip(s.ins[1].groups[:-1], batch, strict=True):
+        theirs = s.outs[0].groups[axis]
+        if [s.ins[1].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
+            return None
+        to.update(zip(mine, theirs, strict=True))
+    return to
+
+
+def _index_value(
+    s: Site, start_index_map: tuple[int, ...], axis: int, over: dict[int, int]
+) -> Ref | None:
+    """The index array's component for an operand axis, over the output's indices."""
+    ref, last = s.refs[1], s.ins[1].groups[-1]
+    if axis not in start_index_map or len(last) > 1:
+        return None
+    if last and last[0] in ref.axes:
+        ref = _component(s.g, ref, last[0], list(start_index_map).index(axis))
+    return Ref(ref.cls, tuple([over[i] for i in ref.axes]))
+
+
+def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
+    """Element k of an array along one of its atom positions: of `concat([a, b])`, a or b."""
+    node = g.classes[ref.cls].first
+    single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
+    if single and ref.axes[node.attr[0]] == position:
+        piece = node.args[k]
+        return Ref(piece.cls, tuple([ref.axes[i] for i in piece.axes]))
+    c = g.classes[ref.cls]
+    rest = [i for i in ref.axes if i != position]
+    attr = tuple([k if i == position else None for i in ref.axes])
+    arg = Ref(ref.cls, tuple([-1 if i == position else rest.index(i) for i in ref.axes]))
+    sizes: tuple[Dim, ...] = tuple(
+        [size for i, size in zip(ref.axes, c.sizes, strict=True) if i != position]
+    )
+    made = g.add(SLICE, attr, (arg,), sizes, (), c.dtype)
+    return Ref(made.cls, tuple([rest[i] for i in made.axes]))
+
+
+def _pad(s: Site) -> list[Ref] | None:
+    """Padding at the edges is a concatenation with the padding value; negative, it is a slice."""
+    groups, value = s.outs[0].groups, s.refs[1]
+    config = s.params["padding_config"]
+    if all(isinstance(w, (int, np.integer)) for widths in config for w in widths) and all(
+        max(low, high) <= 0 == interior for low, high, interior in config
+    ):
+        return _sliced(s, [(-int(low), 1) for low, _, _ in config], 0)
+    to: dict[int, int] = {}
+    padded: list[tuple[int, int, int, Dim]] = []
+    for axis, widths in enumerate(config):
+        if not all(isinstance(w, (int, np.integer)) for w in widths):
+            return None
+        low, high, interior = map(int, widths)
+        mine, theirs = s.ins[0].groups[axis], groups[axis]
+        if low == high == interior == 0:
+            if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
+                return None
+        elif interior or min(low, high) < 0 or len(theirs) != 1 or len(mine) > 1:
+            return None
+        else:
+            padded.append((theirs[0], low, high, s.ins[0].sizes[mine[0]] if mine else 1))
+        to.update(zip(mine, theirs, strict=False))
+    ref = Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))
+    sizes = list(s.outs[0].sizes)
+    for target, _, _, size in padded:
+        sizes[target] = size
+    for target, low, high, size in padded:
+        pieces = [(low, value), (size, ref), (high, value)]
+        pieces = [piece for piece in pieces if piece[0] != 0]
+        sizes[target] = s.outs[0].sizes[target]
+        attr = (target, tuple([n for n, _ in pieces]))
+        args = tuple([r for _, r in pieces])
+        ref = s.g.add(CONCAT, attr, args, tuple(sizes), (), s.dtype[0])
+    return [ref]
+
+
+ROWS: dict[str, Row] = {
+    **PLAIN_ROWS,
+    "slice": _slice,
+    "split": _split,
+    "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "dynamic_slice": _dynamic_slice,
+    "gather": _gather,
+    "pad": _pad,
+}
+
+
+def lift(name: str, site: Site) -> list[Ref] | None:
+    """The outputs of an equation as references, or None where it must stay native."""
+    row = ROWS.get(name)
+    return row(site) if row else None

@@ -1,0 +1,83 @@
+"""What a row of `ops` sees of its equation: operands, atoms, and a graph to add terms to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import CONST, Ref
+
+Groups = tuple[tuple[int, ...], ...]  # for every axis of a value, the positions of its atoms
+
+
+class Layout(NamedTuple):
+    """The atoms of a value: solved ids, sizes, their positions by axis, and the value's shape."""
+
+    ids: tuple[int, ...]
+    sizes: tuple[Dim, ...]
+    groups: Groups
+    shape: tuple[Any, ...]
+
+
+class Site:
+    """What a row sees of its equation: operand references and the index space of its output.
+
+    Output atoms are numbered 0..n-1 in order; `refs[k]` reads operand k over *its own* atom
+    positions; `ins` and `outs` are the layouts of operands and outputs, `dtype` the outputs'.
+    """
+
+    __slots__ = ("dtype", "g", "ins", "outs", "params", "refs")
+
+    def __init__(
+        self,
+        g: EGraph,
+        params: dict[str, Any],
+        refs: list[Ref],
+        ins: list[Layout],
+        outs: list[Layout],
+        dtype: list[str],
+    ) -> None:
+        self.g, self.params, self.dtype = g, params, dtype
+        self.refs, self.ins, self.outs = refs, ins, outs
+
+    def add(
+        self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0
+    ) -> Ref:
+        """A term over the atoms of output k."""
+        return self.g.add(op, attr, args, self.outs[k].sizes, bound, self.dtype[k])
+
+    def node(self, k: int) -> Any:
+        """The original node of operand k's class."""
+        return self.g.classes[self.refs[k].cls].first
+
+    def scalar(self, k: int) -> Any:
+        """The number operand k is everywhere, or None."""
+        ref = self.refs[k]
+        if ref.axes:
+            return None  # a constant has no index
+        node = self.g.classes[ref.cls].first
+        return node.attr[0] if node.op == CONST else None
+
+    def over(self) -> list[Ref] | None:
+        """Every operand over the output's atoms; None where the axes do not line up.
+
+        A scalar, and an axis of size 1, is read at every index of the output.
+        """
+        made: list[Ref] = []
+        ids, groups = self.outs[0].ids, self.outs[0].groups
+        for ref, mine in zip(self.refs, self.ins, strict=True):
+            if mine.ids == ids or not mine.groups:
+                made.append(ref)
+                continue
+            if len(mine.groups) != len(groups):
+                return None
+            to: dict[int, int] = {}
+            for here, there in zip(mine.groups, groups, strict=True):
+                if not here:
+                    continue
+                if [mine.ids[q] for q in here] != [ids[q] for q in there]:
+                    return None
+                to.update(zip(here, there, strict=True))
+            made.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+        return made

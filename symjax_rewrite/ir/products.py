@@ -1,0 +1,191 @@
+"""Products: contractions flattened through their factors (imports the e-graph).
+
+A class that is a contraction of contractions is one n-ary product `c · Σ_bound Π factors`. Every
+law about products (order, distribution, common factors, partial access) is stated on this form.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Reason
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
+
+MAX_FACTORS = 48  # so many have n³/6 connected pairs within the default budget of pairs
+HALF = frozenset({"float16", "bfloat16"})
+
+
+class Product(NamedTuple):
+    """coefficient · Σ over bound of the product of factors.
+
+    Factors read indices `0..out-1` (slots of the class) and `out..` (bound).
+    """
+
+    coefficient: Any
+    factors: tuple[Ref, ...]
+    out: int
+    bound: tuple[Dim, ...]
+    precision: object = None
+
+
+def is_half(dtype: str) -> bool:
+    """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
+    return dtype in HALF or dtype.startswith("float8")
+
+
+@functools.cache
+def ends_early(dtype: str) -> bool:
+    """Dtypes whose largest number a sum of products may pass (float16 ends at 65504)."""
+    return dtype_kind(dtype) == "f" and float(jax.numpy.finfo(dtype).max) < 1e30
+
+
+def own_product(g: EGraph, cls: int) -> Product:
+    """The class as a product of itself alone."""
+    n = len(g.classes[cls].sizes)
+    return Product(1, (Ref(cls, tuple(range(n))),), n, ())
+
+
+def expand(
+    g: EGraph, cls: int, may_open: Callable[[int], bool], made: dict[int, Product] | None = None
+) -> Product:
+    """The flattest product of a class; `may_open` says which factor classes are looked into.
+
+    made: products of classes that are known already; those found on the way are added.
+    """
+    made = {} if made is None else made
+    _expand_all(g, [cls], may_open, made, set())
+    return made[cls]
+
+
+def _expand_all(
+    g: EGraph,
+    classes: list[int],
+    may_open: Callable[[int], bool],
+    made: dict[int, Product],
+    begun: set[int],
+) -> None:
+    """Products of classes, operands first, each made once (a chain of squares has 2ⁿ paths).
+
+    A class that is met again while it is being made (a = 1·a) is a factor there.
+    """
+    stack = list(reversed(classes))
+    while stack:
+        cls = stack[-1]
+        if cls in made:
+            stack.pop()
+            continue
+        node = product_node(g, cls)
+        if node is None:
+            made[cls] = own_product(g, cls)
+        elif cls in begun:
+            made[cls] = _open(g, cls, node, may_open, made)
+        else:
+            begun.add(cls)
+            stack += [c for c in _opened(g, cls, node, may_open) if c not in begun]
+
+
+def _opened(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> list[int]:
+    """Classes of the factors that are looked into, the last first."""
+    dtype = g.classes[cls].dtype
+    found = [g.find(a).cls for a in reversed(node.args)]
+    return [c for c in found if c != cls and g.classes[c].dtype == dtype and may_open(c)]
+
+
+def flattest(g: EGraph, cls: int) -> Product:
+    """The class as a product with every factor opened; kept until the next union."""
+    return expand(g, cls, _always, g.facts("product"))
+
+
+def _always(cls: int) -> bool:
+    return True
+
+
+def product_node(g: EGraph, cls: int) -> Node | None:
+    """The node of a class that reads as a product: a contraction, or a scaled single term."""
+    best: Node | None = None
+    for node, reason in g.classes[cls].nodes.items():
+        if node.op == CONTRACT or (node.op == ADD and len(node.args) == 1):
+            if any(g.find(a).cls == cls for a in node.args):
+                continue  # I·a = a: a class is no product of itself
+            if reason == ORIGINAL:
+                return node
+            if best is None or len(node.args) > len(best.args):
+                best = node
+    return best
+
+
+def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> Product:
+    """The flattest product of one contraction or scaled term of a class."""
+    made: dict[int, Product] = {}
+    _expand_all(g, _opened(g, cls, node, may_open)[::-1], may_open, made, {cls})
+    return _open(g, cls, node, may_open, made)
+
+
+def _open(
+    g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool], made: dict[int, Product]
+) -> Product:
+    """A node with the products of its factors put in, as many as `MAX_FACTORS` allows."""
+    dtype = g.classes[cls].dtype
+    coefficient: Any = node.attr[0] if node.op == ADD else 1
+    precision = node.attr if node.op == CONTRACT else None
+    factors: list[Ref] = []
+    bound = list(node.bound)
+    for k, arg in enumerate(node.args):
+        arg = g.find(arg)
+        inner = made.get(arg.cls)
+        if inner is None or g.classes[arg.cls].dtype != dtype or not may_open(arg.cls):
+            factors.append(arg)
+            continue
+        merged = merge_precision(precision, inner.precision)
+        many = len(factors) + len(inner.factors) + len(node.args) - k - 1 > MAX_FACTORS
+        if merged is _CLASH or many:
+            factors.append(arg)
+            continue
+        precision = merged
+        coefficient = coefficient * inner.coefficient
+        to = [*arg.axes, *(node.out + len(bound) + k for k in range(len(inner.bound)))]
+        bound.extend(inner.bound)
+        factors.extend(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+    return Product(coefficient, tuple(factors), node.out, tuple(bound), precision)
+
+
+_CLASH = object()
+_LEVEL = {"DEFAULT": 0, "HIGH": 1, "HIGHEST": 2}
+
+
+def merge_precision(a: Any, b: Any) -> Any:
+    """The stronger of two precisions; `_CLASH` where they do not compare (dot algorithms)."""
+    if a == b or b is None:
+        return a
+    if a is None:
+        return b
+    try:
+        return max(a, b, key=lambda p: [_LEVEL[str(x)] for x in p])
+    except (KeyError, TypeError):
+        return _CLASH
+
+
+def is_ring(dtype: str) -> bool:
+    """Integer dtypes: the ring laws hold exactly."""
+    return dtype_kind(dtype) in "iu"
+
+
+def scaled(g: EGraph, ref: Ref, coefficient: Any, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+    """coefficient · ref."""
+    if coefficient == 1:
+        return ref
+    return g.add(ADD, (coefficient,), (ref,), sizes, (), g.classes[ref.cls].dtype, why)
+
+
+def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref:
+    """The product as one n-ary contraction node."""
+    if len(p.factors) == 1 and not p.bound:
+        return scaled(g, p.factors[0], p.coefficient, sizes, why)
+    ref = g.add(CONTRACT, p.precision, p.factors, sizes, p.bound, dtype, why)
+    return scaled(g, ref, p.coefficient, sizes, why)

@@ -1,0 +1,341 @@
+"""Sizes: integers, or polynomials over named sizes (imports the ground layer only).
+
+A `Dim` is a Python `int` or a `Poly`. Inner loops multiply and compare ints; a `Poly` does the
+same with small dictionaries. SymPy appears only in `to_sympy`, for a person to read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.errors import UsageError
+
+Monomial = tuple[tuple[str, int], ...]
+
+
+class Poly:
+    """A polynomial with rational-free (int or float) coefficients over named sizes.
+
+    Example:
+        >>> T, d = Poly.var("T"), Poly.var("d")
+        >>> str(2 * T * d + d)
+        '2*T*d + d'
+        >>> (T * d).at({"T": 3, "d": 4})
+        12
+    """
+
+    __slots__ = ("_hash", "terms")
+
+    def __init__(self, terms: Mapping[Monomial, float]) -> None:
+        self.terms: tuple[tuple[Monomial, float], ...] = tuple(
+            sorted((m, c) for m, c in terms.items() if c != 0)
+        )
+        self._hash = hash(self.terms)
+
+    @classmethod
+    def var(cls, name: str) -> Poly:
+        """The polynomial that is one named size."""
+        return cls({((name, 1),): 1})
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Poly):
+            return self.terms == other.terms
+        if isinstance(other, (int, float)):
+            return self.terms == _constant(other).terms
+        return NotImplemented
+
+    def __add__(self, other: Dim | float) -> Poly:
+        out = dict(self.terms)
+        for m, c in _poly(other).terms:
+            out[m] = out.get(m, 0) + c
+        return Poly(out)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Poly:
+        return self * -1
+
+    def __sub__(self, other: Dim | float) -> Poly:
+        return self + _poly(other) * -1
+
+    def __rsub__(self, other: Dim | float) -> Poly:
+        return _poly(other) - self
+
+    def __mul__(self, other: Dim | float) -> Poly:
+        out: dict[Monomial, float] = {}
+        for m1, c1 in self.terms:
+            for m2, c2 in _poly(other).terms:
+                m = _monomial_product(m1, m2)
+                out[m] = out.get(m, 0) + c1 * c2
+        return Poly(out)
+
+    __rmul__ = __mul__
+
+    def variables(self) -> set[str]:
+        """The names in the polynomial."""
+        return {name for m, _ in self.terms for name, _ in m}
+
+    def at(self, env: Mapping[str, Any]) -> Any:
+        """The value with every name replaced (by numbers, or by JAX dimensions)."""
+        total: Any = 0
+        for m, c in self.terms:
+            value: Any = c
+            for name, power in m:
+                for _ in range(power):
+                    value = value * env[name]
+            total = total + value
+        return total
+
+    def divide(self, other: Dim) -> Dim | None:
+        """The quotient by a single-term divisor, where it is exact; else None."""
+        divisor = _poly(other)
+        if len(divisor.terms) != 1:
+            return 1 if divisor == self else None
+        ((dm, dc),) = divisor.terms
+        need, out = dict(dm), {}
+        for m, c in self.terms:
+            have = dict(m)
+            if c % dc or any(have.get(n, 0) < p for n, p in need.items()):
+                return None
+            left = {n: p - need.get(n, 0) for n, p in have.items()}
+            out[tuple(sorted((n, p) for n, p in left.items() if p))] = c // dc
+        return simplify(Poly(out))
+
+    def __str__(self) -> str:
+        parts = []
+        for m, c in sorted(self.terms, key=lambda t: (-sum(p for _, p in t[0]), t[0])):
+            factors = [n if p == 1 else f"{n}^{p}" for n, p in m]
+            if c != 1 or not factors:
+                factors.insert(0, str(c))
+            parts.append("*".join(factors))
+        return " + ".join(parts).replace("+ -", "- ") or "0"
+
+    __repr__ = __str__
+
+
+Dim = int | Poly
+
+
+def _constant(value: float) -> Poly:
+    return Poly({(): value})
+
+
+def _poly(value: Dim | float) -> Poly:
+    return value if isinstance(value, Poly) else _constant(value)
+
+
+@cache
+def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
+    powers = dict(a)
+    for name, p in b:
+        powers[name] = powers.get(name, 0) + p
+    return tuple(sorted(powers.items()))
+
+
+def simplify(dim: Dim) -> Dim:
+    """An int where the polynomial is a constant."""
+    if isinstance(dim, Poly) and all(m == () for m, _ in dim.terms):
+        constant: Any = dim.terms[0][1] if dim.terms else 0
+        return constant
+    return dim
+
+
+def from_jax(size: Any) -> Dim:
+    """The Dim of an entry of a JAX shape."""
+    if jax_internals.is_symbolic(size):
+        return simplify(Poly(dict(jax_internals.dim_monomials(size))))
+    return int(size)
+
+
+def product(sizes: Iterable[Dim]) -> Dim:
+    """The product of sizes; 1 of none."""
+    out: Dim = 1
+    for s in sizes:
+        out = s * out if out != 1 else s
+    return out
+
+
+def divide(a: Dim, b: Dim) -> Dim | None:
+    """a / b where it is exact, else None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    return _poly(a).divide(b)
+
+
+def value(dim: Dim, env: Mapping[str, int]) -> int:
+    """The number a size is at some sample of the named sizes."""
+    return dim if isinstance(dim, int) else dim.at(_Default(env))
+
+
+class _Default(dict):
+    """Names that no sample fixes (opaque factors such as `floordiv(b, 2)`) count as 64."""
+
+    def __missing__(self, key: str) -> int:
+        return 64
+
+
+class Assumptions:
+    """What is known of the named sizes: every one is ≥ 1, and what the user says.
+
+    Args:
+        facts: comparisons such as `"r < d/8"`, `"T >= 1"`, `"T == 4*d"`.
+
+    Raises:
+        UsageError: a fact is not a comparison of two polynomials in named sizes.
+    """
+
+    def __init__(self, facts: Iterable[str] = ()) -> None:
+        self.facts = tuple(facts)
+        self._lower: list[tuple[Poly, int]] = []  # each: polynomial >= bound
+        for fact in self.facts:
+            match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|==|<|>)\s*(.+?)\s*", fact)
+            if not match:
+                raise UsageError("not a fact about sizes", expected="'r < d/8'", got=repr(fact))
+            left, op, right = _parse(match[1], fact), match[2], _parse(match[3], fact)
+            if op in ("<", "<="):
+                left, right = right, left
+            self._lower.append((left - right, 1 if op in ("<", ">") else 0))
+            if op == "==":
+                self._lower.append((right - left, 0))
+        pairs = combinations(list(self._lower), 2)  # a < b and b < c give a < c
+        self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
+
+    def nonnegative(self, p: Dim | float) -> bool:
+        """Whether p ≥ 0 is provable for all sizes allowed (False: not proved).
+
+        Sizes with a constant upper bound in which p is linear are tried at both ends; for the
+        rest every name becomes its lower bound plus something ≥ 0, and all coefficients of the
+        result must be ≥ 0.
+        """
+        if isinstance(p, Poly):
+            p = simplify(p)
+        if not isinstance(p, Poly):
+            return p >= 0
+        for name, upper in self._upper().items():
+            powers = {power for m, _ in p.terms for n, power in m if n == name}
+            if powers == {1}:
+                ends = (1, upper)
+                return all(self.nonnegative(_fix(p, name, end)) for end in ends)
+        for substitution in self._substitutions():
+            if all(c >= -1e-9 for _, c in _substitute(p, substitution).terms):
+                return True
+        return False
+
+    def _upper(self) -> dict[str, float]:
+        """Constant upper bounds: facts `c - a·x ≥ b`."""
+        out: dict[str, float] = {}
+        for fact, bound in self._lower:
+            names = [(m, c) for m, c in fact.terms if m]
+            if len(names) == 1 and names[0][1] < 0 and names[0][0][0][1] == len(names[0][0]) == 1:
+                constant = sum(c for m, c in fact.terms if not m)
+                name = names[0][0][0][0]
+                upper = (constant - bound) / -names[0][1]
+                out[name] = min(upper, out.get(name, upper))
+        return out
+
+    def _substitutions(self) -> Iterable[list[tuple[str, Poly]]]:
+        """Lower bounds of one name by others: facts `a·x - rest ≥ b`, and means of two of them."""
+        yield []
+        bounds: dict[str, list[Poly]] = {}
+        for fact, bound in self._lower:
+            for m, c in fact.terms:
+                if len(m) == 1 and m[0][1] == 1 and c > 0:
+                    name = m[0][0]
+                    rest = Poly({k: v for k, v in fact.terms if k != m})
+                    if name not in rest.variables():
+                        bounds.setdefault(name, []).append((bound - rest) * (1 / c))
+        for name, lows in bounds.items():
+            slack = Poly.var(f"{name}'")
+            for k, low in enumerate(lows):
+                yield [(name, low + slack)]
+                for other in lows[:k]:
+                    yield [(name, (low + other) * 0.5 + slack)]
+
+    def samples(self, names: Iterable[str]) -> list[dict[str, int]]:
+        """Concrete sizes that satisfy the facts, small to large, the same in every process."""
+        ordered = sorted(names)
+        out = []
+        for scale in (64, 1024, 16):
+            for ratio in (1, 8, 64):
+                env = {}
+                for k, name in enumerate(ordered):
+                    env[name] = max(2, scale * (ratio if k % 2 else 1) // (1 + k))
+                out.append(env)
+        good = [env for env in out if self._holds(env)]
+        return good or self._search(ordered) or out[:1]
+
+    def _search(self, ordered: list[str]) -> list[dict[str, int]]:
+        choices = (2, 16, 128, 1024, 8192)
+        envs: list[dict[str, int]] = [{}]
+        for name in ordered[:5]:
+            envs = [{**e, name: c} for e in envs for c in choices]
+        for name in ordered[5:]:
+            envs = [{**e, name: 64} for e in envs]
+        return [e for e in envs if self._holds(e)][:9]
+
+    def _holds(self, env: Mapping[str, int]) -> bool:
+        known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
+        return all(p.at(env) >= b for p, b in known)
+
+
+def _fix(p: Poly, name: str, at: float) -> Dim:
+    env: dict[str, Any] = {n: Poly.var(n) for n in p.variables()}
+    return simplify(p.at({**env, name: at}))
+
+
+def _substitute(p: Poly, replaced: list[tuple[str, Poly]]) -> Poly:
+    env: dict[str, Any] = dict(replaced)
+    names = p.variables() | {n for _, q in replaced for n in q.variables()}
+    shifted: dict[str, Any] = {
+        n: Poly.var(n) if n.endswith("'") else Poly.var(n) + 1 for n in names
+    }
+    env = {n: q.at(shifted) for n, q in env.items()}
+    out = p.at({**shifted, **env})
+    return out if isinstance(out, Poly) else _constant(out)
+
+
+def _parse(text: str, fact: str) -> Poly:
+    try:
+        return _parse_sum(text)
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            "not a polynomial in named sizes", expected="such as '4*d + 1'", got=repr(fact)
+        ) from error
+
+
+_FACTOR = r"\s*(?:[A-Za-z_]\w*|\d+(?:\.\d+)?)\s*"
+_TERM = rf"{_FACTOR}(?:[*/]{_FACTOR})*"
+_SUM = re.compile(rf"\s*[+-]?{_TERM}(?:[+-]{_TERM})*")
+
+
+def _parse_sum(text: str) -> Poly:
+    if not _SUM.fullmatch(text):
+        raise ValueError(text)
+    total = _constant(0)
+    for sign, term in re.findall(r"([+-]?)\s*([^+-]+)", text):
+        value = _constant(-1 if sign == "-" else 1)
+        for op, factor in re.findall(r"([*/]?)\s*([A-Za-z_]\w*|\d+(?:\.\d+)?)\s*", term.strip()):
+            if op == "/":
+                value = value * (1 / float(factor))
+            else:
+                value = value * (Poly.var(factor) if factor[0].isalpha() else float(factor))
+        total = total + value
+    return total
+
+
+def to_sympy(dim: Dim | float) -> Any:
+    """The size as a SymPy expression with positive integer symbols."""
+    import sympy
+
+    if not isinstance(dim, Poly):
+        return sympy.sympify(dim)
+    names = {n: sympy.Symbol(n, positive=True, integer=True) for n in dim.variables()}
+    return sympy.sympify(dim.at(names))

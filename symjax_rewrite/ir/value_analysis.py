@@ -1,0 +1,263 @@
+"""What is known of a class beyond equality: sign, zeros, log-linear form (imports the graph).
+
+Unsafe and partial laws never union: exp(a+b) = exp a·exp b, a/a = 1 or dropping a max shift would
+make an unstable form extractable in place of a stable one, since a union is symmetric. They live
+here, as facts that are read and never written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, REDUCE, SLICE, TAKE, Node, Ref
+
+_NONNEGATIVE_MAPS = frozenset({"exp", "exp2", "abs", "square", "sqrt", "logistic", "cosh", "rsqrt"})
+_KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", "round", "cbrt"})
+
+
+MAX_DEPTH = 100  # of terms that are looked into; what lies deeper is one unknown value
+
+
+def shown_case(g: EGraph, node: Node) -> int | None:
+    """Which operand a selection shows where it is not 0; None where it is no such mask."""
+    if node.op != MAP or node.attr[0] != "select_n" or len(node.args) != 3:
+        return None
+    zero = [k for k in (1, 2) if is_zero(g, node.args[k].cls)]
+    return 3 - zero[0] if len(zero) == 1 else None
+
+
+def is_zero(g: EGraph, cls: int) -> bool:
+    """Whether a class is the constant zero."""
+    return any(n.op == CONST and n.attr[0] == 0 for n in g.classes[cls].nodes)
+
+
+def nonnegative(g: EGraph, cls: int, depth: int = 0) -> bool:
+    """Whether every value of a class is known to be ≥ 0 (or NaN)."""
+    known = g.facts("nonnegative")
+    if cls not in known:
+        known[cls] = False  # as long as it is being asked
+        ordered = not g.classes[cls].dtype.startswith("complex")
+        nodes = g.classes[cls].nodes if ordered and depth < MAX_DEPTH else ()
+        known[cls] = any(_nonnegative_node(g, n, depth + 1) for n in nodes)
+    return known[cls]
+
+
+def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
+    if n.op == CONST:
+        value = n.attr[0]
+        return not isinstance(value, complex) and value >= 0
+    if n.op == DELTA:
+        return True
+    if n.op == CONTRACT:
+        return all(v % 2 == 0 or nonnegative(g, ref.cls, depth) for ref, v in _powers(n.args))
+    if n.op == ADD:
+        coefficients = n.attr
+        return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, depth)
+    if n.op == TAKE and n.attr[0] == "fill" and not _is_nonnegative(n.attr[1][0]):
+        return False
+    if n.op in (REDUCE, SLICE, TAKE):
+        return nonnegative(g, n.args[0].cls, depth)
+    if n.op != MAP:
+        return False
+    name = n.attr[0]
+    if name == "max":
+        return any(nonnegative(g, a.cls, depth) for a in n.args)
+    if name == "select_n":
+        return all(nonnegative(g, a.cls, depth) for a in n.args[1:])
+    return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, depth))
+
+
+def _is_nonnegative(value: complex) -> bool:
+    """Of a number that is read out of range; NaN counts, as everywhere here."""
+    return not isinstance(value, complex) and not value < 0
+
+
+def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
+    count: dict[Ref, int] = {}
+    for a in args:
+        count[a] = count.get(a, 0) + 1
+    return list(count.items())
+
+
+def _all(g: EGraph, n: Node, depth: int) -> bool:
+    return all(nonnegative(g, a.cls, depth) for a in n.args)
+
+
+class LogLinear(NamedTuple):
+    """A class as `Π factor^power · exp(Σ coefficient·term)`, over the class's slots.
+
+    Equal as real functions wherever all of it is defined; nothing is said about rounding or
+    overflow, so a form that reads it must evaluate exponents shifted.
+    """
+
+    factors: tuple[tuple[Ref, Fraction], ...]
+    exponent: tuple[tuple[Ref, float], ...]
+
+    def times(self, other: LogLinear, power: Fraction = Fraction(1)) -> LogLinear:
+        """self · other^power."""
+        factors = dict(self.factors)
+        for ref, p in other.factors:
+            factors[ref] = factors.get(ref, Fraction(0)) + p * power
+        exponent = dict(self.exponent)
+        for ref, c in other.exponent:
+            exponent[ref] = exponent.get(ref, 0.0) + c * float(power)
+        return LogLinear(
+            tuple((r, p) for r, p in factors.items() if p),
+            tuple((r, c) for r, c in exponent.items() if c),
+        )
+
+    def over(self, axes: tuple[int, ...]) -> LogLinear:
+        """The same form with slot s read at index axes[s]."""
+        move = lambda ref: Ref(ref.cls, tuple(axes[i] for i in ref.axes))  # noqa: E731
+        return LogLinear(
+            tuple((move(r), p) for r, p in self.factors),
+            tuple((move(r), c) for r, c in self.exponent),
+        )
+
+
+_ONE = LogLinear((), ())
+_POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1)}
+
+
+def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
+    """The log-linear form of a class; a class with no such structure is one factor.
+
+    Example:
+        >>> g = EGraph()
+        >>> a, b = (g.add("leaf", k, (), (3,), (), "float32") for k in (0, 1))
+        >>> s = g.add("add", (1, -1), (a, b), (3,), (), "float32")
+        >>> e = g.add("map", ("exp", ()), (s,), (3,), (), "float32")
+        >>> log_linear(g, e.cls).exponent
+        ((Ref(cls=2, axes=(0,)), 1.0),)
+    """
+    known = g.facts("log_linear")
+    if cls not in known:
+        own = Ref(cls, tuple(range(len(g.classes[cls].sizes))))
+        known[cls] = LogLinear(((own, Fraction(1)),), ())  # as long as it is being asked
+        if depth < MAX_DEPTH:
+            known[cls] = _log_linear(g, cls, depth) or known[cls]
+    return known[cls]
+
+
+def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
+    node = g.classes[cls].first
+
+    def of(a: Ref) -> LogLinear:
+        return log_linear(g, a.cls, depth + 1).over(a.axes)
+
+    if node.op == CONTRACT and not node.bound:
+        out = _ONE
+        for a in node.args:
+            out = out.times(of(a))
+        return out
+    if node.op != MAP:
+        return None
+    name = node.attr[0]
+    if name == "exp":
+        return LogLinear((), tuple(sum_terms(g, node.args[0], 1.0)))
+    if name == "div":
+        return of(node.args[0]).times(of(node.args[1]), Fraction(-1))
+    if name in _POWERS:
+        return _ONE.times(of(node.args[0]), _POWERS[name])
+    return None
+
+
+def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
+    """A sum as what is shifted and its shifts, each with its coefficient.
+
+    A shift has fewer indices than the sum and is computed from the rest of it (a maximum, a
+    log-sum-exp); nothing else is taken apart. `s + (1 - mask)·(-1e9)` written as
+    `(s + 1e9·mask) - 1e9` would lose every digit of s.
+    """
+    return [
+        (Ref(term.cls, tuple([ref.axes[i] for i in term.axes])), scale * k)
+        for term, k in _terms_of(g, ref.cls, 0).items()
+    ]
+
+
+def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
+    known = g.facts("sum_terms")
+    if cls not in known:
+        node = g.classes[cls].first
+        own = {Ref(cls, tuple(range(len(g.classes[cls].sizes)))): 1.0}
+        known[cls] = own  # as long as it is being asked
+        real = node.op == ADD and not any(isinstance(c, complex) for c in node.attr)
+        if real and depth < MAX_DEPTH:
+            parts = list(zip(node.args, node.attr, strict=True))
+            known[cls] = _taken_apart(g, parts, depth) or own
+    return known[cls]
+
+
+def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[Ref, float] | None:
+    """The terms of a sum where it has shifts, or is a multiple of a sum that has."""
+
+    def opened(ref: Ref, scale: float) -> dict[Ref, float]:
+        inner = _terms_of(g, ref.cls, depth + 1).items()
+        return {Ref(t.cls, tuple([ref.axes[i] for i in t.axes])): scale * k for t, k in inner}
+
+    if len(parts) == 1:
+        inner = opened(*parts[0])
+        return inner if len(inner) > 1 else None
+    shifts = [p for p in parts if _is_shift(g, p[0], [q[0] for q in parts if q is not p])]
+    if not shifts:
+        return None
+    kept = [p for p in parts if p not in shifts]
+    out = opened(*kept[0]) if len(kept) == 1 else {_joined(g, kept): 1.0}
+    for term, c in shifts:
+        out[term] = out.get(term, 0.0) + c
+    return out
+
+
+def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
+    """The sum of some terms as a class of its own."""
+    used = sorted({i for r, _ in parts for i in r.axes}, key=str)
+    size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
+    args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
+    sizes, dtype = tuple(size_of[i] for i in used), g.classes[parts[0][0].cls].dtype
+    found = g.add(ADD, tuple(c for _, c in parts), args, sizes, (), dtype)
+    return Ref(found.cls, tuple(used[i] for i in found.axes))
+
+
+def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
+    """Whether a term has fewer indices than the others, and is their maximum or log-sum.
+
+    A mean is none: where scores are large `s - mean` is rounded, and stays so wherever it is read.
+    """
+    rank = len({i for r in others for i in r.axes})
+    if len(term.axes) >= rank:
+        return False
+    wide = _elementwise_cone(g, others, rank)
+    least = min(wide, default=term.cls + 1)
+    stack = [(term.cls, False)]
+    seen = set(stack)
+    while stack:
+        cls, reduced = stack.pop()
+        if cls in wide:
+            if reduced:
+                return True
+            continue
+        node = g.classes[cls].first
+        reduced = reduced or node.op == REDUCE or (node.op == MAP and node.attr[0] == "log")
+        for a in node.args:
+            if a.cls >= least and (a.cls, reduced) not in seen:
+                seen.add((a.cls, reduced))
+                stack.append((a.cls, reduced))
+    return False
+
+
+def _elementwise_cone(g: EGraph, refs: list[Ref], rank: int) -> set[int]:
+    """The classes of full rank that terms are elementwise in, with the contractions under them."""
+    found: set[int] = set()
+    stack = [r.cls for r in refs]
+    while stack:
+        cls = stack.pop()
+        if cls in found or len(g.classes[cls].sizes) < rank:
+            continue
+        found.add(cls)
+        node = g.classes[cls].first
+        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
+            stack.extend(a.cls for a in node.args)
+    return found

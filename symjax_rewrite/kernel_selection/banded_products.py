@@ -1,0 +1,247 @@
+"""Products with a matrix that is zero outside a band: block by block of its rows (a face).
+
+    (tril(A) @ B)[i] = Σ_{k ≤ i} A[i,k]·B[k]
+
+A block of rows reads the columns that any of its rows has in the band. What lies outside is zero
+by its position, and is left out as labels and masks leave it out (README, Numerics levels). Half of
+the work of a triangle is saved at most, of a tridiagonal matrix nearly all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen.emission import Plan
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.conflicts import OneClass
+from symjax_rewrite.kernel_selection.folds.builder import named
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise
+from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
+from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
+from symjax_rewrite.options import Numerics
+from symjax_rewrite.pallas_kernels.fold.spec import Band
+from symjax_rewrite.usage_records import RouteUse
+
+LEAST_FLOPS = 1 << 25  # products of fewer are done in no time
+BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how many are tried
+LEAST_ROWS = 32  # of a block
+# Measured on two CPU cores, f32: triangles of 1000 to 4000 rows in 2 to 16 blocks. Up to four are
+# 1.1 to 3 times as fast as the product; more are slower where the operands are large.
+COPIED_BYTES_PER_S = 4.4e9  # of operands cut out, which take fresh memory, and results joined
+LEAST_GAIN = 1.15
+BETTER = 0.95  # more blocks must take at most this part of the time of fewer
+
+
+class Block(NamedTuple):
+    """Rows `start` to `stop`, which read columns `low` to `high`."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+
+@dataclass(slots=True)
+class BandedRoute(OneClass):
+    """A product in blocks.
+
+    row, column: indices of the product: of the matrix's rows, and the one that is summed.
+    """
+
+    t: TermGraph
+    cls: int
+    row: int
+    column: int
+    blocks: tuple[Block, ...]
+    backend: str = "blocks"
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before."""
+        return [a.cls for a in node_of(self.t.graph, cls).args]
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The product, and its slots."""
+        node, info = node_of(self.t.graph, cls), self.t.graph.classes[cls]
+        operands = [(emitter.array(a.cls), a.axes) for a in node.args]
+        sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
+        parts, order = [], ()
+        for b in self.blocks:
+            ends = {self.row: (b.start, b.stop), self.column: (b.low, b.high)}
+            local = [ends[i][1] - ends[i][0] if i in ends else n for i, n in enumerate(sizes)]
+            cut = [_cut(x.data, tuple(axes[s] for s in x.slots), ends) for x, axes in operands]
+            data, made = term_lowering.lower_node(
+                node, cut, tuple(local), info.dtype, self.t.primitives
+            )
+            order = order or made
+            parts.append(term_lowering.arrange(data, made, order, tuple(local)))
+        return lax.concatenate(parts, order.index(self.row)), order
+
+
+def _cut(
+    data: Any, labels: tuple[int, ...], ends: dict[int, tuple[int, int]]
+) -> term_lowering.Operand:
+    for axis, i in enumerate(labels):
+        if i in ends:
+            data = lax.slice_in_dim(data, *ends[i], axis=axis)
+    return data, labels
+
+
+class BandedProducts:
+    """Finds products with banded matrices.
+
+    Args:
+        kernels: looked for with `"auto"` and `"always"`.
+        numerics: the level; `"exact"` reads every zero.
+        device: where it runs: elsewhere than on a CPU what was written stays.
+    """
+
+    def __init__(self, kernels: str, numerics: Numerics, device: Device) -> None:
+        self.device = device
+        looks = kernels in ("auto", "always") and device.name == "cpu"
+        self.looks = looks and numerics.permits("reassoc")
+
+    def find(
+        self, t: TermGraph, need: Needed, plan: Plan
+    ) -> tuple[list[BandedRoute], list[RouteUse]]:
+        """The products to run in blocks, and what was considered."""
+        routes: list[BandedRoute] = []
+        uses: list[RouteUse] = []
+        if not self.looks or t.dim_env:
+            return routes, uses
+        model = CostModel(self.device, lambda d: value(d, {}))
+        masked = _masked(t, need)
+        for cls in need.order:
+            if not any(a.cls in masked for a in node_of(t.graph, cls).args):
+                continue
+            if cls in plan.routed or cls in plan.rewritten or not _is_large(t, cls):
+                continue
+            for row, band in _bands(t, cls, masked):
+                blocks = self._blocks(t, cls, row, band, model)
+                if blocks is not None:
+                    node = node_of(t.graph, cls)
+                    routes.append(BandedRoute(t, cls, row, node.out, blocks))
+                    reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
+                    uses.append(RouteUse("banded", True, reason, t.where(cls)))
+                    break
+        return routes, uses
+
+    def _blocks(
+        self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
+    ) -> tuple[Block, ...] | None:
+        """The blocks that are predicted to be fastest; None where none gains."""
+        g, node = t.graph, node_of(t.graph, cls)
+        rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
+        best, least = None, math.inf
+        for count in BLOCKS:
+            size = -(-rows // count)
+            if size < LEAST_ROWS:
+                break
+            blocks = tuple(_cut_rows(rows, columns, size, band))
+            seconds = self._seconds(t, cls, row, blocks)
+            if seconds < BETTER * least:
+                best, least = blocks, seconds
+        if model.product_seconds(g, cls, node) >= LEAST_GAIN * least:
+            return best
+        return None
+
+    def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[Block, ...]) -> float:
+        """The blocks' products, what they read cut out, and their results joined."""
+        d, node, info = self.device, node_of(t.graph, cls), t.graph.classes[cls]
+        sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
+        total = 0.0
+        for b in blocks:
+            sizes[row], sizes[node.out] = b.stop - b.start, b.high - b.low
+            moved = math.prod(sizes[: node.out]) * itemsize(info.dtype)
+            for a in node.args:
+                count = math.prod(sizes[i] for i in a.axes)
+                moved += count * itemsize(t.graph.classes[a.cls].dtype)
+            product = 2 * math.prod(sizes) / d.peak(info.dtype)
+            total += product + moved / COPIED_BYTES_PER_S + 3 * d.launch_s
+        return total
+
+
+def _is_large(t: TermGraph, cls: int) -> bool:
+    node, info = node_of(t.graph, cls), t.graph.classes[cls]
+    if not is_dot(node) or len(node.bound) != 1 or dtype_kind(info.dtype) != "f":
+        return False
+    if any(min(a.axes, default=0) < 0 or len(set(a.axes)) < len(a.axes) for a in node.args):
+        return False
+    sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
+    return 2 * math.prod(sizes) >= LEAST_FLOPS
+
+
+def _masked(t: TermGraph, need: Needed) -> set[int]:
+    """The classes that are computed from index numbers or masks, element by element."""
+    g = t.graph
+    found = {c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)}
+    stack = list(found)
+    while stack:
+        for user in need.users.get(stack.pop(), ()):
+            if user not in found and is_elementwise(node_of(g, user)):
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _is_mask(op: str, dtype: str) -> bool:
+    return op in (IOTA, DELTA) or (op == LEAF and dtype == "bool")
+
+
+def _bands(t: TermGraph, cls: int, masked: set[int]) -> Iterator[tuple[int, Band]]:
+    """The indices over whose rows an operand is zero outside a band, and the band."""
+    node = node_of(t.graph, cls)
+    sizes = t.graph.classes[cls].sizes
+    for ref, other in (node.args, node.args[::-1]):
+        if node.out not in ref.axes or ref.cls not in masked:
+            continue
+        for row in ref.axes:
+            if row < node.out and row not in other.axes:
+                band = _band(t, ref, row, node.out, int(sizes[row]), int(node.bound[0]))  # pyright: ignore[reportArgumentType]
+                if band.lower is not None or band.upper is not None:
+                    yield row, band
+
+
+def _band(t: TermGraph, ref: Ref, row: int, column: int, rows: int, columns: int) -> Band:
+    """Outside of which the matrix is zero."""
+    names: dict[Any, Any] = {i: f"b{i}" for i in ref.axes}
+    names[row], names[column] = ROW, COLUMN
+    batch = [names[i] for i in ref.axes if i not in (row, column)]
+    builder = TileBuilder(t, Pair(t, ROW, COLUMN, frozenset(), set()))
+    root = builder.build(named(ref, names))
+    known = [_known(t, builder, number, batch) for number in builder.reads]
+    return band_of(builder.steps, known, [(root, 0.0)], rows, columns)
+
+
+def _known(t: TermGraph, builder: TileBuilder, number: int, batch: list[str]) -> Known:
+    """Constant masks are read; whole weights would take long."""
+    cls, axes = builder.inputs[number]
+    if t.graph.classes[cls].dtype != "bool":
+        return Known()
+    return known_operand(t, number, cls, axes, batch)
+
+
+def _cut_rows(rows: int, columns: int, size: int, band: Band) -> Iterator[Block]:
+    for start in range(0, rows, size):
+        stop = min(start + size, rows)
+        low = 0 if band.lower is None else max(0, start + band.lower)
+        high = columns if band.upper is None else min(columns, stop + band.upper)
+        low = min(low, columns - 1)  # one column at least: a row of NaNs stays one
+        yield Block(start, stop, low, max(high, low + 1))
+
+
+def _text(band: Band) -> str:
+    low = "" if band.lower is None else f"{band.lower} ≤ "
+    high = "" if band.upper is None else f" ≤ {band.upper}"
+    return f"{low}column - row{high}"

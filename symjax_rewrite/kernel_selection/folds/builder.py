@@ -1,0 +1,410 @@
+"""From exits to a fold that serves them, and from its results back to their values (a face)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.epilogue import (
+    Rows,
+    Served,
+    Surroundings,
+    row_algebra,
+    row_scale,
+)
+from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
+from symjax_rewrite.kernel_selection.folds.reduction_forms import Piece
+from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
+from symjax_rewrite.kernel_selection.folds.tile_program import (
+    COLUMN,
+    ROW,
+    Step,
+    TileBuilder,
+    feature,
+    precision_name,
+    tile_function,
+    unwidened,
+)
+from symjax_rewrite.kernel_selection.mask_bounds import band_of, known_operand
+from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, fold
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    ArgExtremum,
+    Band,
+    ColumnSums,
+    ExpSums,
+    Extremum,
+    FoldSpec,
+    KeyedSums,
+    Output,
+    Sums,
+    Term,
+    Tile,
+    TopK,
+)
+
+_REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
+
+
+@dataclass(slots=True)
+class FoldRoute:
+    """A fold and the exits it serves.
+
+    inputs: per operand its class, and what each slot reads: an axis name or one place. rows: its
+    epilogue; without one, the row algebra is done outside. steps: the tile program.
+    """
+
+    spec: FoldSpec
+    backend: str
+    inputs: list[tuple[int, tuple[Any, ...]]]
+    served: dict[int, Served]
+    rows: Rows | None
+    steps: list[Step]
+
+    def classes(self) -> set[int]:
+        """The classes this route computes."""
+        return set(self.served) | (set() if self.rows is None else self.rows.inside)
+
+    def gives(self) -> set[int]:
+        """Those of them that others may read; the rest exists within the fold alone."""
+        if self.rows is None:
+            return set(self.served)
+        return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before a class: the operands, and its row algebra."""
+        needed = [c for c, _ in self.inputs]
+        for piece in self.served[cls].form if cls in self.served else ():
+            rows = piece.rows() if self.rows is None else [piece.after]
+            needed += [r.cls for r in rows if r is not None]
+        return needed
+
+    def run(self, emitter: Any) -> Any:
+        """Emit the fold: everything it returns."""
+        arrays = [read_operand(emitter, cls, axes) for cls, axes in self.inputs]
+        return fold(self.spec, *arrays, backend=self.backend)
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value of a class and its slots."""
+        results = emitter.folded(self)
+        if self.rows is not None and cls in self.rows.exits:
+            number = self.rows.exits.index(cls)
+            slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
+            data, axes = without_single(results[number], self.rows.axes[number], slot)
+            return data, tuple(slot[a] for a in axes)
+        served = self.served[cls]
+        total, axes = None, served.lead
+        if served.exit.kind == "keyed":
+            return self._keyed(emitter, served, results)
+        for k, piece in enumerate(served.form):
+            value = self._piece(emitter, served, k, results)
+            if piece.kind != "count":
+                axes = (*served.lead, *(() if piece.after else served.places[k][2]))
+            total = value if total is None else total + value
+        return _finished(emitter.t, served, total, axes)
+
+    def _keyed(self, emitter: Any, served: Served, results: Any) -> tuple[Any, tuple[int, ...]]:
+        """A sum by key: it has no rows, and the axes that the keys say come last."""
+        ((output, k), *_), *_ = served.places
+        index = {name: i for i, name in served.names.items()}
+        kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
+        dtype = np.dtype(emitter.t.graph.classes[served.exit.cls].dtype)
+        return results[output][k].astype(dtype), (*kept, *served.exit.along)
+
+    def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
+        """One piece of an exit over the leading axes and its features."""
+        piece, (place, shift, features) = served.form[k], served.places[k]
+        axes = (*served.lead, *features)
+        if self.rows is not None:
+            number = self.rows.exits.index((served.exit.cls, k))
+            data, top = results[number], None
+            stored = self.rows.axes[number]
+            data = jax.lax.transpose(data, [stored.index(a) for a in axes])
+        elif piece.kind == "count":
+            dtype = emitter.t.graph.classes[served.exit.cls].dtype
+            sizes = [self.spec.size[a] for a in served.lead]
+            data, top = jnp.ones(sizes, np.promote_types(dtype, np.float32)), None
+        else:
+            data = results[place[0]][place[1]]
+            top = None if shift is None else results[shift[0]][shift[1]]
+        if piece.after is not None:
+            rows = read_over(emitter, piece.after, axes, data.shape)
+            data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
+            features = ()
+        if self.rows is not None:
+            return data
+        lead = data.shape[: len(served.lead)]
+        scale = row_scale(
+            top,
+            [(read_over(emitter, r, served.lead, lead), c) for r, c in piece.exponent],
+            [(read_over(emitter, r, served.lead, lead), p) for r, p in piece.factors],
+            data.dtype,
+        )
+        if scale is not None:
+            data = data * jnp.reshape(scale, (*scale.shape, *(1,) * len(features)))
+        if piece.coefficient == 1:
+            return data
+        return data * term_lowering.literal(piece.coefficient, str(data.dtype))
+
+
+def _finished(
+    t: TermGraph, served: Served, data: Any, axes: tuple[str, ...]
+) -> tuple[Any, tuple[int, ...]]:
+    """The value over the exit's own indices: what it reduces besides the column goes last."""
+    dtype = np.dtype(t.graph.classes[served.exit.cls].dtype)
+    index = {name: i for i, name in served.names.items()}
+    gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.exit.bound)
+    if gone:
+        data = jax_internals.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
+        axes = tuple(a for k, a in enumerate(axes) if k not in gone)
+    data, axes = without_single(data, axes, index)
+    slots = [index[a] for a in axes]
+    part = served.exit.part
+    if part is not None:
+        if not served.exit.output:
+            data = unranked(data, dtype)
+        data = data[..., part.start :: part.stride]
+        slots += [] if part.axis is None else [part.axis]
+        data = data[..., 0] if part.axis is None else data
+    if served.exit.kind == "top_k":
+        slots.append(next(i for i in range(len(slots) + 1) if i not in slots))
+    return data.astype(dtype), tuple(slots)
+
+
+def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
+    """A result without the axis of rows, where the program has one row and no such axis."""
+    if ROW in known or ROW not in axes:
+        return data, axes
+    return jax.lax.squeeze(data, (axes.index(ROW),)), tuple(a for a in axes if a != ROW)
+
+
+def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...]) -> Any:
+    """An operand's array: its slots in order, those at one place dropped."""
+    array = emitter.array(cls)
+    order = tuple(range(len(emitter.t.graph.classes[cls].sizes)))
+    by_slot = dict(zip(array.slots, array.data.shape, strict=True))
+    data = term_lowering.arrange(array.data, array.slots, order, tuple(by_slot[s] for s in order))
+    for axis in reversed(order):
+        if isinstance(axes[axis], At):
+            data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
+    return data if len(axes) == len(order) else data[..., None]  # the one row
+
+
+def read_over(emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """A class broadcast over named axes."""
+    array = emitter.array(ref.cls)
+    labels = tuple(list(axes).index(ref.axes[s]) for s in array.slots)
+    return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
+
+
+def named(ref: Ref, names: dict[Any, Any]) -> Ref:
+    """A reference with its indices called by name."""
+    return Ref(ref.cls, tuple([names[i] for i in ref.axes]))  # pyright: ignore[reportArgumentType]
+
+
+def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
+    """A piece with its axes called by name; features are called after the weights."""
+    full: dict[Any, Any] = dict(names)
+    weights = piece.weights
+    if weights is not None:
+        for slot, i in enumerate(weights.axes):
+            full.setdefault(i, feature(weights.cls, slot))
+        weights = named(weights, full)
+    return replace(
+        piece,
+        tile=None if piece.tile is None else named(piece.tile, full),
+        product=tuple((named(r, full), p) for r, p in piece.product),
+        weights=weights,
+        after=None if piece.after is None else named(piece.after, full),
+        factors=tuple((named(r, full), p) for r, p in piece.factors),
+        exponent=tuple((named(r, full), c) for r, c in piece.exponent),
+        keys=tuple(named(r, full) for r in piece.keys),
+    )
+
+
+class FoldBuilder:
+    """Assembles one fold from the pieces of several exits."""
+
+    def __init__(
+        self,
+        t: TermGraph,
+        lead: tuple[str, ...],
+        sizes: dict[str, int],
+        like: Pair,
+    ) -> None:
+        self.t, self.lead = t, lead
+        self.tiles = TileBuilder(t, like, sizes=dict(sizes))
+        self.roots: list[int] = []
+        self.outputs: dict[tuple, list[Term]] = {}
+        self.served: dict[int, Served] = {}
+        self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
+
+    def add(self, served: Served) -> None:
+        """Have an exit served."""
+        self.served[served.exit.cls] = served
+        self._keys.append((served, [self._piece(served, piece) for piece in served.form]))
+
+    def reads(self) -> set[int]:
+        """The classes that the tiles and the row algebra of the exits read."""
+        rows = {r.cls for s in self.served.values() for piece in s.form for r in piece.rows()}
+        return rows | {c for c, _ in self.tiles.inputs}
+
+    def _root(self, step: int) -> int:
+        if step not in self.roots:
+            self.roots.append(step)
+        return self.roots.index(step)
+
+    def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
+        """What a piece is a result of, which result, and its feature axes."""
+        if piece.kind == "count":
+            return (), 0, ()
+        if piece.kind == "keyed":
+            return self._sum_by_key(served, piece), 0, ()
+        if piece.kind not in ("exp", "sum"):
+            assert piece.tile is not None
+            step = self.tiles.build(piece.tile)
+            if piece.kind == "sorted":
+                step = self.tiles.ranked(step)
+            key = (piece.kind, self._root(step), served.exit.places)
+            self.outputs.setdefault(key, [])
+            second = piece.kind in ("argmax", "argmin") or served.exit.output
+            return key, int(second), ()
+        factor = self.tiles.product(list(piece.product)) if piece.product else None
+        if piece.kind == "exp":
+            assert piece.tile is not None
+            key = ("exp", self._root(self.tiles.build(piece.tile)), 0)
+            factor = None if factor is None else self._root(factor)
+        else:
+            assert factor is not None
+            kind = "across" if served.lead[-1] == COLUMN else "sum"
+            key, factor = (kind, self._root(factor), 0), None
+        term, features = self._term(served, piece, factor)
+        terms = self.outputs.setdefault(key, [])
+        if term not in terms:
+            terms.append(term)
+        return key, terms.index(term) + (piece.kind == "exp"), features
+
+    def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
+        """What a sum by key is a result of."""
+        found, g = served.exit, self.t.graph
+        counted = [is_counted(g, key.cls) for key in piece.keys]
+        keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
+        root = self._root(self.tiles.product(list(piece.product)))
+        sizes = g.classes[found.cls].sizes
+        depends = {a for key in piece.keys for a in key.axes}
+        how = (
+            tuple([self._root(k) for k in keys]),
+            tuple([int(sizes[i]) for i in found.along]),  # pyright: ignore[reportArgumentType]
+            tuple([a for a in self.lead[:-1] if self._is_own(served, a)]),
+            tuple([a for a in self.lead[:-1] if a in depends]),
+            found.clips,
+        )
+        self.outputs.setdefault(("keyed", root, how), [])
+        return "keyed", root, how
+
+    @staticmethod
+    def _is_own(served: Served, axis: str) -> bool:
+        """Whether an axis is one of the exit's result."""
+        return any(n == axis and i not in served.exit.bound for i, n in served.names.items())
+
+    def _term(
+        self, served: Served, piece: Piece, factor: int | None
+    ) -> tuple[Term, tuple[str, ...]]:
+        if piece.weights is None:
+            return Term(None, factor), ()
+        g = self.t.graph
+        number = self.tiles.operand(unwidened(g, piece.weights))
+        features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
+        dtype = g.classes[piece.weights.cls].dtype  # as the program has it: a cast may be gone
+        attr = None if piece.after else node_of(g, served.exit.cls).attr
+        rounding = dtype if is_half(dtype) else None
+        return Term(number, factor, rounding, precision_name(attr)), features
+
+    def _place(self) -> list[Output]:
+        """The outputs; every exit learns where its results are."""
+        exps = {root for kind, root, _ in self.outputs if kind == "exp"}
+        outputs: list[Output] = []
+        at: dict[tuple, int] = {}
+        for key, terms in self.outputs.items():
+            if key[0] != "max" or key[1] not in exps:
+                at[key] = len(outputs)
+                kind, root, places = key
+                outputs.append(_output(kind, root, places, tuple(terms)))
+        for root in exps:
+            at["max", root, 0] = at["exp", root, 0]  # it comes first there
+        for served, keys in self._keys:
+            served.places = [
+                ((at.get(key, 0), k), (at[key], 0) if key[:1] == ("exp",) else None, features)
+                for key, k, features in keys
+            ]
+        return outputs
+
+    def _band(self) -> Band:
+        """The columns that matter, from the tile program and what is known of what it reads."""
+        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "across": 0.0, "keyed": 0.0}
+        if any(kind not in ignored for kind, _, _ in self.outputs):
+            return Band()  # these say which column it is
+        tiles, batch = self.tiles, self.lead[:-1]
+        known = [
+            known_operand(self.t, n, tiles.inputs[n][0], tiles.operands[n].axes, batch)
+            for n in tiles.reads
+        ]
+        outputs = [(self.roots[root], ignored[kind]) for kind, root, _ in self.outputs]
+        return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
+
+    def finish(self, kernels: str, around: Surroundings) -> FoldRoute:
+        """The route.
+
+        Raises:
+            UsageError: the parts are no fold.
+        """
+        outputs = self._place()
+        rows = row_algebra(around, self.served, self.tiles)
+        tiles, roots = self.tiles, tuple(self.roots)
+        fun = tile_function(tiles.steps, roots, self.t.primitives)
+        spec = FoldSpec(
+            sizes=tuple(tiles.sizes.items()),
+            batch=self.lead[:-1],
+            row=ROW,
+            col=COLUMN,
+            operands=tuple(tiles.operands),
+            contractions=tuple(tiles.contractions),
+            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots), whole=tiles.whole),
+            outputs=tuple(outputs),
+            epilogue=None if rows is None else rows.epilogue,
+            band=self._band(),
+        )
+        backend = kernels if kernels in BACKENDS else "auto"
+        return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps)
+
+
+def _output(kind: str, root: int, places: Any, terms: tuple[Term, ...]) -> Output:
+    """An output of a fold; `places` says how many of a top-k, and how sums by key are made."""
+    match kind:
+        case "keyed":
+            keys, sizes, kept, varies, clips = places
+            return KeyedSums(keys, sizes, kept, varies, clips, root)
+        case "exp":
+            return ExpSums(terms, root)
+        case "sum":
+            return Sums(terms, root)
+        case "across":
+            return ColumnSums(terms, root)
+        case "top_k" | "sorted":
+            return TopK(places, root)
+        case "argmax" | "argmin":
+            return ArgExtremum(kind == "argmax", root)
+        case _:
+            return Extremum(kind, root)

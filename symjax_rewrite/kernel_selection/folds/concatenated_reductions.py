@@ -1,0 +1,306 @@
+"""Reductions over concatenated columns as reductions over each piece (a face).
+
+    max [a, b] = max (max a, max b)      Σ [a, b]·w = Σ a·w₁ + Σ b·w₂      [a, b][:k] = a
+
+Scores that a program sets side by side before their softmax (with sinks, with a negative queue,
+local beside global) are pairwise terms of their own. What depends on them is stated again, as new
+classes of the same graph; the routes then say which of both is computed from which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.conflicts import OneClass
+from symjax_rewrite.kernel_selection.folds.extremum_ties import opposed
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise, over
+
+_JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
+
+
+class Pieces(NamedTuple):
+    """A class as pieces along one of its indices, each read over the class's indices."""
+
+    along: int
+    sizes: tuple[int, ...]
+    refs: tuple[Ref, ...]
+
+
+@dataclass(slots=True)
+class Restated:
+    """What depends on concatenated scores, stated again.
+
+    to: for an old class, the new one over the old one's indices. joined: old classes that put
+    results of pieces together. wanted: new classes that a fold must compute for it to pay.
+    """
+
+    to: dict[int, Ref] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    wanted: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Reread(OneClass):
+    """A class that is another one, over its indices."""
+
+    cls: int
+    source: Ref
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before."""
+        del cls
+        return [self.source.cls]
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value over the class's indices, and its slots."""
+        del cls
+        array = emitter.array(self.source.cls)
+        return array.data, tuple(self.source.axes[s] for s in array.slots)
+
+
+def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
+    """The program with reductions over concatenated scores taken apart; None without any.
+
+    least: elements of scores worth looking at.
+    """
+    seeds = {c for c in need.order if _joins_scores(t, c, least)}
+    sums = opposed(t.graph, need, least)
+    ways: list[set[int]] = [seeds] if seeds else []
+    for joins in [*ways, set()] if sums else ways:
+        found = _Restating(t, need, joins, sums)
+        if all(found.visit(cls) for cls in need.order) and found.out.wanted:
+            return found.out, _needed(t, need, found.out)
+    return None
+
+
+def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
+    """Whether a class sets products side by side, next to something else."""
+    node = node_of(t.graph, cls)
+    if node.op != CONCAT or not all(isinstance(s, int) for s in t.graph.classes[cls].sizes):
+        return False
+    if elements(t, cls) < least:
+        return False
+    stack = [a.cls for a in node.args if node.attr[0] in a.axes]
+    for c in stack:
+        inner = node_of(t.graph, c)
+        if inner.op == CONTRACT and inner.bound and len(inner.args) > 1:
+            return True
+        if is_elementwise(inner) and len(stack) < 32:
+            stack.extend(a.cls for a in inner.args)
+    return False
+
+
+class _Restating:
+    """The walk over a program, oldest class first."""
+
+    def __init__(
+        self, t: TermGraph, need: Needed, seeds: set[int], sums: dict[int, list[tuple[Ref, ...]]]
+    ) -> None:
+        self.t, self.g, self.need, self.seeds, self.sums = t, t.graph, need, seeds, sums
+        self.pieces: dict[int, Pieces] = {}
+        self.out = Restated()
+
+    def visit(self, cls: int) -> bool:
+        """State a class again if it must be; False where pieces are needed whole."""
+        node = node_of(self.g, cls)
+        if cls in self.seeds:
+            index, sizes = node.attr
+            refs = tuple(self._moved(a) for a in node.args)
+            self.pieces[cls] = Pieces(index, tuple(map(int, sizes)), refs)
+        elif any(a.cls in self.pieces for a in node.args):
+            made = self._apart(cls, node)
+            if not made:
+                return False
+        elif cls in self.sums:
+            self.out.to[cls] = self._multiplied_out(cls, node)
+            self.out.joined.add(cls)
+        elif any(a.cls in self.out.to for a in node.args):
+            args = tuple(self._moved(a) for a in node.args)
+            c = self.g.classes[cls]
+            self.out.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
+        return cls not in self.pieces or cls not in self.need.outside
+
+    def _moved(self, ref: Ref) -> Ref:
+        """A reference to what its class is stated as."""
+        new = self.out.to.get(ref.cls)
+        return ref if new is None else over(ref, new)
+
+    def _multiplied_out(self, cls: int, node: Node) -> Ref:
+        """A sum as several."""
+        c, made = self.g.classes[cls], []
+        for factors in self.sums[cls]:
+            args = tuple(self._moved(a) for a in factors)
+            made.append(self.g.add(CONTRACT, node.attr, args, c.sizes, node.bound, c.dtype))
+        self.out.wanted |= {ref.cls for ref in made}
+        return self.g.add(ADD, (1,) * len(made), tuple(made), c.sizes, (), c.dtype)
+
+    def _apart(self, cls: int, node: Node) -> bool:
+        found = {
+            (a.axes[self.pieces[a.cls].along], self.pieces[a.cls].sizes)
+            for a in node.args
+            if a.cls in self.pieces
+        }
+        if len(found) != 1:
+            return False
+        ((index, sizes),) = found
+        if is_elementwise(node) and index < node.out:
+            refs = self._each(cls, node, index, sizes)
+            self.pieces[cls] = Pieces(index, sizes, refs)
+            return True
+        joined = self._joined(cls, node, index, sizes)
+        if joined is None:
+            return False
+        self.out.to[cls] = joined
+        self.out.joined.add(cls)
+        return True
+
+    def _each(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> tuple[Ref, ...]:
+        """A node applied to each piece of its operands."""
+        c, refs, start = self.g.classes[cls], [], 0
+        for k, size in enumerate(sizes):
+            args = tuple(self._piece(a, index, k, start, size) for a in node.args)
+            start += size
+            if node.op == REDUCE and index not in args[0].axes and len(node.bound) == 1:
+                refs.append(args[0])
+                continue
+            mine: list[Dim] = [*c.sizes, *node.bound]
+            mine[index] = size
+            shape, bound = tuple(mine[: node.out]), tuple(mine[node.out :])
+            refs.append(self.g.add(node.op, node.attr, args, shape, bound, c.dtype))
+        return tuple(refs)
+
+    def _piece(self, ref: Ref, index: int, k: int, start: int, size: int) -> Ref:
+        """What a reference reads of `index` in piece k."""
+        found = self.pieces.get(ref.cls)
+        if found is not None and ref.axes[found.along] == index:
+            return over(ref, found.refs[k])
+        ref = self._moved(ref)
+        return self._narrowed(ref, index, start, size) if index in ref.axes else ref
+
+    def _narrowed(self, ref: Ref, index: int, start: int, size: int) -> Ref:
+        """A reference with one index cut; what is set side by side there is not made whole."""
+        node, of = node_of(self.g, ref.cls), self.g.classes[ref.cls]
+        if node.op == CONCAT and ref.axes[node.attr[0]] == index:
+            first = 0
+            for a, length in zip(node.args, node.attr[1], strict=True):
+                if (first, length) == (start, size):
+                    return over(ref, a)
+                first += length
+        if is_elementwise(node) and self._has_concat(ref.cls):
+            used = sorted(set(ref.axes))
+            local = {i: n for n, i in enumerate(used)}
+            args = [over(ref, a) for a in node.args]
+            cut = [self._narrowed(a, index, start, size) if index in a.axes else a for a in args]
+            sizes = dict(zip(ref.axes, of.sizes, strict=True)) | {index: size}
+            inner = tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in cut)
+            shape = tuple(sizes[i] for i in used)
+            made = self.g.add(node.op, node.attr, inner, shape, (), of.dtype)
+            return Ref(made.cls, tuple(used[i] for i in made.axes))
+        return self._cut(ref, {index: (start, 1)}, size)
+
+    def _has_concat(self, cls: int) -> bool:
+        """Whether an elementwise class is made of concatenated ones."""
+        node = node_of(self.g, cls)
+        inside = is_elementwise(node) and any(self._has_concat(a.cls) for a in node.args)
+        return node.op == CONCAT or inside
+
+    def _cut(self, ref: Ref, entries: dict[int, Any], size: int) -> Ref:
+        """A slice of a reference: `size` places of an index, or one place of it."""
+        of = self.g.classes[ref.cls]
+        attr = tuple(entries.get(i) for i in ref.axes)
+        used = sorted({i for i in ref.axes if not isinstance(entries.get(i), int)})
+        local = {i: n for n, i in enumerate(used)}
+        sizes = dict(zip(ref.axes, of.sizes, strict=True)) | dict.fromkeys(entries, size)
+        arg = Ref(ref.cls, tuple(local.get(i, -1) for i in ref.axes))
+        made = self.g.add(SLICE, attr, (arg,), tuple(sizes[i] for i in used), (), of.dtype)
+        return Ref(made.cls, tuple(used[i] for i in made.axes))
+
+    def _joined(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> Ref | None:
+        """A reduction or a part of pieces, from what each gives."""
+        c = self.g.classes[cls]
+        if node.op == SLICE:
+            return self._part(node, sizes, c.sizes)
+        if index < node.out or node.op not in (REDUCE, CONTRACT):
+            return None
+        if node.op == REDUCE and node.attr not in _JOIN:
+            return None
+        refs = self._each(cls, node, index, sizes)
+        largest = refs[sizes.index(max(sizes))]
+        self.out.wanted.add(largest.cls)
+        if node.op == CONTRACT:
+            ones = (1,) * len(refs)
+            return self.g.add(ADD, ones, refs, c.sizes, (), c.dtype)
+        join: Callable[[Ref, Ref], Ref] = lambda a, b: self.g.add(  # noqa: E731
+            MAP, (_JOIN[node.attr], ()), (a, b), c.sizes, (), c.dtype
+        )
+        return reduce(join, refs)
+
+    def _part(self, node: Node, sizes: tuple[int, ...], shape: tuple[Dim, ...]) -> Ref | None:
+        """A slice that is one of the pieces, or one place of a piece."""
+        (arg,) = node.args
+        found = self.pieces[arg.cls]
+        entry = node.attr[found.along]
+        others = [x for slot, x in enumerate(node.attr) if slot != found.along]
+        if any(x is not None for x in others):
+            return None
+        start, stride = entry if isinstance(entry, tuple) else (entry, 1)
+        out = arg.axes[found.along]
+        first = 0
+        for piece, size in zip(found.refs, sizes, strict=True):
+            whole = isinstance(entry, tuple) and (first, size) == (start, shape[out])
+            if stride == 1 and (whole or (out < 0 and first <= start < first + size)):
+                return over(arg, piece) if whole else self._place(arg, piece, start - first)
+            first += size
+        return None
+
+    def _place(self, arg: Ref, piece: Ref, start: int) -> Ref:
+        """One place of a piece."""
+        found = self.pieces[arg.cls]
+        if found.along not in piece.axes:
+            return over(arg, piece)
+        return over(arg, self._cut(piece, {found.along: start}, 1))
+
+
+def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
+    """What is needed where the new classes stand for the old ones."""
+    outside = {found.to[c].cls if c in found.to else c for c in need.outside}
+    users: dict[int, list[int]] = {}
+    seen, stack = set(outside), list(outside)
+    while stack:
+        cls = stack.pop()
+        for arg in {a.cls for a in node_of(t.graph, cls).args}:
+            users.setdefault(arg, []).append(cls)
+            if arg not in seen:
+                seen.add(arg)
+                stack.append(arg)
+    uses = {c: len(users.get(c, ())) + (c in outside) for c in seen}
+    return Needed(sorted(seen), uses, users, outside, need.known)
+
+
+def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:
+    """Which of an old and a new class is read from the other, once some classes are routed.
+
+    hidden: those that exist within a kernel alone, so that nobody reads the old ones.
+    """
+    out: list[Reread] = []
+    for old, new in found.to.items():
+        if new.cls in hidden:
+            continue
+        if old in found.joined or new.cls in routed:
+            out.append(Reread(old, new))
+        else:
+            out.append(Reread(new.cls, _inverse(old, new)))
+    return out
+
+
+def _inverse(old: int, new: Ref) -> Ref:
+    """The old class over the new one's indices."""
+    place = {i: n for n, i in enumerate(new.axes)}
+    return Ref(old, tuple(place[n] for n in range(len(new.axes))))

@@ -1,0 +1,364 @@
+"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp (a face).
+
+An exit is a fold's results times row algebra; what follows it elementwise (a normaliser, a cast)
+is row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the
+program goes on with, and the raw sums are never stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, Piece
+from symjax_rewrite.kernel_selection.folds.reductions import Exit
+from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, apply
+from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
+from symjax_rewrite.pallas_kernels.monoid import shift_of
+
+# what both a loop and a Triton kernel can do to a row
+ROW_MAPS = frozenset(
+    """abs ceil clamp convert_element_type cos div eq exp exp2 floor ge gt is_finite le log log1p
+    logistic lt max min ne not or and pow reciprocal rsqrt select_n sign sin sqrt tanh""".split()
+)
+Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
+Names = tuple[str, ...]
+Place = tuple[int, int]  # output of a fold, and which of its results
+Value = int | tuple[int, int]  # a class, or (exit, piece): a piece before what comes after it
+
+
+@dataclass(slots=True)
+class Served:
+    """One exit as a fold serves it.
+
+    form: its pieces, axes by name. places: for each piece the result of the fold, that of its
+    shift (None without an exponential) and its feature axes. names: index of the exit to axis
+    name. lead: the axes of every result.
+    """
+
+    exit: Exit
+    form: Form
+    names: dict[int, str]
+    lead: Names
+    places: list[tuple[Place, Place | None, Names]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a fold's epilogue computes.
+
+    exits: the values it gives, in order. names: for each of them, the axis of each slot. inside:
+    every class that is computed on the way. axes: the axes of each result as it is stored.
+    """
+
+    epilogue: Epilogue
+    exits: list[Value]
+    names: dict[Value, Names]
+    inside: set[int]
+    axes: tuple[Names, ...]
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """The program around a fold.
+
+    need: what of it is needed. pairwise: classes that are never made. read: classes that others
+    read. late: classes that other folds make at the same time or later.
+    """
+
+    t: TermGraph
+    need: Needed
+    pairwise: set[int]
+    read: set[int]
+    late: set[int]
+
+
+@dataclass(slots=True)
+class _Program:
+    """The steps of an epilogue under construction, and what they read."""
+
+    t: TermGraph
+    lead: Names
+    after: set[int]
+    late: set[int]
+    names: dict[Value, Names] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    number: dict[Value, int] = field(default_factory=dict)
+    reads: list[Ref] = field(default_factory=list)
+
+    def step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
+        new = (kind, data, args, dtype)
+        if new not in self.steps:
+            self.steps.append(new)
+        return self.steps.index(new)
+
+    def value(self, ref: Ref, names: dict[Any, str] | None = None) -> int | None:
+        """The step of an operand, its indices called by `names`; None if it is no row value."""
+        axes: Any = ref.axes if names is None else tuple(names.get(i, "") for i in ref.axes)
+        if ref.cls in self.number:
+            return self.number[ref.cls] if axes == self.names[ref.cls] else None
+        node, dtype = node_of(self.t.graph, ref.cls), self.t.graph.classes[ref.cls].dtype
+        if node.op == CONST:
+            return self.step("const", node.attr[0], (), dtype)
+        if ref.cls in self.after or ref.cls in self.late:
+            return None
+        if len(set(axes)) != len(axes) or not set(axes) <= {*self.lead}:
+            return None
+        read = Ref(ref.cls, axes)
+        if read not in self.reads:
+            self.reads.append(read)
+        return self.step("read", self.reads.index(read), (), dtype)
+
+    def serve(self, served: Served) -> bool:
+        """Take in an exit: the fold's results times their row algebra."""
+        found, cls = served.exit, served.exit.cls
+        dtype = self.t.graph.classes[cls].dtype
+        whole = not any(served.names.get(b) in served.lead for b in found.bound)
+        whole = whole and not any(piece.after for piece in served.form)
+        if not whole and is_half(dtype):
+            dtype = "float32"  # what is summed later is not rounded before
+        if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
+            return False
+        made: list[int] = []
+        for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
+            if piece.kind == "count":
+                return False
+            scaled = self._scaled(piece, place, dtype)
+            if scaled is None:
+                return False
+            made.append(scaled)
+            if not whole:
+                self.number[cls, k], self.names[cls, k] = scaled, (*served.lead, *place[2])
+        if not whole:
+            return True
+        total = made[0]
+        if len(made) > 1:
+            total = self.step("apply", (ADD, (1,) * len(made)), tuple(made), dtype)
+        slots = range(len(self.t.graph.classes[cls].sizes))
+        self.number[cls], self.names[cls] = total, tuple(served.names[i] for i in slots)
+        return True
+
+    def _scaled(
+        self, piece: Piece, place: tuple[Place, Place | None, Names], dtype: str
+    ) -> int | None:
+        state = self.step("state", place[0], (), "")
+        if piece.kind not in ("exp", "sum"):
+            return self.step("cast", None, (state,), dtype)
+        terms = [self.value(r) for r, _ in piece.exponent]
+        factors = [self.value(r) for r, _ in piece.factors]
+        if None in terms or None in factors:
+            return None
+        powers = tuple(p for _, p in piece.factors)
+        data = (place[1], tuple(c for _, c in piece.exponent), powers, piece.coefficient)
+        return self.step("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
+
+    def follow(self, cls: int) -> bool:
+        """Take in a class that is elementwise in what is in already."""
+        node, c = node_of(self.t.graph, cls), self.t.graph.classes[cls]
+        if node.bound or ("float" not in c.dtype and c.dtype != "bool"):
+            return False
+        if node.op not in (ADD, CONTRACT) and not (node.op == MAP and node.attr[0] in ROW_MAPS):
+            return False
+        names: dict[Any, str] = {}
+        for a in node.args:
+            for i, name in zip(a.axes, self.names.get(a.cls, ()), strict=False):
+                if names.setdefault(i, name) != name:
+                    return False
+        if len(names) < len(c.sizes) or len(set(names.values())) < len(names):
+            return False
+        args = [self.value(a, names) for a in node.args]
+        if None in args:
+            return False
+        self.number[cls] = self.step("apply", (node.op, node.attr), tuple(args), c.dtype)  # pyright: ignore
+        self.names[cls] = tuple(names[i] for i in range(len(c.sizes)))
+        return True
+
+    def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
+        """The steps that some are made of, these, and what is read: an attempt may leave others."""
+        live = set(used)
+        for n in range(len(self.steps) - 1, -1, -1):
+            if n in live:
+                live.update(self.steps[n][2])
+        steps: list[Step] = []
+        reads: list[Ref] = []
+        to: dict[int, int] = {}
+        for n in sorted(live):
+            kind, data, args, dtype = self.steps[n]
+            if kind == "read":
+                reads.append(self.reads[data])
+                data = len(reads) - 1
+            to[n] = len(steps)
+            steps.append((kind, data, tuple([to[a] for a in args]), dtype))
+        return tuple(steps), tuple([to[n] for n in used]), reads
+
+
+def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
+    """The needed classes that depend on any of `roots`, and these."""
+    found = set(roots)
+    for cls in need.order:
+        if any(a.cls in found for a in node_of(g, cls).args):
+            found.add(cls)
+    return found
+
+
+def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuilder) -> Rows | None:
+    """The row algebra around a fold's exits as its epilogue.
+
+    Args:
+        around: the program around it.
+        served: the exits, by class.
+        tiles: the fold's operands; those that the epilogue reads are added.
+
+    Returns:
+        None where some row algebra cannot be done inside.
+    """
+    t, need = around.t, around.need
+    lead, *others = {s.lead for s in served.values()}
+    if others:
+        return None  # some are sums over rows: there is no row for them
+    after = dependents(t.graph, need, set(served))
+    program = _Program(t, lead, after, around.late)
+    for cls in need.order:
+        if cls in served:
+            if not program.serve(served[cls]):
+                return None
+        elif cls in program.after and cls not in around.pairwise:
+            program.follow(cls)
+    inside = _kept(around, program, set(served))
+    exits: list[Value] = [*sorted(_exits(around, inside))]
+    exits += [v for v in program.number if isinstance(v, tuple)]
+    axes = tuple(_stored(t, program, served, value) for value in exits)
+    steps, used, refs = program.finish([program.number[value] for value in exits])
+    reads = tuple(tiles.operand(ref) for ref in refs)
+    fun = _function(steps, used, t.primitives)
+    key = ("rows", tuple((k, repr(d), a, x) for k, d, a, x in steps), used)
+    names = {value: program.names[value] for value in exits}
+    return Rows(Epilogue(fun, axes, reads, key), exits, names, inside, axes)
+
+
+def _exits(around: Surroundings, inside: set[int]) -> list[int]:
+    """The classes taken in that are read by something that is not."""
+
+    def leaves(cls: int) -> bool:
+        users = around.need.users.get(cls, ())
+        if cls in around.need.outside or cls in around.read:
+            return True
+        return any(u not in inside and u not in around.pairwise for u in users)
+
+    return [cls for cls in inside if leaves(cls)]
+
+
+def _kept(around: Surroundings, program: _Program, exits: set[int]) -> set[int]:
+    """The classes taken in that make what leaves the fold smaller."""
+
+    def weight(inside: set[int]) -> int:
+        classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
+        return sum(
+            math.prod(int(str(s)) for s in c.sizes) * np.dtype(c.dtype).itemsize for c in classes
+        )
+
+    inside = {v for v in program.number if isinstance(v, int)}
+    now = weight(inside)
+    while True:
+        for cls in sorted(set(_exits(around, inside)) - exits, reverse=True):
+            then = weight(inside - {cls})
+            if then <= now:
+                inside, now = inside - {cls}, then
+                break
+        else:
+            return inside
+
+
+def _stored(t: TermGraph, program: _Program, served: dict[int, Served], value: Value) -> Names:
+    """The axes of a result in the order in which the program holds it last."""
+    names = program.names[value]
+    order = list(names)
+    for v in range(len(t.views) - 1, -1, -1):
+        view = t.views[v]
+        if view is not None and view.cls == value:
+            by_place = sorted(range(len(names)), key=lambda s: view.axes[s])
+            order = [names[s] for s in by_place]
+            break
+    if program.lead[-1] not in order:  # the one row
+        order.insert(sum(a in program.lead for a in order), program.lead[-1])
+    features = [a for a in names if a not in program.lead]
+    known = [list(place[2]) for s in served.values() for place in s.places]
+    wanted = next((f for f in known if set(f) == set(features)), features)
+    if [a for a in order if a in features] != wanted:
+        order = [*(a for a in order if a not in features), *wanted]
+    return tuple(order)
+
+
+def _function(
+    steps: tuple[Step, ...], used: tuple[int, ...], primitives: dict[str, Any]
+) -> Callable[[tuple, tuple], tuple]:
+    """The steps as a function of a fold's results and the values read."""
+
+    def epilogue(results: tuple, values: tuple) -> tuple:
+        made: list[Any] = []
+        for kind, data, args, dtype in steps:
+            if kind == "const":
+                made.append(np.asarray(data).astype(np.dtype(dtype)))
+            elif kind == "read":
+                made.append(values[data])
+            elif kind == "state":
+                made.append(results[data[0]][data[1]])
+            elif kind == "cast":
+                made.append(made[args[0]].astype(np.dtype(dtype)))
+            elif kind == "scale":
+                scaled = _scaled(data, [made[a] for a in args], results)
+                made.append(scaled.astype(np.dtype(dtype)))
+            else:
+                made.append(apply(data, [made[a] for a in args], dtype, primitives))
+        return tuple([made[n] for n in used])
+
+    return epilogue
+
+
+def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
+    """A result times e^(shift + Σ coefficient·term) · Π factor^power."""
+    shift, coefficients, powers, coefficient = data
+    top = None if shift is None else results[shift[0]][shift[1]]
+    terms, factors = args[1 : 1 + len(coefficients)], args[1 + len(coefficients) :]
+    exponent = list(zip(terms, coefficients, strict=True))
+    scale = row_scale(top, exponent, list(zip(factors, powers, strict=True)), args[0].dtype)
+    scaled = args[0] if scale is None else args[0] * scale
+    if coefficient == 1:
+        return scaled
+    return scaled * term_lowering.literal(coefficient, str(scaled.dtype))
+
+
+def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:
+    """e^(shift + Σ coefficient·term) · Π factor^power in a dtype; None where it is 1.
+
+    Args:
+        top: the maximum that exponentials were shifted by; None for no shift.
+        exponent: (term, coefficient) pairs.
+        factors: (factor, power) pairs.
+        dtype: of the result.
+    """
+    scale: Any = None
+    if top is not None or exponent:
+        shift: Any = jnp.zeros((), dtype) if top is None else shift_of(top).astype(dtype)
+        for term, coefficient in exponent:
+            shift = shift + coefficient * term.astype(dtype)
+        scale = jnp.exp(shift)
+    for factor, power in factors:
+        value = factor.astype(dtype)
+        if power == -1:
+            scale = (jnp.ones((), dtype) if scale is None else scale) / value
+        else:
+            value = value ** (int(power) if power.denominator == 1 else float(power))
+            scale = value if scale is None else scale * value
+    return scale

@@ -1,0 +1,240 @@
+"""Whether folds pay: the terms made whole against the folds that serve their exits (a face).
+
+Both sides are priced by the device model. A fold computes every tile again that it reads and
+writes none; the program as written makes each pairwise term once and reads it for every use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import CostModel, itemsize, weight
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.products import flattest
+from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
+from symjax_rewrite.kernel_selection.folds.clustering import Candidate, Cluster
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    ArgExtremum,
+    ExpSums,
+    FoldSpec,
+    KeyedSums,
+    Output,
+    TopK,
+)
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
+from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
+
+# Measured on two CPU cores, f32 (experiments/folds).
+FUSED_STEPS_PER_S = 16e9  # elementwise steps in a loop that stays in cache
+CACHED = 3.0  # how many times faster memory is while terms stay in cache
+KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
+FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
+_PLAIN_STEPS = {
+    "argmax": 80,
+    "argmin": 80,
+    "top_k": 24,  # and PLAIN_PLACE for each of the k
+    "sorted": 2900,
+    "keyed": 64,
+}  # of XLA's own, per element
+PLAIN_PLACE = 3000  # steps of XLA's top-k for each of the k places of a row
+FOLD_ROW, FOLD_PLACE = 20_000, 3900  # steps of a fold's top-k for a block's row, for each of the k
+MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
+LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
+_PLAIN_LOOKUP = 17
+_PLAIN_SUM = 60  # of a sum over the features of a pair, for each pair
+_LONG_SUM = 16  # features from which on XLA adds them up several at a time
+BLOCK_S = 40e-6  # of a block's products: late interaction of 32 × 64 with 128 × 300 tokens
+LEAST_GAIN = 0.8  # a fold must be predicted to take at most this part of the time
+
+
+def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
+    """Whether serving a cluster by folds is predicted to be faster than making its terms."""
+    fresh = bytes_whole(t, cluster, device)
+    if device.name == "cpu":
+        cached = 1.0 if fresh >= KEPT_BYTES else CACHED
+        bandwidth = cached * device.bytes_per_s
+        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
+    whole = seconds_whole(t, cluster, device)
+    if device.name == "cpu":
+        whole += max(fresh - KEPT_BYTES, 0) / FRESH_BYTES_PER_S
+    return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
+
+
+def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
+    """Whether a cluster is nothing but products, which cost less in an order without its pairs."""
+    seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
+    if device.name == "cpu":
+        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S)
+    return sum(seconds) <= sum(seconds_folded(r, device) for r in routes)
+
+
+def _seconds_ordered(t: TermGraph, m: Candidate, pairs: int, device: Device) -> float:
+    """Seconds of an exit in the best order of its factors, none of whose parts is as large."""
+    g = t.graph
+    if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
+        return math.inf
+    p, dtype = flattest(g, m.exit.cls), g.classes[m.exit.cls].dtype
+    sizes = [value(s, {}) for s in (*g.classes[m.exit.cls].sizes, *p.bound)]
+    model = CostModel(device, lambda d: value(d, {}))
+
+    def count(mask: int) -> float:
+        return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
+
+    def seconds(left: int, right: int, kept: int) -> float:
+        if count(kept) >= pairs:
+            return math.inf
+        moved = itemsize(dtype) * (count(left) + count(right) + count(kept))
+        return model.join_seconds(2 * count(left | right), moved, dtype)
+
+    masks = [sum(1 << i for i in {*f.axes}) for f in p.factors]
+    found = best_order(masks, (1 << p.out) - 1, seconds, Pairs.of(MOST_PAIRS))
+    return math.inf if found is None else found[1]
+
+
+def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:
+    """The written nodes of a cluster, its classes, and its exits."""
+    exits = sorted({m.exit.cls for m in cluster.members})
+    mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
+    mine |= {x for m in cluster.members for x in m.exit.through}
+    reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
+    return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
+
+
+def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
+    """What a cluster writes whatever is fused: its exits, and what XLA's own routines read."""
+    native = [node_of(t.graph, c) for c in exits if node_of(t.graph, c).op == NATIVE]
+    return (*exits, *sorted({a.cls for n in native for a in n.args if a.cls in mine} - {*exits}))
+
+
+def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
+    """Seconds of the pairwise terms and their exits as they are written."""
+    choice, mine, exits = _choice(t, cluster)
+    model = CostModel(device, lambda d: value(d, {}))
+    roots = _roots(t, mine, exits)
+    seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
+    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}  # values, places
+    steps = float(sum(_PLAIN_STEPS.get(m.exit.kind, 0) * _reduced(m) for m in once.values()))
+    steps += sum(PLAIN_PLACE * m.exit.places * _rows(m) for m in once.values())
+    looked = {r.cls for m in cluster.members for r in m.tile.looked}
+    steps += sum(_PLAIN_LOOKUP * elements(t, cls) for cls in looked)
+    summed = {r.cls for m in cluster.members for r in m.tile.inner if _is_short_sum(t, m, r)}
+    if device.name == "cpu":  # a GPU adds up the features of many pairs at a time
+        steps += sum(_PLAIN_SUM * elements(t, cls) for cls in summed)
+    return seconds + steps / device.elementwise_per_s
+
+
+def _is_short_sum(t: TermGraph, m: Candidate, ref: Ref) -> bool:
+    """Whether a term of pairs is summed over a few features, as differences of points are."""
+    node = node_of(t.graph, ref.cls)
+    count = math.prod(b for b in node.bound if isinstance(b, int))
+    if node.op != CONTRACT or not 1 < count < _LONG_SUM:
+        return False
+    paired = [{ref.axes[i] for i in a.axes if i < node.out} for a in node.args]
+    return any({m.pair.row, m.pair.column} <= axes for axes in paired)
+
+
+def _reduced(m: Candidate) -> int:
+    """Elements that an exit reduces: what is summed by key is summed over other indices first."""
+    if m.exit.kind != "keyed":
+        return m.pairs
+    out = min(m.exit.bound)
+    mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
+    return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
+
+
+def _rows(m: Candidate) -> int:
+    """Rows that a top-k or a sort searches: its pairs without what it reduces."""
+    return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
+
+
+def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
+    """Bytes of pairwise terms in memory at once when the program runs as it is written."""
+    choice, mine, exits = _choice(t, cluster)
+    order = sorted(mine)
+    model = CostModel(device, lambda d: value(d, {}))
+    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
+    roots = _roots(t, mine, exits)
+    written = model.written(facts, roots, facts.keys() - mine)
+    last: dict[int, int] = {}
+    for c in reversed(order):
+        until = c if c in written else last.get(c, c)
+        for a in node_of(t.graph, c).args:
+            last[a.cls] = max(last.get(a.cls, -1), until)
+    held = [c for c in order if c in written and c not in exits]
+    size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
+    in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
+    users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
+
+    def overwritten(c: int, x: int) -> bool:
+        """Whether x is made where c lay; c lives on where it is also reduced on the way to x."""
+        return x in in_place and (x in roots or users[c] == 1)
+
+    def lives(c: int, x: int) -> bool:
+        until = last.get(c, c)
+        return c <= x and (x < until or (x == until and (c == x or not overwritten(c, x))))
+
+    return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
+
+
+def seconds_folded(route: FoldRoute, device: Device) -> float:
+    """Seconds of a fold: its products, its elementwise work, and its operands and results."""
+    spec = route.spec
+    dtype = spec.contractions[0].dtype if spec.contractions else "float32"
+    pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
+    unread = Ref(-1, ())
+    steps = float(sum(kind == "hit" for kind, *_ in route.steps))
+    once = sum(kind == "lookup" for kind, *_ in route.steps) * LOOKUP_STEPS
+    once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * KEYED_STEPS
+    blocks = xla_blocks(spec)
+    held = set(blocks.inner) & {*shared_axes(spec)}
+    steps += once / math.prod(spec.size[a] for a in held)
+    for kind, data, args, _ in route.steps:
+        if kind == "apply":
+            op, attr = data
+            steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
+    if any(isinstance(o, TopK) for o in spec.outputs):
+        steps *= 2  # a search reads a block twice, and XLA computes it for each
+    steps += sum(_output_steps(o, blocks.cols) for o in spec.outputs)
+    products = fold_cost.flops(spec) / device.peak(dtype)
+    kept = 0 if device.name == "cpu" else 4 * pairs * _blocks_kept(route)
+    moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
+    if device.name == "cpu" and spec.contractions:
+        moved += BLOCK_S * _loop_steps(spec, blocks)
+    return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+
+
+def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
+    """How many blocks a fold's loops go through."""
+    looped = math.prod(spec.size[a] for a in spec.batch if a not in blocks.inner)
+    return looped * -(-spec.rows // max(blocks.rows, 1)) * -(-spec.cols // max(blocks.cols, 1))
+
+
+def _blocks_kept(route: FoldRoute) -> int:
+    """How often a block of the tile is written or read where no kernel holds it on a GPU."""
+    spec = route.spec
+    if spec.tile.whole is None:
+        return 0
+    reductions = sum(kind == "along" for kind, *_ in route.steps)
+    return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
+
+
+def _output_steps(output: Output, columns: int) -> float:
+    match output:
+        case ExpSums():
+            return 7
+        case ArgExtremum():
+            return 16
+        case TopK(k=k):
+            return 9 + (FOLD_ROW + FOLD_PLACE * k) / columns
+        case KeyedSums():
+            return 0  # counted where they are shared
+        case _:
+            return 1

@@ -1,0 +1,254 @@
+"""Gathers and scatters of single elements, read as terms (a face).
+
+`x[m, label[m]]`, in any of its spellings, chooses a column for each row; its transpose puts a value
+into the column chosen and zero everywhere else. `table[key[m, n]]` is looked up for each pair; its
+transpose adds up what the pairs of equal keys hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitive_context import Groups
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+
+SCATTERS = ("scatter-add", "scatter_add", "scatter")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`table[.., place[..], ..]`, one element for each index of the result.
+
+    table: what is read, over the result's indices and `index`, of `size` elements. place: integers
+    over the result's indices. mode: `fill` (with `fill`, or NaN) or `clip` what is out of range.
+    """
+
+    table: Ref
+    index: int
+    size: Dim
+    place: Ref
+    mode: str
+    fill: Any
+
+
+class Hit(NamedTuple):
+    """`value` where index `along` is `place`, else zero; places are clipped below `limit`."""
+
+    along: int
+    place: Ref
+    value: Ref
+    limit: int | None
+
+
+def choice(node: Node, size: Dim) -> Choice | None:
+    """A gather that reads one element along one index, of `size` elements."""
+    if node.op != TAKE or len(node.args) != 2 or len(node.bound) != 1:
+        return None
+    mode, fill, windows = node.attr
+    table, place = node.args
+    if any(w is not None for w in windows) or node.out not in table.axes:
+        return None
+    value = None if fill is None else fill[0]
+    return Choice(table, node.out, size, place, "fill" if mode == "fill" else "clip", value)
+
+
+def hit(t: TermGraph, ref: Ref) -> Hit | None:
+    """A scatter into zeros of one element per row, over the reference's indices."""
+    found = _scatter(t, ref.cls, SCATTERS)
+    if found is None or len(found.along) != 1 or found.bound:
+        return None
+    view: Any = lambda r: Ref(r.cls, tuple([ref.axes[i] for i in r.axes]))  # noqa: E731
+    (along,), (place,) = found.along, found.places
+    limit = int(t.graph.classes[ref.cls].sizes[along]) if found.clips else None  # pyright: ignore[reportArgumentType]
+    return Hit(ref.axes[along], view(place), view(found.value), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """`out[.., k, ..] = Σ value` over the bound indices whose places are k.
+
+    along: the result's indices that places say. places: one reference of integers for each, over
+    the result's other indices and the bound ones, which are numbered after the result's; so is
+    `value`. bound: their sizes. clips: what is out of range counts at the end, else nowhere.
+    """
+
+    along: tuple[int, ...]
+    places: tuple[Ref, ...]
+    value: Ref
+    bound: tuple[Dim, ...]
+    clips: bool
+
+
+def keyed(t: TermGraph, cls: int) -> Keyed | None:
+    """A scatter into zeros that adds up."""
+    return _scatter(t, cls, SCATTERS[:2])
+
+
+def scattered(t: TermGraph, cls: int) -> Keyed | None:
+    """A scatter into zeros that adds up, or has one place in each row."""
+    found = _scatter(t, cls, SCATTERS)
+    return keyed(t, cls) if found is not None and found.bound else found
+
+
+def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
+    if cls not in t.made_by:
+        return None
+    e = t.program.equations[t.made_by[cls][0]]
+    if e.name not in names or not all(isinstance(v, int) for v in e.invals):
+        return None
+    zeros, w, u = (int(v) for v in e.invals if isinstance(v, int))
+    node = node_of(t.graph, t.view(zeros).cls)
+    if node.op != CONST or node.attr[0] != 0:
+        return None
+    d, out = e.eqn.params["dimension_numbers"], e.outvals[0]
+    shape, updates = _shape(t, out), _shape(t, u)
+    spread = [a for a in range(len(updates)) if a not in d.update_window_dims]
+    windows = [a for a in range(len(shape)) if a not in
+               (*d.inserted_window_dims, *d.operand_batching_dims)]  # fmt: skip
+    found = _free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
+    if found is None:
+        return None
+    free, mine = found  # axis of the result: axis of the updates
+    at = [axis for _, axis in free]
+    for a, b in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
+        mine[a] = spread[b]
+    for a, b in zip(windows, sorted(map(int, d.update_window_dims)), strict=True):
+        if updates[b] != (1 if a in at else shape[a]):
+            return None
+        if a not in at:
+            mine[a] = b
+    axes = [a for a in range(len(shape)) if a not in at]
+    if sorted(mine) != axes or any(len(t.positions[out][a]) != 1 for a in at):
+        return None
+    back: dict[int, int] = {}  # position in the updates: index of the result
+    for a, b in mine.items():
+        theirs, ours = t.positions[u][b], t.positions[out][a]
+        if [t.sizes[u][q] for q in theirs] != [t.sizes[out][q] for q in ours]:
+            return None
+        back.update(zip(theirs, ours, strict=True))
+    loose = [q for q in range(len(t.sizes[u])) if q not in back]
+    back.update({q: len(t.sizes[out]) + n for n, q in enumerate(loose)})
+    over: Any = lambda r: Ref(r.cls, tuple([back[i] for i in r.axes]))  # noqa: E731
+    return Keyed(
+        tuple([t.positions[out][a][0] for a in at]),
+        tuple([over(place) for place, _ in free]),
+        over(t.view(u)),
+        tuple([t.sizes[u][q] for q in loose]),
+        "CLIP" in str(e.eqn.params["mode"]),
+    )
+
+
+def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
+    """`(place, index)` of a reference that is 1 where the place is the index, and 0 elsewhere."""
+    node = node_of(t.graph, ref.cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
+        return None
+    test = node_of(t.graph, node.args[0].cls)
+    if test.op != MAP or test.attr[0] != "eq":
+        return None
+    sides = [Ref(a.cls, tuple([ref.axes[node.args[0].axes[i]] for i in a.axes])) for a in test.args]
+    for place, number in (sides, sides[::-1]):
+        index = counts_along(t, number)
+        integer = dtype_kind(t.graph.classes[place.cls].dtype) in "iu"
+        if index is not None and integer and index not in place.axes:
+            return place, index
+    return None
+
+
+def is_counted(g: EGraph, cls: int) -> bool:
+    """Whether integers are computed from integers alone, so that no rounding moves them."""
+    seen, stack = {cls}, [cls]
+    while stack:
+        c = stack.pop()
+        if dtype_kind(g.classes[c].dtype) not in "iub":
+            return False
+        node = node_of(g, c)
+        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
+            new = {a.cls for a in node.args} - seen
+            seen |= new
+            stack += new
+    return True
+
+
+def _shape(t: TermGraph, v: int) -> tuple[Any, ...]:
+    return tuple(t.program.avals[v].shape)
+
+
+def _free(
+    t: TermGraph,
+    w: int,
+    axes: tuple[int, ...],
+    spread: list[int],
+    positions: Groups,
+    sizes: tuple[Dim, ...],
+) -> tuple[list[tuple[Ref, int]], dict[int, int]] | None:
+    """The index arrays that choose, each with the axis it chooses along; and the axes in step.
+
+    Index arrays that count up along an axis of the result only say that the axes go in step.
+    `spread` are the axes of the result (or updates) that the arrays are spread over.
+    """
+    parts = _parts(t, w, len(axes))
+    if parts is None:
+        return None
+    groups = t.positions[w][:-1]
+    to: dict[int, int] = {}
+    for group, b in zip(groups, spread, strict=True):
+        theirs = positions[b]
+        if [t.sizes[w][q] for q in group] != [sizes[q] for q in theirs]:
+            return None
+        to.update(zip(group, theirs, strict=True))
+    free: list[tuple[Ref, int]] = []
+    in_step: dict[int, int] = {}
+    for part, axis in zip(parts, map(int, axes), strict=True):
+        if any(i not in to for i in part.axes):
+            return None
+        place = Ref(part.cls, tuple([to[i] for i in part.axes]))
+        counted = counts_along(t, place)
+        home = [b for b in spread if positions[b] == (counted,)]
+        if counted is not None and home and home[0] not in in_step.values():
+            in_step[axis] = home[0]
+        else:
+            free.append((place, axis))
+    return free, in_step
+
+
+def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
+    """The index arrays stacked along the last axis of a value, over its positions."""
+    view = t.view(w)
+    if count == 1:
+        return [view]
+    node = node_of(t.graph, view.cls)
+    last = t.positions[w][-1]
+    if node.op != CONCAT or len(last) != 1 or len(node.args) != count:
+        return None
+    index, sizes = node.attr
+    if view.axes[index] != last[0] or any(s != 1 for s in sizes):
+        return None
+    return [Ref(a.cls, tuple([view.axes[i] for i in a.axes])) for a in node.args]
+
+
+def counts_along(t: TermGraph, ref: Ref) -> int | None:
+    """The index that an integer reference is the number of, if it is one."""
+    g = t.graph
+    node = node_of(g, ref.cls)
+    if node.op == IOTA:
+        return ref.axes[0]
+    if node.op != MAP:
+        return None
+    args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
+    if node.attr[0] == "convert_element_type":
+        return counts_along(t, args[0])
+    if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative: there is none
+        test = node_of(g, args[0].cls)
+        if test.op == MAP and test.attr[0] == "lt" and node_of(g, test.args[1].cls).op == CONST:
+            least = node_of(g, test.args[1].cls).attr[0]
+            tested = Ref(test.args[0].cls, tuple([args[0].axes[i] for i in test.args[0].axes]))
+            if least <= 0 and counts_along(t, tested) is not None:
+                return counts_along(t, args[1])
+    return None

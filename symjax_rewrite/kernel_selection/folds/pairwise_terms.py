@@ -1,0 +1,455 @@
+"""Pairwise regions: terms over a row index m and a column index n (a face).
+
+A term is *pairwise* where it carries both m and n. `Pair.open` says how such a term is computed
+from others of its kind, from small contractions of row and column operands, and from what lacks
+m or n.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    MAP,
+    NATIVE,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+)
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds import gather_patterns
+
+UNROLL = 64  # terms of a sum inside a tile that are written out at most
+LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad to as many
+MOST_PIECES = 8  # that are chosen from in a tile
+LARGEST_TILE = 256  # terms of one tile at most
+MOST_STEPS = 512  # of one tile, its sums written out
+
+_COMPARISONS = frozenset(
+    "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
+)
+
+
+def over(ref: Ref, arg: Ref) -> Ref:
+    """An operand of a reference's node, over the indices the reference reads."""
+    return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
+
+
+def _over_slots(ref: Ref, value: Ref) -> Ref:
+    """A value over a class's slots and further names, over the indices a reference reads."""
+    return Ref(value.cls, tuple([i if isinstance(i, str) else ref.axes[i] for i in value.axes]))
+
+
+class At(NamedTuple):
+    """One element of an axis, where a reference reads no index."""
+
+    place: int
+
+
+def reads_twice(ref: Ref) -> bool:
+    """Whether a reference reads an index along two axes."""
+    indices = [i for i in ref.axes if not isinstance(i, At)]
+    return len(set(indices)) != len(indices)
+
+
+def elements(t: TermGraph, cls: int) -> int:
+    """How many elements a class has."""
+    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies its operands element by element."""
+    return node.op == CONTRACT and not node.bound
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether a node combines its operands element by element."""
+    return node.op in (MAP, ADD) or is_product(node)
+
+
+class Opened(NamedTuple):
+    """How a pairwise reference is computed.
+
+    kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
+    column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
+    `hit` (a value where the column is the one chosen), `lookup` (a table and the integers it is
+    read at; how in `data`, a `Lookup`), `part` (another at places), `pieces` (an
+    index and what is joined along it; where each begins but the first in `data`), `along` (a
+    product reduced; the monoid, and whether along rows, in `data`), `chosen` (what it is at the
+    chosen columns), or `leaf`.
+    """
+
+    kind: str
+    args: tuple[Ref, ...] = ()
+    data: Any = None
+
+
+class Lookup(NamedTuple):
+    """How a table is read at integers: `fill` out of range, None for the nearest place.
+
+    counted: for each of the integers, whether tiles compute it. What is made from floating-point
+    values is read as the program made it: a rounding may change it.
+    """
+
+    fill: Any
+    counted: tuple[bool, ...]
+
+
+class Pair:
+    """The reading of terms as pairwise in the indices m and n of one exit.
+
+    gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
+    not written out. single: where there is one row, which has no index: the indices of the term.
+    inside: row values that tiles compute for themselves. tables: whether tiles look values up.
+    chosen: where tiles are read at some columns of each row alone, a class that is zero at others,
+    and what it is there: a reference over its slots, and over names that tell the columns apart.
+    """
+
+    def __init__(
+        self,
+        t: TermGraph,
+        row: Any,
+        column: Any,
+        gone: frozenset[int],
+        made: set[int],
+        single: frozenset | None = None,
+        inside: frozenset[int] = frozenset(),
+        tables: bool = False,
+        chosen: tuple[int, Ref] | None = None,
+    ) -> None:
+        self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
+        self.made, self.single, self.inside, self.tables = made, single, inside, tables
+        self.chosen = chosen
+        self._fresh = 0
+
+    def holds(self, ref: Ref) -> bool:
+        """Whether a reference carries both indices."""
+        if self.single is not None:
+            return self.column in ref.axes and self.single.issuperset(ref.axes)
+        return self.row in ref.axes and self.column in ref.axes
+
+    def computing(self, inside: frozenset[int]) -> Pair:
+        """The same reading where tiles compute some row values for themselves."""
+        return self.of(self.row, self.column, self.single, inside)
+
+    def of(self, row: Any, column: Any, single: frozenset | None, inside: frozenset[int]) -> Pair:
+        """The same reading in other indices."""
+        kept = self.gone, self.made, single, inside, self.tables, self.chosen
+        return Pair(self.t, row, column, *kept)
+
+    def is_of_row(self, ref: Ref) -> bool:
+        """Whether a reference carries the row; without an index of rows, whether it may."""
+        if self.single is not None:
+            return self.column not in ref.axes
+        return self.row in ref.axes
+
+    def open(self, ref: Ref) -> Opened:
+        """How a reference that carries both is computed."""
+        node = node_of(self.g, ref.cls)
+        if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
+            return Opened("leaf")
+        if self.chosen is not None and ref.cls == self.chosen[0]:
+            return Opened("chosen", (_over_slots(ref, self.chosen[1]),))
+        if is_elementwise(node):
+            return self._elementwise(ref, node)
+        if node.op == DELTA:
+            return Opened("delta")
+        if node.op == CONTRACT:
+            return self._contraction(ref, node)
+        if node.op == SLICE:
+            return self._part(ref, node)
+        if node.op == CONCAT:
+            return self._pieces(ref, node)
+        if node.op == TAKE:
+            return self._take(ref, node)
+        if node.op == NATIVE:
+            hit = gather_patterns.hit(self.t, ref)
+            return Opened("leaf") if hit is None else self._hit(hit)
+        return Opened("leaf")
+
+    def reduced(self, ref: Ref) -> Opened:
+        """How a row value is computed from whole rows of a tile, or from other row values."""
+        node = node_of(self.g, ref.cls)
+        if is_elementwise(node):
+            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        of_row = self.single is None and self.row not in ref.axes
+        whole = Ref(ref.cls, (*ref.axes, self.row if of_row else self.column))
+        kind = "sum" if node.op == CONTRACT else node.attr
+        return Opened("along", tuple([over(whole, a) for a in node.args]), (kind, of_row))
+
+    def _elementwise(self, ref: Ref, node: Node) -> Opened:
+        kept = [k for k, a in enumerate(node.args) if a.cls not in self.gone]
+        if node.op != ADD or len(kept) in (0, len(node.args)):
+            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        attr = tuple([node.attr[k] for k in kept])
+        return Opened("apply", tuple([over(ref, node.args[k]) for k in kept]), attr)
+
+    def _part(self, ref: Ref, node: Node) -> Opened:
+        """Components of terms that are computed here: `d[.., 0]` of differences of points."""
+        (arg,) = node.args
+        inner = node_of(self.g, arg.cls)
+        computed = is_elementwise(inner) or inner.op in (CONTRACT, SLICE)
+        if not computed or any(isinstance(entry, tuple) for entry in node.attr):
+            return Opened("leaf")
+        axes = [
+            At(entry) if entry is not None else ref.axes[i]
+            for entry, i in zip(node.attr, arg.axes, strict=True)
+        ]
+        return Opened("part", (Ref(arg.cls, tuple(axes)),))  # pyright: ignore[reportArgumentType]
+
+    def _pieces(self, ref: Ref, node: Node) -> Opened:
+        """Components that are computed here side by side: `stack([dx * f, dy * f], -1)`."""
+        along, sizes = node.attr
+        index = ref.axes[along]
+        loose = all(along not in a.axes for a in node.args) and all(
+            isinstance(size, int) for size in sizes
+        )
+        if not loose or index in (self.row, self.column) or len(sizes) > MOST_PIECES:
+            return Opened("leaf")
+        starts = tuple(itertools.accumulate(sizes[:-1]))
+        args = tuple([over(ref, a) for a in node.args])
+        if isinstance(index, At):
+            return Opened("part", (args[sum(start <= index.place for start in starts)],))
+        number = self.g.add(IOTA, None, (), (sum(sizes),), (), "int32")
+        return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
+
+    def _hit(self, hit: gather_patterns.Hit) -> Opened:
+        args = (hit.place, hit.value)
+        if hit.along not in (self.row, self.column) or any(map(self.holds, args)):
+            return Opened("leaf")
+        return Opened("hit", args, (hit.along == self.row, hit.limit))
+
+    def _take(self, ref: Ref, node: Node) -> Opened:
+        """A table read at pairs of integers."""
+        mode, fill, windows = node.attr
+        if any(w is not None for w in windows):
+            return Opened("leaf")
+        _, (table, *places) = self._opened(ref, node)
+        return self._lookup(ref, table, tuple(places), fill[0] if mode == "fill" else None)
+
+    def _lookup(self, ref: Ref, table: Ref, places: tuple[Ref, ...], fill: Any) -> Opened:
+        read = [i for i in table.axes if isinstance(i, tuple)]  # the tokens of what is looked up
+        shared = [i for i in table.axes if i not in read]
+        if (
+            not self.tables
+            or self.single is not None
+            or any(isinstance(i, tuple) for i in ref.axes)
+            or {self.row, self.column} & {*shared}
+            or len(read) != len(places)
+            or 0 in self.g.classes[table.cls].sizes
+            or reads_twice(table)
+            or not all(map(self.holds, places))
+        ):
+            return Opened("leaf")
+        order = sorted(range(len(places)), key=lambda k: table.axes.index(self._token(k)))
+        places = tuple([places[k] for k in order])
+        counted = tuple([gather_patterns.is_counted(self.g, p.cls) for p in places])
+        return Opened("lookup", (table, *places), Lookup(fill, counted))
+
+    def _token(self, k: int) -> tuple:
+        """The index of a sum, or of what is looked up, in the term that was opened last."""
+        return ("sum", self._fresh, k)
+
+    def _opened(self, ref: Ref, node: Node) -> tuple[list[tuple], list[Ref]]:
+        """The bound indices of a node, named anew, and its operands over them."""
+        self._fresh += 1
+        tokens = [self._token(k) for k in range(len(node.bound))]
+        axes: list[Any] = [*ref.axes, *tokens]
+        return tokens, [Ref(a.cls, tuple([axes[i] for i in a.axes])) for a in node.args]
+
+    def _contraction(self, ref: Ref, node: Node) -> Opened:
+        tokens, args = self._opened(ref, node)
+        for k, a in enumerate(args if len(args) == 2 and len(tokens) == 1 else ()):
+            hot = gather_patterns.one_hot(self.t, a) if self.tables and self.holds(a) else None
+            if hot is not None and hot[1] == tokens[0]:
+                return self._lookup(ref, args[1 - k], (hot[0],), 0)
+        split = self._separable(args, set(tokens))
+        if split is not None:
+            return Opened("dot", split, (tuple(tokens), node.attr))
+        count = node.bound[0] if len(node.bound) == 1 else 0
+        if len(args) == 1 and isinstance(count, int) and count >= LEAST_DOT:
+            inner = node_of(self.g, args[0].cls)
+            factors = [over(args[0], a) for a in inner.args] if is_product(inner) else []
+            split = self._separable(factors, set(tokens))
+            if split is not None:  # a sum of products is a dot that loses no digits
+                return Opened("dot", split, (tuple(tokens), "highest"))
+        if isinstance(count, int) and 0 < count <= UNROLL and ref.cls not in self.made:
+            unread = all(tokens[0] not in a.axes for a in args)
+            return Opened("leaf") if unread else Opened("sum", tuple(args), (tokens[0], count))
+        return Opened("leaf")
+
+    def _separable(self, args: list[Ref], tokens: set) -> tuple[Ref, Ref] | None:
+        """Row and column operand of a contraction, where it has them."""
+        if len(args) != 2:
+            return None
+        left, right = args if self.column in args[1].axes else args[::-1]
+        if self.single is None and self.row not in left.axes:
+            return None
+        if self.column in left.axes or self.row in right.axes or self.column not in right.axes:
+            return None
+        if any(not tokens <= set(a.axes) or reads_twice(a) for a in args):
+            return None
+        if any(dtype_kind(self.g.classes[a.cls].dtype) not in "fiu" for a in args):
+            return None
+        return left, right
+
+
+@dataclass(slots=True)
+class Tile:
+    """What the pairwise terms under an exit are made of.
+
+    inner: pairwise classes computed from others, by reference; heavy: those among them that
+    are more than tests of index numbers. operands: what is read. whole: those that are pairwise
+    themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
+    no sum. compared: classes that jump where their operands change a little. counts: how often
+    an index of a sum is written out; steps: how many there are then. along: the indices that
+    row values are reduced along inside the tile; rows: these and what is made of them. looked:
+    what is looked up in tables.
+    """
+
+    inner: dict[Ref, bool] = field(default_factory=dict)
+    operands: list[Ref] = field(default_factory=list)
+    whole: list[Ref] = field(default_factory=list)
+    dots: dict[int, int] = field(default_factory=dict)
+    nonlinear: bool = False
+    meets: bool = False
+    compared: set[int] = field(default_factory=set)
+    maps: int = 0
+    counts: dict[Any, int] = field(default_factory=dict)
+    steps: int = 0
+    along: set[Any] = field(default_factory=set)
+    rows: set[Ref] = field(default_factory=set)
+    looked: list[Ref] = field(default_factory=list)
+
+    def heavy(self) -> Iterator[Ref]:
+        """Pairwise references that cost something."""
+        return (r for r, is_heavy in self.inner.items() if is_heavy)
+
+
+def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> Tile | None:
+    """Everything pairwise under some references and keys; None where it is too much."""
+    tile = Tile()
+    for ref in refs:
+        if _visit(pair, tile, ref) is None:
+            return None
+    for key in keys:
+        if not visit_key(pair, tile, key, gather_patterns.is_counted(pair.g, key.cls)):
+            return None
+    return tile
+
+
+def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
+    """Whether a pairwise reference is heavy; None where the tile grows too large."""
+    if ref in tile.inner:
+        return tile.inner[ref]
+    tile.steps += math.prod(tile.counts.get(i, 1) for i in ref.axes)
+    if len(tile.inner) > LARGEST_TILE or tile.steps > MOST_STEPS:
+        return None
+    found = pair.open(ref)
+    if found.kind == "sum":
+        tile.counts[found.data[0]] = found.data[1]
+    dtype = pair.g.classes[ref.cls].dtype
+    if found.kind == "leaf":
+        tile.whole.append(ref)
+        return not is_test_like(pair.g, ref.cls)
+    heavy = False
+    tile.inner[ref] = heavy
+    if found.kind in ("dot", "hit", "chosen"):
+        tile.operands.extend(found.args)
+        tile.meets = heavy = True
+        if found.kind == "dot":
+            sizes = pair.g.classes[found.args[0].cls].sizes
+            at = zip(found.args[0].axes, sizes, strict=True)
+            tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
+    if found.kind == "lookup":
+        heavy = tile.nonlinear = True
+        tile.looked.append(ref)
+        tile.operands.append(found.args[0])
+        for place, counted in zip(found.args[1:], found.data.counted, strict=True):
+            if not visit_key(pair, tile, place, counted):
+                return None
+    if found.kind == "sum":  # work, even of tests
+        heavy = True
+    for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
+        inside = _enter(pair, tile, arg)
+        if inside is None:
+            return None
+        heavy |= inside
+    node = node_of(pair.g, ref.cls)
+    if found.kind == "apply":
+        both = sum(map(pair.holds, found.args))
+        tile.meets |= both == 0
+        is_map = node.op == MAP and node.attr[0] != "convert_element_type"
+        tile.nonlinear |= is_map or (node.op == CONTRACT and both > 1)
+        tile.maps += is_map and dtype_kind(dtype) == "f"
+        if (
+            node.op == MAP
+            and node.attr[0] in _COMPARISONS
+            and not asks_whether_finite(pair.g, node)
+        ):
+            tile.compared.add(ref.cls)
+    tile.inner[ref] = heavy
+    return heavy
+
+
+def visit_key(pair: Pair, tile: Tile, place: Ref, counted: bool) -> bool:
+    """Have integers that something is looked up or added up at visited; False for too much."""
+    if counted:
+        return _enter(pair, tile, place) is not None
+    tile.whole.append(place)
+    return True
+
+
+def _enter(pair: Pair, tile: Tile, arg: Ref) -> bool | None:
+    """Whether an operand of a pairwise term is heavy; None where the tile grows too large."""
+    if pair.holds(arg):
+        return _visit(pair, tile, arg)
+    if arg in tile.rows:
+        return True
+    if arg.cls in pair.inside:
+        tile.rows.add(arg)
+        found = pair.reduced(arg)
+        if found.kind == "along":
+            if not any(map(pair.holds, found.args)):
+                return None
+            tile.along.add(pair.row if found.data[1] else pair.column)
+        return None if None in [_enter(pair, tile, a) for a in found.args] else True
+    if node_of(pair.g, arg.cls).op == CONST:
+        return False
+    tile.operands.append(arg)
+    carries = pair.row in arg.axes or pair.column in arg.axes
+    return carries and not is_test_like(pair.g, arg.cls)
+
+
+def asks_whether_finite(g: EGraph, node: Node) -> bool:
+    """Whether a comparison is a test for NaN or infinity, which no rounding changes."""
+    if node.attr[0] == "is_finite" or (len(node.args) == 2 and node.args[0] == node.args[1]):
+        return True
+    limits = [node_of(g, a.cls) for a in node.args]
+    return any(n.op == CONST and math.isinf(abs(n.attr[0])) for n in limits)
+
+
+def is_test_like(g: EGraph, cls: int) -> bool:
+    """Whether a class is made of index numbers, integers, tests and constants alone."""
+    if dtype_kind(g.classes[cls].dtype) in "iub":
+        return True
+    node = node_of(g, cls)
+    if node.op in (CONST, IOTA, DELTA):
+        return True
+    if is_elementwise(node):
+        return all(is_test_like(g, a.cls) for a in node.args)
+    return False

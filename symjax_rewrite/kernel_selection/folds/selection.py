@@ -1,0 +1,322 @@
+"""Routes: reductions over pairwise terms become folds, which never make the terms (a face).
+
+Recognition works on the whole program's terms (`pairs`, `fold_plan`); what an exit's value is in
+terms of a fold's results is `fold_forms`; `fold_route` and `choice_route` emit. This file decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import CPU, Device
+from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece, named
+from symjax_rewrite.kernel_selection.folds.clustering import (
+    Candidate,
+    Cluster,
+    Scope,
+    clusters,
+    direction,
+    frame,
+    schedule,
+)
+from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
+from symjax_rewrite.kernel_selection.folds.epilogue import Served, Surroundings
+from symjax_rewrite.kernel_selection.folds.fold_price import pays, reorders
+from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
+from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
+    SparseRoute,
+    sparse_routes,
+    standing,
+)
+from symjax_rewrite.kernel_selection.folds.sparse_reductions import uses as sparse_uses
+from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
+from symjax_rewrite.kernel_selection.scans.affine_scan import (
+    ScanRoute,
+    route_differentiated,
+    route_loop,
+)
+from symjax_rewrite.kernel_selection.scans.carry_partition import SplitRoute, split_loop
+from symjax_rewrite.kernel_selection.scans.matrix_scan import MatrixRoute
+from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.options import Numerics, log
+from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
+from symjax_rewrite.usage_records import RouteUse
+
+MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
+
+Route = FoldRoute | ChoiceRoute | SparseRoute | Reread
+
+
+class Router:
+    """Finds pairwise terms and decides which become folds.
+
+    Args:
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        numerics: folds change the order of sums, so they need `reassoc`.
+        device: what a fold must pay on, for `"auto"`.
+
+    Raises:
+        UsageError: no such backend.
+    """
+
+    def __init__(self, kernels: str, numerics: Numerics, device: Device = CPU) -> None:
+        if kernels not in ("auto", "always", "off", *BACKENDS):
+            known = ["auto", "always", "off", *BACKENDS]
+            raise UsageError("unknown kernels", expected=known, got=repr(kernels))
+        self.device = device
+        self.kernels = kernels if numerics.permits("reassoc") else "off"
+
+    def find(self, t: TermGraph, need: Needed) -> tuple[list[Route], list[RouteUse]]:
+        """The folds to route, and what was considered."""
+        if self.kernels == "off" or t.dim_env:
+            return [], []
+        least = MIN_PAIRS if self.kernels == "auto" else 0
+        sparse = sparse_routes(t, need, least) if self._looks_for_sparse() else []
+        with standing(t, need, sparse) as need:
+            routes, uses = self._folds(t, need, least)
+        return [*sparse, *routes], [*sparse_uses(t, sparse), *uses]
+
+    def _streams(self) -> bool:
+        """Whether loops run the folds: they look values up, and sum by key and over rows too."""
+        return self.kernels in ("xla", "reference") or self.device.name == "cpu"
+
+    def _looks_for_sparse(self) -> bool:
+        """Whether sums are taken over the places that are not zero: on GPUs it is not measured."""
+        if self.kernels == "auto":
+            return self.device.name == "cpu" and not jax_internals.may_be_partitioned()
+        return True
+
+    def _folds(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
+        """The folds to route, and what was considered."""
+        made = self._find(t, need, least)
+        again = restated(t, need, least)
+        if again is None:
+            return made
+        changed, need = again
+        routes, uses = self._find(t, need, least)
+        routed = {c for r in routes for c in r.classes()}
+        if not changed.wanted <= routed:
+            return made
+        hidden = routed - {c for r in routes for c in r.gives()}
+        return [*routes, *rereads(changed, routed, hidden)], uses
+
+    def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
+        # On a CPU the scores of one query are few beside what makes them.
+        single = self.kernels != "auto" or self.device.name != "cpu"
+        found = clusters(t, need, Scope(least, single, tables=self._streams()))
+        if not found:
+            return [], []
+        if self.kernels == "auto" and jax_internals.may_be_partitioned():
+            for cluster in found:
+                cluster.reason = "several devices: XLA might gather a fold's operands"
+        made: dict[int, list[Route]] = {}
+        while any(not c.reason and n not in made for n, c in enumerate(found)):
+            # What was refused is made whole, so that others wait for more than they did before.
+            made = self._decided(t, need, found)
+        routes = [route for number in sorted(made) for route in made[number]]
+        return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
+
+    def _decided(self, t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, list[Route]]:
+        """The routes of every cluster in play; none at all where one of these is refused."""
+        asked = {n: c for n, c in enumerate(found) if not c.reason}
+        depth = schedule(t, need, [*asked.values()])
+        drafts = {n: Draft(t, c, depth, self._streams()) for n, c in asked.items()}
+        read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
+        made: dict[int, list[Route]] = {}
+        for number in sorted(asked, key=lambda n: -asked[n].pairs):
+            cluster = asked[number]
+            if cluster.reason:
+                continue
+            decided = self._decide(t, drafts[number], need, read)
+            if isinstance(decided, str):
+                cluster.reason = decided
+                continue
+            made[number] = decided
+            _refuse_in_conflict(cluster, found)
+        return made if len(made) == len(asked) else {}
+
+    def route_loop(
+        self, loop: Loop, device: str, gradient: bool = False
+    ) -> tuple[ScanRoute | MatrixRoute | SplitRoute | None, str]:
+        """A kernel for a loop, or None, and why; one whose derivatives are cheap for a gradient."""
+        kernels = self.kernels
+        if kernels == "auto" and device != "cpu" and jax_internals.may_be_partitioned():
+            return None, "several devices: XLA might gather a scan's operands"
+        if gradient:
+            return route_differentiated(loop, kernels, device)
+        route, why = route_loop(loop, kernels, device)
+        return (route, why) if route is not None else split_loop(loop, kernels, device, why)
+
+    def _decide(
+        self, t: TermGraph, draft: Draft, need: Needed, read: Counter[int]
+    ) -> list[Route] | str:
+        """The routes of a cluster, or why it stays as it is."""
+        try:
+            folds = draft.finish(self.kernels, need, read)
+        except UsageError as error:
+            return f"not a fold: {error.what}"
+        for route in folds:
+            backend = BACKENDS.get(route.backend)
+            support = backend.supports(route.spec) if backend else True
+            if not support:
+                raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
+        if self.kernels == "auto" and reorders(t, draft.cluster, folds, self.device):
+            return "a product that costs less in another order, which makes no pairs"
+        if self.kernels == "auto" and not pays(t, draft.cluster, folds, self.device):
+            return f"{draft.cluster.pairs} pairs cost no less where they are computed than to keep"
+        return [*draft.choices, *folds]
+
+
+def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
+    """Leave clusters that read pairs that one that is taken never makes, or make those it reads.
+
+    What is made whole for one fold and anew inside another is rounded in two ways: weights by other
+    scores than those that were summed add up to no whole.
+    """
+    inner, read = _pairs(taken)
+    for other in found:
+        if other is taken or other.reason:
+            continue
+        inner_of_other, read_by_other = _pairs(other)
+        if inner & read_by_other:
+            other.reason = "it reads pairs that another fold never makes"
+        elif read & inner_of_other:
+            other.reason = "another fold reads its pairs"
+
+
+def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
+    """The pairwise classes that a cluster never makes, and what else its tiles read."""
+    inner = {r.cls for m in cluster.members for r in m.tile.inner}
+    return inner, {r.cls for m in cluster.members for r in m.tile.operands}
+
+
+def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
+    """What became of a cluster, for the report."""
+    backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
+    reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
+    log("route", "fold: %s", reason)
+    where = t.where(cluster.members[0].exit.cls)
+    return RouteUse("fold", not cluster.reason, reason, where)
+
+
+class Draft:
+    """The folds of a cluster before their epilogues: these depend on what all others read."""
+
+    def __init__(
+        self, t: TermGraph, cluster: Cluster, depth: dict[int, int], both_ways: bool
+    ) -> None:
+        self.t, self.cluster, self.depth = t, cluster, depth
+        groups: dict[tuple, list[Candidate]] = {}
+        self.choices: list[ChoiceRoute] = []
+        for m in cluster.members:
+            if m.exit.kind == "at":
+                self.choices.append(_choice(t, m))
+                continue
+            groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
+        turned = _turned(groups) if both_ways else {}
+        self.builders = [
+            _fold(t, cluster, group, groups.get(turned.get(key, ()), []))
+            for key, group in groups.items()
+            if key not in turned.values()
+        ]
+        self.levels = [key[0] for key in groups if key not in turned.values()]
+
+    def reads(self) -> list[set[int]]:
+        """The classes that each fold and each choice reads."""
+        return [*(b.reads() for b in self.builders), *(set(c.needs(c.cls)) for c in self.choices)]
+
+    def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
+        """The folds; what is `read` elsewhere is given by their epilogues if they make it.
+
+        Raises:
+            UsageError: the parts of some fold do not fit.
+        """
+        pairwise = self._never_made(read)
+        out: list[FoldRoute] = []
+        for builder, level in zip(self.builders, self.levels, strict=True):
+            elsewhere = set(read - Counter(builder.reads()))
+            late = {c for c, before in self.depth.items() if before > level}
+            around = Surroundings(self.t, need, pairwise, elsewhere, late)
+            out.append(builder.finish(kernels, around))
+        return out
+
+    def _never_made(self, read: Counter[int]) -> set[int]:
+        """The pairwise classes that no fold reads whole, nor anything that one is made of."""
+        inner = {r.cls for m in self.cluster.members for r in m.tile.inner}
+        stack = [cls for cls in inner if cls in read]
+        while stack:
+            cls = stack.pop()
+            if cls in inner:
+                inner.discard(cls)
+                stack += [a.cls for a in node_of(self.t.graph, cls).args]
+        return inner
+
+
+def _turned(groups: dict[tuple, list[Candidate]]) -> dict[tuple, tuple]:
+    """For groups of candidates the one that reduces the same pairs the other way round.
+
+    Sums over rows cost a fold a little more than those over columns: the fewer of them are made so.
+    """
+    out: dict[tuple, tuple] = {}
+    for key in groups:
+        level, row, column, others, along = key
+        back = (level, column, row, others, along)
+        if along or back not in groups or {key, back} & {*out, *out.values()}:
+            continue
+        fewer, more = sorted((key, back), key=lambda k: (not _sums(groups[k]), len(groups[k])))
+        if _sums(groups[fewer]):
+            out[more] = fewer
+    return out
+
+
+def _sums(group: list[Candidate]) -> bool:
+    """Whether candidates are nothing but sums of the tile as it is."""
+    return all(piece.kind in ("sum", "count") for m in group for piece in m.form)
+
+
+def _fold(
+    t: TermGraph, cluster: Cluster, group: list[Candidate], turned: list[Candidate]
+) -> FoldBuilder:
+    """One fold for candidates that wait for the same results.
+
+    Those of the group reduce the same way round, those turned the other.
+    """
+    first = frame(cluster, group[0])
+    pair = group[0].pair
+    name = {first.get(pair.row): ROW, first[pair.column]: COLUMN}
+    for i in group[0].space:
+        if first[i] not in name:
+            name[first[i]] = f"b{len(name) - 2}"
+    lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
+    sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
+    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair)
+    across = (*lead[:-1], COLUMN)
+    for m in (*group, *turned):
+        ids = frame(cluster, m)
+        names = {i: name[ids[i]] for i in m.space}
+        form = tuple(name_piece(p, names) for p in m.form)
+        full: dict[int, Any] = dict(names)
+        for before, after in zip(m.form, form, strict=True):
+            if before.weights is not None and after.weights is not None:
+                full.update(zip(before.weights.axes, after.weights.axes, strict=True))
+        builder.add(Served(m.exit, form, full, lead if m in group else across))
+    return builder
+
+
+def _choice(t: TermGraph, m: Candidate) -> ChoiceRoute:
+    """The route of an exit that chooses a column for each row."""
+    choice = m.exit.choice
+    assert choice is not None
+    count = len(t.graph.classes[m.exit.cls].sizes)
+    names: dict[int, Any] = {i: f"b{i}" for i in range(count)}
+    names[m.pair.row], names[m.pair.column] = ROW, COLUMN
+    sizes = {name: int(m.exit.sizes[i]) for i, name in names.items()}  # pyright: ignore[reportArgumentType]
+    builder = TileBuilder(t, m.pair, sizes=sizes)
+    root = builder.build(named(choice.table, names))
+    columns = Columns(builder, tuple(names[i] for i in range(count)))
+    return ChoiceRoute(m.exit.cls, choice, columns, root)

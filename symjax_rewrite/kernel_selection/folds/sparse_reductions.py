@@ -1,0 +1,354 @@
+"""Sums of what is zero but at a few places of each row: these places alone are read (a face).
+
+    Σ_m S[n,m]·g[n,m]·w[m] = Σ_k v[n,k]·g[n,p[n,k]]·w[p[n,k]]        S[n, p[n,k]] += v[n,k]
+
+The derivative by the k nearest of a row is such an S: zero but at k columns. What multiplies it is
+computed at these columns alone, and summed where it stands, or by column. What a zero stands before
+by its position is not read, as for labels and masks (README, Numerics levels).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite.ir.dataflow import Needed, needed, node_of
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, SLICE, Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.conflicts import OneClass
+from symjax_rewrite.kernel_selection.folds import gather_patterns
+from symjax_rewrite.kernel_selection.folds.builder import named, read_over
+from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    Pair,
+    Tile,
+    elements,
+    explore,
+    is_elementwise,
+    is_test_like,
+    over,
+)
+from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
+from symjax_rewrite.usage_records import RouteUse
+
+LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
+MOST_CUT = 64  # elementwise steps in a chain that are made at some places alone
+MOST_ELEMENTS = 2**31 - 1  # of a result that is summed by column: places are int32
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A class that is zero but at some places of each row.
+
+    along: the slot that the places are along. place, value: over the class's other slots and the
+    names in `extra`, which have sizes. clips: what places out of range are; else they are nowhere.
+    """
+
+    cls: int
+    along: int
+    place: Ref
+    value: Ref
+    extra: tuple[tuple[str, int], ...]
+    clips: bool
+
+
+@dataclass(slots=True)
+class SparseRoute(OneClass):
+    """A sum over the places of a class that is zero elsewhere.
+
+    columns: the program of what is summed. roots: the steps of its factors. place: the columns, by
+    name. names: of each index of the class; COLUMN among them where it is summed by column.
+    """
+
+    cls: int
+    source: Sparse
+    columns: Columns
+    roots: list[int]
+    place: Ref
+    names: tuple[str, ...]
+    backend: str = "gathered"
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before."""
+        del cls
+        return [*self.columns.operands(), self.place.cls]
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value over the class's indices, and its slots."""
+        size, lead = self.columns.builder.sizes, self.columns.names
+        over = tuple(n for n in lead if n in self.place.axes)
+        place = read_over(emitter, self.place, over, tuple(size[n] for n in over))
+        dtype = np.dtype(emitter.t.graph.classes[cls].dtype)
+        made = self.columns.steps(emitter, jnp.clip(place, 0, size[COLUMN] - 1), over)
+        total: Any = jnp.ones((), jnp.promote_types(dtype, np.float32))
+        for root in self.roots:
+            total = total * made[root]
+        total = jnp.broadcast_to(total, tuple(size[n] for n in lead))
+        if not self.source.clips:
+            inside = self.columns.spread((place >= 0) & (place < size[COLUMN]), over)
+            total = jnp.where(inside, total, jnp.zeros((), total.dtype))
+        if COLUMN not in self.names:
+            gone = tuple(k for k, n in enumerate(lead) if n not in self.names)
+            kept = [n for n in lead if n in self.names]
+            total = jnp.sum(total, axis=gone)
+        else:
+            total, kept = self._by_column(total, self.columns.spread(place, over))
+        order = [kept.index(n) for n in self.names]
+        return jax.lax.transpose(total, order).astype(dtype), tuple(range(len(order)))
+
+    def _by_column(self, total: Any, place: Any) -> tuple[Any, list[str]]:
+        """Sums by column, and their axes: what the columns depend on, the columns, the others."""
+        size, lead = self.columns.builder.sizes, self.columns.names
+        shared = [n for n in lead if n in self.names and n in self.place.axes]
+        summed = [n for n in lead if n not in self.names and n in self.place.axes]
+        wide = [n for n in lead if n in self.names and n not in self.place.axes]
+        gone = [n for n in lead if n not in (*shared, *summed, *wide)]
+        order = [lead.index(n) for n in (*shared, *summed, *wide, *gone)]
+        total, place = (jax.lax.transpose(x, order) for x in (total, place))
+        total = jnp.sum(total, axis=tuple(range(len(lead) - len(gone), len(lead))))
+        counts = [math.prod(size[n] for n in each) for each in (shared, summed, wide)]
+        columns = size[COLUMN]
+        here = tuple(size[n] for n in (*shared, *summed))
+        at = jnp.broadcast_to(place.reshape(place.shape[: len(here)]), here).reshape(*counts[:2])
+        at = at.astype(jnp.int32)
+        first = columns * jnp.arange(counts[0], dtype=jnp.int32)[:, None]
+        at = jnp.clip(at, 0, columns - 1) + first  # what is out of range is zero, or clipped
+        empty = jnp.zeros((counts[0] * columns, counts[2]), total.dtype)
+        made = empty.at[at.reshape(-1)].add(total.reshape(-1, counts[2]), mode="promise_in_bounds")
+        kept = [*shared, COLUMN, *wide]
+        return made.reshape([size[n] for n in kept]), kept
+
+
+class _Finder:
+    """Looks for sums of sparse classes.
+
+    least: elements of a class worth looking at. supports: of classes that are zero at the zeros of
+    a sparse one, that one over their indices. given: classes that are elementwise in inputs. cuts:
+    what was made at some places of an index.
+    """
+
+    def __init__(self, t: TermGraph, need: Needed, least: int) -> None:
+        self.t, self.g, self.need, self.least = t, t.graph, need, least
+        self.known: dict[int, Sparse | None] = {}
+        self.cuts: dict[tuple[Ref, int, int, int], Ref] = {}
+        self.supports: dict[int, Ref] = {}
+        for cls in need.order:
+            held = self._support(cls)
+            if held is not None:
+                self.supports[cls] = held
+        self.given: set[int] = set()
+        for cls in need.order if self.supports else ():
+            if self._is_given(cls):
+                self.given.add(cls)
+
+    def sparse(self, cls: int) -> Sparse | None:
+        """A class as one that is zero but at some places."""
+        if cls not in self.known:
+            self.known[cls] = self._sparse(cls)
+        return self.known[cls]
+
+    def _sparse(self, cls: int) -> Sparse | None:
+        if node_of(self.g, cls).op != NATIVE or cls not in self.t.made_by:
+            return None
+        found = gather_patterns.scattered(self.t, cls)
+        if found is None or len(found.along) != 1 or elements(self.t, cls) < max(self.least, 1):
+            return None
+        count = len(self.g.classes[cls].sizes)
+        (along,), (place,), value, bound = found.along, found.places, found.value, list(found.bound)
+        for n in range(len(bound)):
+            cut = self._window(value, count + n)
+            if cut is not None:
+                (start, size), value = cut
+                bound[n], place = size, self._cut(place, count + n, start, size)
+        names = {i: i for i in range(count)} | {count + n: f"k{n}" for n in range(len(bound))}
+        extra = tuple((f"k{n}", int(size)) for n, size in enumerate(bound))  # pyright: ignore[reportArgumentType]
+        place, value = (Ref(r.cls, tuple([names[i] for i in r.axes])) for r in (place, value))  # pyright: ignore[reportArgumentType]
+        if along in place.axes or along in value.axes or count < 2:
+            return None
+        return Sparse(cls, along, place, value, extra, found.clips)
+
+    def _window(self, ref: Ref, index: int) -> tuple[tuple[int, int], Ref] | None:
+        """Where a padded reference is not zero along an index, (start, size), and what is there."""
+        node = node_of(self.g, ref.cls)
+        if node.op != CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
+            return None
+        start = 0
+        for k, (arg, size) in enumerate(zip(node.args, node.attr[1], strict=True)):
+            others = [node_of(self.g, a.cls) for a in (*node.args[:k], *node.args[k + 1 :])]
+            if all(n.op == CONST and n.attr[0] == 0 for n in others):
+                return (start, int(size)), over(ref, arg)
+            start += int(size)
+        return None
+
+    def _cut(self, ref: Ref, index: int, start: int, size: int, depth: int = 0) -> Ref:
+        """A reference at some places of an index; what is elementwise is made of what is cut."""
+        if index not in ref.axes:
+            return ref
+        key = (ref, index, start, size)
+        if key in self.cuts:
+            return self.cuts[key]
+        node, of = node_of(self.g, ref.cls), self.g.classes[ref.cls]
+        local = {i: n for n, i in enumerate(dict.fromkeys(ref.axes))}
+        sizes = dict(zip(ref.axes, of.sizes, strict=True)) | {index: size}
+        args, attr, op = (ref,), tuple((start, 1) if i == index else None for i in ref.axes), SLICE
+        if is_elementwise(node) and depth < MOST_CUT:
+            cut = [self._cut(over(ref, a), index, start, size, depth + 1) for a in node.args]
+            args, op, attr = tuple(cut), node.op, node.attr
+        inner = tuple(Ref(a.cls, tuple([local[i] for i in a.axes])) for a in args)
+        made = self.g.add(op, attr, inner, tuple(sizes[i] for i in local), (), of.dtype)
+        self.cuts[key] = Ref(made.cls, tuple([[*local][i] for i in made.axes]))
+        return self.cuts[key]
+
+    def support(self, ref: Ref) -> Ref | None:
+        """A sparse reference at whose zeros a reference is zero."""
+        held = self.supports.get(ref.cls)
+        return None if held is None else over(ref, held)
+
+    def _support(self, cls: int) -> Ref | None:
+        """The same for a class, over its indices, once it is known for what it reads."""
+        node = node_of(self.g, cls)
+        if self.sparse(cls) is not None:
+            return Ref(cls, tuple(range(node.out)))
+        args = node.args
+        if node.op == CONTRACT:
+            found = (self.support(a) for a in args)
+            return next((s for s in found if s and all(i < node.out for i in s.axes)), None)
+        if node.op == MAP and node.attr[0] == "div":
+            args = args[:1]
+        elif node.op == MAP and node.attr[0] == "select_n":
+            cases = [node_of(self.g, a.cls) for a in args[1:]]
+            zero = [c.op == CONST and c.attr[0] == 0 for c in cases]
+            args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
+        elif node.op != ADD and not (node.op == MAP and node.attr[0] == "convert_element_type"):
+            return None
+        shared = {self.support(a) for a in args}
+        return shared.pop() if len(shared) == 1 else None
+
+    def route(self, cls: int) -> SparseRoute | None:
+        """A sum over the places of a sparse class."""
+        node, of = node_of(self.g, cls), self.g.classes[cls]
+        if node.op != CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
+            return None
+        sizes = dict(enumerate((*of.sizes, *node.bound)))
+        for arg in node.args:
+            held = self.support(arg)
+            source = None if held is None else self.sparse(held.cls)
+            if held is None or source is None or len({*held.axes}) < len(held.axes):
+                continue
+            if not all(isinstance(s, int) and s for s in sizes.values()):
+                continue
+            made = self._route(cls, node, {i: int(str(s)) for i, s in sizes.items()}, held, source)
+            if made is not None:
+                return made
+        return None
+
+    def _route(
+        self, cls: int, node: Node, sizes: dict[int, int], held: Ref, source: Sparse
+    ) -> SparseRoute | None:
+        column = held.axes[source.along]
+        lead = [i for i in sizes if i != column]
+        row = max((i for i in held.axes if i != column), key=sizes.__getitem__)
+        extra = dict(source.extra)
+        terms = math.prod(sizes[i] for i in lead) * math.prod(extra.values())
+        if terms * LEAST_SHARE > math.prod(sizes.values()):
+            return None
+        if column < node.out and math.prod(sizes[i] for i in range(node.out)) > MOST_ELEMENTS:
+            return None
+        chosen = (source.cls, source.value)
+        pair = Pair(self.t, row, column, frozenset(), set(), chosen=chosen)
+        tile = explore(pair, [a for a in node.args if pair.holds(a)])
+        if tile is None or tile.looked or not self._is_steady(tile):
+            return None
+        names: dict[Any, str] = {i: f"b{i}" for i in sizes} | {row: ROW, column: COLUMN}
+        place = Ref(source.place.cls, tuple([
+            i if isinstance(i, str) else names[held.axes[i]] for i in source.place.axes
+        ]))  # fmt: skip  # pyright: ignore[reportArgumentType]
+        size = {**{names[i]: s for i, s in sizes.items()}, **extra}
+        builder = TileBuilder(self.t, pair, sizes=size)
+        roots = [builder.build(named(a, names)) for a in node.args]
+        columns = Columns(builder, (*(names[i] for i in lead), *extra))
+        mine = tuple(names[i] for i in range(node.out))
+        return SparseRoute(cls, source, columns, roots, place, mine)
+
+    def _is_steady(self, tile: Tile) -> bool:
+        """Whether no step compares what is computed here with what others reduce it to."""
+        return all(
+            a.cls in self.given or any(a.cls == r.cls for r in tile.inner)
+            for cls in tile.compared
+            for a in node_of(self.g, cls).args
+        )
+
+    def _is_given(self, cls: int) -> bool:
+        """Whether a class is elementwise in inputs, once it is known for what it reads."""
+        node = node_of(self.g, cls)
+        if node.op == LEAF or is_test_like(self.g, cls):
+            return True
+        return is_elementwise(node) and all(a.cls in self.given for a in node.args)
+
+
+def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:
+    """The sums that are taken over the places of a sparse class."""
+    finder = _Finder(t, need, least)
+    found = (finder.route(cls) for cls in need.order)
+    return [route for route in found if route is not None]
+
+
+def uses(t: TermGraph, routes: list[SparseRoute]) -> list[RouteUse]:
+    """What the report says, for each class that is not made."""
+    out = []
+    for source in dict.fromkeys(r.source for r in routes):
+        count = math.prod(size for _, size in source.extra)
+        row = t.graph.classes[source.cls].sizes[source.along]
+        reason = f"sums over a row read the {count} of {row} places that are not zero"
+        out.append(RouteUse("sparse", True, reason, t.where(source.cls)))
+    return out
+
+
+@contextmanager
+def standing(t: TermGraph, need: Needed, routes: list[SparseRoute]) -> Iterator[Needed]:
+    """What is needed while the sums that are routed read what their routes read, and only that."""
+    if not routes:
+        yield need
+        return
+    classes = t.graph.classes
+    written = {r.cls: classes[r.cls].first for r in routes}
+    try:
+        for route in routes:
+            args = []
+            bound: list[Dim] = []
+            out = written[route.cls].out
+            for cls in dict.fromkeys(route.needs(route.cls)):
+                sizes = classes[cls].sizes
+                first = out + len(bound)
+                args.append(Ref(cls, tuple(range(first, first + len(sizes)))))
+                bound += sizes
+            attr = ("sparse", route.cls)
+            classes[route.cls].first = Node(NATIVE, attr, tuple(args), out, tuple(bound))
+        found = needed(t)
+        yield replace(found, order=_in_order(t, found.order), known=need.known)
+    finally:
+        for cls, node in written.items():
+            classes[cls].first = node
+
+
+def _in_order(t: TermGraph, classes: list[int]) -> list[int]:
+    """The classes, each after what it reads: what a route reads may be newer than its class."""
+    done: dict[int, None] = {}
+    for cls in classes:
+        stack = [cls]
+        while stack:
+            top = stack[-1]
+            waits = [a.cls for a in node_of(t.graph, top).args if a.cls not in done]
+            stack.extend(waits)
+            if not waits:
+                done[stack.pop()] = None
+    return [*done]

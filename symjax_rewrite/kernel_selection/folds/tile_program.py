@@ -1,0 +1,403 @@
+"""Pairwise terms as the tile program of a fold (a face).
+
+References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for what rows and
+columns have in common, `At(k)` for one element of an axis that is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    At,
+    Opened,
+    Pair,
+    is_elementwise,
+    over,
+)
+from symjax_rewrite.kernel_selection.folds.sort_keys import ranks
+from symjax_rewrite.pallas_kernels.fold.spec import Contraction, Operand
+from symjax_rewrite.pallas_kernels.fold.tile import numbered
+
+ROW, COLUMN = "m", "n"
+READ_NARROW = ("int8", "int32")  # integers that every backend reads as they are
+Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
+
+
+@dataclass(slots=True)
+class TileBuilder:
+    """Collects the steps, operands and contractions of a fold's tiles.
+
+    like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
+    number: step of a reference. whole: the axis that tiles are reduced along.
+    """
+
+    t: TermGraph
+    like: Pair
+    steps: list[Step] = field(default_factory=list)
+    inputs: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    number: dict[Ref, int] = field(default_factory=dict)
+    known: dict[tuple, int] = field(default_factory=dict)
+    whole: str | None = None
+    pair: Pair = field(init=False)
+
+    def __post_init__(self) -> None:
+        like, space = self.like, frozenset(self.sizes)
+        self.pair = like.of(ROW, COLUMN, None if like.single is None else space, like.inside)
+
+    def build(self, ref: Ref) -> int:
+        """The number of the step that computes a reference."""
+        found = self.number.get(ref)
+        if found is None:
+            found = self.number[ref] = self._build(ref)
+        return found
+
+    def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
+        """The step that multiplies factors to powers of 1 or -1."""
+        made = [self._power(self.build(ref), power) for ref, power in factors]
+        if len(made) == 1:
+            return made[0]
+        return self._times(None, made, self._widest(made))
+
+    def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
+        """The step that multiplies; what a unit matrix takes out may be infinite."""
+        rest = [f for f in factors if self.steps[f][0] != "delta"]
+        product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
+        if len(rest) in (0, len(factors)):
+            return self._step(*product)
+        value = rest[0] if len(rest) == 1 else self._step(*product)
+        return self._step("diagonal", None, (self._cast(value, dtype),), dtype)
+
+    def ranked(self, step: int) -> int:
+        """The step that gives each value an integer in the order of a sort."""
+        dtype = np.dtype(self.steps[step][3])
+        made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
+        return self._step("rank", None, (step,), str(made.dtype))
+
+    def _power(self, step: int, power: Fraction) -> int:
+        if power == 1:
+            return step
+        return self._step("apply", (MAP, ("reciprocal", ())), (step,), self.steps[step][3])
+
+    def _widest(self, steps: list[int]) -> str:
+        dtypes = [np.dtype(self.steps[s][3]) for s in steps]
+        return str(jnp.result_type(*dtypes))
+
+    def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
+        key = (kind, repr(data), args, dtype)  # the text tells 0.0 from -0.0
+        if key not in self.known:
+            self.known[key] = len(self.steps)
+            self.steps.append((kind, data, args, dtype))
+        return self.known[key]
+
+    def _build(self, ref: Ref) -> int:
+        g = self.t.graph
+        node, dtype = node_of(g, ref.cls), g.classes[ref.cls].dtype
+        if node.op == CONST:
+            return self._step("const", node.attr[0], (), dtype)
+        if node.op == IOTA and ref.axes[0] in (ROW, COLUMN):
+            return self._step("index", ref.axes[0] == ROW, (), dtype)
+        if ref.cls in self.pair.inside and not self.pair.holds(ref):
+            found = self.pair.reduced(ref)
+        elif not self.pair.holds(ref):
+            if not self._narrow(ref, len(ref.axes)) or not is_elementwise(node):
+                return self._read(ref, dtype)
+            found = Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        else:
+            found = self.pair.open(ref)
+        if found.kind == "apply":
+            args = tuple([self.build(a) for a in found.args])
+            if node.op == CONTRACT:
+                return self._times(found.data, args, dtype)
+            return self._step("apply", (node.op, found.data), args, dtype)
+        if found.kind == "dot":
+            return self._step("dot", self._contraction(found, dtype), (), dtype)
+        if found.kind == "sum":
+            return self._written_out(found, dtype)
+        if found.kind == "along":
+            return self._along(found, dtype)
+        if found.kind == "hit":
+            args = tuple([self.build(a) for a in found.args])
+            return self._step("hit", found.data, args, dtype)
+        if found.kind == "pieces":
+            args = tuple([self.build(a) for a in found.args])
+            return self._step("pieces", found.data, args, dtype)
+        if found.kind == "delta":
+            return self._step("delta", None, (), dtype)
+        if found.kind == "lookup":
+            return self._lookup(found, dtype)
+        if found.kind in ("part", "chosen"):
+            return self.build(found.args[0])
+        return self._read(ref, dtype)
+
+    def _lookup(self, found: Opened, dtype: str) -> int:
+        table, *places = found.args
+        name = {i: feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)}
+        made = [self.key_of(p, c) for p, c in zip(places, found.data.counted, strict=True)]
+        data = (self._place_of(_renamed(table, name)), len(places), found.data.fill)
+        held = self.t.graph.classes[table.cls].dtype
+        return self._cast(self._step("lookup", data, tuple(made), held), dtype)
+
+    def key_of(self, place: Ref, counted: bool) -> int:
+        """The step of integers that something is looked up or added up at."""
+        if counted:
+            return self.build(place)
+        return self._read(place, self.t.graph.classes[place.cls].dtype)
+
+    def _narrow(self, ref: Ref, rank: int) -> bool:
+        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
+        node = node_of(self.t.graph, ref.cls)
+        if node.op == CONST or len(ref.axes) < rank:
+            return True
+        if node.op == IOTA:
+            return ref.axes[0] in (ROW, COLUMN)
+        if not is_elementwise(node):
+            return False
+        return all(self._narrow(over(ref, a), rank) for a in node.args)
+
+    def _read(self, ref: Ref, dtype: str) -> int:
+        stored = self._stored(ref)
+        if stored is not None:  # integers are widened in the kernel
+            return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
+        return self._step("value", self._place_of(ref), (), dtype)
+
+    def _place_of(self, ref: Ref) -> int:
+        """Where an operand stands among those that the tile reads."""
+        number = self.operand(ref)
+        if number not in self.reads:
+            self.reads.append(number)
+        return self.reads.index(number)
+
+    def _stored(self, ref: Ref) -> Ref | None:
+        """The integers that an exact cast widens."""
+        g = self.t.graph
+        node = node_of(g, ref.cls)
+        if node.op != MAP or node.attr[0] != "convert_element_type":
+            return None
+        arg = over(ref, node.args[0])
+        wide, narrow = (g.classes[c].dtype for c in (ref.cls, arg.cls))
+        exact = narrow in READ_NARROW and dtype_kind(wide) == "i" and np.can_cast(narrow, wide)
+        return arg if exact else None
+
+    def operand(self, ref: Ref, of_row: bool = False) -> int:
+        """The number of an operand, every axis of which has a name or is at one place.
+
+        of_row: it is contracted as the operand of rows, so a single row's gets its axis here.
+        """
+        g = self.t.graph
+        sizes = g.classes[ref.cls].sizes
+        names = tuple([a for a in ref.axes if not isinstance(a, At)])
+        for name, size in zip(ref.axes, sizes, strict=True):
+            if not isinstance(name, At):
+                self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
+        added = (ROW,) if of_row and self.pair.single is not None else ()
+        entry = (ref.cls, (*ref.axes, *added))
+        spec = Operand((*names, *added), g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
+        if entry in self.inputs:
+            return self.inputs.index(entry)
+        self.inputs.append(entry)
+        self.operands.append(spec)
+        return len(self.inputs) - 1
+
+    def _contraction(self, found: Opened, dtype: str) -> int:
+        tokens, attr = found.data
+        column = found.args[1]
+        name = {i: feature(column.cls, slot) for slot, i in enumerate(column.axes) if i in tokens}
+        left, right = (unwidened(self.t.graph, _renamed(a, name)) for a in found.args)
+        row, col = self.operand(left, of_row=True), self.operand(right)
+        precision = precision_name(attr)
+        exact = dtype == "float64" or dtype_kind(dtype) != "f"
+        accumulate = dtype if exact else "float32"
+        made = Contraction(row, col, tuple([name[i] for i in tokens]), accumulate, precision)
+        if made not in self.contractions:
+            self.contractions.append(made)
+        return self.contractions.index(made)
+
+    def _written_out(self, found: Opened, dtype: str) -> int:
+        token, count = found.data
+        wide = "float32" if is_half(dtype) else dtype
+        terms = []
+        for k in range(count):
+            at = [
+                Ref(a.cls, tuple([At(k) if i == token else i for i in a.axes]))  # pyright: ignore[reportArgumentType]
+                for a in found.args
+            ]
+            made = [self._cast(self.build(a), wide) for a in at]
+            product = ("apply", (CONTRACT, None), tuple(made), wide)
+            terms.append(made[0] if len(made) == 1 else self._step(*product))
+        total = self._step("apply", (ADD, (1,) * count), tuple(terms), wide)
+        return self._cast(total, dtype)
+
+    def _along(self, found: Opened, dtype: str) -> int:
+        """A row value from whole rows of the tile."""
+        monoid, of_row = found.data
+        wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
+        args = [self._cast(self.build(a), wide) for a in found.args]
+        product = args[0] if len(args) == 1 else self._times(None, args, wide)
+        self.whole = ROW if of_row else COLUMN
+        return self._cast(self._step("along", (monoid, of_row), (product,), wide), dtype)
+
+    def _cast(self, step: int, dtype: str) -> int:
+        if self.steps[step][3] == dtype:
+            return step
+        cast = (MAP, ("convert_element_type", (("new_dtype", dtype),)))
+        return self._step("apply", cast, (step,), dtype)
+
+    def key(self, roots: tuple[int, ...]) -> tuple:
+        """What tells two tile programs apart."""
+        return ("route", roots, tuple((k, repr(d), a, x) for k, d, a, x in self.steps))
+
+
+def feature(cls: int, slot: int) -> str:
+    """The name of a slot of a column operand that only this operand and its partner have."""
+    return f"c{cls}_{slot}"
+
+
+def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
+    return Ref(ref.cls, tuple([name.get(i, i) for i in ref.axes]))
+
+
+def unwidened(g: EGraph, ref: Ref) -> Ref:
+    """The half-precision value that a cast to f32 widens: products with it are the same."""
+    node = node_of(g, ref.cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
+        return ref
+    arg = node.args[0]
+    if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
+        return ref
+    return over(ref, arg)
+
+
+def precision_name(attr: Any) -> str | None:
+    """A dot's precision as `lax.dot` takes it by name."""
+    if attr is None:
+        return None
+    if isinstance(attr, tuple):
+        attr = attr[0]
+    return getattr(attr, "name", str(attr)) if "_" in str(attr) else str(attr).lower()
+
+
+def tile_function(
+    steps: list[Step], roots: tuple[int, ...], primitives: dict[str, Any]
+) -> Callable[..., Any]:
+    """The steps as a function of contractions, operands and index numbers that broadcasts."""
+
+    def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
+        made = run_steps(steps, dots, values, i, j, primitives)
+        return tuple([made[r] for r in roots])
+
+    return tile
+
+
+def run_steps(
+    steps: list[Step], dots: Any, values: Any, i: Any, j: Any, primitives: dict[str, Any]
+) -> list[Any]:
+    """The value of every step."""
+    made: list[Any] = []
+    for kind, data, args, dtype in steps:
+        if kind == "const":
+            made.append(np.asarray(data).astype(np.dtype(dtype)))
+        elif kind == "index":
+            made.append((i if data else j).astype(np.dtype(dtype)))
+        elif kind == "delta":
+            made.append((i == j).astype(np.dtype(dtype)))
+        elif kind == "hit":
+            place, value = (made[a] for a in args)
+            is_row, limit = data
+            place = place if limit is None else jnp.clip(place, 0, limit - 1)
+            here = place == (i if is_row else j)
+            made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
+        elif kind == "pieces":
+            place, piece, *others = (made[a] for a in args)
+            for start, other in zip(data, others, strict=True):
+                piece = jnp.where(place >= start, other, piece)
+            made.append(piece)
+        elif kind == "diagonal":
+            (value,) = (made[a] for a in args)
+            made.append(jnp.where(i == j, value, jnp.zeros((), value.dtype)))
+        elif kind == "value":
+            made.append(values[data])
+        elif kind == "lookup":
+            place, count, fill = data
+            made.append(looked_up(values[place], [made[a] for a in args[:count]], fill))
+        elif kind == "rank":
+            made.append(ranks(made[args[0]]))
+        elif kind == "along":
+            made.append(_reduced(data, made[args[0]], i, j))
+        elif kind == "dot":
+            made.append(dots[data].astype(np.dtype(dtype)))
+        else:
+            made.append(apply(data, [made[a] for a in args], dtype, primitives))
+    return made
+
+
+def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
+    """A table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
+
+    fill: what is read out of range; None for what is nearest.
+    """
+    count = len(places)
+    sizes = table.shape[table.ndim - count :]
+    at, inside = numbered(jnp.broadcast_arrays(*places), sizes)
+    lead = table.shape[: table.ndim - count - 2]
+    flat = table.reshape(*lead, -1)
+    at = at.reshape(*(1,) * (len(lead) + 2 - at.ndim), *at.shape)
+    found = _along_last(flat, jax.lax.optimization_barrier(at))  # one loop of both is slow
+    return found if fill is None else jnp.where(inside, found, jnp.asarray(fill, table.dtype))
+
+
+def _along_last(table: Any, at: Any) -> Any:
+    """`table[lead.., k]` at places `[lead.., m, n]`; either may be shared along a leading axis."""
+    if table.ndim == 1:
+        return table.at[at].get(mode="promise_in_bounds")
+    if table.shape[0] == 1:
+        table, axes = table[0], (None, 0)
+    elif at.shape[0] == 1:
+        at, axes = at[0], (0, None)
+    else:
+        axes = (0, 0)
+    return jax.vmap(_along_last, in_axes=axes)(table, at)
+
+
+def _reduced(data: tuple, x: Any, i: Any, j: Any) -> Any:
+    """A tile reduced along all of its rows or columns."""
+    monoid, of_row = data
+    axis = -2 if of_row else -1
+    x = jnp.broadcast_to(x, jnp.broadcast_shapes(jnp.shape(x), (i + j).shape))
+    return jnp.expand_dims(jax_internals.reduce_monoid(monoid, x, (x.ndim + axis,)), axis)
+
+
+def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
+    """One elementwise term on arrays that broadcast."""
+    op, attr = what
+    if op == ADD:
+        total: Any = None
+        for coefficient, x in zip(attr, args, strict=True):
+            term = x if coefficient == 1 else x * term_lowering.literal(coefficient, dtype)
+            total = term if total is None else total + term
+        return total
+    if op == CONTRACT:
+        total = args[0]
+        for x in args[1:]:
+            total = total * x
+        return total
+    return term_lowering.in_kernel(attr, args, dtype, primitives)

@@ -1,0 +1,154 @@
+"""What follows a normalised product elementwise: bias, activation, gate, residual (a face)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
+from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed, over
+from symjax_rewrite.kernel_selection.norms.row_statistics import ProgramBuilder
+
+MAX_INSIDE = 24  # classes of one epilogue
+
+
+@dataclass(slots=True)
+class Epilogue:
+    """The last class of an elementwise chain behind some products.
+
+    cls: the class; axes: for its slots, the index of the first product they are. inside: products
+    and the classes between. products: members by class, read over the first one's indices.
+    """
+
+    g: EGraph
+    cls: int
+    axes: tuple[int, ...]
+    inside: set[int]
+    products: dict[int, tuple[int, ...]]
+    rows: frozenset[int]
+
+    def build(self, b: ProgramBuilder, made: dict[int, int]) -> int:
+        """The step of the result; `made` are the steps of the products."""
+        known: dict[Ref, int] = {}
+
+        def step(ref: Ref) -> int:
+            if ref not in known:
+                known[ref] = fresh(ref)
+            return known[ref]
+
+        def fresh(ref: Ref) -> int:
+            if ref.cls in made:
+                return made[ref.cls]
+            node = node_of(self.g, ref.cls)
+            if node.op == CONST:
+                return b.constant(node.attr[0])
+            if ref.cls in self.inside or ref.cls == self.cls:
+                return b.apply(node, [step(over(ref, a)) for a in node.args], self._dtype(ref))
+            kind = "fulls" if set(ref.axes) & self.rows else "ends"
+            return b.operand(kind, ref)
+
+        return step(Ref(self.cls, self.axes))
+
+    def _dtype(self, ref: Ref) -> str:
+        return self.g.classes[ref.cls].dtype
+
+
+def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> Epilogue:
+    """The longest elementwise chain behind a product that nothing else looks into.
+
+    Other members that meet it are products of the same kernel.
+    """
+    by_class = {m.cls: m for m in members}
+    identity = tuple(range(len(g.classes[first.cls].sizes)))
+    axes: dict[int, tuple[int, ...]] = {first.cls: identity}
+    rows = frozenset(first.rows)
+    best = Epilogue(g, first.cls, identity, {first.cls}, {first.cls: identity}, rows)
+    while len(axes) < MAX_INSIDE:
+        users = sorted({u for c in axes for u in need.users.get(c, ()) if u not in axes})
+        if not users or any(c in need.outside for c in axes if c != best.cls):
+            return best
+        added = _joined(g, axes, users[0], by_class, first)
+        if added is None:
+            return best
+        axes.update(added)
+        last = users[0]
+        open_ = [c for c in axes if c != last and (c in need.outside or _leaves(need, c, axes))]
+        if not open_:
+            products = {c: a for c, a in axes.items() if c in by_class}
+            best = Epilogue(g, last, axes[last], set(axes) - {last}, products, rows)
+        if last in need.outside:
+            return best
+    return best
+
+
+def _leaves(need: Needed, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
+    return any(u not in inside for u in need.users.get(cls, ()))
+
+
+def _joined(
+    g: EGraph,
+    axes: dict[int, tuple[int, ...]],
+    user: int,
+    members: dict[int, Normed],
+    first: Normed,
+) -> dict[int, tuple[int, ...]] | None:
+    """A user and the members it reads, over the first product's indices; None if it must wait."""
+    node = node_of(g, user)
+    if node.op not in (MAP, ADD, CONTRACT) or node.bound or not _is_real(g, user):
+        return None
+    count = len(g.classes[first.cls].sizes)
+    if len(g.classes[user].sizes) != count:
+        return None
+    place: dict[int, int] = {}
+    for a in node.args:
+        if a.cls in axes:
+            found = dict(zip(a.axes, axes[a.cls], strict=True))
+            if any(place.setdefault(i, k) != k for i, k in found.items()):
+                return None
+    if sorted(place.values()) != list(range(count)) or len(place) != count:
+        return None
+    own = tuple(place[i] for i in range(count))
+    added = {user: own}
+    for a in node.args:
+        if a.cls in axes or node_of(g, a.cls).op == CONST:
+            continue
+        read = tuple(place[i] for i in a.axes)
+        if len(set(read)) < len(read) or not _is_real(g, a.cls):
+            return None
+        if a.cls in members:
+            if not _same_ends(first, members[a.cls], read):
+                return None
+            added[a.cls] = read
+        elif (
+            _is_after(g, a.cls, axes)
+            or not set(read) & set(first.ends)
+            or (set(read) & set(first.rows) and set(read) != set(range(count)))
+        ):
+            return None
+    return added
+
+
+def _is_real(g: EGraph, cls: int) -> bool:
+    return dtype_kind(g.classes[cls].dtype) in "fb"
+
+
+def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
+    """Whether another product, read so, has its rows and outputs where the first has them."""
+    rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
+    return rows == first.rows and ends == first.ends
+
+
+def _is_after(g: EGraph, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
+    """Whether a class depends on what is inside."""
+    least = min(inside)
+    stack, seen = [cls], set()
+    while stack:
+        c = stack.pop()
+        if c in inside:
+            return True
+        if c > least and c not in seen:
+            seen.add(c)
+            stack.extend(a.cls for a in node_of(g, c).args)
+    return False

@@ -1,0 +1,264 @@
+"""Frozen weights behind a norm: γ, β and shared projections are folded into them (a face).
+
+    ((x - μ)·r·γ + β) @ W + b = ((x - μ)·r) @ (γ⊙W) + (β @ W + b)
+
+Everything on the right but x, μ and r is computed once by `.prepare`. On a GPU, weights that
+multiply the same normalised value stand beside each other in one product where its result is small
+against them: then cutting it costs less than further launches. On a CPU one wide product was
+slower than three (experiments/deferred_norm). Distributing over β is safe because the normalised
+value is bounded: nothing large cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite.codegen.emission import Plan
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.term import ADD, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.norms.kernel_call import columns_of, read_over, weight_of
+from symjax_rewrite.kernel_selection.norms.normalized_operand import (
+    Column,
+    Normed,
+    Shift,
+    depends,
+    has_sums,
+    normal_form,
+)
+from symjax_rewrite.kernel_selection.norms.selection import note, without
+from symjax_rewrite.options import Numerics
+from symjax_rewrite.usage_records import RouteUse
+
+CUT_SHARE = 8  # the result may be at most this part of the weights to be cut from one product
+
+
+@dataclass(slots=True)
+class FrozenProduct:
+    """A product of a normalised value and a frozen weight.
+
+    exit: the class it computes: its own, or that of the sum with a frozen bias. axes: the slots
+    of `exit` as indices of the product.
+    """
+
+    normed: Normed
+    exit: int
+    axes: tuple[int, ...]
+    bias: Ref | None
+
+
+@dataclass(slots=True)
+class FrozenRoute:
+    """Products of one normalised value, with everything frozen folded beforehand."""
+
+    products: list[FrozenProduct]
+    join: bool
+
+    def classes(self) -> set[int]:
+        """The classes this route computes or makes superfluous."""
+        return {c for p in self.products for c in (p.exit, p.normed.cls)}
+
+    def gives(self) -> set[int]:
+        """Those of them that others may read."""
+        return {p.exit for p in self.products}
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before the products."""
+        m = self.products[0].normed
+        found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
+        found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
+        found += [r.cls for r in m.scale] + [r.cls for s in m.shifts for r in s.rows]
+        return found + [p.bias.cls for p in self.products if p.bias is not None]
+
+    def run(self, emitter: Any) -> list[Any]:
+        """Every product as [rows, outputs]."""
+        m = self.products[0].normed
+        g = emitter.t.graph
+        sizes = g.classes[m.x.cls].sizes
+        across = tuple(m.x.axes.index(i) for i in m.contracted)
+        down = tuple(s for s in range(len(sizes)) if s not in across)
+        value = _normalised(emitter, m, (*down, *across), sizes)
+        value = value.reshape(-1, math.prod(sizes[s] for s in across)).astype(m.dtype)
+        gain = columns_of(emitter, m.gain, across, sizes)
+        weights, biases = [], []
+        for p in self.products:
+            raw = weight_of(emitter, p.normed)
+            total = jnp.promote_types(raw.dtype, jnp.float32)
+            plain = m.gain == (Column(1.0, ()),)
+            folded = raw if plain else (raw.astype(total) * gain.astype(total)[:, None])
+            weights.append(folded.astype(raw.dtype))
+            biases.append(_bias(emitter, p, raw.astype(total), across, sizes))
+        results = _products(value, weights, [p.normed for p in self.products], g, self.join)
+        out = []
+        for p, y, b in zip(self.products, results, biases, strict=True):
+            y = y.astype(g.classes[p.normed.cls].dtype)
+            out.append(y if b is None else y + b.astype(y.dtype))
+        return out
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """One result over its class's slots."""
+        results = emitter.folded(self)
+        number = next(k for k, p in enumerate(self.products) if p.exit == cls)
+        p = self.products[number]
+        sizes = emitter.t.graph.classes[p.normed.cls].sizes
+        order = (*p.normed.rows, *p.normed.ends)
+        slot = {i: s for s, i in enumerate(p.axes)}
+        shaped = results[number].reshape([sizes[i] for i in order])
+        return shaped, tuple(slot[i] for i in order)
+
+
+def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
+    """(x + Σ rows)·Π scale: what is left of the operand without γ and β."""
+    slots = tuple(range(len(sizes)))
+    over = lambda r: read_over(emitter, r, order, sizes)  # noqa: E731
+    total = jnp.promote_types(emitter.t.graph.classes[m.x.cls].dtype, jnp.float32)
+    value = over(Ref(m.x.cls, slots)).astype(total)
+    for s in m.shifts:
+        rest = moves(m, s)
+        if rest is not None:
+            term: Any = np.asarray(s.coefficient / m.gain[0].coefficient, total)
+            for r in rest:
+                term = term * over(r).astype(total)
+            value = value + term
+    for r in m.scale:
+        value = value * over(r).astype(total)
+    return value
+
+
+def _bias(emitter: Any, p: FrozenProduct, raw: Any, across: tuple, sizes: Any) -> Any:
+    """β @ W + b, or None."""
+    m = p.normed
+    out: Any = None
+    for s in m.shifts:
+        if moves(m, s) is None:
+            column = columns_of(emitter, (Column(s.coefficient, s.columns),), across, sizes)
+            term = jnp.dot(column.astype(raw.dtype), raw, precision="highest")
+            out = term if out is None else out + term
+    if p.bias is not None:
+        result = emitter.t.graph.classes[m.cls].sizes
+        b = read_over(emitter, p.bias, m.ends, result).reshape(-1).astype(raw.dtype)
+        out = b if out is None else out + b
+    return out
+
+
+def _products(
+    value: Any, weights: list[Any], products: list[Normed], g: EGraph, join: bool
+) -> list[Any]:
+    """value @ W for every weight; one product where its result is small against the weights."""
+    rows, width = value.shape
+    node = node_of(g, products[0].cls)
+    dtype = g.classes[products[0].cls].dtype
+
+    def dot(w: Any) -> Any:
+        dimensions = (((1,), (0,)), ((), ()))
+        return lax.dot_general(
+            value, w, dimensions, precision=node.attr, preferred_element_type=np.dtype(dtype)
+        )
+
+    if len(weights) == 1 or not join or 2 * rows * CUT_SHARE > width:
+        return [dot(w) for w in weights]
+    joined = dot(jnp.concatenate(weights, axis=1))
+    ends = np.cumsum([w.shape[1] for w in weights])
+    return [
+        lax.slice_in_dim(joined, int(end) - w.shape[1], int(end), axis=1)
+        for w, end in zip(weights, ends, strict=True)
+    ]
+
+
+def moves(m: Normed, s: Shift) -> tuple[Ref, ...] | None:
+    """The rows by which a shift moves x itself; None for a shift of its own."""
+    if len(m.gain) != 1 or s.columns != m.gain[0].columns:
+        return None
+    return without(s.rows, m.scale)
+
+
+class FrozenNorms:
+    """Finds norms before frozen weights, once the rules have had their say."""
+
+    def __init__(self, numerics: Numerics, device: Device) -> None:
+        self.permitted = numerics.permits("reassoc")
+        self.join = device.name != "cpu"
+
+    def find(
+        self, t: TermGraph, need: Needed, plan: Plan
+    ) -> tuple[list[FrozenRoute], list[RouteUse]]:
+        """What to fold, and what was considered."""
+        if not need.known or not self.permitted or t.dim_env:
+            return [], []
+        groups: dict[tuple, list[Normed]] = {}
+        uses: list[RouteUse] = []
+        cache: dict[int, bool] = {}
+        for cls in need.order:
+            if cls in need.known or cls in plan.routed:
+                continue
+            m = normal_form(t.graph, cls, cache)
+            if isinstance(m, Normed) and _is_frozen(t, need, m):
+                node = node_of(t.graph, cls)
+                key = (m.key, repr(node.attr), t.graph.classes[cls].dtype)
+                groups.setdefault(key, []).append(m)
+        routes = []
+        for members in groups.values():
+            free = [m for m in members if _is_free(t, need, plan, members, m)]
+            if not free:
+                note(uses, t, members[0].cls, False, "a rule merges these weights further")
+                continue
+            routes.append(FrozenRoute([_with_bias(t, need, m) for m in free], self.join))
+            note(uses, t, free[0].cls, True, f"folded into {len(free)} frozen weights, once")
+            for m in free:
+                plan.rewritten.pop(m.cls, None)
+        return routes, uses
+
+
+def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
+    """Whether all weights and columns are frozen, and the value normalised by its own sums."""
+    g = t.graph
+    read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
+    if not all(c in need.known for c in read) or m.dtype == "float16":
+        return False
+    if any(s.rows and moves(m, s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
+        return False
+    own = any(depends(g, r.cls, m.x.cls) and has_sums(g, r.cls, {}) for r in m.scale)
+    return own and 0 not in g.classes[m.x.cls].sizes
+
+
+def _is_free(t: TermGraph, need: Needed, plan: Plan, members: list[Normed], m: Normed) -> bool:
+    """Whether no rule does more with a product than this route does."""
+    found = plan.rewritten.get(m.cls)
+    if found is None:
+        users = need.users.get(m.cls, ())
+        return not any(u in plan.rewritten for u in users)
+    inside = {c for n in members for c in (n.cls, *n.opened)}
+    same = {c for c, (solution, _) in plan.rewritten.items() if solution is found[0]}
+    return all(c in inside or c in need.known for c in same)
+
+
+def _with_bias(t: TermGraph, need: Needed, m: Normed) -> FrozenProduct:
+    """The product, with the frozen bias that alone is added to it."""
+    g = t.graph
+    alone = FrozenProduct(m, m.cls, tuple(range(len(g.classes[m.cls].sizes))), None)
+    users = need.users.get(m.cls, [])
+    if len(users) != 1 or m.cls in need.outside:
+        return alone
+    node = node_of(g, users[0])
+    if node.op != ADD or node.attr != (1, 1) or g.classes[users[0]].dtype != "float32":
+        return alone
+    own = [a for a in node.args if a.cls == m.cls]
+    others = [a for a in node.args if a.cls != m.cls]
+    if len(own) != 1 or others[0].cls not in need.known:
+        return alone
+    place = dict(zip(own[0].axes, range(len(own[0].axes)), strict=True))
+    if sorted(place) != list(range(node.out)):
+        return alone
+    axes = tuple(place[i] for i in range(node.out))
+    bias = Ref(others[0].cls, tuple(axes[i] for i in others[0].axes))
+    if not set(bias.axes) <= set(m.ends):
+        return alone
+    return FrozenProduct(m, users[0], axes, bias)

@@ -1,0 +1,175 @@
+"""The call of a kernel for products of one normalised value, as JAX operations (a face).
+
+Arrays are handed over as they are stored where the kernel can read them so: a weight may lie
+[outputs, contracted] and x [contracted, rows]. Weights that are known beforehand are scaled,
+summed and shifted outside, once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue
+from symjax_rewrite.kernel_selection.norms.normalized_operand import Column, Normed
+from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linears
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
+
+
+@dataclass(slots=True)
+class NormPart:
+    """One result of a kernel: an elementwise function of one or several contractions.
+
+    members: the contractions. exit: the class it computes. columns: the vectors over k that the
+    kernel reads. folded: whether γ is in the weights before the call. given: the column sums that
+    are computed outside and read as ends: None for γ·W, else a column, and the member's number.
+    """
+
+    spec: NormSpec
+    members: list[Normed]
+    exit: Epilogue
+    columns: list[tuple[Column, ...]]
+    folded: bool
+    given: list[tuple[tuple[Column, ...] | None, int]]
+    operands: dict[str, list[Ref]]
+
+    def needs(self) -> list[int]:
+        """Classes that must be there before the call."""
+        first = self.members[0]
+        columns = [*self.columns, *(c for c, _ in self.given if c is not None), first.gain]
+        found = [first.x.cls, *(m.weight.cls for m in self.members)]
+        found += [f.cls for terms in columns for c in terms for f in c.columns]
+        return found + [r.cls for refs in self.operands.values() for r in refs]
+
+    def arrays(self, emitter: Any) -> list[Any]:
+        """What the spec reads besides x."""
+        m, swapped = self.members[0], self.spec.weights_swapped
+        across, down = axes_of(m)
+        sizes = emitter.t.graph.classes[m.x.cls].sizes
+        vector = lambda c: columns_of(emitter, c, across, sizes)  # noqa: E731
+        weights = [weight_of(emitter, w, swapped) for w in self.members]
+        raw = weights
+        if self.folded and m.gain != ((1.0, ()),):
+            gain = vector(m.gain).astype(self.spec.accumulator)
+            gain = gain if swapped else gain[:, None]
+            weights = [(w.astype(gain.dtype) * gain).astype(w.dtype) for w in weights]
+        ends = []
+        for what, k in self.given:
+            summed = weights[k] if what is None else raw[k]
+            summed = summed.T if swapped else summed
+            factor = jnp.ones(self.spec.width) if what is None else vector(what)
+            total = self.spec.accumulator
+            ends.append(jnp.dot(factor.astype(total), summed.astype(total), precision="highest"))
+        rows = [read_over(emitter, r, down, sizes).reshape(-1) for r in self.operands["rows"]]
+        ends += [self._result_shaped(emitter, r, "ends") for r in self.operands["ends"]]
+        fulls = [self._result_shaped(emitter, r, "fulls") for r in self.operands["fulls"]]
+        return [*(vector(c) for c in self.columns), *weights, *rows, *ends, *fulls]
+
+    def _result_shaped(self, emitter: Any, ref: Ref, kind: str) -> Any:
+        m = self.members[0]
+        sizes = emitter.t.graph.classes[m.cls].sizes
+        order = m.ends if kind == "ends" else (*m.rows, *m.ends)
+        array = read_over(emitter, ref, order, sizes)
+        lead = () if kind == "ends" else (self.spec.rows,)
+        return array.reshape(*lead, self.spec.outputs)
+
+    def shaped(self, emitter: Any, data: Any) -> tuple[Any, tuple[int, ...]]:
+        """The result over its class's slots."""
+        m = self.members[0]
+        sizes = emitter.t.graph.classes[m.cls].sizes
+        order = (*m.rows, *m.ends)
+        slot = {i: s for s, i in enumerate(self.exit.axes)}
+        return data.reshape([sizes[i] for i in order]), tuple(slot[i] for i in order)
+
+
+@dataclass(slots=True)
+class NormRoute:
+    """One kernel call for one or several results of one normalised value."""
+
+    parts: list[NormPart]
+    backend: str
+
+    @property
+    def group(self) -> NormGroup:
+        """What the kernel computes."""
+        return NormGroup(tuple(p.spec for p in self.parts))
+
+    def classes(self) -> set[int]:
+        """The classes this route computes or makes superfluous."""
+        return {c for p in self.parts for c in (p.exit.cls, *p.exit.inside)}
+
+    def gives(self) -> set[int]:
+        """Those of them that others may read."""
+        return {p.exit.cls for p in self.parts}
+
+    def dear(self) -> set[int]:
+        """Those that cost more to make again for a gradient than to keep: the products."""
+        return {m.cls for p in self.parts for m in p.members}
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before the call."""
+        del cls
+        return [c for p in self.parts for c in p.needs()]
+
+    def run(self, emitter: Any) -> list[Any]:
+        """Emit the call: every result as [rows, outputs]."""
+        m, spec = self.parts[0].members[0], self.parts[0].spec
+        across, down = axes_of(m)
+        sizes = emitter.t.graph.classes[m.x.cls].sizes
+        order = (*across, *down) if spec.pairs_swapped else (*down, *across)
+        x = read_over(emitter, Ref(m.x.cls, tuple(range(len(sizes)))), order, sizes)
+        x = x.reshape(spec.shapes[0][0])
+        operands = [x, *(a for p in self.parts for a in p.arrays(emitter))]
+        return list(norm_linears(self.group, *operands, backend=self.backend))
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """One result over its class's slots."""
+        number = next(k for k, p in enumerate(self.parts) if p.exit.cls == cls)
+        return self.parts[number].shaped(emitter, emitter.folded(self)[number])
+
+
+def axes_of(m: Normed) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The slots of x that are contracted, and the others."""
+    across = tuple(s for s, i in enumerate(m.x.axes) if i in m.contracted)
+    return across, tuple(s for s in range(len(m.x.axes)) if s not in across)
+
+
+def read_over(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
+    """A reference as an array over exactly the indices of `order`."""
+    array = emitter.array(ref.cls)
+    labels = tuple(ref.axes[s] for s in array.slots)
+    return term_lowering.arrange(array.data, labels, order, sizes)
+
+
+def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
+    """Σ coefficient · Π columns as a vector over k."""
+    single = len(terms) == 1 and terms[0].coefficient == 1 and len(terms[0].columns) == 1
+    total: Any = None
+    for coefficient, refs in terms:
+        value: Any = None
+        for ref in refs:
+            array = read_over(emitter, ref, across, sizes).reshape(-1)
+            array = array if single else array.astype(jnp.promote_types(array.dtype, jnp.float32))
+            value = array if value is None else value * array
+        if value is None:
+            value = jnp.ones(math.prod(sizes[s] for s in across), jnp.float32)
+        value = value if coefficient == 1 else value * np.asarray(coefficient, value.dtype)
+        total = value if total is None else total + value
+    return total
+
+
+def weight_of(emitter: Any, m: Normed, swapped: bool = False) -> Any:
+    """A product's weight as [contracted, outputs], or as [outputs, contracted]."""
+    node = node_of(emitter.t.graph, m.cls)
+    sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
+    first, last = (m.ends, m.contracted) if swapped else (m.contracted, m.ends)
+    array = read_over(emitter, m.weight, (*first, *last), sizes)
+    rows, columns = (math.prod(sizes[i] for i in side) for side in (first, last))
+    return array.reshape(rows, columns)

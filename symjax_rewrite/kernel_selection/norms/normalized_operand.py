@@ -1,0 +1,358 @@
+"""The normal form of a normalised operand: row factors, one value, columns, shifts (a face).
+
+    A[m, k] = Σ_t c_t · Π rows(m) · x[m, k] · Π columns(k)  +  Σ_s c_s · Π rows(m) · Π columns(k)
+
+Whatever a norm is called and however it is spelled, an operand of a contraction over k reads so:
+products are multiplied out, casts between floating types are looked through, and what is left are
+factors that do or do not depend on k. Nothing here knows of any norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import HALF, is_half
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
+from symjax_rewrite.kernel_selection.folds.tile_program import unwidened
+
+MAX_DEPTH = 24  # levels of nested products and sums that are opened
+MAX_PARTS = 8  # terms of a multiplied-out operand
+MAX_FACTORS = 16  # of one such term
+
+
+class Part(NamedTuple):
+    """coefficient · Π factors."""
+
+    coefficient: float
+    factors: tuple[Ref, ...]
+
+
+class Column(NamedTuple):
+    """coefficient · Π columns, over x's slots."""
+
+    coefficient: float
+    columns: tuple[Ref, ...]
+
+
+class Shift(NamedTuple):
+    """A term without x: coefficient · Π rows · Π columns, over x's slots."""
+
+    coefficient: float
+    rows: tuple[Ref, ...]
+    columns: tuple[Ref, ...]
+
+
+@dataclass(slots=True)
+class Normed:
+    """A contraction Σ_k A·W whose operand A is in normal form.
+
+    cls: its class. x, weight: over its indices. contracted: its bound indices, in x's order.
+    rows: its output indices that x reads, in x's order; ends: the others. scale, gain, shifts:
+    over x's slots. opened: classes between x and the contraction.
+    """
+
+    cls: int
+    x: Ref
+    weight: Ref
+    contracted: tuple[int, ...]
+    rows: tuple[int, ...]
+    ends: tuple[int, ...]
+    scale: tuple[Ref, ...]
+    gain: tuple[Column, ...]
+    shifts: tuple[Shift, ...]
+    opened: frozenset[int]
+    dtype: str
+
+    @property
+    def key(self) -> tuple:
+        """Equal for contractions of the same operand, whatever their weights."""
+        slots = tuple(self.x.axes.index(i) for i in self.contracted)
+        return (self.x.cls, slots, self.scale, self.gain, self.shifts, self.dtype)
+
+
+def over(ref: Ref, arg: Ref) -> Ref:
+    """An operand of an unbound node of `ref`'s class, read over `ref`'s indices."""
+    return Ref(arg.cls, tuple(ref.axes[i] for i in arg.axes))
+
+
+@dataclass(slots=True)
+class Opener:
+    """Multiplies an operand out into parts; `is_full` says which references are looked into."""
+
+    g: EGraph
+    is_full: Callable[[Ref], bool]
+    opened: set[int] = field(default_factory=set)
+    known: dict[Ref, list[Part]] = field(default_factory=dict)
+    depth: int = 0
+
+    def parts(self, ref: Ref) -> list[Part]:
+        """The terms of a reference; itself alone where it has no such structure."""
+        found = self.known.get(ref)
+        if found is None:
+            self.depth += 1
+            found = self.known[ref] = self._parts(ref)
+            self.depth -= 1
+        return found
+
+    def _parts(self, ref: Ref) -> list[Part]:
+        alone = [Part(1, (ref,))]
+        if self.depth > MAX_DEPTH or not self.is_full(ref):
+            return alone
+        node = node_of(self.g, ref.cls)
+        found = alone
+        if is_product(node):
+            found = self._product(ref, node) or alone
+        elif node.op == ADD:
+            found = self._sum(ref, node) or alone
+        elif is_cast(self.g, ref.cls):
+            inner = self.parts(over(ref, node.args[0]))
+            narrowed = is_half(self.g.classes[ref.cls].dtype)
+            atom = len(inner) == 1 and len(inner[0].factors) == 1 and inner[0].coefficient == 1
+            found = alone if atom and narrowed else inner
+        if found is not alone:
+            self.opened.add(ref.cls)
+        return found
+
+    def _product(self, ref: Ref, node: Node) -> list[Part] | None:
+        out = [Part(1, ())]
+        for arg in node.args:
+            terms = self.parts(over(ref, arg))
+            out = [Part(a.coefficient * b.coefficient, a.factors + b.factors) for a in out
+                   for b in terms]  # fmt: skip
+            if len(out) > MAX_PARTS or any(len(p.factors) > MAX_FACTORS for p in out):
+                return None
+        return None if _cancel(out) else out
+
+    def _sum(self, ref: Ref, node: Node) -> list[Part] | None:
+        """None where every term is a value of its own: then their sum is one."""
+        out: list[Part] = []
+        structure = len(node.args) == 1
+        for coefficient, arg in zip(node.attr, node.args, strict=True):
+            if isinstance(coefficient, complex):
+                return None
+            read = over(ref, arg)
+            terms = self.parts(read)
+            structure = structure or not self.is_full(read) or terms != [Part(1, (read,))]
+            out += [Part(float(coefficient) * t.coefficient, t.factors) for t in terms]
+        return out if structure and len(out) <= MAX_PARTS and not _cancel(out) else None
+
+
+def _cancel(parts: list[Part]) -> bool:
+    """Whether parts of equal factors differ in sign: apart, they leave what their rounding is."""
+    signs: dict[tuple[Ref, ...], set[bool]] = {}
+    for p in parts:
+        signs.setdefault(tuple(sorted(p.factors)), set()).add(p.coefficient > 0)
+    return any(len(s) > 1 for s in signs.values())
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies element by element; a diagonal reads one index twice."""
+    if node.op != CONTRACT or node.bound:
+        return False
+    return all(len(set(a.axes)) == len(a.axes) for a in node.args)
+
+
+def is_cast(g: EGraph, cls: int) -> bool:
+    """Whether a class is another floating-point class in another dtype."""
+    node = node_of(g, cls)
+    if node.op != MAP or node.attr[0] != "convert_element_type":
+        return False
+    return dtype_kind(g.classes[cls].dtype) == dtype_kind(g.classes[node.args[0].cls].dtype) == "f"
+
+
+def as_stored(g: EGraph, ref: Ref) -> Ref:
+    """What an exact cast to f32 widens: a kernel widens what it reads by itself."""
+    found = unwidened(g, ref)
+    return found if g.classes[found.cls].dtype in HALF else ref
+
+
+def depends(g: EGraph, cls: int, on: int) -> bool:
+    """Whether a class is computed from another; operands have smaller numbers than their users."""
+    stack, seen = [cls], set()
+    while stack:
+        c = stack.pop()
+        if c == on:
+            return True
+        if c > on and c not in seen:
+            seen.add(c)
+            stack.extend(a.cls for a in node_of(g, c).args)
+    return False
+
+
+def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
+    """Some classes and all they are computed from."""
+    stack = list(classes)
+    seen = set(stack)
+    while stack:
+        for a in node_of(g, stack.pop()).args:
+            if a.cls not in seen:
+                seen.add(a.cls)
+                stack.append(a.cls)
+    return seen
+
+
+def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
+    """Whether a sum is among what a class is computed from."""
+    order, stack = [], [cls]
+    while stack:
+        c = stack.pop()
+        if c not in cache:
+            cache[c] = False
+            order.append(c)
+            stack.extend(a.cls for a in node_of(g, c).args)
+    for c in sorted(order):
+        node = node_of(g, c)
+        cache[c] = (node.op == CONTRACT and bool(node.bound)) or any(
+            cache[a.cls] for a in node.args
+        )
+    return cache[cls]
+
+
+def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | None:
+    """A contraction in normal form, why a norm before it is none, or None: there is no norm."""
+    node = node_of(g, cls)
+    if node.op != CONTRACT or not node.bound or len(node.args) != 2:
+        return None
+    reason = None
+    for side in (0, 1):
+        a, w = node.args[side], node.args[1 - side]
+        found = _side(g, cls, node, a, w, cache)
+        if isinstance(found, Normed):
+            return found
+        reason = reason or found
+    return reason
+
+
+def _side(
+    g: EGraph, cls: int, node: Node, a: Ref, w: Ref, cache: dict[int, bool]
+) -> Normed | str | None:
+    bound = set(range(node.out, node.out + len(node.bound)))
+    rows, ends = set(a.axes) - bound, set(w.axes) - bound
+    if a.cls == w.cls or not bound <= set(a.axes) & set(w.axes) or rows & ends or not ends:
+        return None
+    if any(len(set(r.axes)) < len(r.axes) for r in (a, w)) or not _floats(g, a, w):
+        return None
+
+    def is_full(ref: Ref) -> bool:
+        read = set(ref.axes)
+        if not read & bound:
+            return False
+        if rows:
+            return bool(read & rows)
+        return has_sums(g, ref.cls, cache) or is_cast(g, ref.cls)
+
+    opener = Opener(g, is_full)
+    parts = opener.parts(a)
+    scaled = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
+    if not scaled or (rows and not any(f.axes for f in scaled)):  # one number scales no row
+        return _nonlinear(g, a, bound, is_full) or _other_axis(g, parts, bound, rows)
+    x = _value(g, parts, scaled, bound, rows)
+    if not isinstance(x, Ref):
+        return x or _nonlinear(g, a, bound, is_full)
+    if set(x.axes) != bound | rows or len(set(x.axes)) < len(x.axes):
+        return "the norm is not over the contracted axes alone"
+    return _collect(g, cls, x, w, parts, bound, opener)
+
+
+def _floats(g: EGraph, *refs: Ref) -> bool:
+    return all(dtype_kind(g.classes[r.cls].dtype) == "f" for r in refs)
+
+
+def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
+    return not set(f.axes) & bound and node_of(g, f.cls).op != CONST
+
+
+def _value(
+    g: EGraph, parts: list[Part], scaled: list[Ref], bound: set[int], rows: set[int]
+) -> Ref | str | None:
+    """The one factor x of all parts that have any, or why there is none."""
+    found: set[Ref] = set()
+    for p in parts:
+        mine = [f for f in p.factors if set(f.axes) & bound]
+        if rows:
+            mine = [f for f in mine if set(f.axes) & rows]
+        else:
+            mine = [f for f in mine if any(depends(g, s.cls, f.cls) for s in scaled)]
+        if len(mine) > 1:
+            partial = any(set(f.axes) < bound | rows for f in mine)
+            return "the norm is not over the contracted axes alone" if partial else None
+        found.update(mine)
+    if len(found) > 1:
+        return "another value is added to the normalised one before the product"
+    return found.pop() if found else None
+
+
+def _collect(
+    g: EGraph, cls: int, x: Ref, w: Ref, parts: list[Part], bound: set[int], opener: Opener
+) -> Normed | str:
+    slot = {i: s for s, i in enumerate(x.axes)}
+    place = lambda f: Ref(f.cls, tuple(slot[i] for i in f.axes))  # noqa: E731
+    gain: list[Column] = []
+    shifts: list[Shift] = []
+    scales: set[tuple[Ref, ...]] = set()
+    for p in parts:
+        rows = tuple(sorted(place(f) for f in p.factors if not set(f.axes) & bound))
+        columns = [f for f in p.factors if set(f.axes) & bound and f != x]
+        columns = tuple(sorted(as_stored(g, place(f)) for f in columns))
+        if x in p.factors:
+            scales.add(rows)
+            gain.append(Column(p.coefficient, columns))
+        else:
+            shifts.append(Shift(p.coefficient, rows, columns))
+    if len(scales) != 1:
+        return "two row scales of one value are added"
+    node = node_of(g, cls)
+    contracted = tuple(i for i in x.axes if i in bound)
+    kept = tuple(i for i in x.axes if i not in bound)
+    ends = tuple(i for i in w.axes if i < node.out)
+    dtypes = {g.classes[a.cls].dtype for a in node.args}
+    if len(dtypes) != 1:
+        return "the operands of the product have two dtypes"
+    if any(depends(g, f.cls, x.cls) for c in gain for f in c.columns):
+        return "the statistics run over an axis that stays"
+    (scale,) = scales
+    opened = frozenset(opener.opened - {x.cls})
+    form = (scale, tuple(gain), tuple(shifts), opened, dtypes.pop())
+    return Normed(cls, x, w, contracted, kept, ends, *form)
+
+
+def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> str | None:
+    """The reason if a norm is there behind an elementwise function."""
+    stack, seen = [a], {a}
+    while stack and len(seen) < 4 * MAX_PARTS:
+        ref = stack.pop()
+        node = node_of(g, ref.cls)
+        if node.bound or node.op not in (MAP, CONTRACT, ADD):
+            continue
+        for arg in (over(ref, arg) for arg in node.args):
+            if not is_full(arg):
+                continue
+            if node.op == MAP and not is_cast(g, ref.cls) and _is_normed(g, arg, bound, is_full):
+                return f"a nonlinearity ({node.attr[0]}) stands between the norm and the product"
+            if arg not in seen:
+                seen.add(arg)
+                stack.append(arg)
+    return None
+
+
+def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> bool:
+    parts = Opener(g, is_full).parts(arg)
+    rows = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
+    return any(has_sums(g, f.cls, {}) for f in rows)
+
+
+def _other_axis(g: EGraph, parts: list[Part], bound: set[int], rows: set[int]) -> str | None:
+    """The reason if a column factor is a statistic of the value over an axis that stays."""
+    for p in parts:
+        full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
+        columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]
+        if len(full) == 1 and any(depends(g, c.cls, full[0].cls) for c in columns):
+            return "the statistics run over an axis that stays"
+        if len(full) > 1 and any(set(f.axes) < bound | rows for f in full):
+            return "the norm is not over the contracted axes alone"
+    return None

@@ -1,0 +1,412 @@
+"""Routes: a norm and the linear layer after it become one matmul with sums (a face).
+
+`norm_form` reads the operand of every contraction; here statistics and epilogue become programs
+(`norm_program`) and the kernel is priced against what is written; `norm_call` emits it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.errors import KernelError
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    DELTA,
+    IOTA,
+    LEAF,
+    MAP,
+    SLICE,
+    TAKE,
+    Ref,
+)
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
+from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue, epilogue
+from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
+from symjax_rewrite.kernel_selection.norms.normalized_operand import (
+    Column,
+    Normed,
+    Shift,
+    cone,
+    depends,
+    normal_form,
+)
+from symjax_rewrite.kernel_selection.norms.row_statistics import (
+    CENTRE,
+    SQUARES,
+    SUM,
+    ProgramBuilder,
+    program,
+)
+from symjax_rewrite.options import Numerics, log
+from symjax_rewrite.pallas_kernels.backend import YES, Support
+from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, supports
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Program
+from symjax_rewrite.rewriting.extraction import GAIN
+from symjax_rewrite.usage_records import RouteUse
+
+NAME = "norm_linear"
+LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
+MOST_PARTS = 8  # results of one kernel: each has code of its own
+STARTS = 8  # products from which the chain of one epilogue is followed
+KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
+
+
+class NormRouter:
+    """Finds norms before linear layers and decides which become kernels.
+
+    Args:
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        numerics: the kernel changes the order of sums, so it needs `reassoc`.
+        device: what is priced; the kernel runs on GPUs.
+    """
+
+    def __init__(self, kernels: str, numerics: Numerics, device: Device) -> None:
+        known = kernels in ("auto", "always", *BACKENDS) and numerics.permits("reassoc")
+        self.kernels, self.device = (kernels if known else "off"), device
+
+    def find(self, t: TermGraph, need: Needed) -> tuple[list[NormRoute], list[RouteUse]]:
+        """The kernels to route to, and what was considered."""
+        if self.kernels == "off" or t.dim_env:
+            return [], []
+        uses: list[RouteUse] = []
+        groups: dict[tuple, list[Normed]] = {}
+        cache: dict[int, bool] = {}
+        for cls in need.order:
+            if cls in need.known:
+                continue
+            found = normal_form(t.graph, cls, cache)
+            if isinstance(found, Normed):
+                groups.setdefault(found.key, []).append(found)
+            elif found is not None:
+                note(uses, t, cls, False, found)
+            if found is not None and self.kernels == "auto" and self.device.name == "cpu":
+                break  # nothing is taken on a CPU: that is said once, for the first
+        routes: list[NormRoute] = []
+        for members in groups.values():
+            made, reason = self._group(t, need, members)
+            routes += made
+            note(uses, t, members[0].cls, bool(made), reason)
+        return routes, uses
+
+    def _group(
+        self, t: TermGraph, need: Needed, members: list[Normed]
+    ) -> tuple[list[NormRoute], str]:
+        if self.kernels == "auto" and jax_internals.may_be_partitioned():
+            return [], "several devices: XLA might gather the kernel's operands"
+        if any(c in need.outside for c in members[0].opened):
+            return [], "the normalised value is itself a result"
+        if self.kernels == "auto" and self.device.name == "cpu":
+            return [], "on a CPU XLA's own passes are as good: the kernel gains on GPUs"
+        parts: list[NormPart] = []
+        for exit_, served in _exits(t, need, members):
+            part = _Builder(t, served, exit_, need.known).part()
+            if isinstance(part, NormPart) and (refusal := self._refusal(part)):
+                part = refusal
+            if isinstance(part, str):
+                if self.kernels not in ("auto", "always"):
+                    raise KernelError(f"the {self.kernels} backend cannot run this", got=part)
+                return [], part
+            parts.append(part)
+        backend = self.kernels if self.kernels in BACKENDS else "auto"
+        made = [NormRoute(group, backend) for group in _together(t, need, parts)]
+        if self.kernels == "auto":
+            gain, reason = self._gain(t, need, members, made)
+            return (made, reason) if gain >= GAIN else ([], reason)
+        return made, _count(made, members)
+
+    def _refusal(self, part: NormPart) -> str:
+        """Why no backend that was asked for runs a part; empty if one does."""
+        alone = NormGroup((part.spec,))
+        support: Support = YES
+        if self.kernels == "auto":
+            support = supports(alone)
+        elif self.kernels in BACKENDS:
+            support = BACKENDS[self.kernels].supports(alone)
+        return "" if support else str(support)
+
+    def _gain(
+        self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
+    ) -> tuple[float, str]:
+        """How many times faster the kernels are predicted to be, and the sentence that says so.
+
+        What is written runs as one kernel for the norm, a library product for each weight, and
+        one for whatever follows beyond a bias. A scale that is no sum over x needs no kernel of
+        its own: XLA multiplies by it where the product reads x.
+        """
+        d, x = self.device, members[0].x.cls
+        size = lambda c: itemsize(t.graph.classes[c].dtype) * _elements(t, c)  # noqa: E731
+        value = itemsize(members[0].dtype) * _elements(t, x)
+        factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
+        own = any(depends(t.graph, r.cls, x) for r in factors)
+        norm = (size(x) + value) / d.bytes_per_s + d.launch_s if own else 0.0
+        again = _read_elsewhere(t, need, members[0], made)
+        before, after = norm, norm if again else 0.0
+        for route in made:
+            parts = route.parts
+            before += sum(self._written(t, p, value, size) for p in parts)
+            work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts) / KERNEL_SHARE
+            after += max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
+            rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, x)}
+            after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
+        gain = before / after
+        text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
+        if gain < GAIN:
+            text = f"predicted gain {gain:.2f} is below {GAIN}"
+            text += ": the normalised value is needed anyway" if again else ""
+        return gain, text
+
+    def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
+        """Seconds of a part's products and of what follows them, as they are written."""
+        d, spec = self.device, p.spec
+        products = [size(m.cls) for m in p.members]
+        total = 0.0
+        for m, out in zip(p.members, products, strict=True):
+            moved = value + size(m.weight.cls) + out
+            work = 2 * spec.rows * spec.width * spec.outputs
+            total += max(work / d.peak(m.dtype), moved / d.bytes_per_s) + d.launch_s
+        if len(p.exit.inside) > 1 and (len(products) > 1 or spec.fulls):
+            total += (sum(products) + size(p.exit.cls)) / d.bytes_per_s + d.launch_s
+        return total
+
+
+def _count(made: list[NormRoute], members: list[Normed]) -> str:
+    kernels, products = len(made), len(members)
+    return f"{kernels} kernel{'s' * (kernels > 1)} for {products} product{'s' * (products > 1)}"
+
+
+def _elements(t: TermGraph, cls: int) -> int:
+    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+
+
+def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
+    """Whether something besides these kernels' products reads the normalised value."""
+    parts = [p for route in made for p in route.parts]
+    inside = {p.exit.cls for p in parts}
+    read = {c for p in parts for c in p.needs()}
+    stack = list(inside)
+    while stack:
+        for a in node_of(t.graph, stack.pop()).args:
+            if a.cls not in inside and a.cls not in read:
+                inside.add(a.cls)
+                stack.append(a.cls)
+    users = (u for c in m.opened for u in need.users.get(c, ()))
+    return bool(m.opened & read) or any(u not in inside for u in users)
+
+
+def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
+    """Note what was considered at a class; equal reasons count as one entry."""
+    for use in uses:
+        if (use.taken, use.reason) == (taken, reason):
+            use.count += 1
+            return
+    log("route", "%s: %s", NAME, reason)
+    uses.append(RouteUse(NAME, taken, reason, t.where(cls)))
+
+
+def _exits(
+    t: TermGraph, need: Needed, members: list[Normed]
+) -> Iterable[tuple[Epilogue, list[Normed]]]:
+    """Members in kernels: those that meet in one elementwise result share one.
+
+    A chain is followed from where most of them are met: `a / (1 + exp(b))` from b.
+    """
+    left = list(members)
+    while left:
+        tried = [(epilogue(t.graph, need, m, left), m) for m in left[:STARTS]]
+        exit_, start = max(tried, key=lambda pair: len(pair[0].products))
+        served = [start, *(m for m in left if m.cls in exit_.products and m is not start)]
+        left = [m for m in left if m not in served]
+        yield exit_, served
+
+
+def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[NormPart]]:
+    """Parts by kernel: those that can be there as soon as x is, and what all read, share one.
+
+    One that reads a sum of its own, a residual say, might have to wait for what reads another.
+    """
+    g = t.graph
+    common = set.intersection(*(set(p.needs()) for p in parts))
+    x = parts[0].members[0].x.cls
+    before = cone(g, [x, *common, *need.known])
+    early = [p for p in parts if all(_is_light(g, c) for c in cone(g, p.needs()) - before)]
+    late = [[p] for p in parts if not any(p is e for e in early)]
+    groups: dict[tuple, list[NormPart]] = {}
+    for p in early:
+        groups.setdefault(p.spec.of_x, []).append(p)
+    cuts = range(0, len(parts), MOST_PARTS)
+    return [c for ps in groups.values() for k in cuts if (c := ps[k : k + MOST_PARTS])] + late
+
+
+def _is_light(g: EGraph, cls: int) -> bool:
+    """Whether a class is its operands' elements, each by itself or elsewhere."""
+    node = node_of(g, cls)
+    return node.op in LIGHT and not node.bound
+
+
+class _Builder:
+    """Makes the spec of one result."""
+
+    def __init__(
+        self, t: TermGraph, members: list[Normed], exit_: Epilogue, known: frozenset[int]
+    ) -> None:
+        self.t, self.members, self.exit = t, members, exit_
+        m = self.first = members[0]
+        read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
+        read += [w.weight.cls for w in members]
+        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may leave it
+        sizes = t.graph.classes[m.x.cls].sizes
+        slots = tuple(m.x.axes.index(i) for i in m.contracted)
+        self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
+        self.count = math.prod(self.sizes[s] for s in slots)
+        centred = any(_same_columns(m, s) for s in m.shifts)
+        x = Ref(m.x.cls, tuple(range(len(m.x.axes))))
+        self.program = ProgramBuilder(t.graph, x, slots, self.count, centred)
+        self.columns: list[tuple[Column, ...]] = []
+        self.sums: list[int | None] = []
+        self.given: list[tuple[tuple[Column, ...] | None, int]] = []
+
+    def column(self, terms: tuple[Column, ...]) -> int:
+        if terms not in self.columns:
+            self.columns.append(terms)
+        return self.columns.index(terms)
+
+    def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
+        """The step of `Σ_k terms·W_k` (None: γ·W_k), computed before or inside the kernel."""
+        if self.folded:
+            if (terms, k) not in self.given:
+                self.given.append((terms, k))
+            return self.program.step("given", self.given.index((terms, k)))
+        number = None if terms is None else self.column(terms)
+        if number not in self.sums:
+            self.sums.append(number)
+        return self.program.step("column", (self.sums.index(number), k))
+
+    def part(self) -> NormPart | str:
+        m, b = self.first, self.program
+        if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
+            return "an axis is empty or a name"
+        if b.centred and not b.is_of_mean(self.moved()):
+            return "what is subtracted is not the mean: after the product digits would be lost"
+        trivial = m.gain == ((1.0, ()),)
+        gain = None if trivial or self.folded else self.column(m.gain)
+        made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
+        root = self.exit.build(b, made)
+        steps, (root,) = b.prune((root,))
+        used = {data for kind, data, _, _ in steps if kind == "sides"}
+        sides = tuple(s for s in (SUM, SQUARES) if s in used)
+        return self._finished(steps, root, sides, gain)
+
+    def moved(self) -> int:
+        """The step of what x is moved by beside its mean."""
+        m, b = self.first, self.program
+        offset = [(1.0, b.step(CENTRE, None))] if b.centred else []
+        for s in m.shifts:
+            rest = without(s.rows, m.scale)
+            if _same_columns(m, s) and rest is not None:
+                ratio = s.coefficient / m.gain[0].coefficient
+                offset.append((ratio, b.times(*(b.row(r) for r in rest))))
+        return b.plus(*offset)
+
+    def product(self, k: int) -> int:
+        """The step of one contraction's value, in its dtype."""
+        m, b = self.first, self.program
+        scale = b.times(*(b.row(r) for r in m.scale))
+        inner = [(1.0, b.step("product", k))]
+        outer: list[tuple[float, int]] = []
+        for s in m.shifts:
+            if not _same_columns(m, s) or without(s.rows, m.scale) is None:
+                rows = b.times(*(b.row(r) for r in s.rows))
+                total = self.column_sum((Column(s.coefficient, s.columns),), k)
+                outer.append((1.0, b.times(rows, total)))
+        moved = self.moved()
+        if not b.equals(moved, 0.0):
+            inner.append((1.0, b.times(moved, self.column_sum(None, k))))
+        value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
+        return b.step("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
+
+    def _result_sizes(self) -> tuple:
+        return tuple(s for m in self.members for s in self.t.graph.classes[m.cls].sizes)
+
+    def _finished(self, steps: list, root: int, sides: tuple, gain: int | None) -> NormPart:
+        g, m, operands = self.t.graph, self.first, self.program.operands
+        centred = self.program.centred
+        shift = len(self.given)
+        steps = [
+            ("ends", data if kind == "given" else data + shift, args, dtype)
+            if kind in ("given", "ends")
+            else (kind, data, args, dtype)
+            for kind, data, args, dtype in steps
+        ]
+        dtype = lambda r: g.classes[r.cls].dtype  # noqa: E731
+        key = (tuple((k, repr(d), a, t) for k, d, a, t in steps), root, sides)
+        outputs = math.prod(int(g.classes[m.cls].sizes[i]) for i in m.ends)  # pyright: ignore[reportArgumentType]
+        accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
+        across, down = axes_of(m)
+        spec = NormSpec(
+            math.prod(self.sizes) // max(self.count, 1),
+            self.count,
+            outputs,
+            pairs=(dtype(m.x),),
+            weights=(m.dtype,) * len(self.members),
+            columns=tuple(self._column_dtype(c) for c in self.columns),
+            row_vectors=tuple(dtype(r) for r in operands["rows"]),
+            ends=(accumulator,) * shift + tuple(dtype(r) for r in operands["ends"]),
+            fulls=tuple(dtype(r) for r in operands["fulls"]),
+            left=Program(_left(sides, centred), ("left", sides, centred)),
+            finish=Program(program(steps, root, self.t.primitives, sides), key),
+            dtype=g.classes[self.exit.cls].dtype,
+            centred=centred,
+            gain=gain,
+            column_sums=tuple(self.sums),
+            precision=precision_name(node_of(g, m.cls).attr),
+            pairs_swapped=bool(down) and (*across, *down) == tuple(range(len(m.x.axes))),
+            weights_swapped=all(w.weight.axes == (*w.ends, *w.contracted) for w in self.members),
+        )
+        parts = (self.members, self.exit, self.columns, self.folded, self.given, operands)
+        return NormPart(spec, *parts)
+
+    def _column_dtype(self, terms: tuple[Column, ...]) -> str:
+        classes = self.t.graph.classes
+        dtypes = [classes[f.cls].dtype for c in terms for f in c.columns]
+        if len(terms) == 1 and terms[0].coefficient == 1 and len(dtypes) == 1:
+            return dtypes[0]
+        return str(jnp.result_type(jnp.float32, *dtypes))
+
+
+def _left(sides: tuple[str, ...], centred: bool) -> Any:
+    """What is multiplied, and summed beside: x, or x less its mean."""
+
+    def left(pairs: tuple, columns: tuple, centre: Any) -> tuple[Any, tuple[Any, ...]]:
+        del columns
+        x = pairs[0] - centre if centred else pairs[0]
+        return x, tuple(x * x if s == SQUARES else x for s in sides)
+
+    return left
+
+
+def _same_columns(m: Normed, s: Shift) -> bool:
+    """Whether a shift moves x itself: it has x's one column factor."""
+    return len(m.gain) == 1 and s.columns == m.gain[0].columns
+
+
+def without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
+    """The rows that are left when the scale is divided out."""
+    left = list(rows)
+    for r in scale:
+        if r not in left:
+            return None
+        left.remove(r)
+    return tuple(left)

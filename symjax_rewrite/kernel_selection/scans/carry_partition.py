@@ -1,0 +1,257 @@
+"""Loops of which some carries are affine, run one part after the other (a face).
+
+Carries that depend on each other stay together. Parts come in the order of what they read: those
+that run as scan kernels, and between them loops of all that is ready by then. What a part reads of
+those before it, these give for all steps; where that is smaller, the operands of what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.kernel_selection.scans.affine_scan import ScanRoute, scan_of
+from symjax_rewrite.kernel_selection.scans.matrix_scan import (
+    Part,
+    run_all,
+    run_steps,
+    stacked_result,
+)
+from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, Group, describe, groups_of
+from symjax_rewrite.loops.hoisting import GROWTH, is_heavy
+from symjax_rewrite.loops.loop import Loop, Read, Source
+from symjax_rewrite.pallas_kernels.scan.cost import MOVED_BYTES_PER_S, STEP_S
+
+MAX_PARTS = 8
+EARLY = -1  # the part of what no carry is needed for
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a loop: its carries by number, its equations, and what later ones read of it.
+
+    scan: the kernel that runs it, else it is a loop.
+    """
+
+    carries: tuple[int, ...]
+    equations: list[Equation] = field(default_factory=list)
+    ys: list[int] = field(default_factory=list)
+    scan: ScanRoute | None = None
+
+
+@dataclass(slots=True)
+class SplitRoute:
+    """A loop in parts; `early` runs for all steps before them."""
+
+    loop: Loop
+    early: list[Equation]
+    pieces: list[Piece]
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives."""
+        loop = self.loop
+        known, steps = loop.constants(read), loop.stacks(read)
+        run_all(loop, self.early, known, steps)
+        finals: dict[int, Any] = {}
+        for piece in self.pieces:
+            if piece.scan is not None:
+                finals[piece.carries[0]] = piece.scan.advance(known, steps, read)
+            else:
+                part = Part(piece.equations, None, piece.carries, piece.ys)
+                run_steps(loop, part, known, steps, finals, read)
+        ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
+        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
+
+
+def split_loop(loop: Loop, kernels: str, device: str, why: str) -> tuple[SplitRoute | None, str]:
+    """A loop of several carries in parts, of which some run as kernels.
+
+    Args:
+        loop: a clean loop of a known number of steps.
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        device: the name of the device's profile.
+        why: it is no kernel as a whole.
+    """
+    groups = groups_of(loop)
+    affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
+    if kernels == "off" or len(groups) < 2 or not affine:
+        return None, why
+    if any(e.eqn.effects for e in loop.body.equations):
+        return None, why
+    scans = {g.carries for g in affine}
+    while scans:
+        pieces = _Splitter(loop, groups, scans).split()
+        if pieces is None:
+            return None, why
+        refused, reasons = set(), []
+        for n, piece in enumerate(pieces.pieces):
+            if piece.carries in scans:
+                piece.scan, reason = _scan(pieces, n, kernels, device)
+                if piece.scan is None:
+                    refused.add(piece.carries)
+                else:
+                    reasons.append(reason)
+        if not refused:
+            return pieces, f"{describe(loop)}; affine carries run apart: {'; '.join(reasons)}"
+        scans -= refused
+    return None, why
+
+
+def _scan(route: SplitRoute, n: int, kernels: str, device: str) -> tuple[ScanRoute | None, str]:
+    """A part as a kernel, if that pays for what is written for it, and why."""
+    loop, piece = route.loop, route.pieces[n]
+    if device != "cpu" and len([p for p in route.pieces if p.carries != piece.carries]) > 1:
+        return None, "two loops cost more launches than one"
+    avals = loop.body.avals
+    written = {v for p in route.pieces for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
+    moved = 2 * loop.length * sum(aval_bytes(avals[v]) for v in written)
+    level = loop.levels()
+    early = [v for e in route.early for v in e.outvals]
+    sources = {v: Source(v) for p in route.pieces[:n] for v in p.ys}
+    sources |= {v: Source(v) for v in early if level[v]}
+    inner = replace(
+        loop,
+        body=replace(loop.body, equations=piece.equations),
+        carries=[loop.carries[piece.carries[0]]],
+        consts=loop.consts | {v: v for v in early if not level[v]},
+        sources=loop.sources | sources,
+        ys=list(piece.ys),
+    )
+    return scan_of(inner, kernels, device, moved / MOVED_BYTES_PER_S + loop.length * STEP_S)
+
+
+class _Splitter:
+    """Cuts a loop at some groups of carries."""
+
+    def __init__(self, loop: Loop, groups: list[Group], scans: set[tuple[int, ...]]) -> None:
+        self.loop, self.groups, self.scans = loop, groups, scans
+        self.makers = {v: e for e in loop.body.equations for v in e.outvals}
+        self.level = loop.levels()
+
+    def split(self) -> SplitRoute | None:
+        """The parts, or None where too much would be written."""
+        loop, avals = self.loop, self.loop.body.avals
+        early = self._early()
+        made_early = {v for e in early for v in e.outvals}
+        pieces = [Piece(carries) for carries in self._order()]
+        if len(pieces) > MAX_PARTS:
+            return None
+        part = self._parts(pieces)
+        ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters, *made_early}
+        wanted: dict[int, set[int]] = {n: set() for n in range(len(pieces))}
+        tops = {v for v in loop.ys if isinstance(v, int)}
+        for v in tops:
+            if part.get(v, EARLY) != EARLY:
+                wanted[part[v]].add(v)
+        for n in reversed(range(len(pieces))):
+            piece = pieces[n]
+            outs = [loop.carries[k].out for k in piece.carries]
+            roots = {*wanted[n], *[v for v in outs if isinstance(v, int)]}
+            inside = {loop.carries[k].inner for k in piece.carries}
+            piece.equations, crossing = self._cone(roots, ready | inside, part, n)
+            piece.ys = sorted(wanted[n])
+            for v in crossing:
+                wanted[part[v]].add(v)
+        written = {*made_early, *[v for p in pieces for v in p.ys]} - tops
+        if loop.length * sum(aval_bytes(avals[v]) for v in written) > GROWTH * loop.outside_bytes:
+            return None
+        rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]
+        known = [e for e in self._cone(rest, ready, part, EARLY)[0] if e not in early]
+        return SplitRoute(loop, [*early, *known], pieces)
+
+    def _early(self) -> list[Equation]:
+        """Products and their like that no carry is needed for, and what they are made of."""
+        heavy = [
+            e
+            for e in self.loop.body.equations
+            if e.outvals and self.level[e.outvals[0]] < 2 and is_heavy(e.eqn)
+        ]
+        needed = self._needed([v for e in heavy for v in e.outvals])
+        return [e for e in self.loop.body.equations if id(e) in needed]
+
+    def _needed(self, values: Iterable[int]) -> set[int]:
+        stack, found = list(values), set()
+        while stack:
+            e = self.makers.get(stack.pop())
+            if e is not None and id(e) not in found:
+                found.add(id(e))
+                stack += [v for v in e.invals if isinstance(v, int)]
+        return found
+
+    def _order(self) -> list[tuple[int, ...]]:
+        """The parts: scans, and loops of what is ready before and after them."""
+        reads = self._reads()
+        done: set[int] = set()
+        waiting = [g.carries for g in self.groups]
+        found: list[tuple[int, ...]] = []
+
+        def ready(carries: tuple[int, ...]) -> bool:
+            return all(reads[k] <= done | {*carries} for k in carries)
+
+        while waiting:
+            together: tuple[int, ...] = ()
+            for carries in [c for c in waiting if c not in self.scans]:  # in order: each may be
+                if ready(carries):  # ready by those before it
+                    together += carries
+                    done |= {*carries}
+                    waiting.remove(carries)
+            if together:
+                found.append(tuple(sorted(together)))
+            for carries in [c for c in waiting if c in self.scans and ready(c)]:
+                found.append(carries)
+                done |= {*carries}
+                waiting.remove(carries)
+        return found
+
+    def _reads(self) -> dict[int, set[int]]:
+        """For every carry, those that its next value depends on."""
+        number = {c.inner: k for k, c in enumerate(self.loop.carries)}
+        depends: dict[int, set[int]] = {v: {k} for v, k in number.items()}
+        for e in self.loop.body.equations:
+            found = [depends.get(v, set()) for v in e.invals if isinstance(v, int)]
+            depends.update(dict.fromkeys(e.outvals, set().union(*found)))
+        return {
+            k: depends.get(c.out, set()) if isinstance(c.out, int) else set()
+            for k, c in enumerate(self.loop.carries)
+        }
+
+    def _parts(self, pieces: list[Piece]) -> dict[int, int]:
+        """The part that every value is made in: the last one that it depends on."""
+        part: dict[int, int] = {}
+        for n, piece in enumerate(pieces):
+            part.update((self.loop.carries[k].inner, n) for k in piece.carries)
+        for e in self.loop.body.equations:
+            found = [part.get(v, EARLY) for v in e.invals if isinstance(v, int)]
+            part.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
+        return part
+
+    def _cone(
+        self, roots: Iterable[int], ready: set[int], part: dict[int, int], n: int
+    ) -> tuple[list[Equation], set[int]]:
+        """The equations of a part that make some values, and what it reads of earlier parts."""
+        inside: set[int] = set()
+        crossing: set[int] = set()
+        stack, seen = list(roots), set()
+        while stack:
+            v = stack.pop()
+            if v in ready or v in seen:
+                continue
+            seen.add(v)
+            e = self.makers.get(v)
+            mine = part.get(v, EARLY) in (n, EARLY)
+            if e is None or not (mine or self._is_smaller_before(e, part)):
+                crossing.add(v)
+                continue
+            inside.add(id(e))
+            stack += [u for u in e.invals if isinstance(u, int)]
+        return [e for e in self.loop.body.equations if id(e) in inside], crossing
+
+    def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
+        """Whether less is handed over as the operands of an equation than as its results."""
+        avals = self.loop.body.avals
+        operands = {v for v in e.invals if isinstance(v, int) and part.get(v, EARLY) != EARLY}
+        given = sum(aval_bytes(avals[v]) for v in operands)
+        return not is_heavy(e.eqn) and given < sum(aval_bytes(avals[v]) for v in e.outvals)

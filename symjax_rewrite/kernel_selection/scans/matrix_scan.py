@@ -1,0 +1,458 @@
+"""From a loop with matrix states to chunked matmuls (a face).
+
+The loop is taken apart: what does not depend on its states is made for all steps at once, carries
+that are no matrices stay loops of their own, states are run by `matrix_scan`, and what depends on
+their queries is made for all steps after that. Each part is the body's own equations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.flat_program import Equation, Value
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.scans.matrix_state import (
+    MatrixState,
+    NotAMatrixError,
+    Query,
+    Reader,
+    Term,
+    terms_of,
+)
+from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
+from symjax_rewrite.loops.hoisting import GROWTH, all_steps
+from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
+from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
+    MatrixScan,
+    chunk_seconds,
+    loop_seconds,
+    matrix_scan,
+)
+
+TIME = -1  # the axis of steps among those of a state
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+MIN_GAIN = 1.25  # predicted, for a loop to be written otherwise
+
+
+@dataclass(slots=True)
+class Part:
+    """What is run at once: equations for all steps, then states of a matrix or a smaller loop.
+
+    state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: what
+    every step of that loop gives.
+    """
+
+    equations: list[Equation]
+    state: MatrixState | None = None
+    carries: tuple[int, ...] = ()
+    ys: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MatrixRoute:
+    """A loop in parts, the last of which has what only results need."""
+
+    loop: Loop
+    t: TermGraph
+    parts: list[Part]
+    tail: list[Equation]
+
+    @property
+    def states(self) -> list[MatrixState]:
+        """The matrices."""
+        return [p.state for p in self.parts if p.state is not None]
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives."""
+        loop = self.loop
+        known, steps = loop.constants(read), loop.stacks(read)
+        finals: dict[int, Any] = {}
+        for part in self.parts:
+            if part.state is None:
+                run_steps(loop, part, known, steps, finals, read)
+                continue
+            run_all(loop, part.equations, known, steps)
+            k = part.state.carry
+            start = loop.carries[k].start
+            first = None if is_zero(start) else read(start)
+            finals[k] = _Kernel(self, part.state, known, steps).run(first)
+        run_all(loop, self.tail, known, steps)
+        ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
+        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
+
+
+def run_all(
+    loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
+) -> None:
+    """Run equations once where they are the same at every step, else for all steps."""
+    moving = []
+    for e in equations:
+        if all(not isinstance(v, int) or v in known for v in e.invals):
+            with jax_internals.equation_scope(loop.eqn):
+                run_equations([e], known)
+        else:
+            moving.append(e)
+    with jax_internals.equation_scope(loop.eqn):
+        steps.update(all_steps(moving, known, steps))
+
+
+def run_steps(
+    loop: Loop,
+    part: Part,
+    known: dict[int, Any],
+    steps: dict[int, Any],
+    finals: dict[int, Any],
+    read: Read,
+) -> None:
+    """Run the steps of some carries."""
+    carries = [loop.carries[k] for k in part.carries]
+    body = replace(loop.body, equations=part.equations)
+    inner = replace(loop, body=body, ys=list(part.ys), carries=carries)
+    reads = [*(v for e in part.equations for v in e.invals), *(c.out for c in carries), *part.ys]
+    inside = {v for v in reads if isinstance(v, int)}
+    given = {v: x for v, x in steps.items() if v in inside}
+    made, ys = stage(inner, known, given, read)
+    finals.update(zip(part.carries, made, strict=True))
+    steps.update(zip(part.ys, ys, strict=True))
+
+
+def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
+    """A result of every step."""
+    if isinstance(v, int) and v in steps:
+        return steps[v]
+    value = jnp.asarray(get(known, v))
+    return jnp.broadcast_to(value, (loop.length, *value.shape))
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """The states of one matrix by `matrix_scan`."""
+
+    route: MatrixRoute
+    state: MatrixState
+    known: dict[int, Any]
+    steps: dict[int, Any]
+
+    def run(self, start: Any) -> Any:
+        """Add what queries read to the steps; the last state."""
+        s, loop = self.state, self.route.loop
+        inner = loop.body.avals[loop.carries[s.carry].inner]
+        wide = jnp.promote_types(inner.dtype, jnp.float32)
+        k = self._rows(s.key, s.keys, wide)
+        v = s.added * self._rows(s.value, s.values, wide)
+        given = [] if s.kind == "none" else [self._decay(wide)]
+        if start is not None:
+            given.append(self._laid_out(start, wide))
+        is_last = any(r == ("final", s.carry) for r in loop.results)
+        last = None
+        for n, query in enumerate(s.queries):
+            factors = [f for f in query.term.factors if {*f.axes} & {*s.keys}]
+            q = query.term.coefficient * self._rows(factors, s.keys, wide)
+            spec = spec_of(loop, s, query, is_last and not n)
+            kernel = jax_internals.sealed(lambda *xs, spec=spec: matrix_scan(spec, *xs))
+            y, *more = kernel(q, k, v, *given)
+            last = more[0] if more else last
+            self._give(query, y)
+        return None if last is None else self._as_carried(last).astype(inner.dtype)
+
+    def _array(self, ref: Ref) -> tuple[Any, tuple[int, ...]]:
+        """A factor over the state's axes and time, and which of them it has, in order."""
+        t = self.route.t
+        v = value_of(t, ref.cls)
+        assert v is not None
+        view = t.view(v)
+        moves = v in self.steps
+        array = jnp.asarray(self.steps[v] if moves else self.known[v])
+        lead = array.shape[:1] if moves else ()
+        array = lax.reshape(array, (*lead, *map(int, t.sizes[v])))  # pyright: ignore[reportArgumentType]
+        slots = {p: ref.axes[s] for s, p in enumerate(view.axes)}
+        axes: list[int] = [TIME] if moves else []
+        for p in range(len(t.sizes[v])):
+            if p in slots:
+                axes.append(slots[p])
+            else:  # the same all along this axis
+                array = lax.index_in_dim(array, 0, len(axes), keepdims=False)
+        return array, tuple(axes)
+
+    def _product(self, factors: Iterable[Ref], order: Sequence[int], dtype: Any) -> Any:
+        """A product of factors over some axes, of size 1 where none has them."""
+        total = jnp.ones((1,) * len(order), dtype)
+        for ref in factors:
+            array, axes = self._array(ref)
+            place = sorted(range(len(axes)), key=lambda n: order.index(axes[n]))
+            array = lax.transpose(array, place).astype(dtype)
+            gone = [n for n, a in enumerate(order) if a not in axes]
+            total = total * lax.expand_dims(array, gone)
+        return total
+
+    def _rows(self, factors: Iterable[Ref], columns: tuple[int, ...], dtype: Any) -> Any:
+        """(*batch, time, columns): the product of factors that have no other axes."""
+        s = self.state
+        array = self._product(factors, (*s.batch, TIME, *columns), dtype)
+        lead = array.shape[: len(s.batch) + 1]
+        wide = tuple(s.sizes[i] for i in columns)
+        array = jnp.broadcast_to(array, (*lead, *wide))
+        return lax.reshape(array, (*lead, math.prod(wide)))
+
+    def _decay(self, dtype: Any) -> Any:
+        s = self.state
+        if s.kind == "diagonal":
+            return s.decay.coefficient * self._rows(s.decay.factors, s.keys, dtype)
+        array = self._product(s.decay.factors, (*s.batch, TIME), dtype)
+        return (s.decay.coefficient * array)[..., None]
+
+    def _order(self) -> tuple[int, ...]:
+        s = self.state
+        return (*s.batch, *s.keys, *s.values)
+
+    def _laid_out(self, start: Any, dtype: Any) -> Any:
+        s = self.state
+        array = jnp.broadcast_to(start, self.route.loop.body.avals[self._inner()].shape)
+        array = lax.transpose(lax.reshape(array, s.sizes), self._order()).astype(dtype)
+        lead = [s.sizes[i] for i in s.batch]
+        return lax.reshape(array, (*lead, s.size(s.keys), s.size(s.values)))
+
+    def _as_carried(self, last: Any) -> Any:
+        s, order = self.state, self._order()
+        array = lax.reshape(last, tuple(s.sizes[i] for i in order))
+        array = lax.transpose(array, np.argsort(order))
+        return lax.reshape(array, self.route.loop.body.avals[self._inner()].shape)
+
+    def _inner(self) -> int:
+        return self.route.loop.carries[self.state.carry].inner
+
+    def _give(self, query: Query, y: Any) -> None:
+        """Add a query's values to the steps, from (*batch, time, values)."""
+        s, loop, t = self.state, self.route.loop, self.route.t
+        order = (*s.batch, TIME, *s.values)
+        size = dict(enumerate(s.sizes)) | {TIME: loop.length}
+        y = lax.reshape(y, tuple(size[a] for a in order))
+        after = [f for f in query.term.factors if not set(f.axes) & {*s.keys}]
+        y = y * self._product(after, order, y.dtype)
+        for term in query.others:
+            y = y + self._summed(term, order, y.dtype)
+        for v in query.values:
+            aval = loop.body.avals[v]
+            view = t.view(v)
+            left = {p: query.left[k] for k, p in enumerate(view.axes)}
+            wanted = (TIME, *[left[p] for p in range(len(left))])
+            turned = lax.transpose(y, [order.index(a) for a in wanted])
+            self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
+
+    def _summed(self, term: Term, order: tuple[int, ...], dtype: Any) -> Any:
+        """A product without the state, summed over the keys."""
+        s = self.state
+        letters = {TIME: "t"} | {i: chr(ord("A") + i) for i in range(len(s.sizes))}
+        arrays = [self._array(f) for f in term.factors]
+        had = {a for _, axes in arrays for a in axes}
+        spread = s.size(tuple(i for i in s.keys if i not in had))
+        out = [a for a in order if a in had]
+        spelled = ",".join("".join(letters[a] for a in axes) for _, axes in arrays)
+        spelled += "->" + "".join(letters[a] for a in out)
+        total = jnp.einsum(spelled, *[x.astype(dtype) for x, _ in arrays])
+        total = term.coefficient * spread * total
+        return lax.expand_dims(total, [n for n, a in enumerate(order) if a not in had])
+
+
+def spec_of(loop: Loop, s: MatrixState, query: Query, is_last: bool) -> MatrixScan:
+    """What the kernel computes for one query."""
+    carry = loop.carries[s.carry]
+    dtype = jnp.promote_types(loop.body.avals[carry.inner].dtype, jnp.float32)
+    return MatrixScan(
+        batch=tuple(s.sizes[i] for i in s.batch),
+        length=loop.length,
+        keys=s.size(s.keys),
+        values=s.size(s.values),
+        decay=s.kind,
+        dtype=str(dtype),
+        inclusive=query.term.state == "after",
+        reverse=loop.reverse,
+        start=not is_zero(carry.start),
+        last=is_last,
+    )
+
+
+def value_of(t: TermGraph, cls: int) -> int | None:
+    """A body value whose entries are those of a class."""
+    found = (v for v, view in enumerate(t.views) if view is not None and view.cls == cls)
+    return next(found, None)
+
+
+def matrices_of(
+    loop: Loop, kernels: str, device: str, gradient: bool = False
+) -> tuple[MatrixRoute | None, str]:
+    """A loop with matrix states by chunked matmuls, where they are faster.
+
+    Args:
+        loop: a clean loop of a known number of steps.
+        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+        device: the name of the device's profile.
+        gradient: whether it is to be differentiated.
+
+    Returns:
+        The route, or None, and why; nothing where no state is a matrix.
+    """
+    if kernels not in ("auto", "always", "xla"):
+        return None, ""
+    try:
+        route = matrix_route(loop)
+    except NotAMatrixError:
+        return None, ""
+    if kernels != "auto":
+        return route, "chunked matmuls of its matrix states"
+    specs = [spec_of(loop, s, q, False) for s in route.states for q in s.queries]
+    if device != "cpu" and not gradient:
+        return None, ""
+    if device == "cpu" and any(s.dtype not in ("float32", "float64") for s in specs):
+        return None, ""
+    before = sum(loop_seconds(s, gradient) for s in specs)
+    after = sum(chunk_seconds(s, gradient) for s in specs)
+    predicted = f"chunked matmuls of its matrix states, predicted {after:.1e} s for {before:.1e} s"
+    if device == "cpu" and before < MIN_GAIN * after:
+        return None, predicted
+    return route, predicted
+
+
+def matrix_route(loop: Loop) -> MatrixRoute:
+    """A loop in parts of which some are matrix states.
+
+    Raises:
+        NotAMatrixError: it has none, or they cannot be run apart from the rest.
+    """
+    body = loop.body
+    if any(e.eqn.effects for e in body.equations):
+        raise NotAMatrixError("it has effects")
+    candidates = [g.carries[0] for g in groups_of(loop) if _may_be_matrix(loop, g)]
+    if not candidates:
+        raise NotAMatrixError("no states are matrices")
+    t = terms_of(loop)
+    states: dict[int, MatrixState] = {}
+    reasons = []
+    for k in candidates:
+        carry = loop.carries[k]
+        others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
+        try:
+            states[k] = Reader(loop, t, k).read([v for v in others if isinstance(v, int)])
+        except NotAMatrixError as error:
+            reasons.append(str(error))
+    if not states:
+        raise NotAMatrixError("; ".join(dict.fromkeys(reasons)))
+    return _Planner(loop, t, states).plan()
+
+
+def _may_be_matrix(loop: Loop, group: Group) -> bool:
+    """Whether a carry has axes for keys and values, and no other carry reads and is read by it."""
+    carry = loop.carries[group.carries[0]]
+    aval = loop.body.avals[carry.inner]
+    alone = len(group.carries) == 1 and isinstance(carry.out, int)
+    return alone and len(aval.shape) > 1 and str(aval.dtype) in DTYPES
+
+
+@dataclass(slots=True)
+class _Planner:
+    """Puts the parts of a loop in order."""
+
+    loop: Loop
+    t: TermGraph
+    states: dict[int, MatrixState]
+    ready: set[int] = field(init=False)
+    parts: list[Part] = field(default_factory=list)
+
+    def plan(self) -> MatrixRoute:
+        """The parts, each after those that it reads.
+
+        Raises:
+            NotAMatrixError: some wait for each other, or too much would be written.
+        """
+        loop = self.loop
+        self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
+        waiting = [g.carries for g in groups_of(loop)]
+        while waiting:
+            done = next((c for c in waiting if self._take(c)), None)
+            if done is None:
+                raise NotAMatrixError("what its states read depends on what reads them")
+            waiting.remove(done)
+        tail = self._needed([v for v in loop.ys if isinstance(v, int)], ())
+        if tail is None:
+            raise NotAMatrixError("states are read whole")
+        self._stack(tail)
+        route = MatrixRoute(loop, self.t, self.parts, tail)
+        _check_written(route)
+        return route
+
+    def _take(self, carries: tuple[int, ...]) -> bool:
+        """Make a part of some carries, if what they read is there."""
+        loop = self.loop
+        state = self.states.get(carries[0]) if len(carries) == 1 else None
+        if state is not None:
+            found = [value_of(self.t, f.cls) for f in state.factors()]
+            values = [v for v in found if v is not None]
+            if len(values) < len(found):
+                raise NotAMatrixError("a factor has no value of its own")
+            needed = self._needed(values, ())
+            if needed is None:
+                return False
+            self._stack(needed, values)
+            self.parts.append(Part(needed, state))
+            self.ready.update(v for q in state.queries for v in q.values)
+            self.ready.update(v for e in needed for v in e.outvals)
+            return True
+        inner = {loop.carries[k].inner for k in carries}
+        outs = [loop.carries[k].out for k in carries]
+        needed = self._needed([v for v in outs if isinstance(v, int)], inner)
+        if needed is None:
+            return False
+        self._stack(needed)
+        self.parts.append(Part(needed, None, carries))
+        self.ready |= inner | {v for e in needed for v in e.outvals}
+        return True
+
+    def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
+        """The equations that make some values of what is there; None where something is not."""
+        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
+        known, stack, used = {*self.ready, *inner}, list(values), set()
+        while stack:
+            v = stack.pop()
+            if v in known:
+                continue
+            known.add(v)
+            if v not in makers:
+                return None
+            used.add(id(makers[v]))
+            stack += [u for u in makers[v].invals if isinstance(u, int)]
+        return [e for e in self.loop.body.equations if id(e) in used]
+
+    def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
+        """Let loops before give what equations read of them, and some values."""
+        reads = {v for e in equations for v in e.invals if isinstance(v, int)} | {*values}
+        reads |= {v for v in self.loop.ys if isinstance(v, int)}
+        for part in self.parts:
+            if part.state is None:
+                made = {v for e in part.equations for v in e.outvals}
+                made |= {self.loop.carries[k].inner for k in part.carries}
+                part.ys += sorted((reads & made) - {*part.ys})
+
+
+def _check_written(route: MatrixRoute) -> None:
+    """What all steps write must not be much more than what the loop is given and gives.
+
+    Raises:
+        NotAMatrixError: it is.
+    """
+    loop = route.loop
+    limit = GROWTH * loop.outside_bytes
+    made = [e for p in route.parts if p.state is not None for e in p.equations] + route.tail
+    values = [v for e in made for v in e.outvals]
+    values += [v for p in route.parts for v in p.ys]
+    if any(loop.length * aval_bytes(loop.body.avals[v]) > limit for v in values):
+        raise NotAMatrixError("what every step makes is too large to keep")

@@ -1,0 +1,353 @@
+"""Loops whose states are matrices, read as decays, outer products and queries (a face).
+
+The body is read as index terms. A carry is such a state where a step makes `a·S + k vᵀ` of it, the
+decay has no axis of the values, and everything else reads it through sums over the axes of the
+keys: `Σ_k q·S`, before or after the step. What is no axis of keys or values is a batch. How any of
+it is spelled (einsum, outer, broadcasts, vmapped heads) leaves no trace in the terms.
+
+Sources: Katharopoulos et al. 2020, "Transformers are RNNs"; Sun et al. 2023, "Retentive network";
+Yang et al. 2024, "Gated linear attention"; Dao & Gu 2024, "Transformers are SSMs".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
+from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.loops.carry_dependence import holds
+from symjax_rewrite.loops.loop import Loop
+
+Axes = tuple[int, ...]
+Factors = tuple[Ref, ...]
+MAX_TERMS = 8  # of a sum that is multiplied out
+
+
+class NotAMatrixError(Exception):
+    """Why a carry is no such state (internal)."""
+
+
+class Term(NamedTuple):
+    """coefficient · Π factors, times the state `before` or `after` the step if it is named.
+
+    axes: for each axis of the state the index it is read at.
+    """
+
+    coefficient: float
+    factors: Factors
+    state: str = ""
+    axes: Axes = ()
+
+
+class Query(NamedTuple):
+    """A result `Σ_keys q·S`, times `rest`, and what else is summed with it.
+
+    values: of the body, all of them of one class. term: with the state. others: terms without it;
+    their indices are the state's axes. left: the state's axis of each slot of the class. over:
+    those summed over.
+    """
+
+    values: tuple[int, ...]
+    term: Term
+    others: tuple[Term, ...]
+    left: Axes
+    over: Axes
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixState:
+    """A carry that is a matrix for every entry of its batch; factors read the state's axes.
+
+    carry: its number. batch, keys, values: its axes. decay, key, value: the factors of each, with
+    the coefficients of the first and of the outer product. queries: what reads it.
+    """
+
+    carry: int
+    sizes: Axes
+    batch: Axes
+    keys: Axes
+    values: Axes
+    decay: Term
+    added: float
+    key: Factors
+    value: Factors
+    queries: tuple[Query, ...]
+
+    def size(self, axes: Axes) -> int:
+        """Entries along some axes."""
+        return math.prod(self.sizes[i] for i in axes)
+
+    @property
+    def kind(self) -> str:
+        """The decay as the kernel names it."""
+        if any(set(f.axes) & {*self.keys} for f in self.decay.factors):
+            return "diagonal"
+        return "scalar" if self.decay.factors or self.decay.coefficient != 1 else "none"
+
+    def factors(self) -> list[Ref]:
+        """Everything that must be known for all steps."""
+        found = [*self.decay.factors, *self.key, *self.value]
+        for query in self.queries:
+            found += [f for term in (query.term, *query.others) for f in term.factors]
+        return found
+
+
+def terms_of(loop: Loop) -> TermGraph:
+    """The body of a loop as index terms, with everything that it is given as leaves."""
+    body = loop.body
+    body.inputs = [*loop.consts, *loop.sources, *loop.counters, *[c.inner for c in loop.carries]]
+    return build(body)
+
+
+@dataclass(slots=True)
+class Reader:
+    """Reads one carry of a loop as a matrix.
+
+    Args:
+        loop: a clean loop.
+        t: its body as terms.
+        carry: the carry's number.
+    """
+
+    loop: Loop
+    t: TermGraph
+    carry: int
+    state: Ref = field(init=False)
+    out: Ref = field(init=False)
+    moving: dict[int, bool] = field(default_factory=dict)  # class: does it depend on the carry
+    fresh: int = 1 << 20  # numbers of summed indices
+
+    def read(self, readers: list[int]) -> MatrixState:
+        """The carry as a matrix state.
+
+        Args:
+            readers: body values that must not depend on it but through queries.
+
+        Raises:
+            NotAMatrixError: it is none.
+        """
+        carry, t = self.loop.carries[self.carry], self.t
+        assert isinstance(carry.out, int)
+        self.state, self.out = t.view(carry.inner), t.view(carry.out)
+        sizes = t.sizes[carry.inner]
+        width = len(sizes)
+        spread = any(sorted(r.axes) != list(range(width)) for r in (self.state, self.out))
+        if t.sizes[carry.out] != sizes or spread:
+            raise NotAMatrixError("states have an axis that is spread")
+        if not all(isinstance(s, int) and s > 0 for s in sizes):
+            raise NotAMatrixError("a size of the state is empty or a name")
+        self.moving[self.state.cls] = True
+        dtype = str(self.loop.body.avals[carry.inner].dtype)
+        terms = self._terms(self.out, dtype, whole=False)
+        queries = self._queries(readers)
+        if not queries:
+            raise NotAMatrixError("its states are not read")
+        over = {q.over for q in queries}
+        if len(over) > 1:
+            raise NotAMatrixError("its states are summed over other axes each time")
+        return self._arranged(tuple(map(int, sizes)), terms, queries)  # pyright: ignore[reportArgumentType]
+
+    def depends(self, cls: int) -> bool:
+        """Whether a class depends on the carry."""
+        stack = [cls]
+        while stack:
+            top = stack[-1]
+            args = [a.cls for a in node_of(self.t.graph, top).args]
+            missing = [c for c in args if c not in self.moving]
+            if top in self.moving or not missing:
+                self.moving.setdefault(top, any(self.moving[c] for c in args))
+                stack.pop()
+            else:
+                stack += missing
+        return self.moving[cls]
+
+    def _terms(self, ref: Ref, dtype: str, whole: bool = True) -> list[Term]:
+        """A reference as a sum of products with at most one state in each.
+
+        Args:
+            ref: read over any indices.
+            dtype: of what is made of it; casts to narrower ones are none.
+            whole: whether the state after the step is named as such.
+        """
+        cls, axes = ref
+        for name, state in (("after", self.out), ("before", self.state))[not whole :]:
+            if cls == state.cls:
+                place = dict(zip(state.axes, axes, strict=True))
+                return [Term(1.0, (), name, tuple(place[i] for i in range(len(place))))]
+        node = node_of(self.t.graph, cls)
+        is_float = dtype_kind(self.t.graph.classes[cls].dtype) == "f"
+        if node.op == CONST and is_float and math.isfinite(node.attr[0]):
+            return [Term(float(node.attr[0]), ())]
+        if not self.depends(cls):
+            return [Term(1.0, (ref,))]
+        if node.op not in (ADD, CONTRACT, MAP):
+            raise NotAMatrixError(f"{_name(node)} of the states")
+        index = {i: axes[i] for i in range(node.out)}
+        for i in range(len(node.bound)):
+            index[node.out + i] = self.fresh
+            self.fresh += 1
+        args = [Ref(a.cls, tuple(index[i] for i in a.axes)) for a in node.args]
+        if node.op == ADD:
+            made = [
+                t._replace(coefficient=t.coefficient * float(c))
+                for c, a in zip(node.attr, args, strict=True)
+                for t in self._terms(a, dtype, whole)
+            ]
+        elif node.op == CONTRACT and not node.bound:
+            made = self._product(args, dtype, whole)
+        elif self._is_cast(cls, dtype):
+            made = self._terms(args[0], dtype, whole)
+        else:
+            raise NotAMatrixError(f"{_name(node)} of the states")
+        if len(made) > MAX_TERMS:
+            raise NotAMatrixError(f"a sum of more than {MAX_TERMS} products")
+        return made
+
+    def _is_cast(self, cls: int, least: str) -> bool:
+        """Whether a class is another one, cast without loss beside `least`."""
+        node, classes = node_of(self.t.graph, cls), self.t.graph.classes
+        if node.op != MAP or node.attr[0] != "convert_element_type":
+            return False
+        old, new = classes[node.args[0].cls].dtype, classes[cls].dtype
+        if dtype_kind(old) != "f" or dtype_kind(new) != "f":
+            return False
+        return holds(new, old) or holds(new, least)
+
+    def _product(self, args: list[Ref], dtype: str, whole: bool = True) -> list[Term]:
+        made = [Term(1.0, ())]
+        for arg in args:
+            made = [_times(x, y) for x in made for y in self._terms(arg, dtype, whole)]
+        return made
+
+    def _queries(self, readers: list[int]) -> list[Query]:
+        """The queries that some body values depend on; they depend on no state otherwise."""
+        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
+        found: list[Query] = []
+        stack, seen = list(readers), set()
+        while stack:
+            v = stack.pop()
+            if v in seen or not self.depends(self.t.view(v).cls):
+                continue
+            seen.add(v)
+            if any(v in query.values for query in found):
+                continue
+            view = self.t.view(v)
+            query = self._query(v, view)
+            if query is not None:
+                found.append(query)
+                continue
+            if v not in makers or view.cls == self.out.cls:
+                raise NotAMatrixError("states are read whole")
+            stack += [u for u in makers[v].invals if isinstance(u, int)]
+        return found
+
+    def _query(self, v: int, view: Ref) -> Query | None:
+        """A value as a sum over axes of the state, or None."""
+        node = node_of(self.t.graph, view.cls)
+        width = len(self.t.sizes[v])
+        if node.op != CONTRACT or not node.bound or len(view.axes) != width:
+            return None
+        index = dict(enumerate(view.axes)) | {
+            node.out + i: width + i for i in range(len(node.bound))
+        }
+        args = [Ref(a.cls, tuple(index[i] for i in a.axes)) for a in node.args]
+        try:
+            terms = self._product(args, self.t.graph.classes[view.cls].dtype)
+        except NotAMatrixError:
+            return None
+        states = [t for t in terms if t.state]
+        if len(states) != 1 or len(set(states[0].axes)) != len(states[0].axes):
+            return None
+        axis = {i: s for s, i in enumerate(states[0].axes)}
+        everything = set(range(width + len(node.bound)))
+        if set(axis) != everything:
+            return None
+        turned = [
+            t._replace(factors=tuple(Ref(f.cls, tuple(axis[i] for i in f.axes)) for f in t.factors))
+            for t in terms
+        ]
+        values = tuple(
+            u
+            for u, other in enumerate(self.t.views)
+            if other is not None
+            and other.cls == view.cls
+            and len(other.axes) == len(self.t.sizes[u])
+        )
+        return Query(
+            values,
+            next(t for t in turned if t.state),
+            tuple(t for t in turned if not t.state),
+            tuple(axis[i] for i in view.axes),
+            tuple(sorted(axis[width + i] for i in range(len(node.bound)))),
+        )
+
+    def _arranged(self, sizes: Axes, terms: list[Term], queries: list[Query]) -> MatrixState:
+        """Which axes are keys, values and batches, and the factors of each."""
+        width, keys = len(sizes), queries[0].over
+        decays = [t for t in terms if t.state]
+        added = [t for t in terms if not t.state and t.coefficient]
+        if any(t.axes != tuple(range(width)) for t in decays):
+            raise NotAMatrixError("states are turned at every step")
+        if len(decays) != 1 or len(added) != 1:
+            raise NotAMatrixError(f"a step has {len(decays)} decays and adds {len(added)} products")
+        decay, product = decays[0], self._opened(added[0], keys)
+        everything = [*product.factors, *decay.factors]
+        everything += [f for q in queries for f in q.term.factors]
+        taken = {i for f in everything if set(f.axes) & set(keys) for i in f.axes}
+        taken |= {i for f in decay.factors for i in f.axes}
+        values = tuple(i for i in range(width) if i not in taken and i not in keys)
+        if not values:
+            raise NotAMatrixError("what is added is no outer product")
+        if any(len(set(f.axes)) != len(f.axes) for f in everything):
+            raise NotAMatrixError("a diagonal is read")
+        inner = set(keys)
+        return MatrixState(
+            carry=self.carry,
+            sizes=sizes,
+            batch=tuple(i for i in range(width) if i not in keys and i not in values),
+            keys=keys,
+            values=values,
+            decay=decay,
+            added=product.coefficient,
+            key=tuple(f for f in product.factors if inner & set(f.axes)),
+            value=tuple(f for f in product.factors if not inner & set(f.axes)),
+            queries=tuple(
+                q._replace(others=tuple(self._opened(t, keys) for t in q.others)) for q in queries
+            ),
+        )
+
+    def _opened(self, term: Term, keys: Axes) -> Term:
+        """A product with its factors opened that have axes of the keys and others."""
+        inner, done = set(keys), []
+        coefficient, stack = term.coefficient, list(term.factors)
+        while stack:
+            ref = stack.pop()
+            node = node_of(self.t.graph, ref.cls)
+            mixed = inner & set(ref.axes) and set(ref.axes) - inner
+            mixed = mixed and node.op in (ADD, CONTRACT, MAP) and not node.bound
+            args = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args if mixed]
+            if mixed and node.op == CONTRACT:
+                stack += args
+            elif mixed and node.op == ADD and len(args) == 1:
+                coefficient *= float(node.attr[0])
+                stack += args
+            elif mixed and self._is_cast(ref.cls, self.t.graph.classes[self.state.cls].dtype):
+                stack += args
+            else:
+                done.append(ref)
+        return Term(coefficient, tuple(done))
+
+
+def _times(x: Term, y: Term) -> Term:
+    if x.state and y.state:
+        raise NotAMatrixError("a product of states")
+    state = x if x.state else y
+    return Term(x.coefficient * y.coefficient, x.factors + y.factors, state.state, state.axes)
+
+
+def _name(node: Any) -> str:
+    return node.attr[0] if node.op == MAP else f"a {node.op}"

@@ -1,0 +1,189 @@
+"""How a loop's carries move: which are affine in themselves, and what keeps the others from it.
+
+`h ← a·h + b` composes: (a₂,b₂)∘(a₁,b₁) = (a₂a₁, a₂b₁+b₂), so a loop that moves so is a prefix of a
+monoid and may run in any order. It is affine where h goes through sums, products with what does not
+depend on it and moves of entries alone; diagonal where no entry reads another. Carries that others
+read but that read none of these are solved first, and are no obstacle to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite.ir.flat_program import Equation, Value
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_kind
+from symjax_rewrite.loops.loop import Loop
+
+FREE, SUM, DIAGONAL, MATRIX, MAX_PLUS, OTHER = range(6)
+NAMES = {
+    SUM: "a running sum",
+    DIAGONAL: "affine",
+    MATRIX: "affine by a matrix",
+    MAX_PLUS: "max-plus",
+}
+
+_SUMS = frozenset("add add_any sub neg copy copy_p stop_gradient convert_element_type".split())
+_MOVES = VIEWS | frozenset(
+    "slice concatenate pad rev reduce_sum cumsum dynamic_slice split".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Degree:
+    """How a value depends on the carries that are being solved, and why where it is not simply."""
+
+    kind: int = FREE
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Carries that depend on each other.
+
+    carries: their numbers. degree: how they move together.
+    """
+
+    carries: tuple[int, ...]
+    degree: Degree
+
+
+def groups_of(loop: Loop) -> list[Group]:
+    """The carries of a loop by groups that depend on each other, first solved first."""
+    reads = _dependencies(loop)
+    found: list[Group] = []
+    for group in _components(reads):
+        degrees = _degrees(loop, {loop.carries[k].inner for k in group})
+        worst = Degree()
+        for k in group:
+            out = loop.carries[k].out
+            degree = degrees.get(out, Degree()) if isinstance(out, int) else Degree()
+            worst = degree if degree.kind > worst.kind else worst
+        if len(group) > 1 and worst.kind in (SUM, DIAGONAL):
+            worst = Degree(MATRIX, "its carries read each other")
+        found.append(Group(tuple(sorted(group)), worst))
+    return found
+
+
+def describe(loop: Loop) -> str:
+    """One line on how the carries of a loop move."""
+    parts = []
+    for group in groups_of(loop):
+        shapes = ", ".join(
+            loop.body.avals[loop.carries[k].inner].str_short() for k in group.carries
+        )
+        kind = group.degree.kind
+        name = NAMES.get(kind, f"not affine: {group.degree.why}" if kind == OTHER else "given")
+        parts.append(f"{shapes} is {name}")
+    return "; ".join(dict.fromkeys(parts)) or "no carry"
+
+
+def is_zero(start: Value) -> bool:
+    """Whether a carry starts from the number 0."""
+    if isinstance(start, int):
+        return False
+    return not np.any(start.val) and not np.any(np.signbit(start.val))
+
+
+def _dependencies(loop: Loop) -> dict[int, set[int]]:
+    """For every carry, the carries that its next value reads."""
+    number = {c.inner: k for k, c in enumerate(loop.carries)}
+    reads: dict[Value, set[int]] = {v: {k} for v, k in number.items()}
+    for e in loop.body.equations:
+        found: set[int] = set()
+        for v in e.invals:
+            if isinstance(v, int):
+                found |= reads.get(v, set())
+        reads.update(dict.fromkeys(e.outvals, found))
+    return {
+        k: reads.get(c.out, set()) if isinstance(c.out, int) else set()
+        for k, c in enumerate(loop.carries)
+    }
+
+
+def _components(reads: dict[int, set[int]]) -> list[set[int]]:
+    """Strongly connected carries, those that others read first."""
+    reach = {k: set(r) for k, r in reads.items()}
+    for _ in reads:
+        for k in reach:
+            for j in list(reach[k]):
+                reach[k] |= reach[j]
+    groups: list[set[int]] = []
+    for k in sorted(reads, key=lambda k: (len(reach[k] | {k}), k)):
+        if not any(k in g for g in groups):
+            groups.append({k} | {j for j in reach[k] if k in reach[j]})
+    return groups
+
+
+def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
+    """How every value of a body depends on some carries; the others count as known."""
+    degrees = {v: Degree(SUM) for v in moving}
+    least = {str(loop.body.avals[v].dtype) for v in moving}
+    for e in loop.body.equations:
+        operands = [degrees.get(v, Degree()) if isinstance(v, int) else Degree() for v in e.invals]
+        if any(d.kind != FREE for d in operands):
+            degrees.update(dict.fromkeys(e.outvals, _degree(e, operands, least)))
+    return degrees
+
+
+def _is_endless(e: Equation) -> bool:
+    """Whether a number scales by what is not finite: prefixes would multiply it with zeros."""
+    for k, v in enumerate(e.invals):
+        if not isinstance(v, int):
+            number = complex(np.asarray(v.val).item())
+            if e.name == "div" and k == 1 and not number:
+                return True
+            if not np.isfinite(number):
+                return True
+    return False
+
+
+def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
+    moving = [d for d in operands if d.kind != FREE]
+    worst = max(moving, key=lambda d: d.kind)
+    if worst.kind == OTHER:
+        return worst
+    name = e.name
+    if worst.kind == MAX_PLUS and name not in (*_SUMS, "max", "min"):
+        return Degree(OTHER, f"{name} of a maximum")
+    scaled = Degree(max(DIAGONAL, worst.kind))
+    if name == "convert_element_type" and (rounded := _rounded(e, least)):
+        return Degree(OTHER, f"it is rounded to {rounded}")
+    if name in _SUMS:
+        turned = name == "neg" or (name == "sub" and operands[1].kind != FREE)
+        return scaled if turned else worst
+    if name in ("max", "min"):
+        maximum = worst.kind in (SUM, MAX_PLUS)
+        return Degree(MAX_PLUS) if maximum else Degree(OTHER, f"a {name} of the scaled carry")
+    if name in ("mul", "div") and _is_endless(e):
+        return Degree(OTHER, "an infinite multiple of the carry")
+    if name in ("mul", "dot_general"):
+        if len(moving) > 1:
+            return Degree(OTHER, "a product of the carry with itself")
+        return scaled if name == "mul" else Degree(MATRIX)
+    if name == "div":
+        return scaled if operands[1].kind == FREE else Degree(OTHER, "a quotient by the carry")
+    if name == "select_n":
+        return worst if operands[0].kind == FREE else Degree(OTHER, "a choice by the carry")
+    if name in _MOVES and operands[0].kind != FREE:
+        return worst if name in VIEWS else Degree(MATRIX)
+    what = f"{name} of the carry"
+    return Degree(OTHER, what if name in ELEMENTWISE else f"{what} is no sum or product")
+
+
+def _rounded(e: Equation, least: set[str]) -> str:
+    """What a cast rounds to that carries of some dtypes do not; empty where it keeps sums."""
+    old, new = (str(getattr(v.aval, "dtype", "")) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
+    if dtype_kind(new) in "iub":
+        return "" if dtype_kind(old) in "iu" else "integers"
+    if {dtype_kind(old), dtype_kind(new), *map(dtype_kind, least)} != {"f"}:
+        return ""
+    return "" if holds(new, old) or all(holds(new, dtype) for dtype in least) else new
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Whether a dtype of floats has all numbers of another."""
+    x, y = jnp.finfo(wide), jnp.finfo(narrow)
+    return x.nmant >= y.nmant and x.maxexp >= y.maxexp

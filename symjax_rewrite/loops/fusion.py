@@ -1,0 +1,397 @@
+"""Arrays of all steps that only a loop makes or reads are never made (a pass).
+
+`exp(Δ·A)` for all steps, computed before a scan and read step by step, is computed inside it, from
+Δ and A; states of all steps that are only read as `C·h` are read inside it. An equation is taken
+into the loop when it works on every step by itself and less is read or written that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
+from symjax_rewrite.loops.loop import Carry, Loop, Source
+from symjax_rewrite.loops.normalization import substitute
+from symjax_rewrite.loops.stepwise_equations import Axes, one_step, stepped_operands, stepped_result
+
+MIN_BYTES = 1 << 16  # that are no longer written: less is not worth a change
+MAX_DEPTH = 40  # equations in a row that are looked through
+EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # to be added up one by one
+
+
+class Surroundings:
+    """Who makes and who reads every value of a program, where results need it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.makers = {v: e for e in program.equations for v in e.outvals}
+        self.outputs = {v for v in program.outputs if isinstance(v, int)}
+        live = self._live()
+        self.users: dict[int, list[Equation]] = {}
+        for e in program.equations:
+            if e.eqn.effects or any(v in live for v in e.outvals):
+                for v in {v for v in e.invals if isinstance(v, int)}:
+                    self.users.setdefault(v, []).append(e)
+
+    def _live(self) -> set[int]:
+        stack: list[Value] = list(self.outputs)
+        stack += [v for e in self.program.equations if e.eqn.effects for v in e.invals]
+        live: set[int] = set()
+        while stack:
+            v = stack.pop()
+            if isinstance(v, int) and v not in live:
+                live.add(v)
+                if v in self.makers:
+                    stack.extend(self.makers[v].invals)
+        return live
+
+    def bytes(self, v: int) -> float:
+        """Bytes of a value."""
+        return aval_bytes(self.program.avals[v])
+
+    def below(self, values: Iterable[int]) -> set[int]:
+        """These values and all that depend on them."""
+        found = set(values)
+        for e in self.program.equations:
+            if any(v in found for v in e.invals if isinstance(v, int)):
+                found.update(e.outvals)
+        return found
+
+
+def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool = False) -> Value:
+    """Add what `fun` does of body values to a body, at its end or `first`; the result's value."""
+    values, new = staged(loop, fun, invals)
+    old = loop.body.equations
+    loop.body.equations = [*new, *old] if first else [*old, *new]
+    return values[0]
+
+
+def staged(
+    loop: Loop, fun: Callable[..., Any], invals: Sequence[Value]
+) -> tuple[list[Value], list[Equation]]:
+    """What `fun` makes of body values, as values and equations that are not yet in the body."""
+    body = loop.body
+    numbers = [v for v in invals if isinstance(v, int)]
+
+    def run(*args: Any) -> list[Any]:
+        rest = iter(args)
+        values = [next(rest) if isinstance(v, int) else v.val for v in invals]
+        out = fun(*values)
+        return list(out) if isinstance(out, list | tuple) else [out]
+
+    made = flatten(jax_internals.make_avals_jaxpr(run, [body.avals[v] for v in numbers]))
+    number = dict(zip(made.inputs, numbers, strict=True))
+    for v, aval in enumerate(made.avals):
+        if v not in number:
+            number[v] = body.new_value(aval)
+    body.consts.update((number[v], c) for v, c in made.consts.items())
+
+    def renamed(v: Value) -> Value:
+        return number[v] if isinstance(v, int) else v
+
+    new = [
+        Equation(e.eqn, tuple(map(renamed, e.invals)), tuple(number[v] for v in e.outvals))
+        for e in made.equations
+    ]
+    return [renamed(v) for v in made.outputs], new
+
+
+class Fusion:
+    """Takes into one loop what belongs there.
+
+    Args:
+        loop: a clean loop of a known number of steps; it is changed.
+        around: the program it stands in.
+        own: equations that the loop replaces, and other loops that can make what it reads.
+        taken: equations that such loops do inside.
+        reorders: whether sums over all steps may be added up step by step.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        around: Surroundings,
+        own: list[Equation],
+        taken: Iterable[int] = (),
+        reorders: bool = False,
+    ) -> None:
+        self.loop, self.around, self.reorders = loop, around, reorders
+        self.own = {id(e) for e in own}
+        self.taken = set(taken)  # equations that read the loop's results inside it
+        self.below = around.below(loop.makes)
+        self.costs: dict[tuple[int, int], float] = {}
+        self.stepped: dict[tuple[int, int], Value] = {}
+        self.fixed: dict[int, int] = {}
+        self.result_costs: dict[tuple[int, int], float] = {}
+        self.saved = 0.0
+
+    def run(self) -> float:
+        """Fuse; the bytes no longer written."""
+        self._results()
+        self._sources()
+        return self.saved
+
+    def is_private(self, v: int, depth: int = 0) -> bool:
+        """Whether a value is read by the loop alone, through whatever may be taken into it."""
+        if v in self.around.outputs or depth > MAX_DEPTH:
+            return False
+        inside = self.own | self.taken
+        users = [e for e in self.around.users.get(v, ()) if id(e) not in inside]
+        return all(
+            len(e.outvals) == 1 and not e.eqn.effects and self.is_private(e.outvals[0], depth + 1)
+            for e in users
+        )
+
+    def _steps_of(self, v: int, axis: int) -> tuple[Equation, Axes] | None:
+        """The equation that makes a value, if it may be taken in, and its operands' axes."""
+        e = self.around.makers.get(v)
+        if e is None or id(e) in self.own or v in self.below or not self.is_private(v):
+            return None
+        axes = stepped_operands(e.eqn, axis)
+        return None if axes is None else (e, axes)
+
+    def _cost(self, v: int, axis: int) -> float:
+        """Bytes that must be there for all steps, so that a step can have its part of v."""
+        key = (v, axis)
+        if key not in self.costs:
+            whole = self.costs[key] = self.around.bytes(v)
+            made = self._steps_of(v, axis)
+            if made is not None:
+                self.costs[key] = min(whole, self._operand_cost(*made))
+        return self.costs[key]
+
+    def _operand_cost(self, e: Equation, axes: Axes) -> float:
+        total = 0.0
+        for u, a in {(u, a) for u, a in zip(e.invals, axes, strict=True) if isinstance(u, int)}:
+            total += self._cost(u, a) if a is not None else 0.0
+        return total
+
+    def _sources(self) -> None:
+        """Make inside what the steps are given."""
+        loop = self.loop
+        for v, source in list(loop.sources.items()):
+            whole = source.start == 0 and source.step == 1
+            if not (whole and isinstance(source.value, int)):
+                continue
+            size = self.around.bytes(source.value)
+            if self._cost(source.value, source.axis) >= size:
+                continue
+            new = self._step(source.value, source.axis)
+            if new == v:
+                continue
+            self.saved += size
+            del loop.sources[v]
+            if not source.kept:
+                axis = source.axis
+                new = graft(loop, lambda x, k=axis: lax.squeeze(x, (k,)), [new])
+            self._bring_forward(v, new)
+
+    def _bring_forward(self, old: int, new: Value) -> None:
+        """Put what was added at the end first, and read it in place of a source."""
+        substitute(self.loop, {old: new})
+        known = {*self.loop.sources, *self.loop.counters, *self.loop.consts}
+        known |= {*self.loop.body.consts, *[c.inner for c in self.loop.carries]}
+        self.loop.body.equations = in_order(self.loop.body.equations, known)
+
+    def _step(self, v: Value, axis: int) -> Value:
+        """The body value of one step of an outer value, its axis kept with size one."""
+        if not isinstance(v, int):
+            return v
+        found = self.stepped.get((v, axis))
+        if found is not None:
+            return found
+        made = self._steps_of(v, axis)
+        if made is not None and self._operand_cost(*made) < self.around.bytes(v):
+            e, axes = made
+            reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
+            new = graft(self.loop, one_step(e.eqn, axis), reads)
+        else:
+            aval = self.around.program.avals[v]
+            shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
+            new = self.loop.body.new_value(aval.update(shape=shape))
+            self.loop.sources[new] = Source(v, axis, kept=True)
+        self.stepped[v, axis] = new
+        return new
+
+    def _operand(self, v: Value, axis: int | None) -> Value:
+        if not isinstance(v, int):
+            return v
+        if axis is not None:
+            return self._step(v, axis)
+        if v not in self.fixed:
+            self.fixed[v] = self.loop.body.new_value(self.around.program.avals[v])
+            self.loop.consts[self.fixed[v]] = v
+        return self.fixed[v]
+
+    def _results(self) -> None:
+        """Read inside what is only read step by step."""
+        found = [
+            (k, self.loop.makes[k], 0 if kind == "ys" else what[1])
+            for k, (kind, what) in enumerate(self.loop.results)
+            if kind == "ys" or (kind == "kept" and not what[2])
+        ]
+        for _, v, axis in found:  # first, so that what they all read is known to be private
+            if self._goes_on(v, axis):
+                self._mark(v, axis)
+        self.result_costs.clear()
+        for k, v, axis in found:  # one by one: what reads two of them needs the other inside
+            if not self._goes_on(v, axis):
+                continue
+            self._mark(v, axis)
+            kind, what = self.loop.results[k]
+            y = self.loop.ys[what if kind == "ys" else what[0]]
+            if kind == "ys":
+                y = graft(self.loop, lambda x: lax.expand_dims(x, (0,)), [y])
+            self.saved += self.around.bytes(v)
+            self.stepped[v, axis] = y
+            self.loop.results[k] = ("dropped", None)
+            self._read_inside(v, axis)
+        kept = [n for n, (kind, _) in enumerate(self.loop.results) if kind != "dropped"]
+        self.loop.makes = [self.loop.makes[n] for n in kept]
+        self.loop.results = [self.loop.results[n] for n in kept]
+        self._renumber()
+
+    def _renumber(self) -> None:
+        """Stack only what some result is made of."""
+        used: dict[int, int] = {}
+        results = []
+        for kind, what in self.loop.results:
+            if kind == "ys":
+                what = used.setdefault(what, len(used))
+            elif kind in ("stored", "kept", "at"):
+                what = (used.setdefault(what[0], len(used)), *what[1:])
+            results.append((kind, what))
+        self.loop.results = results
+        self.loop.ys = [self.loop.ys[k] for k in used]
+
+    def _user_axis(self, e: Equation, v: int, axis: int) -> int | None:
+        """The axis of a user's result that runs along with a stacked result's axis."""
+        if id(e) in self.own or e.eqn.effects:
+            return None
+        place = [k for k, u in enumerate(e.invals) if u == v]
+        found = {stepped_result(e.eqn, k, axis) for k in place}
+        out = found.pop()
+        if found or out is None:
+            return None
+        others = [u for u in e.invals if isinstance(u, int) and u != v]
+        if any(u in self.below and not self._is_taken(u, e, out) for u in others):
+            return None
+        return out
+
+    def _is_taken(self, u: int, e: Equation, out: int) -> bool:
+        """Whether another operand is made by the loop and already there for a step."""
+        axes = stepped_operands(e.eqn, out)
+        k = e.invals.index(u)
+        return axes is not None and axes[k] is not None and (u, axes[k]) in self.stepped
+
+    def _result_cost(self, v: int, axis: int, depth: int = 0) -> float:
+        """Bytes written for all steps if what reads v is taken in."""
+        found = self.result_costs.get((v, axis))
+        if found is not None:
+            return found
+        whole = total = self.around.bytes(v)
+        if v not in self.around.outputs and depth < MAX_DEPTH:
+            users = self.around.users.get(v, ())
+            sums = [e for e in users if self._is_total(e, axis)]
+            outs = [(e, self._user_axis(e, v, axis)) for e in users if e not in sums]
+            if all(out is not None for _, out in outs):
+                costs = [self._result_cost(e.outvals[0], out or 0, depth + 1) for e, out in outs]
+                total = min(whole, sum(costs) + sum(self.around.bytes(e.outvals[0]) for e in sums))
+        self.result_costs[v, axis] = total
+        return total
+
+    def _mark(self, v: int, axis: int) -> None:
+        """Note what reads a result, and what is made of that, as taken in."""
+        for e in self.around.users[v]:
+            self.taken.add(id(e))
+            out = None if self._is_total(e, axis) else self._user_axis(e, v, axis)
+            if out is not None and self._goes_on(e.outvals[0], out):
+                self._mark(e.outvals[0], out)
+
+    def _goes_on(self, v: int, axis: int) -> bool:
+        """Whether what reads a value is taken in too."""
+        return v in self.around.users and self._result_cost(v, axis) < self.around.bytes(v)
+
+    def _is_total(self, e: Equation, axis: int) -> bool:
+        """Whether an equation sums over all steps, with nothing lost if they are added in turn."""
+        if not self.reorders or e.name != "reduce_sum" or id(e) in self.own:
+            return False
+        dtype = self.around.program.avals[e.outvals[0]].dtype
+        return axis in e.eqn.params["axes"] and str(dtype) in EXACT_ENOUGH
+
+    def _add_up(self, e: Equation, v: int, axis: int) -> None:
+        """Carry the sum of all steps along."""
+        total, loop = e.outvals[0], self.loop
+        part = graft(
+            loop, lambda x: jax_internals.eval_equation(e.eqn, [x]), [self.stepped[v, axis]]
+        )
+        aval = self.around.program.avals[total]
+        inner = loop.body.new_value(aval)
+        zero = jax_internals.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
+        loop.carries.append(Carry(inner, zero, graft(loop, lax.add, [inner, part])))
+        loop.makes.append(total)
+        loop.results.append(("final", len(loop.carries) - 1))
+
+    def _read_inside(self, v: int, axis: int) -> None:
+        for e in self.around.users[v]:
+            if self._is_total(e, axis):
+                self._add_up(e, v, axis)
+                continue
+            out = self._user_axis(e, v, axis)
+            axes = None if out is None else stepped_operands(e.eqn, out)
+            assert out is not None and axes is not None
+            w = e.outvals[0]
+            if (w, out) in self.stepped:
+                continue
+            reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
+            made = graft(self.loop, one_step(e.eqn, out), reads)
+            self.stepped[w, out] = made
+            if self._goes_on(w, out):
+                self._read_inside(w, out)
+            else:
+                self.loop.makes.append(w)
+                self.loop.results.append(("kept", (len(self.loop.ys), out, False)))
+                self.loop.ys.append(made)
+
+
+def in_order(equations: list[Equation], known: set[int]) -> list[Equation]:
+    """Equations so that each comes after what it reads; effects keep their order."""
+    makers = {v: e for e in equations for v in e.outvals}
+    done: set[int] = set()
+    ordered: list[Equation] = []
+    for last in equations:
+        stack = [last]
+        while stack:
+            e = stack[-1]
+            missing = [
+                makers[v]
+                for v in e.invals
+                if isinstance(v, int) and v not in known and id(makers[v]) not in done
+            ]
+            if missing and id(e) not in done:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if id(e) not in done:
+                done.add(id(e))
+                ordered.append(e)
+    return ordered
+
+
+def fuse(loop: Loop, around: Surroundings, own: list[Equation]) -> float:
+    """Take into a loop what is cheaper there.
+
+    Returns:
+        The bytes no longer written; 0 where nothing is worth it, and then the loop must not be
+        used (it may be half changed).
+    """
+    if any(not all(isinstance(d, int) for d in shape_of(v)) for v in loop.eqn.outvars):
+        return 0.0
+    saved = Fusion(loop, around, own).run()
+    return saved if saved >= MIN_BYTES else 0.0

@@ -1,0 +1,531 @@
+"""Loops of a program, each in the cheapest form found (a pass over passes).
+
+The result is another jaxpr of the same inputs and outputs, so that what has left a loop is an
+ordinary part of the program to everything after. What is worth moving depends on the order of
+products in the body (`(a·b)·h` with a small h): the body as written and the optimised body are
+both tried, and priced whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
+from symjax_rewrite.ir.flat_program import RULED, Equation, Program, Value, flatten
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.loops.associative_scan_detection import Prefix, as_loop, find_prefixes, refusal
+from symjax_rewrite.loops.associative_scan_gradients import (
+    Differentiated,
+    find_differentiated,
+    needed,
+)
+from symjax_rewrite.loops.associative_scan_loops import as_loops
+from symjax_rewrite.loops.carry_dependence import NAMES, describe, groups_of
+from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse, graft
+from symjax_rewrite.loops.hoisting import STACKABLE, Motion, find_motion, run_moved
+from symjax_rewrite.loops.loop import Loop, Read, read_loop
+from symjax_rewrite.loops.normalization import clean
+from symjax_rewrite.loops.product_splitting import in_parts
+from symjax_rewrite.loops.rematerialization import (
+    Pair,
+    find_pairs,
+    run_back,
+    run_there,
+    start_avals,
+)
+from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_with
+from symjax_rewrite.loops.unrolled_detection import may_repeat
+from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
+
+
+@dataclass(slots=True)
+class Change:
+    """A loop that is written differently.
+
+    reads: program values it needs. makes: program values it gives, in order. run: how. names: of
+    what was done.
+    """
+
+    eqn: JaxprEqn
+    reads: list[int]
+    makes: list[int]
+    run: Callable[[Read], Sequence[Any]]
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Loops:
+    """What was decided about the loops of one program."""
+
+    changes: list[Change] = field(default_factory=list)
+    refused: list[tuple[str, JaxprEqn]] = field(default_factory=list)
+    routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
+
+
+MIN_STACKED = 1 << 12  # entries: fewer are converted in no time
+MIN_GAIN = 1.25  # predicted, for a tree to become a loop
+
+
+def has_loops(program: Program) -> bool:
+    """Whether a program has loops, slices that a loop unrolled into a tree has, or equal steps."""
+    return may_repeat(program) or any(
+        e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
+        for e in program.equations
+    )
+
+
+OptimiseBody = Callable[[ClosedJaxpr], ClosedJaxpr | None]
+
+
+class Route(Protocol):
+    """A kernel for a loop."""
+
+    def run(self, read: Read) -> list[Any]:
+        """What the loop gives."""
+        ...
+
+
+RouteLoop = Callable[[Loop], tuple[Route | None, str]]
+
+
+def improve_loops(
+    program: Program,
+    device: Device,
+    reorders: bool,
+    passes: Sequence[str],
+    optimise: OptimiseBody,
+    route: RouteLoop | None,
+) -> Loops:
+    """Find the loops of a program that have a cheaper form.
+
+    Args:
+        program: the program.
+        device: where it runs.
+        reorders: whether sums may be rounded in another order.
+        passes: what may be done, of `rule.PASSES`.
+        optimise: gives the optimised form of a body, or None where it stays.
+        route: gives a kernel for a loop, or None, and why.
+    """
+    found = Loops()
+    around = Surroundings(program)
+    fuses = FUSION in passes
+    for prefix in find_prefixes(program) if fuses else ():
+        _take_tree(prefix, around, device, reorders, route, found)
+    for unrolled in find_unrolled(around) if reorders else ():
+        _take_unrolled(unrolled, device, passes, route, found)
+    paired: set[int] = set()
+    for pair in find_pairs(around, device, reorders) if RECOMPUTATION in passes else ():
+        found.changes += _in_blocks(program, pair)
+        paired |= {id(pair.there.eqn), id(pair.back.eqn)}
+    for e in program.equations:
+        loop = None if id(e.eqn) in paired else _plain(e)
+        if loop is None:
+            continue
+        fused = 0.0
+        if isinstance(loop.length, int) and fuses:
+            fused = fuse(loop, around, [e])
+            loop = clean(loop) if fused else _plain(e)
+            assert loop is not None
+            _find_constant_starts(loop, around)
+        if _take_kernel(e.eqn, loop, route if reorders else None, found):
+            continue
+        also = (FUSION,) if fused else ()
+        cut = _cut(loop, device, passes) if reorders else None
+        if cut is not None:
+            (loop, motion), also = cut, (*also, PARTS)
+        else:
+            motion = find_motion(loop, device, reorders, passes)
+            found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
+            if motion.any and not fused:
+                loop, motion = _best_order(e, loop, motion, device, reorders, passes, optimise)
+        if device.name == "cpu" and PACKING in passes and _pack(loop, motion):
+            also = (*also, PACKING)
+        if motion.any or also:
+            change = make_change(e.eqn, loop, motion, also)
+            if motion.any and reorders and route is not None and _composes(loop):
+                change = _then_kernel(program, change, route, found)
+            found.changes.append(change)
+    return found
+
+
+def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
+    """A loop whose products are taken apart and cut, where all that asks for leaves it."""
+    parts = in_parts(loop, device) if PARTS in passes else None
+    if parts is None:
+        return None
+    motion = find_motion(parts.loop, device, True, passes, parts.leaves)
+    if not {v for e in (*motion.once, *motion.before) for v in e.outvals}.issuperset(parts.leaves):
+        return None
+    if parts.is_apart and not any(e.name in STACKABLE for e in motion.before):
+        return None
+    return parts.loop, motion
+
+
+def _composes(loop: Loop) -> bool:
+    """Whether the steps of a loop compose, so that a kernel may take it."""
+    return isinstance(loop.length, int) and all(g.degree.kind in NAMES for g in groups_of(loop))
+
+
+def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loops) -> Change:
+    """The same, where a kernel takes the loop that is left once products have left its steps."""
+
+    def run(*values: Any) -> list[Any]:
+        known = dict(zip(change.reads, values, strict=True))
+        return list(change.run(lambda v: known[v] if isinstance(v, int) else v.val))
+
+    rest = flatten(jax_internals.make_avals_jaxpr(run, [program.avals[v] for v in change.reads]))
+    around, left = Surroundings(rest), Loops()
+    for e in rest.equations:
+        loop = _plain(e)
+        if loop is not None:
+            _find_constant_starts(loop, around)
+            _take_kernel(e.eqn, loop, route, left)
+    if left.routes:  # what kept the loop as it was written says less
+        found.routes = [r for r in found.routes if r[2] is not change.eqn]
+        found.routes += [(taken, reason, change.eqn) for taken, reason, _ in left.routes]
+    if not left.changes:
+        return change
+    closed = rewritten(rest, left.changes)
+    return replace(
+        change, run=lambda read: jax_internals.eval_jaxpr(closed, *map(read, change.reads))
+    )
+
+
+def differentiated_trees(program: Program, device: Device, reorders: bool) -> Loops:
+    """Find the trees of affine steps that run faster as loops together with their derivatives.
+
+    On a CPU; elsewhere a tree is faster. What is found is changed before `improve_loops`.
+    """
+    found = Loops()
+    prefixes = find_prefixes(program) if device.name == "cpu" else []
+    around = Surroundings(program) if prefixes else None
+    if around is None:
+        return found
+    trees = []
+    for d in find_differentiated(around, prefixes):
+        eqn, length = d.prefix.equations[-1].eqn, d.prefix.length
+        tree_s, loop_s = _differentiated_seconds(program, d, device)
+        taken = reorders and loop_s * MIN_GAIN < tree_s
+        if taken:
+            trees.append(d)
+        loops = f"a differentiated tree of {length} steps"
+        reason = f"{loops} runs as loops: predicted {loop_s:.1e} s for {tree_s:.1e} s"
+        if not taken:
+            reason = f"{loops} is not slower than loops"
+        if not reorders:
+            reason = "as loops it would round in another order"
+        found.routes.append((taken, reason, eqn))
+    for d, part in as_loops(around, trees):
+        found.changes.append(Change(d.prefix.equations[-1].eqn, *part, (FUSION,)))
+    return found
+
+
+def _differentiated_seconds(
+    program: Program, d: Differentiated, device: Device
+) -> tuple[float, float]:
+    """Predicted seconds of a tree and what goes back over it, and of loops in their place."""
+    live = needed(program, d.instead())
+    spared = [e for e in d.equations() if live.isdisjoint(e.outvals)]
+    whole = aval_bytes(program.avals[d.prefix.out])
+    moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
+    steps = (1 + len(d.back)) * d.prefix.length
+    return _tree_seconds(spared, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
+
+
+def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
+    """Predicted seconds of the equations of a tree."""
+    moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
+    return moved / device.bytes_per_s + len(equations) * device.launch_s / 3
+
+
+def _pack(loop: Loop, motion: Motion) -> bool:
+    """Stack results in small floats as their bits; whether there are any.
+
+    XLA's CPU backend has no updates in place of such arrays: every step converts the whole stack
+    to f32 and back, 350 ns per entry at 512 steps against 4 (two cores).
+    """
+    if not isinstance(loop.length, int):
+        return False
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after)}
+    made = {v for e in loop.body.equations if id(e) not in gone for v in e.outvals}
+    made |= {c.inner for c in loop.carries}
+    for k, v in enumerate(loop.ys):
+        if not isinstance(v, int) or v not in made:
+            continue
+        aval = loop.body.avals[v]
+        is_small = str(aval.dtype).startswith(("bfloat16", "float8"))
+        if is_small and loop.length * aval_size(aval) >= MIN_STACKED:
+            bits = f"uint{8 * aval.dtype.itemsize}"
+            loop.ys[k] = graft(loop, lambda x, to=bits: lax.bitcast_convert_type(x, to), [v])
+            loop.packed[k] = aval.dtype
+    return bool(loop.packed)
+
+
+def before_derivatives(
+    closed: ClosedJaxpr, device: Device, route: RouteLoop | None = None
+) -> ClosedJaxpr:
+    """A program whose trees of affine steps are loops, and whose loops make what they read.
+
+    These are the same equations at other places, and a polynomial evaluated in another order, so
+    that derivatives are the same too; reverse mode then keeps far less.
+
+    Args:
+        closed: what is to be differentiated.
+        device: where it runs.
+        route: gives a kernel for a loop whose derivatives are those of the loop, or None.
+    """
+    program = flatten(jax_internals.without_dead(closed), has_rules=True)
+    if not has_loops(program):
+        return closed
+    around, found = Surroundings(program), Loops()
+    for prefix in find_prefixes(program) if device.name == "cpu" else ():
+        _take_tree(prefix, around, device, True, route, found)
+    for e in program.equations:
+        ruled = any(
+            jax_internals.has_primitive(b, name)
+            for b in jax_internals.bodies(e.eqn)
+            for name in RULED
+        )
+        loop = _plain(e, has_rules=ruled)
+        if loop is None or not isinstance(loop.length, int):
+            continue
+        fused = 0.0 if ruled or device.name != "cpu" else fuse(loop, around, [e])
+        loop = clean(loop) if fused else _plain(e, has_rules=ruled)
+        assert loop is not None
+        _find_constant_starts(loop, around)
+        if not _take_kernel(e.eqn, loop, route, found) and fused:
+            found.changes.append(make_change(e.eqn, loop, Motion(), (FUSION,)))
+    return rewritten(program, found.changes) if found.changes else closed
+
+
+def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
+    """Carries that start from one number everywhere start from that number."""
+    for c in loop.carries:
+        maker = around.makers.get(c.start) if isinstance(c.start, int) else None
+        if maker is None or maker.name != "broadcast_in_dim":
+            continue
+        if not isinstance(maker.invals[0], int):
+            c.start = maker.invals[0]
+
+
+def _in_blocks(program: Program, pair: Pair) -> list[Change]:
+    """A loop that keeps what blocks of its steps start from, and the loop back over them."""
+    there, back = pair.there, pair.back
+    pair.starts = [program.new_value(aval) for aval in start_avals(pair)]
+    results = zip(there.makes, there.results, strict=True)
+    kept = {v for v, result in results if pair.keeps(result)}
+    makes = [*[v for v in there.makes if v not in kept], *pair.starts]
+    first = [v for v in there.outer_values() if isinstance(v, int)]
+    second = [v for v in (*first, *back.outer_values(), *pair.starts) if isinstance(v, int)]
+    second = [v for v in second if v not in kept]
+    return [
+        Change(there.eqn, first, makes, lambda read: run_there(pair, read), (RECOMPUTATION,)),
+        Change(back.eqn, second, back.makes, lambda read: run_back(pair, read), ()),
+    ]
+
+
+def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loops) -> bool:
+    """Give a loop to a kernel, if one takes it."""
+    if route is None or not isinstance(loop.length, int) or not loop.carries:
+        return False
+    kernel, reason = route(loop)
+    if kernel is None:
+        found.routes.append((False, reason, eqn))
+        return False
+    _take(eqn, loop, kernel, reason, found)
+    return True
+
+
+def _take(eqn: JaxprEqn, loop: Loop, kernel: Route, reason: str, found: Loops) -> None:
+    found.routes.append((True, reason, eqn))
+    reads = [v for v in loop.outer_values() if isinstance(v, int)]
+    found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
+
+
+def _plain(e: Equation, has_rules: bool = False) -> Loop | None:
+    loop = read_loop(e, has_rules)
+    return loop if loop is None or loop.condition is not None else clean(loop)
+
+
+def _take_tree(
+    prefix: Prefix,
+    around: Surroundings,
+    device: Device,
+    reorders: bool,
+    route: RouteLoop | None,
+    found: Loops,
+) -> None:
+    """Run a tree as a loop where that is cheaper: on a CPU the loop's state stays in a cache."""
+    eqn = prefix.equations[-1].eqn
+    reason = refusal(around, prefix)
+    if not reorders:
+        reason = "as a loop it would round in another order"
+    if reason is None:
+        loop, own = as_loop(around, prefix)
+        saved = Fusion(loop, around, own).run()
+        loop = clean(loop)
+        if device.name != "cpu":
+            if not _take_kernel(eqn, loop, route, found):
+                found.routes.append((False, "a tree is faster than a loop here", eqn))
+            return
+        tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
+        loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        if loop_s * MIN_GAIN < tree_s:
+            kernel, why = (None, "") if route is None else route(loop)
+            if kernel is not None:
+                _take(eqn, loop, kernel, why, found)
+                return
+            found.changes.append(make_change(eqn, loop, Motion(), (FUSION,)))
+            reason = f"a tree of {prefix.length} steps runs as a loop: predicted {loop_s:.1e} s "
+            found.routes.append((True, f"{reason}for {tree_s:.1e} s", eqn))
+            return
+        reason = f"the tree is not slower than a loop of {prefix.length} steps"
+    found.routes.append((False, reason, eqn))
+
+
+def _take_unrolled(
+    unrolled: Unrolled,
+    device: Device,
+    passes: Sequence[str],
+    route: RouteLoop | None,
+    found: Loops,
+) -> None:
+    """Run equal steps as a kernel, or their products at once; else they stay as they are written.
+
+    What is left of the steps after that is unrolled again: XLA fuses steps, loops it does not.
+    """
+    loop = clean(unrolled.loop)
+    kernel, why = None, describe(loop)
+    if route is not None and device.name == "cpu" and loop.carries:
+        kernel, why = route(loop)
+    reason = f"{loop.length} equal steps: {why}"
+    if kernel is not None:
+        _take(loop.eqn, loop, kernel, reason, found)
+    else:
+        motion = find_motion(loop, device, True, passes)
+        if not (motion.before or motion.after):
+            found.routes.append((False, f"{reason}; they stay as written", loop.eqn))
+            return
+        loop.unroll = loop.length
+        found.changes.append(make_change(loop.eqn, loop, motion))
+    for block, j in unrolled.blocks:
+        reads, run = joined_with(block, j)
+        found.changes.append(Change(j.root.eqn, reads, list(j.root.outvals), run, ()))
+
+
+def _best_order(
+    e: Equation,
+    loop: Loop,
+    motion: Motion,
+    device: Device,
+    reorders: bool,
+    passes: Sequence[str],
+    optimise: OptimiseBody,
+) -> tuple[Loop, Motion]:
+    """The body as written, or optimised before anything leaves it: whichever is cheaper whole."""
+    spots = jax_internals.optimisable_bodies(e.eqn)
+    if not reorders or len(spots) != 1:
+        return loop, motion
+    body = optimise(spots[0].body)
+    eqn = None if body is None else spots[0].replace(e.eqn, body)
+    other = None if eqn is None else read_loop(Equation(eqn, e.invals, e.outvals))
+    if other is None:
+        return loop, motion
+    if other.condition is None:
+        other = clean(other)
+    moved = find_motion(other, device, reorders, passes)
+    if _seconds(other, moved, device) < _seconds(loop, motion, device):
+        return other, moved
+    return loop, motion
+
+
+def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
+    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
+    level = loop.levels()
+    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
+    for e in (*motion.before, *motion.after):
+        moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
+        total += equation_seconds(e.eqn, device, steps, tuple(moving))
+    for s in motion.sums:
+        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
+    added = [e for s in motion.sums for e in s.equations]
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
+    rest = [e for e in loop.body.equations if id(e) not in gone]
+    return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
+
+
+def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:
+    """A loop with what leaves it, as a change of the program around it."""
+    reads = [v for v in loop.outer_values() if isinstance(v, int)]
+    batched = motion.before or motion.after or motion.sums
+    names = [(INVARIANT, motion.once), (BATCHING, batched)]
+    taken = (*[name for name, holds in names if holds], *also)
+    return Change(eqn, reads, loop.makes, lambda read: run_moved(loop, motion, read), taken)
+
+
+def rewritten(program: Program, changes: list[Change]) -> ClosedJaxpr:
+    """The program with its loops changed, as a jaxpr of the same inputs and outputs."""
+
+    def run(*args: Any) -> list[Any]:
+        return _Replay(program, changes).run(args)
+
+    return jax_internals.make_avals_jaxpr(run, program.closed.in_avals)
+
+
+class _Replay:
+    """Stages a program out again, with some values made otherwise; what nothing needs is left."""
+
+    def __init__(self, program: Program, changes: list[Change]) -> None:
+        self.program = program
+        self.env: dict[int, Any] = dict(program.consts)
+        self.makers: dict[int, Equation | Change] = {}
+        for e in program.equations:
+            self.makers.update(dict.fromkeys(e.outvals, e))
+        for change in changes:
+            self.makers.update(dict.fromkeys(change.makes, change))
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        self.env.update(zip(self.program.inputs, args, strict=True))
+        for e in self.program.equations:
+            if e.eqn.effects and not (e.outvals and e.outvals[0] in self.env):
+                self._make(self.makers[e.outvals[0]] if e.outvals else e)
+        outs = []
+        for v in self.program.outputs:
+            value = self.value(v)
+            aval = self.program.avals[v] if isinstance(v, int) else v.aval
+            outs.append(jax_internals.with_aval(value, aval))
+        return outs
+
+    def value(self, v: Value) -> Any:
+        """A program value; what it needs is made first."""
+        if not isinstance(v, int):
+            return v.val
+        if v not in self.env:
+            self._make(self.makers[v])
+        return self.env[v]
+
+    def _make(self, last: Equation | Change) -> None:
+        stack = [last]
+        while stack:
+            maker = stack[-1]
+            reads = maker.reads if isinstance(maker, Change) else maker.invals
+            missing = [v for v in reads if isinstance(v, int) and v not in self.env]
+            if missing:
+                stack.extend(self.makers[v] for v in missing)
+                continue
+            stack.pop()
+            makes = maker.makes if isinstance(maker, Change) else maker.outvals
+            if makes and makes[0] in self.env:
+                continue
+            if isinstance(maker, Change):
+                avals = [self.program.avals[v] for v in makes]
+                outs = map(jax_internals.with_aval, maker.run(self.value), avals)
+            else:
+                outs = jax_internals.eval_equation(maker.eqn, [self.value(v) for v in maker.invals])
+            self.env.update(zip(makes, outs, strict=True))

@@ -1,0 +1,416 @@
+"""Loops that Python unrolled: equal steps written one after another (a pass's own recognition).
+
+A trace has the steps in order, so its equations repeat at a distance: their kinds are numbers, and
+the runs of one distance are found in one pass. A run is a loop where each operand of each equation
+is, from step to step, the same value, a value of the same step, one of the step before, the next
+entry of one array, or a number that moves evenly. What is prepared for every step beforehand, and
+what is done with every step's results afterwards, joins the steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, value_key
+from symjax_rewrite.ir.primitives import params_key
+from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.loop import Source
+
+MIN_STEPS = 8
+MAX_DISTANCES = 8  # that are tried, the most frequent first
+MULTIPLES = (1, 2, 3, 4)  # of a distance: steps may repeat within themselves
+MAX_DEPTH = 16  # equations in a row that prepare what a step is given
+
+_ENTRIES = {"unstack": False, "split": True}  # whether the axis stays, with size one
+
+
+class NotEqualError(Exception):
+    """A step that is not like those before it; 0: these are no steps of a loop (internal)."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+@dataclass(eq=False, slots=True)
+class Family:
+    """One equation in all steps, and what its operands are over them.
+
+    entry: of a slice that moves from step to step: the array it reads.
+    """
+
+    equations: tuple[Equation, ...]
+    operands: list[tuple] = field(default_factory=list)
+    entry: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Results of all steps in one stack or concatenation: `count` operands from number `first`.
+
+    tree: the equations that write it, `root` the last. is_new: whether the axis is no operand's.
+    """
+
+    root: Equation
+    tree: tuple[Equation, ...]
+    operands: tuple[Value, ...]
+    axis: int
+    is_new: bool
+    first: int
+    is_reversed: bool
+    result: tuple[Family, int]
+
+
+def may_repeat(program: Program) -> bool:
+    """Whether some array is read in so many parts that these may be what steps are given."""
+    read: Counter[Value] = Counter()
+    for e in program.equations:
+        if e.name in ("slice", "dynamic_slice", "gather"):
+            read[e.invals[0]] += 1
+        elif e.name in _ENTRIES and len(e.outvals) >= MIN_STEPS:
+            return True
+    return max(read.values(), default=0) >= MIN_STEPS
+
+
+def kinds_of(program: Program) -> list[int]:
+    """For each equation a number that those alike but for places and constants share."""
+    numbers: dict[Any, int] = {}
+    kinds = []
+    for k, e in enumerate(program.equations):
+        key = _kind(program, e)
+        kinds.append(-1 - k if key is None else numbers.setdefault(key, len(numbers)))
+    return kinds
+
+
+def _kind(program: Program, e: Equation) -> tuple | None:
+    if e.eqn.effects or not e.outvals:
+        return None
+    params = e.eqn.params
+    key = (params["strides"],) if e.name == "slice" else params_key(params)
+    if key is None:
+        return None
+    reads = [_type(program.avals[v]) if isinstance(v, int) else _type(v.aval) for v in e.invals]
+    numbers = tuple(not isinstance(v, int) for v in e.invals)
+    return (e.name, key, numbers, *reads, *[_type(v.aval) for v in e.eqn.outvars])
+
+
+def _type(aval: Any) -> tuple:
+    return (*jax_internals.kind_of(aval), getattr(aval, "weak_type", False))
+
+
+def runs_of(program: Program, kinds: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, one after the last, distance) of long enough runs that repeat at a distance."""
+    last: dict[int, int] = {}
+    count: Counter[int] = Counter()
+    for k, kind in enumerate(kinds):
+        if kind in last:
+            count[k - last[kind]] += 1
+        last[kind] = k
+    often = [d for d, n in count.most_common(MAX_DISTANCES) if n >= MIN_STEPS - 1]
+    if not often:
+        return
+    made = {v for e in program.equations for v in e.outvals}
+    fixed = [
+        tuple(-1 if not isinstance(v, int) or v in made else v for v in e.invals)
+        for e in program.equations
+    ]
+
+    def alike(k: int, distance: int) -> bool:
+        if kinds[k] != kinds[k - distance]:
+            return False
+        pairs = zip(fixed[k], fixed[k - distance], strict=True)
+        return all(a == b or a < 0 or b < 0 for a, b in pairs)
+
+    for distance in dict.fromkeys(m * d for m in MULTIPLES for d in often):
+        start = distance
+        for k in range(distance, len(kinds) + 1):
+            if k == len(kinds) or not alike(k, distance):
+                if k - start >= (MIN_STEPS - 1) * distance:
+                    yield start - distance, k, distance
+                start = k + 1
+
+
+def natural_start(
+    around: Surroundings, position: dict[int, int], low: int, high: int, distance: int
+) -> int:
+    """Where steps are best cut: where the fewest values go from one to the next.
+
+    Of equal cuts the first whose values are read elsewhere: those are what a step is for.
+    """
+    steps = (high - low) // distance
+    equations = around.program.equations
+    crossing, inner = [0] * distance, [0] * distance
+    middle, last = (low + t * distance for t in (steps // 2 - 1, steps - 1))
+    for a in range(distance):
+        for o, v in enumerate(equations[middle + a].outvals):
+            final = equations[last + a].outvals[o]
+            readers = [position[id(e)] for e in around.users.get(v, ())]
+            until = max((k for k in readers if k < high), default=0)
+            is_read = final in around.outputs or any(k >= high for k in readers)
+            is_read |= any(position[id(e)] >= high for e in around.users.get(final, ()))
+            for k in range(a + 1, min(until - middle, a + distance) + 1):
+                crossing[k % distance] += 1
+                inner[k % distance] += not is_read
+    steps_of = [(high - low - a) // distance for a in range(distance)]
+    whole = [a for a in range(distance) if steps_of[a] >= MIN_STEPS]
+    return low + min(whole, key=lambda a: (crossing[a], inner[a], a), default=0)
+
+
+class Reader:
+    """Reads a run as a loop of `steps` steps of `distance` equations from the one at `start`."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        kinds: list[int],
+        position: dict[int, int],
+        start: int,
+        distance: int,
+        steps: int,
+    ) -> None:
+        self.around, self.kinds, self.position = around, kinds, position
+        self.steps = steps
+        equations = around.program.equations
+        self.region = [
+            Family(tuple(equations[start + a + t * distance] for t in range(steps)))
+            for a in range(distance)
+        ]
+        self.below = around.below(v for f in self.region for e in f.equations for v in e.outvals)
+        self.where: dict[int, tuple[int, Family, int]] = {}
+        self.order: list[Family] = []
+        self.prepared: set[int] = set()  # families that stand before the steps
+        self.carries: dict[tuple, tuple[Family, int, Value]] = {}
+
+    def read(self) -> list[Joined]:
+        """Read all steps; where their results are joined.
+
+        Raises:
+            NotEqualError: some step is not like the others.
+        """
+        for f in self.region:
+            self._place(f)
+        for f in self.region:
+            self._classify(f, 0)
+            self.order.append(f)
+        return self._absorb()
+
+    def _place(self, f: Family) -> None:
+        for t, e in enumerate(f.equations):
+            self.where.update((v, (t, f, o)) for o, v in enumerate(e.outvals))
+
+    def _classify(self, f: Family, depth: int) -> None:
+        """Find what the operands of a family are."""
+        columns = list(zip(*[e.invals for e in f.equations], strict=True))
+        if f.equations[0].name == "slice":
+            f.entry = self._moving_slice(f, columns[0])
+            if f.entry is not None:
+                return
+        f.operands = [self._operand(column, depth) for column in columns]
+
+    def _moving_slice(self, f: Family, arrays: Sequence[Value]) -> Source | None:
+        """The array whose entries are sliced, one after another; None where all are the same."""
+        params = [e.eqn.params for e in f.equations]
+        if not all(isinstance(n, int | np.integer) for p in params for n in p["start_indices"]):
+            raise NotEqualError(0)
+        starts = np.array([p["start_indices"] for p in params])
+        moving = np.flatnonzero((starts != starts[0]).any(0))
+        if not len(moving):
+            return None
+        value, axis = arrays[0], int(moving[0])
+        changed = _first(arrays, lambda v: v == value)
+        step = int(starts[1, axis] - starts[0, axis])
+        even = starts[0, axis] + step * np.arange(self.steps) == starts[:, axis]
+        width = params[0]["limit_indices"][axis] - params[0]["start_indices"][axis]
+        if changed is not None or len(moving) > 1 or width != 1 or not step or not even.all():
+            uneven = int(np.argmin(even)) if step and not even.all() else 1
+            raise NotEqualError(min(changed or self.steps, uneven))
+        self._check_outside([value])
+        return Source(value, axis, int(starts[0, axis]), step, kept=True)
+
+    def _operand(self, values: Sequence[Value], depth: int) -> tuple:
+        """What an operand is over the steps; its kind comes first."""
+        second = values[1]
+        if not isinstance(second, int):
+            return self._numbers(values)
+        place = self.where.get(second)
+        if place is not None:
+            t, f, o = place
+            lag = 1 - t
+            if lag not in (0, 1):
+                raise NotEqualError(1)
+            wanted = range(-lag, self.steps - lag)
+            odd = [
+                k
+                for k, (v, t) in enumerate(zip(values, wanted, strict=True))
+                if t >= 0 and (not isinstance(v, int) or self.where.get(v) != (t, f, o))
+            ]
+            if odd:
+                raise NotEqualError(odd[0])
+            if not lag:
+                return ("step", f, o)
+            self._check_outside(values[:1])
+            key = (id(f), o, value_key(values[0]))
+            self.carries.setdefault(key, (f, o, values[0]))
+            return ("carry", key)
+        changed = _first(values, lambda v: v == values[0])
+        if changed is None:
+            self._check_outside(values[:1])
+            return ("same", values[0])
+        return self._prepared(values, changed, depth)
+
+    def _numbers(self, values: Sequence[Value]) -> tuple:
+        """A constant, or whole numbers that move evenly."""
+        odd = _first(values, lambda v: not isinstance(v, int))
+        if odd is not None:
+            raise NotEqualError(max(odd, 1))
+        arrays = [np.asarray(v.val) for v in values]  # pyright: ignore[reportAttributeAccessIssue]
+        changed = _first(arrays, lambda x: x.tobytes() == arrays[0].tobytes())
+        if changed is None:
+            return ("same", values[0])
+        numbers = np.array(arrays)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or changed > 1:
+            raise NotEqualError(changed)
+        step = int(numbers[1]) - int(numbers[0])
+        even = [int(numbers[0]) + step * t == int(x) for t, x in enumerate(numbers)]
+        if not all(even):
+            raise NotEqualError(even.index(False))
+        return ("count", numbers.tobytes(), numbers, values[0])
+
+    def _prepared(self, values: Sequence[Value], changed: int, depth: int) -> tuple:
+        """Entries of one array, or what equations of one kind made of what they are given."""
+        makers = [self.around.makers.get(v) if isinstance(v, int) else None for v in values]
+        first = makers[0]
+        odd = [k for k, e in enumerate(makers) if e is None or self._is_late(e)]
+        if first is None or odd or depth > MAX_DEPTH:
+            raise NotEqualError(max(odd[0] if odd else changed, 1))
+        places = [e.outvals.index(v) for e, v in zip(makers, values, strict=True)]  # pyright: ignore
+        if all(e is first for e in makers):
+            return self._entries(first, places)
+        kind = self.kinds[self.position[id(first)]]
+        odd = [k for k, e in enumerate(makers) if self.kinds[self.position[id(e)]] != kind]
+        odd += [k for k, o in enumerate(places) if o != places[0]]
+        if odd or len({id(e) for e in makers}) < self.steps:
+            raise NotEqualError(max(min(odd, default=1), 1))
+        f = Family(tuple(makers))  # pyright: ignore[reportArgumentType]
+        self._classify(f, depth + 1)
+        self._place(f)
+        self.order.append(f)
+        self.prepared.add(id(f))
+        return ("step", f, places[0])
+
+    def _entries(self, e: Equation, places: list[int]) -> tuple:
+        """The parts of an array that one equation takes apart."""
+        step = places[1] - places[0]
+        if e.name not in _ENTRIES or not step:
+            raise NotEqualError(1)
+        even = [places[0] + step * t == o for t, o in enumerate(places)]
+        if not all(even):
+            raise NotEqualError(even.index(False))
+        if any(size != 1 for size in e.eqn.params.get("sizes", ())):
+            raise NotEqualError(1)
+        axis, kept = e.eqn.params["axis"], _ENTRIES[e.name]
+        return ("source", Source(e.invals[0], axis, places[0], step, kept))
+
+    def _check_outside(self, values: Sequence[Value]) -> None:
+        """Values from outside must be there before the first step."""
+        for v in values:
+            e = self.around.makers.get(v) if isinstance(v, int) else None
+            if e is not None and self._is_late(e):
+                raise NotEqualError(1)
+
+    def _is_late(self, e: Equation) -> bool:
+        return any(v in self.below for v in e.outvals)
+
+    def _absorb(self) -> list[Joined]:
+        """Take in what is done with every step's results alike; where these are joined."""
+        own = {id(e) for f in self.order for e in f.equations}
+        joined: list[Joined] = []
+        for f in (queue := list(self.region)):
+            for o in range(len(f.equations[0].outvals)):
+                users = [
+                    [u for u in self.around.users.get(e.outvals[o], ()) if id(u) not in own]
+                    for e in f.equations
+                ]
+                width = min(map(len, users))
+                for row in zip(*[u[:width] for u in users], strict=True):
+                    found = self._joined(f, o, row[0])
+                    if found is not None and found.root not in [j.root for j in joined]:
+                        joined.append(found)
+                    g = Family(row)
+                    if found is None and self._joins(g):
+                        queue.append(g)
+                        own |= {id(e) for e in row}
+        return joined
+
+    def _joins(self, f: Family) -> bool:
+        """Whether equations after the steps are one more equation of every step."""
+        if len({id(e) for e in f.equations}) < self.steps:
+            return False
+        if len({self.kinds[self.position[id(e)]] for e in f.equations}) > 1:
+            return False
+        try:
+            self._classify(f, 0)
+        except NotEqualError:
+            return False
+        self._place(f)
+        self.order.append(f)
+        return True
+
+    def _joined(self, f: Family, o: int, e: Equation) -> Joined | None:
+        """The stack or concatenation through `e` of a result of all steps."""
+        if e.name not in ("stack", "concatenate"):
+            return None
+        is_new = e.name == "stack"
+        axis = e.eqn.params["axis" if is_new else "dimension"]
+        root = e
+        while not is_new:
+            (v,) = root.outvals
+            users = self.around.users.get(v, ())
+            if v in self.around.outputs or len(users) != 1 or not _continues(users[0], axis):
+                break
+            root = users[0]
+        tree, operands = self._pieces(root, axis)
+        place = {v: k for k, v in enumerate(operands)}
+        values = [e.outvals[o] for e in f.equations]
+        at = [place.get(v, -1) for v in values]
+        step = at[1] - at[0]
+        even = all(k == at[0] + step * t for t, k in enumerate(at))
+        if len(place) < len(operands) or min(at) < 0 or abs(step) != 1 or not even:
+            return None
+        if not is_new and shape_of(f.equations[0].eqn.outvars[o])[axis] != 1:
+            return None
+        operands = tuple(operands)
+        return Joined(root, tuple(tree), operands, axis, is_new, min(at), step < 0, (f, o))
+
+    def _pieces(self, root: Equation, axis: int) -> tuple[list[Equation], list[Value]]:
+        """The equations of a tree of concatenations, and what it joins."""
+        tree, pieces = [root], []
+        stack = list(reversed(root.invals))
+        while stack:
+            v = stack.pop()
+            e = self.around.makers.get(v) if isinstance(v, int) else None
+            if e is None or root.name == "stack" or not _continues(e, axis) or not self._is_only(v):
+                pieces.append(v)
+                continue
+            tree.append(e)
+            stack += reversed(e.invals)
+        return tree, pieces
+
+    def _is_only(self, v: Value) -> bool:
+        return v not in self.around.outputs and len(self.around.users.get(v, ())) == 1  # pyright: ignore
+
+
+def _continues(e: Equation, axis: int) -> bool:
+    return e.name == "concatenate" and e.eqn.params["dimension"] == axis
+
+
+def _first(values: Sequence[Any], holds: Callable[[Any], bool]) -> int | None:
+    """The number of the first value of which something does not hold."""
+    return next((k for k, v in enumerate(values) if not holds(v)), None)

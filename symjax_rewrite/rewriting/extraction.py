@@ -1,0 +1,229 @@
+"""Choose, for every class, the node to compute it by: greedy, then group moves (a pass).
+
+The cost is that of a DAG: what is used twice is computed once. A greedy tree choice starts, and
+moves follow that switch one class, or every class computable from one shared class at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from symjax_rewrite.cost.term_cost import Cost, CostModel, CyclicChoiceError, reachable
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, LEAF, Node
+
+GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
+DOMINATING_GAIN = 1.05  # one that dominates, this many: below it the model knows nothing
+MAX_EVALUATIONS = 600
+Choice = dict[int, Node]
+
+
+@dataclass(slots=True)
+class Extraction:
+    """The best choice found, and what the written program and it cost."""
+
+    before: Cost
+    after: Cost
+    choice: Choice
+    taken: bool
+    reason: str
+
+
+def original_choice(g: EGraph) -> Choice:
+    """The node every class came with."""
+    out: Choice = {}
+    for cls in g.live():
+        for node, reason in g.classes[cls].nodes.items():
+            if reason == ORIGINAL:
+                out[cls] = node
+                break
+    return out
+
+
+def extract(
+    g: EGraph,
+    roots: tuple[int, ...],
+    model: CostModel,
+    free: Callable[[int], bool],
+    before: Cost,
+) -> Extraction:
+    """The cheapest choice for the roots, and whether it should be taken.
+
+    `before` is what the written program costs, priced before any union: afterwards a class may
+    have merged with one of its own operands (I·a = a).
+    """
+    original = original_choice(g)
+    if g.count == len(original) and not g.unions:
+        return Extraction(before, before, original, False, "no other form was found")
+    search = _Search(g, roots, model, free)
+    start = {**search.greedy, **original}
+    if search.seconds(search.greedy) < search.seconds(start):
+        start = search.greedy
+    choice = search.simplify(search.climb(start), original)
+    after = model.evaluate(g, choice, roots, free)
+    taken, reason = worthwhile(before, after, any(free(c) for c in choice))
+    return Extraction(before, after, choice, taken, reason)
+
+
+def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, str]:
+    """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster.
+
+    Of forms without a product the model knows least: these have to be predicted `GAIN` times
+    faster. With frozen weights what is folded into them is gone, so any gain that dominates is
+    taken.
+    """
+    pairs = [
+        (before.flops + before.elementwise, after.flops + after.elementwise),
+        (before.bytes, after.bytes),
+        (before.launches, after.launches),
+    ]
+    if after.seconds >= before.seconds * 0.999:
+        return False, "no equal form is predicted faster"
+    if after.seconds == 0:
+        return True, "nothing is left to compute"
+    if before.seconds < GAIN * after.seconds:
+        fused = before.flops == after.flops == 0  # loops that XLA fuses in ways of its own
+        if any(b < a for b, a in pairs) or (fused and not frozen):
+            return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
+        if not frozen and before.seconds < DOMINATING_GAIN * after.seconds:
+            return False, f"predicted gain is below {DOMINATING_GAIN}"
+        return True, "dominates"
+    if after.largest > before.largest * 1.05:
+        return False, "would hold a larger intermediate"
+    return True, f"predicted {before.seconds / after.seconds:.2f} times faster"
+
+
+def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
+    """Whether a node can be computed as it stands (n-ary products are split first)."""
+    if original:
+        return True
+    if node.op == ADD:
+        dtype = g.classes[node.args[0].cls].dtype
+        return all(is_representable(c, dtype) for c in node.attr)
+    if node.op != CONTRACT or not node.bound:
+        return True
+    if len(node.args) > 2:
+        return False
+    return not any(m.op == DELTA for a in node.args for m in g.classes[a.cls].nodes)
+
+
+@functools.cache
+def is_representable(coefficient: Any, dtype: str) -> bool:
+    """Whether a dtype holds a number to its own precision.
+
+    Scales that were written one after the other may meet in one that under- or overflows.
+    """
+    if dtype_kind(dtype) not in "fc":
+        return True
+    info = jax.numpy.finfo(dtype)
+    parts = (complex(coefficient).real, complex(coefficient).imag)
+    return all(not x or float(info.tiny) <= abs(x) <= float(info.max) for x in parts)
+
+
+def _options(g: EGraph, cls: int) -> list[Node]:
+    return [n for n, r in g.classes[cls].nodes.items() if is_emittable(g, n, r == ORIGINAL)]
+
+
+def _greedy(
+    g: EGraph, model: CostModel, free: Callable[[int], bool], options: dict[int, list[Node]]
+) -> Choice:
+    """Cheapest trees, operands in memory, by relaxation to a fixed point."""
+    best: dict[int, tuple[float, Node]] = {}
+    own = {(c, n): model.node_seconds(g, c, n) for c, ns in options.items() for n in ns}
+    changed = True
+    while changed:
+        changed = False
+        for cls, nodes in options.items():
+            for node in nodes:
+                total = 0.0 if free(cls) else own[cls, node]
+                for arg in {g.find(a).cls for a in node.args}:
+                    if arg not in best:
+                        total = float("inf")
+                        break
+                    total += best[arg][0]
+                if total < best.get(cls, (float("inf"),))[0] * (1 - 1e-9):
+                    best[cls] = (total, node)
+                    changed = True
+    return {c: node for c, (_, node) in best.items()}
+
+
+class _Search:
+    """Hill climbing over choices with the DAG cost."""
+
+    def __init__(
+        self, g: EGraph, roots: tuple[int, ...], model: CostModel, free: Callable[[int], bool]
+    ) -> None:
+        self.g, self.roots, self.model, self.free = g, roots, model, free
+        self.options = {c: _options(g, c) for c in g.live()}
+        self.greedy = _greedy(g, model, free, self.options)
+        self.evaluations = 0
+
+    def seconds(self, choice: Choice) -> float:
+        self.evaluations += 1
+        try:
+            cost = self.model.evaluate(self.g, choice, self.roots, self.free)
+        except (CyclicChoiceError, KeyError):
+            return float("inf")
+        return cost.seconds
+
+    def climb(self, choice: Choice) -> Choice:
+        """Moves until none improves."""
+        now = self.seconds(choice)
+        tried: set[tuple[tuple[int, int], ...]] = set()  # from the present choice
+        improved = True
+        while improved and self.evaluations < MAX_EVALUATIONS:
+            improved = False
+            for move in self._moves(choice):
+                key = tuple([(cls, id(node)) for cls, node in move.items()])
+                if key in tried:
+                    continue
+                tried.add(key)
+                trial = {**choice, **move}
+                then = self.seconds(trial)
+                if then < now * (1 - 1e-6):
+                    choice, now, improved = trial, then, True
+                    tried.clear()
+                if self.evaluations >= MAX_EVALUATIONS:
+                    break
+        return choice
+
+    def _moves(self, choice: Choice) -> list[dict[int, Node]]:
+        order = reachable(choice, self.roots, self.free)
+        moves: list[dict[int, Node]] = []
+        groups: dict[int, dict[int, Node]] = {}
+        for cls in order:
+            for node in self.options[cls]:
+                if node is choice[cls]:
+                    continue
+                moves.append({cls: node})
+                for arg in {a.cls for a in node.args}:
+                    groups.setdefault(arg, {}).setdefault(cls, node)
+        moves += [m for m in groups.values() if len(m) > 1]
+        return moves
+
+    def simplify(self, choice: Choice, original: Choice) -> Choice:
+        """Go back to what was written wherever the change gains nothing."""
+        now = self.seconds(choice)
+        for cls in reachable(choice, self.roots, self.free):
+            node = original.get(cls)
+            if node is None or node == choice[cls]:
+                continue
+            trial = {**choice, cls: node}
+            then = self.seconds(trial)
+            if then <= now * (1 + 1e-9):
+                choice, now = trial, then
+        return choice
+
+
+def changed_classes(g: EGraph, choice: Choice, roots: tuple[int, ...]) -> list[int]:
+    """Classes that are computed by another node than the written one."""
+    order = reachable(choice, roots, lambda cls: False)
+    return [
+        c for c in order if g.classes[c].nodes.get(choice[c]) != ORIGINAL and choice[c].op != LEAF
+    ]

@@ -1,0 +1,230 @@
+"""A flattened product as a tree of binary contractions in the cheapest order (imports rule).
+
+Contraction order is not saturated: only the tree that dynamic programming finds becomes nodes.
+"""
+
+from __future__ import annotations
+
+from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.products import Product, is_half, scaled
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
+from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
+from symjax_rewrite.rewriting.rule import Context, too_large
+
+
+def order_product(
+    ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+) -> Ref | None:
+    """The product over output indices of `sizes`, as nodes that can be emitted.
+
+    Returns:
+        The reference, or None where the budget ran out or a count cannot leave the sum.
+    """
+    key = (p, sizes, dtype)
+    if key not in ctx.ordered:
+        ctx.ordered[key] = _order(ctx, p, sizes, dtype, why)
+    found = ctx.ordered[key]
+    return None if found is None else ctx.g.find(found)
+
+
+def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref | None:
+    counted = count_unread(read_deltas(ctx, p), dtype)
+    if counted is None or not counted.factors:
+        return None
+    builder = _Builder(ctx, counted, sizes, dtype, why)
+    found = builder.solve()
+    if any(ctx.may_overflow(c) for c in builder.inner):
+        ctx.refuse(why.rule, too_large(dtype), why.source)
+        return None
+    return None if found is None else scaled(ctx.g, found, counted.coefficient, sizes, why)
+
+
+def read_deltas(ctx: Context, p: Product) -> Product:
+    """Σ_j δ_ij f(j) = f(i): a bound index of a delta is another name for the other one."""
+    factors, bound = list(p.factors), list(p.bound)
+    changed = True
+    while changed:
+        changed = False
+        for k, f in enumerate(factors):
+            if ctx.g.find(f).cls != f.cls or not _is_delta(ctx, f.cls):
+                continue
+            i, j = f.axes
+            if i == j:
+                del factors[k]
+            elif max(i, j) >= p.out and len(factors) > 1:
+                gone, stays = max(i, j), min(i, j)
+                del factors[k]
+                factors = [_rename(g, gone, stays) for g in factors]
+                factors, bound = _drop_index(factors, bound, gone, p.out)
+            else:
+                continue
+            changed = True
+            break
+    return p._replace(factors=tuple(factors), bound=tuple(bound))
+
+
+def _is_delta(ctx: Context, cls: int) -> bool:
+    return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
+
+
+def _rename(f: Ref, old: int, new: int) -> Ref:
+    return Ref(f.cls, tuple(new if i == old else i for i in f.axes))
+
+
+def _drop_index(factors: list[Ref], bound: list[Dim], gone: int, out: int) -> tuple[list, list]:
+    """Remove a bound index that nothing reads any more."""
+    moved = [Ref(f.cls, tuple(i - 1 if i > gone else i for i in f.axes)) for f in factors]
+    return moved, bound[: gone - out] + bound[gone - out + 1 :]
+
+
+def count_unread(p: Product, dtype: str) -> Product | None:
+    """Σ_k a = |k|·a for every bound index k that no factor reads."""
+    read = {i for f in p.factors for i in f.axes}
+    factors, bound, coefficient = list(p.factors), list(p.bound), p.coefficient
+    for i in range(p.out + len(bound) - 1, p.out - 1, -1):
+        if i in read:
+            continue
+        size = bound[i - p.out]
+        if not isinstance(size, int) or size == 0 or (is_half(dtype) and size > 1):
+            return None
+        coefficient = coefficient * size
+        factors, bound = _drop_index(factors, bound, i, p.out)
+    return p._replace(coefficient=coefficient, factors=tuple(factors), bound=tuple(bound))
+
+
+class _Builder:
+    """Builds the nodes of one product's cheapest tree."""
+
+    def __init__(
+        self, ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+    ) -> None:
+        self.ctx, self.p, self.dtype, self.why = ctx, p, dtype, why
+        self.all_sizes: tuple[Dim, ...] = (*sizes, *p.bound)
+        self.numbers = [s if isinstance(s, int) else ctx.model.at(s) for s in self.all_sizes]
+        self.out_mask = (1 << p.out) - 1
+        self._volume: dict[int, float] = {}
+        self.inner: list[int] = []  # classes of the products within the tree
+
+    def solve(self) -> Ref | None:
+        factors = [self._sum_private(k) for k in range(len(self.p.factors))]
+        masks = [_mask(f) for f in factors]
+        if len(factors) == 1:
+            return self._in_dtype(factors[0])
+        free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
+        number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in factors]))}
+        kinds = [number[f.cls] for f in factors]
+        key = (*zip(kinds, [f.axes for f in factors], strict=True), *self.numbers)
+        key = (key, self.out_mask, free, self.dtype)
+        tree = self.ctx.trees.get(key)
+        if tree is None:
+            form_of = lambda inside, kept: self._form(factors, inside, kept)  # noqa: E731
+            repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
+            found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free, repeats)
+            if found is None:
+                self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
+                return None
+            tree = self.ctx.trees[key] = found[0]
+        return self._build(tree, factors, masks)
+
+    def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
+        """The product of some factors over the kept indices, the same whatever they are called."""
+        args = [factors[k] for k in inside]
+        mine = sorted({i for f in args for i in f.axes}, key=lambda i: (not kept >> i & 1, i))
+        to = {i: n for n, i in enumerate(mine)}
+        out = sum(kept >> i & 1 for i in mine)
+        over = tuple([Ref(f.cls, tuple([to[i] for i in f.axes])) for f in args])
+        bound = tuple([self.all_sizes[i] for i in mine[out:]])
+        return canonical(CONTRACT, self.p.precision, over, out, bound)[0]
+
+    def _in_dtype(self, f: Ref) -> Ref:
+        """A factor that is left alone is cast as the sum over it would have been."""
+        c = self.ctx.g.classes[f.cls]
+        if c.dtype == self.dtype:
+            return f
+        cast = ("convert_element_type", (("new_dtype", self.dtype),))
+        over = (Ref(f.cls, tuple(range(len(c.sizes)))),)
+        ref = self.ctx.g.add(MAP, cast, over, c.sizes, (), self.dtype, self.why)
+        return Ref(ref.cls, tuple(f.axes[i] for i in ref.axes))
+
+    def _sum_private(self, k: int) -> Ref:
+        """Σ over the bound indices that only factor k reads."""
+        f = self.p.factors[k]
+        others = 0
+        for j, g in enumerate(self.p.factors):
+            if j != k:
+                others |= _mask(g)
+        return self._node((f,), self.out_mask | others)
+
+    def _node(self, args: tuple[Ref, ...], needed: int) -> Ref:
+        """The product of args, summed over every index that is not needed outside."""
+        mask = 0
+        for a in args:
+            mask |= _mask(a)
+        kept = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and needed >> i & 1]
+        lost = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and not needed >> i & 1]
+        if len(args) == 1 and not lost:
+            return args[0]
+        local = {i: n for n, i in enumerate([*kept, *lost])}
+        ref = self.ctx.g.add(
+            CONTRACT,
+            self.p.precision,
+            tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in args),
+            tuple(self.all_sizes[i] for i in kept),
+            tuple(self.all_sizes[i] for i in lost),
+            self.dtype,
+            self.why,
+        )
+        return Ref(ref.cls, tuple(kept[i] for i in ref.axes))
+
+    def _build(self, tree: Tree, factors: list[Ref], masks: list[int]) -> Ref:
+        members: dict[int, int] = {}
+
+        def leaves(t: Tree) -> int:
+            return 1 << t if isinstance(t, int) else leaves(t[0]) | leaves(t[1])
+
+        def outside(inside: int) -> int:
+            if inside not in members:
+                mask = self.out_mask
+                for k, m in enumerate(masks):
+                    if not inside >> k & 1:
+                        mask |= m
+                members[inside] = mask
+            return members[inside]
+
+        def make(t: Tree) -> Ref:
+            if isinstance(t, int):
+                return factors[t]
+            made = self._node((make(t[0]), make(t[1])), outside(leaves(t)))
+            if t is not tree:
+                self.inner.append(made.cls)
+            return made
+
+        return make(tree)
+
+    def _join_cost(self, left: int, right: int, kept: int) -> float:
+        size = itemsize(self.dtype)
+        moved = (self._count(left) + self._count(right) + self._count(kept)) * size
+        d = self.ctx.model.device
+        if left & right & ~kept:
+            return self.ctx.model.join_seconds(2 * self._count(left | right), moved, self.dtype)
+        return self._count(left | right) / d.elementwise_per_s + moved / d.bytes_per_s
+
+    def _count(self, mask: int) -> float:
+        got = self._volume.get(mask)
+        if got is None:
+            got, rest = 1.0, mask
+            while rest:
+                low = rest & -rest
+                got *= self.numbers[low.bit_length() - 1]
+                rest ^= low
+            self._volume[mask] = got
+        return got
+
+
+def _mask(ref: Ref) -> int:
+    mask = 0
+    for i in ref.axes:
+        mask |= 1 << i
+    return mask

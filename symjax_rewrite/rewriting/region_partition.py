@@ -1,0 +1,416 @@
+"""Cutting the whole-program graph into algebraic regions, equal ones solved once (a pass).
+
+A region is a maximal connected set of algebraic terms. It is cut at content-defined points, sums
+with several consumers (residual streams) and opaque terms, so the layers of a model align and
+regions that are equal up to their inputs have equal keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import RING, dtype_kind
+from symjax_rewrite.ir.sizes import Dim, product
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    CONV,
+    DELTA,
+    INVERSE,
+    IOTA,
+    LEAF,
+    MAP,
+    REDUCE,
+    SLICE,
+    SOLVE,
+    TAKE,
+    UNORDERED,
+    Node,
+    Ref,
+)
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import shown_case
+
+ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
+PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a look on any term
+NULLARY = frozenset({CONST, DELTA, IOTA})
+
+
+class Key:
+    """What a region is but for its inputs, row by row; hashed once, for there is a lot of it."""
+
+    __slots__ = ("_hash", "rows")
+
+    def __init__(self, rows: tuple = ()) -> None:
+        self.rows, self._hash = rows, hash(rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self.rows == other.rows)
+
+
+@dataclass(slots=True)
+class Region:
+    """A connected algebraic part of a program.
+
+    classes: its classes, operands first. roots: those needed outside. key: equal for regions that
+    are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
+    number of every class in the key. tags: what else tells leaves apart (frozen, storage).
+    """
+
+    classes: list[int]
+    roots: list[int]
+    key: Key = field(default_factory=Key)
+    leaves: list[int] = field(default_factory=list)
+    local: dict[int, int] = field(default_factory=dict)
+    tags: dict[int, tuple] = field(default_factory=dict)
+
+
+def is_test(g: EGraph, cls: int) -> bool:
+    """Whether a class compares integers with an index: `x == i`, `i >= j`."""
+    node = node_of(g, cls)
+    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):
+        return False
+    return any(is_index(g, a.cls) for a in node.args)
+
+
+def is_index(g: EGraph, cls: int) -> bool:
+    """Whether a class is an index, or an index and a constant."""
+    node = node_of(g, cls)
+    if node.op == ADD and len(node.args) == 2 and node.attr == (1, 1):
+        return {node_of(g, a.cls).op for a in node.args} == {IOTA, CONST}
+    return node.op == IOTA
+
+
+def is_indicator(g: EGraph, cls: int) -> bool:
+    """Whether a class is 1 where such a test holds and 0 elsewhere."""
+    node = node_of(g, cls)
+    if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
+        return False
+    if node.attr[0] == "convert_element_type":
+        return True
+    cases = [node_of(g, a.cls) for a in node.args[1:]]
+    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):
+        return False
+    return [c.attr[0] for c in cases] in ([0, 1], [1, 0])
+
+
+def is_condition(g: EGraph, cls: int) -> bool:
+    """Whether a class is a part of an indicator: such parts are copied into every region."""
+    return is_indicator(g, cls) or is_test(g, cls) or is_index(g, cls)
+
+
+def find_regions(
+    t: TermGraph, need: Needed, tag: Callable[[int], tuple], frozen: bool = False
+) -> list[Region]:
+    """The regions worth solving, in program order.
+
+    Args:
+        t: the lifted program.
+        need: its needed classes.
+        tag: what else tells leaves apart in keys (frozen, storage).
+        frozen: whether some inputs are frozen, so that scales and sums can be folded into them.
+    """
+    g = t.graph
+    member = _members(t, need)
+    whole = _kept_whole(g, need, member)
+    parent = {c: c for c in member}
+
+    def root(c: int) -> int:
+        while parent[c] != c:
+            parent[c] = parent[parent[c]]
+            c = parent[c]
+        return c
+
+    joined = {c for c in member if not _is_cut(g, need, c, whole)}
+    for c in member:
+        for arg in g.classes[c].first.args:
+            if arg.cls in joined:
+                parent[root(arg.cls)] = root(c)
+    groups: dict[int, list[int]] = {}
+    for c in sorted(member):
+        groups.setdefault(root(c), []).append(c)
+    regions = []
+    keys: dict[Key, Key] = {}
+    products = _products(g, need.order)
+    for classes in groups.values():
+        inside = set(classes)
+        if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
+            continue
+        roots = [c for c in classes if _needed_outside(g, need, c, inside)]
+        region = Region(classes, roots)
+        _number(g, need, region, inside, tag)
+        region.key = keys.setdefault(region.key, region.key)  # equal ones are one object
+        regions.append(region)
+    return sorted(regions, key=lambda r: r.classes[-1])
+
+
+def _members(t: TermGraph, need: Needed) -> set[int]:
+    g = t.graph
+    member: set[int] = set()
+    sliced: set[int] = set()
+    for c in reversed(need.order):
+        node = node_of(g, c)
+        ring = dtype_kind(g.classes[c].dtype) in RING
+        if (
+            (node.op in ALGEBRAIC and ring)
+            or (node.op == SLICE)
+            or (c in sliced and node.op in (MAP, REDUCE))
+        ) or (ring and _masks_rows(g, need, c)):
+            member.add(c)
+        # Maps of which only a part is read belong to the region of the slice.
+        if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
+            sliced.update(a.cls for a in node.args if need.uses.get(a.cls) == 1)
+        elif node.op == TAKE and need.uses.get(node.args[0].cls) == 1:
+            sliced.add(node.args[0].cls)
+    return member
+
+
+def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
+    """Whether a mask stands between two products and reads nothing that the second one sums."""
+    shown = shown_case(g, node_of(g, cls))
+    users = need.users.get(cls, ())
+    if shown is None or need.uses[cls] != 1 or len(users) != 1:
+        return False
+    which, case = (node_of(g, cls).args[k] for k in (0, shown))
+    user, first = node_of(g, users[0]), node_of(g, case.cls)
+    if user.op != CONTRACT or not user.bound or need.uses[case.cls] != 1:
+        return False
+    if first.op not in (CONTRACT, ADD):
+        return False
+    read = next(a.axes for a in user.args if a.cls == cls)
+    return all(read[i] < user.out for i in which.axes)
+
+
+def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
+    """Members every element of which is needed, whatever their users are rewritten to.
+
+    They are results, or are read by what is opaque, directly or through elementwise terms.
+    """
+    whole: set[int] = set()
+    for c in reversed(need.order):  # users first
+        if c not in member:
+            continue
+        users = need.users.get(c, ())
+        if c in need.outside or any(
+            u not in member or (u in whole and _is_spread(g, u, c)) for u in users
+        ):
+            whole.add(c)
+    return whole
+
+
+def _is_spread(g: EGraph, user: int, cls: int) -> bool:
+    """Whether an elementwise term reads every element of one of its operands."""
+    node = node_of(g, user)
+    if node.op not in (ADD, CONTRACT) or node.bound:
+        return False
+    return any(a.cls == cls and _is_all(a.axes) for a in node.args)
+
+
+def _is_all(axes: tuple[int, ...]) -> bool:
+    return min(axes, default=0) >= 0 and len(set(axes)) == len(axes)
+
+
+def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
+    """A value with several consumers that no rewrite of them could do without.
+
+    A sum, unless it hides a low-rank product or an identity; a product that is needed whole and
+    that no other product reads: what its users do with it costs little beside it.
+    """
+    node = node_of(g, cls)
+    if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
+        return False
+    if node.op == ADD:
+        hides = any(_is_low_rank(g, a.cls) or _is_sparse(g, a.cls) for a in node.args)
+        return len(node.args) > 1 and not hides
+    if cls not in whole or _is_low_rank(g, cls):
+        return False
+    return not any(_mixes(g, u, cls) for u in need.users[cls])
+
+
+def _mixes(g: EGraph, user: int, cls: int) -> bool:
+    """Whether a term multiplies a class with values that have axes of their own, or solves."""
+    node = node_of(g, user)
+    if node.op in (INVERSE, SOLVE, CONV):
+        return True
+    if node.op != CONTRACT or not node.bound:
+        return False
+    mine = {i for a in node.args if a.cls == cls for i in a.axes}
+    return any(i not in mine for a in node.args for i in a.axes)
+
+
+def _is_low_rank(g: EGraph, cls: int) -> bool:
+    node = node_of(g, cls)
+    if node.op == ADD and len(node.args) == 1:
+        return _is_low_rank(g, node.args[0].cls)
+    if node.op != CONTRACT or not node.bound or len(node.args) < 2:
+        return False
+    out = product(g.classes[cls].sizes)
+    parts = [product(g.classes[a.cls].sizes) for a in node.args]
+    numbers = [p for p in parts if isinstance(p, int)]
+    if isinstance(out, int) and len(numbers) == len(parts):
+        return out > sum(numbers)
+    return True
+
+
+def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: bool) -> bool:
+    """Whether some law could apply: products of products or sums, sums of products, parts."""
+    for c in inside:
+        node = node_of(g, c)
+        args = [a.cls for a in node.args if a.cls in inside]
+        if frozen and args and node.op in (CONTRACT, ADD):
+            return True
+        if node.op == CONTRACT and node.bound:
+            if args or any(_is_sparse(g, a.cls) for a in node.args):
+                return True
+            if len(node.args) == 2 and _has_private_bound(node):
+                return True
+        elif node.op == CONTRACT:
+            if any(a.cls in args and len({*a.axes}) < len(a.axes) for a in node.args):
+                return True  # a diagonal
+        elif node.op == ADD:
+            if sum(a in products for a in args) > 1:
+                return True
+        elif node.op in PARTIAL and any(a in args for a in _read_parts(node)):
+            return True
+    return False
+
+
+def _is_empty(g: EGraph, classes: list[int]) -> bool:
+    """Whether some array has no elements: a sum over none is 0, whatever would be taken out."""
+    return any(0 in g.classes[c].sizes or 0 in g.classes[c].first.bound for c in classes)
+
+
+def _read_parts(node: Node) -> list[int]:
+    """What a term reads of; index values are none of it."""
+    return [a.cls for a in (node.args[:1] if node.op == TAKE else node.args)]
+
+
+def _is_sparse(g: EGraph, cls: int) -> bool:
+    return node_of(g, cls).op in (DELTA, SOLVE) or is_indicator(g, cls)
+
+
+def _has_private_bound(node: Node) -> bool:
+    a, b = (set(x.axes) for x in node.args)
+    return any(i >= node.out for i in a ^ b)
+
+
+def _products(g: EGraph, order: list[int]) -> set[int]:
+    """Classes that are contractions, or sums and products of some; operands come first."""
+    found: set[int] = set()
+    for c in order:
+        node = g.classes[c].first
+        if (node.op == CONTRACT and node.bound) or (
+            node.op in (CONTRACT, ADD) and not found.isdisjoint([a.cls for a in node.args])
+        ):
+            found.add(c)
+    return found
+
+
+def _needed_outside(g: EGraph, need: Needed, cls: int, inside: set[int]) -> bool:
+    if cls in need.outside:
+        return True
+    return any(u not in inside for u in need.users.get(cls, ()))
+
+
+def _number(
+    g: EGraph, need: Needed, region: Region, inside: set[int], tag: Callable[[int], tuple]
+) -> None:
+    """Number the region's classes from its roots; the numbering is the key."""
+    local: dict[int, int] = {}
+    rows: list[tuple] = []
+    order: list[int] = []
+    roots = set(region.roots)
+    like = _likeness(g, region.classes, inside)
+
+    def visit(start: int) -> None:
+        stack = [(start, False)]
+        while stack:
+            c, done = stack.pop()
+            if c in local:
+                continue
+            of = g.classes[c]
+            node = of.first
+            if not (c in inside or node.op in NULLARY or is_condition(g, c)):
+                local[c] = len(local)
+                region.tags[c] = tag(c)
+                rows.append((LEAF, of.sizes, of.dtype, region.tags[c]))
+                region.leaves.append(c)
+                order.append(c)
+            elif done:
+                local[c] = len(local)
+                args: Any = [(local[a.cls], a.axes) for a in node.args]
+                attr = node.attr
+                if node.op == ADD:
+                    pairs = sorted(zip(args, attr, strict=True), key=lambda pair: pair[0])
+                    args, attr = zip(*pairs, strict=True)
+                elif node.op == CONTRACT:
+                    args.sort()
+                uses = min(need.uses.get(c, 0), 2)  # one user may take it over, several may not
+                info = (of.sizes, of.dtype, uses, c in roots)
+                rows.append((node.op, attr, tuple(args), node.bound, *info))
+                order.append(c)
+            else:
+                stack.append((c, True))
+                args = node.args
+                if len(args) > 1 and node.op in UNORDERED:
+                    args = sorted(args, key=lambda a: like.get(a.cls, 0))
+                stack.extend([(a.cls, False) for a in reversed(args)])
+
+    for c in region.roots:
+        visit(c)
+    region.classes = order
+    region.local = local
+    region.key = Key(tuple(rows))
+
+
+def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]:
+    """A number for every class that says what it is made of, whatever the numbers of classes.
+
+    It orders the operands of unordered terms, so that layers that differ in the order in which
+    their values were made have one key. It is the same in every process: no strings are hashed.
+    """
+    like: dict[int, int] = {}
+    for c in classes:  # operands first
+        node = node_of(g, c)
+        for a in node.args:
+            if a.cls not in inside and a.cls not in like:
+                like[a.cls] = _shape_of(g.classes[a.cls].sizes)
+        below = sorted([(like[a.cls], a.axes) for a in node.args])
+        like[c] = hash((*below, len(node.bound), len(node.op)))
+    return like
+
+
+@functools.cache
+def _shape_of(sizes: tuple[Dim, ...]) -> int:
+    return hash(tuple([s if isinstance(s, int) else -1 for s in sizes]))
+
+
+def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
+    """A fresh e-graph holding just the region; and where each of its classes went."""
+    g = EGraph()
+    to: dict[int, Ref] = {}
+    leaf = {c: n for n, c in enumerate(region.leaves)}
+    for c in region.classes:
+        info = t.graph.classes[c]
+        if c in leaf:
+            to[c] = g.add(LEAF, leaf[c], (), info.sizes, (), info.dtype)
+            continue
+        node = node_of(t.graph, c)
+        args = tuple(
+            Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
+        )
+        attr = node.attr
+        if node.op == SLICE:  # what it says is said slot by slot
+            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
+        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
+    return g, to

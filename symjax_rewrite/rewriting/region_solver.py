@@ -1,0 +1,223 @@
+"""One region: saturate, extract, and decide whether to take what was found (a pass)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost, CostModel
+from symjax_rewrite.ir.dataflow import Needed
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
+from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, to_sympy, value
+from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.options import Options, log
+from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
+from symjax_rewrite.rewriting.extraction import (
+    Extraction,
+    changed_classes,
+    extract,
+    original_choice,
+)
+from symjax_rewrite.rewriting.lemma_matching import Pattern
+from symjax_rewrite.rewriting.region_partition import Region, region_graph
+from symjax_rewrite.rewriting.rule import Axiom, Context
+from symjax_rewrite.rewriting.saturation import saturate
+
+
+@dataclass(slots=True)
+class Solution:
+    """A region solved once, for every place of the program that has the same key.
+
+    to: region-local class number to e-graph reference. changed: classes computed another way.
+    declined: why a cheaper form was not taken. digest: names the rewrite in plans.
+    """
+
+    g: EGraph
+    to: dict[int, Ref]
+    choice: dict[int, Node]
+    before: Cost
+    after: Cost
+    changed: list[int]
+    declined: str
+    refused: dict[tuple[str, str], int]
+    stop: str
+    digest: str
+    crossovers: list[str] = field(default_factory=list)
+
+    def rule_of(self, cls: int) -> str:
+        """The rule that made what a class is computed by."""
+        reason = self.g.classes[cls].nodes[self.choice[cls]]
+        if reason != ORIGINAL:
+            return reason.rule
+        return next((why.rule for keep, _, why in self.g.unions if keep == cls), reason.rule)
+
+
+class Frozen:
+    """Whether a class depends on frozen arguments alone, for classes made later too."""
+
+    def __init__(self, g: EGraph, leaves: set[int]) -> None:
+        self.g, self.leaves = g, leaves
+        self.known: dict[int, bool] = {}
+
+    def __call__(self, cls: int) -> bool:
+        if not self.leaves:
+            return False
+        cls = _root(self.g, cls)
+        found = self.known.get(cls)
+        if found is None:
+            self.known[cls] = False  # a class that needs itself is not decided by that node
+            found = any(self.node(cls, n) for n in list(self.g.classes[cls].nodes))
+            self.known[cls] = found
+        return found
+
+    def node(self, cls: int, n: Node) -> bool:
+        """Whether one node of a class reads frozen values only."""
+        if n.op == LEAF:
+            return cls in self.leaves
+        if not n.args:
+            return n.op in (CONST, DELTA, IOTA)
+        return all(self(a.cls) for a in n.args)
+
+
+@dataclass(slots=True)
+class Solver:
+    """Solves regions under one set of options and sample sizes.
+
+    trees: the cheapest orders of products that were found before.
+    """
+
+    options: Options
+    axioms: tuple[Axiom, ...]
+    patterns: tuple[Pattern, ...]
+    device: Device
+    assumptions: Assumptions
+    samples: list[dict[str, int]]
+    trees: dict[tuple, Tree]
+
+    def solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
+        """The best form of a region; sizes that are names are tried at every sample."""
+        g, to = region_graph(t, region)
+        back = {g.find(ref).cls: c for c, ref in to.items()}
+        uses = {r: need.uses.get(c, 1) for r, c in back.items()}
+        leaves = {g.find(to[c]).cls for c in region.leaves if c in known}
+        storage = {g.find(to[c]).cls: _leaf_storage(region, c) for c in region.leaves}
+        frozen = Frozen(g, leaves)
+        models = [CostModel(self.device, _at(sample)) for sample in self.samples]
+        first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
+        written = original_choice(g)
+        before = [model.evaluate(g, written, first, frozen) for model in models]
+        contexts, stops = [], set()
+        for model in models:
+            ctx = Context(
+                g=g,
+                model=model,
+                numerics=self.options.numerics,
+                uses=lambda c: uses.get(c, 1),
+                frozen=frozen,
+                storage=lambda c: storage.get(c) or g.classes[c].dtype,
+                pairs=Pairs.of(self.options.budget.pairs),
+                trees=self.trees,
+            )
+            stops.add(saturate(ctx, self.axioms, self.patterns, self.options.budget))
+            contexts.append(ctx)
+        frozen.known.clear()
+        roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
+        local = {region.local[c]: ref for c, ref in to.items()}
+        found = [
+            extract(g, roots, model, frozen, cost)
+            for model, cost in zip(models, before, strict=True)
+        ]
+        refused = {k: v for ctx in contexts for k, v in ctx.refused.items()}
+        digest = hashlib.sha256(repr(region.key.rows).encode()).hexdigest()[:12]
+        if not t.dim_env:
+            best, crossovers = found[0], []
+        else:
+            best, crossovers = self._symbolic(g, roots, found, models[0])
+        log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
+        changed = changed_classes(g, best.choice, roots) if best.taken else []
+        given = {_root(g, to[c].cls) for c in region.leaves}
+        if best.taken:  # I·a = a: what was computed is an input
+            made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
+            changed += [c for c in made if c in given]
+        gains = best.before.seconds > 1.02 * best.after.seconds
+        declined = best.reason if not best.taken and (gains or crossovers) else ""
+        return Solution(
+            g,
+            local,
+            best.choice,
+            best.before,
+            best.after,
+            changed,
+            declined,
+            refused,
+            ", ".join(sorted(stops)),
+            digest,
+            crossovers,
+        )
+
+    def _symbolic(
+        self, g: EGraph, roots: tuple[int, ...], found: list[Extraction], model: CostModel
+    ) -> tuple[Extraction, list[str]]:
+        """Take a form only if it is cheaper for all sizes allowed; else say where it is."""
+        original = original_choice(g)
+        before = model.symbolic(g, original, roots)
+        crossovers: list[str] = []
+        for candidate in found:
+            if not candidate.taken:
+                continue
+            after = model.symbolic(g, candidate.choice, roots)
+            gain, traffic = before.flops - after.flops, before.bytes - after.bytes
+            if self.assumptions.nonnegative(gain) and self.assumptions.nonnegative(traffic):
+                seconds = (candidate.before.seconds, candidate.after.seconds)
+                costs = (_with(before, seconds[0]), _with(after, seconds[1]))
+                return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
+            text = crossover(before, after)
+            if text not in crossovers:
+                crossovers.append(text)
+        same = _with(before, found[0].before.seconds)
+        reason = "neither form is cheaper for all sizes: pass assume=(...) to decide"
+        return Extraction(same, same, original, False, reason), crossovers
+
+
+def _with(cost: Cost, seconds: float) -> Cost:
+    return Cost(cost.flops, cost.elementwise, cost.bytes, cost.launches, seconds)
+
+
+def _at(sample: dict[str, int]) -> Callable[[Dim], int]:
+    return lambda dim: value(dim, sample)
+
+
+def _root(g: EGraph, cls: int) -> int:
+    while (edge := g.parent[cls]) is not None:
+        cls = edge.cls
+    return cls
+
+
+def _leaf_storage(region: Region, cls: int) -> str:
+    return region.tags[cls][1]
+
+
+def symbolic_names(t: TermGraph) -> set[str]:
+    """The named sizes of a program."""
+    return {n for sizes in t.sizes for s in sizes if isinstance(s, Poly) for n in s.variables()}
+
+
+def crossover(before: Cost, after: Cost) -> str:
+    """Where two forms cost the same FLOPs, in closed form for every size it can be solved for."""
+    import sympy
+
+    b, a = to_sympy(before.flops), to_sympy(after.flops)
+    difference = sympy.factor(b - a)
+    parts: list[str] = []
+    for symbol in sorted(difference.free_symbols, key=str):
+        try:
+            roots: list[Any] = sympy.solve(difference, symbol)
+        except NotImplementedError:
+            continue
+        parts += [f"{symbol} = {r}" for r in roots if r.is_positive]
+    where = " or ".join(parts) or "no single size decides"
+    return f"written {b} FLOPs, other form {a} FLOPs; equal at {where}"

@@ -1,0 +1,308 @@
+"""What a rule is, and what it sees when it is applied (imports terms, e-graph and cost).
+
+Three kinds, all values, nothing registered at import; packs compose with `+`:
+axioms (laws of the calculus), lemmas (pairs of JAX functions, derivable from the axioms) and
+routes (a bundle of terms on the left, a kernel on the right; see `route`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from symjax_rewrite.cost.term_cost import CostModel
+from symjax_rewrite.errors import RuleError
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Reason
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import ends_early
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir.value_analysis import is_zero
+from symjax_rewrite.options import Numerics
+from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
+
+ASSOCIATIVITY = "associativity"
+DISTRIBUTIVITY = "distributivity"
+SEPARABILITY = "separability"
+LOCALITY = "locality"
+SPARSITY = "sparsity"
+REDUNDANCY = "redundancy"
+SYMMETRY = "symmetry"
+COMMON = "common_subexpression"
+REPEATED = "repeated_work"
+INVARIANT = "loop_invariant"
+BATCHING = "loop_batching"
+FUSION = "loop_fusion"
+PARTS = "loop_parts"
+PACKING = "loop_packing"
+RECOMPUTATION = "loop_recomputation"
+# What is done to a program besides rules, under every pack that does not leave it out by name.
+PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION)
+PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
+
+
+@dataclass(slots=True)
+class Context:
+    """What a rule may look at: the e-graph, sizes as numbers, sharing, and what is permitted.
+
+    uses: how many consumers a class has in the traced program (1 for classes made by rules).
+    frozen: whether a class depends on frozen arguments alone.
+    refused: reasons why a rule that matched did not fire, for the report.
+    ordered: products whose cheapest order is known. trees: the cheapest trees of products of such
+    shapes, of other regions too. whole: sums that rules made and that lose
+    digits when they are opened. fresh: names of indices while matching.
+    """
+
+    g: EGraph
+    model: CostModel
+    numerics: Numerics
+    uses: Callable[[int], int]
+    frozen: Callable[[int], bool]
+    storage: Callable[[int], str]
+    pairs: Pairs
+    refused: dict[tuple[str, str], int] = field(default_factory=dict)
+    ordered: dict[tuple, Ref | None] = field(default_factory=dict)
+    trees: dict[tuple, Tree] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    fresh: Iterator[int] = field(default_factory=lambda: count(1000))
+
+    def refuse(self, rule: str, reason: str, cls: int) -> None:
+        """Note that a rule matched at a class and was not applied."""
+        self.refused.setdefault((rule, reason), cls)
+
+    def permits(self, level: str, dtype: str) -> bool:
+        """Whether a step of this numerics level may be taken on values of a dtype.
+
+        Integer arithmetic is a ring exactly, so every level is permitted there.
+        """
+        return dtype_kind(dtype) in "iub" or self.numerics.permits(level)
+
+    def may_overflow(self, cls: int) -> bool:
+        """Whether a product that a rule made may be infinite where nothing written is.
+
+        So it is in dtypes that end early, unless it is a product of the program's own, or a part
+        of one: in float16 (A·B)·x may pass 65504 where A·(B·x) does not.
+        """
+        c = self.g.classes[cls]
+        if not ends_early(c.dtype) or self.permits("finite", c.dtype):
+            return False
+        return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
+
+    def is_zero(self, cls: int) -> bool:
+        """Whether a class is the constant zero."""
+        return is_zero(self.g, cls)
+
+    def count(self, sizes: Iterable[Dim]) -> float:
+        """The number of elements of an index space, at the sample sizes."""
+        out = 1.0
+        for s in sizes:
+            out *= s if isinstance(s, int) else self.model.at(s)
+        return out
+
+    def elements(self, cls: int) -> float:
+        """The number of elements of a class."""
+        return self.count(self.g.classes[cls].sizes)
+
+
+def too_large(dtype: str) -> str:
+    """Why a rule did not fire where `Context.may_overflow`."""
+    return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
+
+
+Apply = Callable[[Context, int, Node], Iterator[Ref]]
+
+
+@dataclass(frozen=True, slots=True)
+class Axiom:
+    """A law of the calculus.
+
+    name: as mathematics calls it. law: the equation, for a person. property: which of the six
+    properties it is. on: kinds of nodes it looks at. needs: kinds of which the e-graph must hold
+    one for the law to apply anywhere. numerics: the level it needs.
+    """
+
+    name: str
+    law: str
+    property: str
+    on: tuple[str, ...]
+    apply: Apply
+    numerics: str = "reassoc"
+    source: str = ""
+    again: bool = False
+    everywhere: bool = False
+    not_after: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+    def reason(self, cls: int) -> Reason:
+        """The explanation of what this rule adds at a class."""
+        return Reason(self.name, cls)
+
+
+def axiom(
+    law: str,
+    *,
+    property: str,
+    on: tuple[str, ...],
+    numerics: str = "reassoc",
+    source: str = "",
+    again: bool = False,
+    everywhere: bool = False,
+    not_after: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
+) -> Callable[[Apply], Axiom]:
+    """Make an axiom of a function `(context, class, node) -> equal references`.
+
+    Args:
+        law: the equation, as text.
+        property: one of `PROPERTIES`.
+        on: kinds of nodes the function wants to see.
+        numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
+        source: where it is from, if it is not arithmetic.
+        again: whether it looks at every node of its operands, so that new ones matter.
+        everywhere: whether it also looks at products that their user opens anyway.
+        not_after: rules whose results it would only undo.
+        needs: kinds of nodes without any of which the law cannot apply.
+
+    Raises:
+        RuleError: the property is unknown.
+    """
+    if property not in PROPERTIES:
+        raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
+
+    def make(apply: Apply) -> Axiom:
+        return Axiom(
+            apply.__name__,
+            law,
+            property,
+            on,
+            apply,
+            numerics,
+            source,
+            again,
+            everywhere,
+            not_after,
+            frozenset(needs),
+        )
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class Lemma:
+    """What people know by name: two JAX functions of the same arguments, with equal values.
+
+    sides: a function of arrays that returns (left, right). shapes: named sizes per argument.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    sides: Callable[..., tuple[Any, Any]]
+    uses: tuple[str, ...]
+    source: str
+    numerics: str = "reassoc"
+    proof: str = ""
+    small: tuple[str, ...] = ()
+
+    @property
+    def property(self) -> str:
+        """The property the lemma mainly rests on."""
+        return self.uses[0]
+
+
+def lemma(
+    shapes: str,
+    *,
+    uses: tuple[str, ...],
+    source: str,
+    numerics: str = "reassoc",
+    proof: str = "",
+    small: str = "",
+) -> Callable[[Callable[..., tuple[Any, Any]]], Lemma]:
+    """Make a lemma of a function that returns both sides.
+
+    Args:
+        shapes: one word per argument, one letter per axis: `"nd,do,dr,ro"`.
+        uses: the properties its derivation rests on.
+        source: where it is from.
+        proof: required if it cannot be derived from the axioms: where the proof stands.
+        small: letters of sizes that are small against the others (ranks).
+
+    Raises:
+        RuleError: shapes are malformed.
+
+    Example:
+        >>> @lemma("ij,jk,kl", uses=(ASSOCIATIVITY,), source="folklore")
+        ... def chain(a, b, c):
+        ...     return (a @ b) @ c, a @ (b @ c)
+        >>> chain.name
+        'chain'
+    """
+    words = tuple(w.strip() for w in shapes.split(","))
+    if not all(w.isalpha() or w == "" for w in words):
+        raise RuleError("malformed lemma shapes", expected="'nd,do,dr,ro'", got=repr(shapes))
+
+    def make(sides: Callable[..., tuple[Any, Any]]) -> Lemma:
+        name = getattr(sides, "__name__", "lemma")
+        return Lemma(name, words, sides, uses, source, numerics, proof, tuple(small))
+
+    return make
+
+
+def line_of(rule: Axiom | Lemma) -> str:
+    """`file.py:12 (name)` of the function a rule was made from."""
+    code = getattr(rule.sides if isinstance(rule, Lemma) else rule.apply, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name
+
+
+@dataclass(frozen=True, slots=True)
+class RulePack:
+    """A named set of rules; packs compose with `+` and lose rules with `-`.
+
+    `without` are the `PASSES` that were taken out of it: they need no rule to be there, and no pack
+    that is added brings them back.
+
+    Example:
+        >>> (RulePack("a", ()) + RulePack("b", ())).name
+        'a+b'
+        >>> (RulePack("a", ()) - "repeated_work" + RulePack("b", ())).without
+        ('repeated_work',)
+    """
+
+    name: str
+    rules: tuple[Any, ...]
+    without: tuple[str, ...] = ()
+
+    def __add__(self, other: RulePack) -> RulePack:
+        if not isinstance(other, RulePack):
+            return NotImplemented
+        known = {id(r) for r in self.rules}
+        more = tuple(r for r in other.rules if id(r) not in known)
+        without = tuple(p for p in PASSES if p in (*self.without, *other.without))
+        return RulePack(f"{self.name}+{other.name}", self.rules + more, without)
+
+    def __sub__(self, names: str | Iterable[str]) -> RulePack:
+        gone = {names} if isinstance(names, str) else set(names)
+        known = {*PASSES, *(r.name for r in self.rules)}
+        if unknown := gone - known:
+            raise RuleError(
+                "no such rule in this pack", expected=sorted(known), got=sorted(unknown)
+            )
+        without = tuple(p for p in PASSES if p in gone or p in self.without)
+        return RulePack(self.name, tuple(r for r in self.rules if r.name not in gone), without)
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """What is done besides rules."""
+        return tuple(p for p in PASSES if p not in self.without)
+
+    @property
+    def axioms(self) -> tuple[Axiom, ...]:
+        """The axioms of the pack."""
+        return tuple(r for r in self.rules if isinstance(r, Axiom))
+
+    @property
+    def lemmas(self) -> tuple[Lemma, ...]:
+        """The lemmas of the pack."""
+        return tuple(r for r in self.rules if isinstance(r, Lemma))

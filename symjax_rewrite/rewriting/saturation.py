@@ -1,0 +1,109 @@
+"""Apply axioms to a region until nothing new appears or the budget of work is spent (a pass)."""
+
+from __future__ import annotations
+
+from symjax_rewrite.ir.egraph import ORIGINAL, Reason
+from symjax_rewrite.ir.term import ADD, CONTRACT, Node
+from symjax_rewrite.options import Budget
+from symjax_rewrite.rewriting.lemma_matching import Pattern, apply_lemma, shape
+from symjax_rewrite.rewriting.rule import Axiom, Context
+
+SATURATED = "saturated"
+NODE_LIMIT = "node limit"
+ROUND_LIMIT = "round limit"
+Done = dict[tuple[int, Node], dict[str, int]]  # what each rule saw of a node: operands' nodes
+FINAL = "contraction_order"  # trees that dynamic programming chose are not opened again
+
+
+def saturate(
+    ctx: Context, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], budget: Budget
+) -> str:
+    """Run lemmas and axioms; returns why it stopped. Lemmas go first, so that theirs is the name.
+
+    Matching is semi-naive: an axiom sees a node once, or again when a class it reads has gained
+    nodes if the axiom asks for that.
+    """
+    by_op: dict[str, list[Axiom]] = {}
+    for rule in axioms:
+        for op in rule.on:
+            by_op.setdefault(op, []).append(rule)
+    done: Done = {}
+    for cls in ctx.g.live():
+        _apply_lemmas(ctx, cls, patterns)
+    ctx.g.rebuild()
+    for _ in range(budget.rounds):
+        before = ctx.g.count
+        unions = len(ctx.g.unions)
+        for cls in ctx.g.live():
+            if ctx.g.parent[cls] is None and not _apply_all(ctx, cls, by_op, done, budget):
+                ctx.g.rebuild()
+                return NODE_LIMIT
+        ctx.g.rebuild()
+        if ctx.g.count == before and len(ctx.g.unions) == unions:
+            return SATURATED
+    return ROUND_LIMIT
+
+
+def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None:
+    found: tuple | None = None
+    for node in list(ctx.g.classes[cls].nodes):
+        if node.op not in (CONTRACT, ADD) or _is_absorbed(ctx, cls, node):
+            continue
+        if found is None:
+            found = shape(ctx.g, cls)
+        for p in patterns:
+            if p.shape == found and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
+                for ref in apply_lemma(ctx, p, cls):
+                    ctx.g.add_to(cls, ref, Reason(p.lemma.name, cls))
+
+
+def _apply_all(
+    ctx: Context, cls: int, by_op: dict[str, list[Axiom]], done: Done, budget: Budget
+) -> bool:
+    g = ctx.g
+    for node, reason in list(g.classes[cls].nodes.items()):
+        rules = by_op.get(node.op)
+        if not rules:
+            continue
+        opened = reason.rule == FINAL or _is_absorbed(ctx, cls, node)
+        seen = done.setdefault((cls, node), {})
+        stamp = sum([len(g.classes[g.find(a).cls].nodes) for a in node.args])
+        for rule in rules:
+            if (opened and not rule.everywhere) or reason.rule in rule.not_after:
+                continue
+            if rule.needs and rule.needs.isdisjoint(g.kinds):
+                continue
+            before = seen.get(rule.name)
+            if before is not None and (before == stamp or not rule.again):
+                continue
+            seen[rule.name] = stamp
+            if not ctx.permits(rule.numerics, g.classes[cls].dtype):
+                ctx.refuse(rule.name, f"needs numerics={rule.numerics!r}", cls)
+                continue
+            for ref in rule.apply(ctx, cls, node):
+                g.add_to(cls, ref, rule.reason(cls))
+                if g.count > budget.nodes:
+                    return False
+            if g.parent[cls] is not None:
+                return True
+    return True
+
+
+def _is_absorbed(ctx: Context, cls: int, node: Node) -> bool:
+    """A product used once by another product, or a sum by another sum: its user opens it."""
+    if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
+        return False
+    for user, n in ctx.g.uses[cls]:
+        owner = ctx.g.classes[user]
+        if n not in owner.nodes or owner.dtype != ctx.g.classes[cls].dtype:
+            continue
+        if node.op == ADD and len(node.args) > 1:
+            if n.op == ADD:
+                return True
+        elif owner.nodes[n] == ORIGINAL and n.op in (CONTRACT, ADD) and _opens(n):
+            return True
+    return False
+
+
+def _opens(user: Node) -> bool:
+    return user.op == CONTRACT or len(user.args) == 1

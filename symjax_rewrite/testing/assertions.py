@@ -1,0 +1,205 @@
+"""Assertions about optimised programs, for users' tests and for the project's own (a face).
+
+Needs chex: `pip install 'symjax_rewrite[testing]'`; `check_rule` works without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api.report import Report
+from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.optimizer import Optimiser
+from symjax_rewrite.options import Options
+from symjax_rewrite.rules import packs
+from symjax_rewrite.testing.numpy_evaluator import tolerance as tolerance
+from symjax_rewrite.testing.rule_checker import check_rule as check_rule
+from symjax_rewrite.testing.rule_examples import Specimen as Specimen
+
+
+def assert_equivalent(
+    f: Callable[..., Any], g: Callable[..., Any], *args: Any, rtol: float | None = None
+) -> None:
+    """Assert that two functions give the same pytree, shapes, dtypes and values.
+
+    Args:
+        f: what is tested.
+        g: what it is compared with.
+        args: arguments of both.
+        rtol: allowed difference as a part of the largest value of an array; default by dtype
+            (`tolerance`), none for integers.
+
+    Raises:
+        EquivalenceError: they differ; it says in which leaf, and by how much.
+        UsageError: chex is not installed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from symjax_rewrite import sym_optimize
+        >>> f = lambda a, b, v: (a @ b) @ v
+        >>> a = jnp.ones((32, 32))
+        >>> assert_equivalent(sym_optimize(f), f, a, a, a[0])
+    """
+    chex = _chex()
+    got, wanted = f(*args), g(*args)
+    try:
+        chex.assert_trees_all_equal_structs(got, wanted)
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, wanted)
+    except AssertionError as error:
+        raise EquivalenceError("the two functions differ in structure", got=str(error)) from error
+    paths = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, y), x in zip(paths, jax.tree.leaves(got), strict=True):
+        _assert_close(chex, x, y, rtol, jax.tree_util.keystr(path))
+
+
+def _assert_close(chex: Any, x: Any, y: Any, rtol: float | None, path: str) -> None:
+    x, y = np.asarray(x), np.asarray(y)
+    part = tolerance(y.dtype) if rtol is None else rtol
+    if y.dtype.kind not in "fciub":  # bfloat16 and narrower
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    finite = np.abs(y[np.isfinite(y)]) if y.dtype.kind in "fc" else np.abs(y)
+    largest = float(finite.max()) if finite.size else 0.0
+    try:
+        chex.assert_trees_all_close(x, y, rtol=0.0, atol=part * largest)
+    except AssertionError as error:
+        with np.errstate(all="ignore"):
+            worst = np.nanmax(np.abs(x.astype(y.dtype) - y)) if x.size else 0.0
+        raise EquivalenceError(
+            f"the values of the two functions differ{f' at {path}' if path else ''}",
+            expected=f"at most {part:.1e} of the largest value {largest:.6g}",
+            got=f"a difference of {worst:.6g}",
+        ) from error
+
+
+def assert_optimized(
+    f: Callable[..., Any],
+    *args: Any,
+    uses: str | Iterable[str] | None = None,
+    times_fewer_flops: float | None = None,
+) -> Report:
+    """Assert that a function is rewritten, by which rules, and what that saves.
+
+    Args:
+        f: the result of `sym_optimize`, or a function to give to it.
+        args: arrays or `ShapeDtypeStruct`s; nothing is run.
+        uses: a rule's name, or several that must all be used; default: any.
+        times_fewer_flops: how many times fewer FLOPs there must be, at least.
+
+    Returns:
+        The report, for further questions.
+
+    Raises:
+        CliffError: it is not; the message is the report.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        >>> def f(x, W, A, B): return x @ (W + A @ B)
+        >>> specs = s(8, 512), s(512, 512), s(512, 4), s(4, 512)
+        >>> report = assert_optimized(f, *specs, uses="lora", times_fewer_flops=1.4)
+    """
+    report = _explain(f, args)
+    used = {r.name for r in report.rules}
+    wanted = {uses} if isinstance(uses, str) else set(uses or ())
+    if not used or not wanted <= used:
+        raise CliffError(
+            "the program is not rewritten as expected",
+            expected=", ".join(sorted(wanted)) or "any rule",
+            got=f"{', '.join(sorted(used)) or 'no rule'}\n{report}",
+        )
+    if times_fewer_flops is not None:
+        before, after = float(report.before.flops), float(report.after.flops)
+        if before < times_fewer_flops * after:
+            raise CliffError(
+                "the program saves less than expected",
+                expected=f"{times_fewer_flops} times fewer FLOPs",
+                got=f"{before:.0f} before, {after:.0f} after\n{report}",
+            )
+    return report
+
+
+def assert_no_intermediate(
+    f: Callable[..., Any],
+    *args: Any,
+    shape: tuple[int, ...] | None = None,
+    elements: int | None = None,
+) -> None:
+    """Assert that a program makes no value of a shape, or of so many elements.
+
+    Arguments and results do not count; the bodies of loops and calls do. For the result of
+    `sym_optimize` it is the emitted program that is looked at.
+
+    Args:
+        f: a function, optimised or not.
+        args: arrays or `ShapeDtypeStruct`s; nothing is run.
+        shape: the shape that must not appear, in any order of its axes.
+        elements: the number of elements that no value may reach.
+
+    Raises:
+        CliffError: such a value is made; it says by which line.
+        UsageError: neither `shape` nor `elements` is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from symjax_rewrite import sym_optimize
+        >>> f = lambda q, k, v: (q @ k.T) @ v
+        >>> s = jax.ShapeDtypeStruct((512, 16), jnp.float32)
+        >>> assert_no_intermediate(sym_optimize(f), s, s, s, shape=(512, 512))
+    """
+    if shape is None and elements is None:
+        raise UsageError("assert_no_intermediate needs a shape or a number of elements")
+    optimised = hasattr(f, "explain")
+    closed = _explain(f, args).after.jaxpr if optimised else jax.make_jaxpr(f)(*args)
+    for eqn, aval in _intermediates(closed, [True] * len(closed.jaxpr.outvars)):
+        found = tuple(getattr(aval, "shape", ()))
+        same = shape is not None and sorted(map(str, found)) == sorted(map(str, shape))
+        large = elements is not None and prod(found) >= elements
+        if same or large:
+            raise CliffError(
+                f"{eqn.primitive.name} makes an intermediate of shape {found}",
+                where=jax_internals.source_line(eqn),
+                expected=f"none of shape {shape}" if same else f"fewer than {elements} elements",
+            )
+
+
+def _intermediates(closed: ClosedJaxpr, is_result: list[bool]) -> Iterator[tuple[Any, Any]]:
+    """Every equation with the aval of each value it makes that is no result."""
+    flags = zip(closed.jaxpr.outvars, is_result, strict=True)
+    results = {v for v, flag in flags if flag and not jax_internals.is_literal(v)}
+    for eqn in closed.jaxpr.eqns:
+        mine = [v in results for v in eqn.outvars]
+        inner = jax_internals.bodies(eqn)
+        for body in inner:
+            same = len(body.jaxpr.outvars) == len(mine)
+            yield from _intermediates(body, mine if same else [False] * len(body.jaxpr.outvars))
+        if not inner:
+            yield from (
+                (eqn, v.aval) for v, flag in zip(eqn.outvars, mine, strict=True) if not flag
+            )
+
+
+def _explain(f: Any, args: tuple[Any, ...]) -> Report:
+    if hasattr(f, "explain"):
+        return f.explain(*args)
+    optimiser = Optimiser(Options(rules=packs.default), packs.default, CPU)
+    return make_report(optimiser.run(jax.make_jaxpr(f)(*args)), optimiser)
+
+
+def _chex() -> Any:
+    try:
+        import chex
+    except ImportError as error:
+        raise UsageError(
+            "this assertion needs chex",
+            remedy="pip install 'symjax_rewrite[testing]'",
+        ) from error
+    return chex

@@ -1,0 +1,178 @@
+"""Jaxprs evaluated by NumPy: the oracle of the rule tests (a face).
+
+It shares nothing with XLA, which simplifies what it is given and so could hide a wrong form, and
+it compiles nothing, so thousands of small programs cost seconds. What it has no row for is
+evaluated by JAX, primitive by primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from string import ascii_letters
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.primitives import NUMPY
+from symjax_rewrite.jax_internals import ClosedJaxpr
+
+# How far two results may be apart, as a part of the largest value: rounding of some thousand steps.
+TOLERANCE = {
+    "float64": 1e-10,
+    "complex128": 1e-10,
+    "float32": 5e-5,
+    "complex64": 5e-5,
+    "float16": 1e-2,
+    "bfloat16": 5e-2,
+}
+COARSE = 0.25  # anything narrower, such as float8
+
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
+
+
+def tolerance(dtype: Any) -> float:
+    """How far two results of a dtype may be apart, as a part of the largest value.
+
+    Example:
+        >>> tolerance("float32"), tolerance("int32")
+        (5e-05, 0.0)
+    """
+    name = str(np.dtype(dtype))
+    if np.dtype(dtype).kind in "iub":
+        return 0.0
+    return TOLERANCE.get(name, COARSE)
+
+
+def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
+    """The outputs of a jaxpr at NumPy arguments.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> closed = jax.make_jaxpr(lambda a, b: a @ b + 1)(jnp.ones((2, 3)), jnp.ones((3, 1)))
+        >>> evaluate(closed, [np.ones((2, 3), "float32"), np.ones((3, 1), "float32")])[0].tolist()
+        [[4.0], [4.0]]
+    """
+    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
+    env.update(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
+
+    def read(atom: Any) -> Any:
+        if not jax_internals.is_literal(atom):
+            return env[atom]
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype)
+
+    with np.errstate(all="ignore"):
+        for eqn in closed.jaxpr.eqns:
+            outs = _equation(eqn, [read(a) for a in eqn.invars])
+            for v, out in zip(eqn.outvars, outs, strict=True):
+                env[v] = np.asarray(out).astype(v.aval.dtype, copy=False)
+    return [np.asarray(read(a)) for a in closed.jaxpr.outvars]
+
+
+def _equation(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    row = _ROWS.get(name)
+    if row is not None:
+        return [row(eqn.params, *args)]
+    if name in CALLS and (inner := jax_internals.bodies(eqn)):
+        return evaluate(inner[0], args)
+    return [np.asarray(x) for x in jax_internals.eval_equation(eqn, args)]
+
+
+def _dot_general(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (ca, cb), (ba, bb) = p["dimension_numbers"]
+    letters = iter(ascii_letters)
+    la = [next(letters) for _ in a.shape]
+    lb = [next(letters) for _ in b.shape]
+    for i, j in zip((*ca, *ba), (*cb, *bb), strict=True):
+        lb[j] = la[i]
+    out = [la[i] for i in ba]
+    out += [x for k, x in enumerate(la) if k not in {*ca, *ba}]
+    out += [x for k, x in enumerate(lb) if k not in {*cb, *bb}]
+    text = f"{''.join(la)},{''.join(lb)}->{''.join(out)}"
+    return np.einsum(text, _wide(a), _wide(b), optimize=a.size * b.size > 1 << 16)
+
+
+def _wide(a: np.ndarray) -> np.ndarray:
+    """Below float32 sums are accumulated in float32, as XLA does."""
+    return a.astype(np.float32) if a.dtype.itemsize < 4 and a.dtype.kind in "fV" else a
+
+
+def _broadcast(p: dict[str, Any], a: np.ndarray, *_: Any) -> np.ndarray:
+    shape = [1] * len(p["shape"])
+    for axis, size in zip(p["broadcast_dimensions"], a.shape, strict=True):
+        shape[axis] = size
+    return np.broadcast_to(a.reshape(shape), p["shape"])
+
+
+def _slice(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+    strides = p["strides"] or (1,) * a.ndim
+    bounds = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+    return a[tuple(slice(*b) for b in bounds)]
+
+
+def _iota(p: dict[str, Any]) -> np.ndarray:
+    shape = [1] * len(p["shape"])
+    shape[p["dimension"]] = -1
+    steps = np.arange(p["shape"][p["dimension"]]).reshape(shape)
+    return np.broadcast_to(steps, p["shape"]).astype(p["dtype"])
+
+
+def _reduce(ufunc: np.ufunc) -> Callable[..., Any]:
+    def row(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+        wide = _wide(a)
+        return ufunc.reduce(wide, tuple(int(i) for i in p["axes"]), dtype=wide.dtype)
+
+    return row
+
+
+def _cumsum(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+    wide = _wide(a)
+    if p["reverse"]:
+        wide = np.flip(wide, p["axis"])
+    out = np.cumsum(wide, p["axis"], dtype=wide.dtype)
+    return np.flip(out, p["axis"]) if p["reverse"] else out
+
+
+def _select(p: dict[str, Any], which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    return np.choose(np.broadcast_to(which, cases[0].shape).astype(int), cases)
+
+
+def _elementwise(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda p, *args: f(*args)
+
+
+_ROWS: dict[str, Callable[..., Any]] = {
+    "dot_general": _dot_general,
+    "transpose": lambda p, a: np.transpose(a, p["permutation"]),
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda p, a: np.reshape(a, p["new_sizes"]),
+    "squeeze": lambda p, a: np.squeeze(a, tuple(p["dimensions"])),
+    "slice": _slice,
+    "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
+    "iota": _iota,
+    "reduce_sum": _reduce(np.add),
+    "reduce_prod": _reduce(np.multiply),
+    "cumsum": _cumsum,
+    "select_n": _select,
+    "convert_element_type": lambda p, a: a.astype(p["new_dtype"]),
+    "stop_gradient": lambda p, a: a,
+    "copy": lambda p, a: a,
+    "integer_pow": lambda p, a: a ** p["y"],
+    "square": lambda p, a: a * a,
+    **{
+        name: _elementwise(f)
+        for name, f in (
+            NUMPY
+            | {
+                "exp": np.exp,
+                "log": np.log,
+                "tanh": np.tanh,
+                "sin": np.sin,
+                "cos": np.cos,
+                "sqrt": np.sqrt,
+            }
+        ).items()
+    },
+}
