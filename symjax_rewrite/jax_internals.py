@@ -41,6 +41,9 @@ def is_literal(atom: Atom) -> TypeGuard[Literal]:
 
 def eval_equation(eqn: JaxprEqn, invals: Sequence[Any], params: dict | None = None) -> list[Any]:
     """Bind one equation with its name scope, source line and context kept."""
+    if eqn.primitive is _replacement_p:
+        with equation_scope(eqn):
+            return list(eqn.params["run"](*invals))
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     with equation_scope(eqn):
         out = eqn.primitive.bind(*invals, **bind_params)
@@ -456,6 +459,41 @@ class Differentiable(Protocol):
     ) -> list[Any]:
         """Cotangents of inputs that the program is linear in; the others are `known`."""
         ...
+
+
+_replacement_p = _core.Primitive("replacement")
+_replacement_p.multiple_results = True
+_replacement_p.def_abstract_eval(lambda *_, avals, **__: avals)
+
+
+def replacement_equation(
+    run: Callable[..., Sequence[Any]],
+    reads: Sequence[Any],
+    makes: Sequence[Any],
+    source: JaxprEqn | None,
+    **params: Any,
+) -> JaxprEqn:
+    """An equation that stands for a function inside an optimiser's program; never staged out.
+
+    Args:
+        run: of arrays, gives arrays; `eval_equation` calls it.
+        reads, makes: avals of its arguments and results.
+        source: the equation whose name scope and source line it has.
+        params: more parameters of the equation.
+    """
+
+    def bound(*args: Any) -> list[Any]:
+        return _replacement_p.bind(*args, run=run, avals=tuple(makes), **params)
+
+    eqn = make_avals_jaxpr(bound, reads).jaxpr.eqns[0]
+    if source is None:
+        return eqn
+    return eqn.replace(source_info=source.source_info, ctx=source.ctx)
+
+
+def is_replacement(eqn: JaxprEqn) -> bool:
+    """True if an equation stands for a function chosen by a pass."""
+    return eqn.primitive is _replacement_p
 
 
 _call_p = _core.Primitive("sym_call")

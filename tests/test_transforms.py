@@ -158,7 +158,7 @@ def check(ours, theirs):
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Take every rewrite that the model says is no worse, and let launches cost nothing."""
-    from symjax_rewrite import optimizer
+    from symjax_rewrite import policy
     from symjax_rewrite.api import sym_optimize
     from symjax_rewrite.cost import device_profiles
     from symjax_rewrite.rewriting import extraction
@@ -168,7 +168,7 @@ def eager(monkeypatch):
 
     monkeypatch.setattr(extraction, "DOMINATING_GAIN", 1.0)
     monkeypatch.setattr(extraction, "GAIN", 1.0)
-    monkeypatch.setattr(optimizer, "MIN_SHARE", 0.0)
+    monkeypatch.setattr(policy, "SHARE_OF_PROGRAM", 0.0)
 
 
 @pytest.mark.parametrize("transform", VALUES)

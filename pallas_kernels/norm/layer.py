@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.pallas_kernels.norm.spec import NormSpec, Program, Sums
+from symjax_rewrite.pallas_kernels.norm.spec import NormSpec, RowProgram, Sums
 
 Array = Any
 NORMS = ("rms", "layer", "l2")
@@ -89,8 +89,8 @@ def forward(a: NormLinear) -> NormSpec:
         weights=(a.dtype,) * (2 if a.gated else 1),
         columns=(a.dtype,) * a.gain,
         ends=(a.dtype,) * a.bias,
-        left=Program(left, ("norm", a.norm == "layer")),
-        finish=Program(finish, a),
+        left=RowProgram(left, ("norm", a.norm == "layer")),
+        finish=RowProgram(finish, a),
         dtype=a.dtype,
         centred=a.norm == "layer",
         gain=0 if a.gain else None,
@@ -123,8 +123,8 @@ def backward_input(a: NormLinear) -> NormSpec:
         weights=(a.dtype,),
         row_vectors=("float32",) * (1 + layer),
         fulls=(a.dtype,),
-        left=Program(left, ("norm back", layer)),
-        finish=Program(finish, ("norm back", a)),
+        left=RowProgram(left, ("norm back", layer)),
+        finish=RowProgram(finish, ("norm back", a)),
         dtype=a.dtype,
         weights_swapped=True,
     )
@@ -143,8 +143,8 @@ def backward_weight(a: NormLinear) -> NormSpec:
         pairs=(a.dtype,),
         columns=("float32", "float32"),
         weights=(a.dtype,),
-        left=Program(left, "norm weight"),
-        finish=Program(lambda s: s.products[0], "norm weight"),
+        left=RowProgram(left, "norm weight"),
+        finish=RowProgram(lambda s: s.products[0], "norm weight"),
         dtype="float32",
         pairs_swapped=True,
     )

@@ -23,7 +23,7 @@ HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RowProgram:
     """An elementwise function that is told apart by its key."""
 
     fun: Callable[..., Any] = field(compare=False)
@@ -78,8 +78,8 @@ class NormSpec:
     outputs: int
     pairs: tuple[str, ...]
     weights: tuple[str, ...]
-    left: Program
-    finish: Program
+    left: RowProgram
+    finish: RowProgram
     dtype: str
     columns: tuple[str, ...] = ()
     row_vectors: tuple[str, ...] = ()

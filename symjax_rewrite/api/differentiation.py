@@ -18,9 +18,13 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.loop_optimizer import before_derivatives
 from symjax_rewrite.loops.rematerialization import made_again
 from symjax_rewrite.optimizer import Optimiser, Result
+
+CHOOSERS = frozenset({"max", "min", "reduce_max", "reduce_min"})  # differentiated by comparing
+MOVES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose"})
 
 Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 
@@ -134,9 +138,8 @@ class Call:
         optimiser = self.optimiser
         if self.closed.effects or not optimiser.options.numerics.permits("reassoc"):
             return self.closed
-        router, device = optimiser.loop_router, optimiser.device
-        route = None if router is None else partial(router.route_loop, gradient=True)
-        kernel = None if route is None else lambda loop: route(loop, device.name)
+        options, device = optimiser.options, optimiser.device
+        kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
         return before_derivatives(self.closed, device, kernel)
 
     def _of(
@@ -160,10 +163,10 @@ class Call:
         These are what the optimised program does not make, and what equations of the kinds `again`
         make. All stay in programs with complex values, for which `jax.checkpoint` has no rounding.
         """
-        spares = self.result.spares
+        spares = leaves_out(self.result)
         if self.closed.effects or not (spares or again) or _has_complex(self.closed):
             return original
-        spared = self.result.spared()
+        spared = not_made(self.result)
 
         def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
             kinds = tuple(map(jax_internals.kind_of, avals))
@@ -172,6 +175,62 @@ class Call:
             return not (spares and spared(primitive.name, kinds))
 
         return jax.checkpoint(original, policy=may_save, prevent_cse=False)
+
+
+def _made(result: Result) -> set[int]:
+    """The values of the base program that the emitted program makes, or keeps for a gradient."""
+    program = result.program or result.base
+    assert program is not None
+    return {v for e in program.equations for v in e.outvals} | program.given | result.dear
+
+
+def leaves_out(result: Result) -> bool:
+    """True if some equation of the program is not among those emitted."""
+    if not result.taken or result.base is None:
+        return False
+    made = _made(result)
+    return any(made.isdisjoint(e.outvals) for e in result.base.equations)
+
+
+def not_made(result: Result) -> Callable[[str, tuple[tuple, ...]], bool]:
+    """Return a predicate: is a primitive on operands of some kinds left out of what is emitted?
+
+    So it is for an equation whose results the optimised program does not make, and for whatever
+    differentiation adds that reads arrays of a shape of which it makes none. A maximum whose
+    derivative asks which operand it equals is not kept either where these are made again, rounded
+    otherwise.
+    """
+    program, mine = result.base, _made(result)
+    assert program is not None
+    keys: dict[bool, set[tuple]] = {True: set(), False: set()}
+    shapes: dict[bool, set[Any]] = {True: set(), False: set()}
+    kind = jax_internals.kind_of
+    shapes[True].update(kind(program.avals[v])[0] for v in program.inputs)
+    there = {*mine, *program.inputs, *program.consts}
+    kind_of = lambda name, kinds: (name, *(kinds[:1] if name == "sort" else kinds))  # noqa: E731
+    moving, compared = program.moving(), set()  # kinds of maxima that are made again
+    for e in program.equations:
+        made = any(v in mine for v in e.outvals)
+        shapes[made].update(kind(v.aval)[0] for v in e.eqn.outvars)
+        if (
+            e.name in CHOOSERS
+            and e.outvals[0] in moving
+            and not there.issuperset(v for v in e.invals if isinstance(v, int))
+        ):
+            made = False
+            compared.add(kind(e.eqn.outvars[0].aval))
+        keys[made].add(kind_of(e.name, [kind(v.aval) for v in e.eqn.invars]))
+    unmade = shapes[False] - shapes[True]
+
+    def left_out(name: str, operands: tuple[tuple, ...]) -> bool:
+        key = kind_of(name, operands)  # a sort's derivative carries the places along
+        if name in MOVES and operands[0] in compared:
+            return True
+        if key in keys[False] or key in keys[True]:
+            return key in keys[False]
+        return any(k[0] in unmade for k in operands)
+
+    return left_out
 
 
 def _has_complex(closed: ClosedJaxpr) -> bool:

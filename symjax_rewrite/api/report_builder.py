@@ -8,7 +8,9 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.report import Report, Side
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import needed, node_of
+from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Dim, Poly, from_jax, product, value
+from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result
 
@@ -39,53 +41,17 @@ def make_report(
 
 
 def program_costs(result: Result, optimiser: Optimiser) -> tuple[Cost, Cost]:
-    """What the written and the decided program cost, bodies counted as often as they run."""
-    t = result.terms
-    if t is None:
-        return Cost(), Cost()
+    """What the written and the decided program cost."""
+    written = flatten(result.closed)
+    return _price(written, optimiser), _price(result.program or written, optimiser)
+
+
+def _price(program: Program, optimiser: Optimiser) -> Cost:
+    t = build(program)
     need = needed(t)
     choice = {c: node_of(t.graph, c) for c in need.order}
-    roots = tuple(sorted(need.outside))
-    sample = result.sample
-    model = CostModel(optimiser.device, lambda d: value(d, sample))
-    known = result.known
-    before = model.evaluate(t.graph, choice, roots, lambda c: c in known)
-    if result.symbolic:
-        exact = model.symbolic(t.graph, choice, roots)
-        before = Cost(exact.flops, exact.elementwise, exact.bytes, exact.launches, before.seconds)
-    after = before
-    before = _plus(before, Cost(seconds=result.repeated_s))
-    for old, new in result.saved:
-        after = _minus(after, old, new)
-    for body, times in result.bodies:
-        body_before, body_after = program_costs(body, optimiser)
-        before = _plus(before, _times(body_before, times))
-        after = _plus(after, _times(body_after, times))
-    return before, after
-
-
-def _times(a: Cost, n: int) -> Cost:
-    return Cost(n * a.flops, n * a.elementwise, n * a.bytes, n * a.launches, n * a.seconds)
-
-
-def _plus(a: Cost, b: Cost) -> Cost:
-    return Cost(
-        a.flops + b.flops,
-        a.elementwise + b.elementwise,
-        a.bytes + b.bytes,
-        a.launches + b.launches,
-        a.seconds + b.seconds,
-    )
-
-
-def _minus(total: Cost, old: Cost, new: Cost) -> Cost:
-    return Cost(
-        total.flops - old.flops + new.flops,
-        total.elementwise - old.elementwise + new.elementwise,
-        total.bytes - old.bytes + new.bytes,
-        total.launches - old.launches + new.launches,
-        max(0.0, total.seconds - old.seconds + new.seconds),
-    )
+    model = CostModel(optimiser.device, lambda d: value(d, {}))
+    return model.evaluate(t.graph, choice, tuple(sorted(need.outside)))
 
 
 def _side(closed: ClosedJaxpr, cost: Cost) -> Side:

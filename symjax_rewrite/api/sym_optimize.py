@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from symjax_rewrite import jax_internals, options
+from symjax_rewrite import jax_internals
 from symjax_rewrite.api import autotuning
 from symjax_rewrite.api.differentiation import Call, closing_over_nothing
 from symjax_rewrite.api.frozen_arguments import prepare
@@ -27,13 +27,17 @@ from symjax_rewrite.errors import (
     UnsupportedError,
     UsageError,
 )
-from symjax_rewrite.kernel_selection.banded_products import BandedProducts
-from symjax_rewrite.kernel_selection.folds.selection import Router
-from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenNorms
-from symjax_rewrite.kernel_selection.norms.selection import NormRouter
-from symjax_rewrite.kernel_selection.partial_sort import SelectionRouter
+from symjax_rewrite.kernel_selection.folds.selection import known_kernels
 from symjax_rewrite.optimizer import Optimiser, Result, fingerprint
-from symjax_rewrite.options import Budget, Numerics, Options
+from symjax_rewrite.options import (
+    Budget,
+    Numerics,
+    Options,
+    disabled,
+    is_disabled,
+    jit_is_disabled,
+    logger,
+)
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import RouteUse
@@ -121,7 +125,7 @@ def _options(given: dict[str, Any]) -> Options:
         values[name] = (value,) if isinstance(value, str) else tuple(value)
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
-    Router(values["kernels"], values["numerics"])  # refuses what is no backend
+    known_kernels(values["kernels"])
     return Options(**values)
 
 
@@ -213,7 +217,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     options: Options = f.remake.args[1]
     pack = options.rules
     assert isinstance(pack, RulePack)
-    with options.disabled():
+    with disabled():
         expected = f(*args, **kwargs)
 
     def difference(gone: tuple[str, ...]) -> str | None:
@@ -279,11 +283,7 @@ class _Worker:
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
-            chosen = (self.options.kernels, self.options.numerics, device)
-            folds = Router(*chosen)
-            routers = (folds, NormRouter(*chosen), SelectionRouter(self.options.kernels, device))
-            settlers = (FrozenNorms(self.options.numerics, device), BandedProducts(*chosen))
-            self._optimiser = Optimiser(self.options, rules, device, routers, settlers, folds)
+            self._optimiser = Optimiser(self.options, rules, device)
         return self._optimiser
 
     def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ class _Worker:
 
         @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if options.is_disabled() or options.jit_is_disabled():
+            if is_disabled() or jit_is_disabled():
                 return fun(*args, **kwargs)
             leaves, tree = jax.tree.flatten((args, kwargs))
             dynamic = [k for k, x in enumerate(leaves) if isinstance(x, jax_internals.Tracer)]
@@ -333,7 +333,7 @@ class _Worker:
         """Log an error of ours and say why the original is kept, unless errors were asked for."""
         if self.options.on_unsupported == "error":
             raise UnsupportedError("the program could not be optimised") from error
-        options.logger.warning("kept as written: %s", error, exc_info=True)
+        logger.warning("kept as written: %s", error, exc_info=True)
         return f"internal error: {type(error).__name__}: {error}"
 
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:

@@ -1,16 +1,16 @@
-"""From chosen terms back to JAX operations (a pass).
+"""From chosen terms and programs back to JAX operations.
 
 What was not rewritten is emitted as it came, equation for equation, with its name scope and
-source line. A value is kept as an array together with the class slot each of its axes is
+source line. A class of terms is an array together with the class slot each of its axes is
 (`Array`), so consumers read it in any order and transposes are made only where a native equation
 or a result asks for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jax import lax
 
@@ -18,10 +18,35 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir.flat_program import Equation, Value
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, IOTA, LEAF, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+
+
+def run(program: Program, args: Sequence[Any]) -> list[Any]:
+    """Run a program equation by equation: its results at flat inputs."""
+    made = values(program, args)
+    results = [made[v] if isinstance(v, int) else v.val for v in program.outputs]
+    avals = program.closed.out_avals
+    return [jax_internals.with_aval(x, a) for x, a in zip(results, avals, strict=True)]
+
+
+def values(program: Program, args: Sequence[Any]) -> dict[int, Any]:
+    """Every value of a program at flat inputs."""
+    made: dict[int, Any] = dict(zip(program.inputs, args, strict=True))
+    made.update(program.consts)
+    for e in program.equations:
+        operands = [made[v] if isinstance(v, int) else v.val for v in e.invals]
+        made.update(zip(e.outvals, jax_internals.eval_equation(e.eqn, operands), strict=True))
+    return made
+
+
+def staged(program: Program) -> ClosedJaxpr:
+    """A program as a jaxpr of the same inputs and results."""
+    closed = program.closed
+    return jax_internals.make_avals_jaxpr(lambda *args: run(program, args), closed.in_avals)
 
 
 class Array(NamedTuple):
@@ -32,132 +57,76 @@ class Array(NamedTuple):
 
 
 @dataclass(slots=True)
-class Rewritten:
+class RegionForm:
     """One region's solution at one place of the program.
 
     g: the region's e-graph. choice: node by region class. leaves: program class of each leaf.
-    origin: program class (and its slots) of each region class that has one.
+    origin: program class (and its slots) of each region class that has one. scope: the equation
+    whose name scope it has.
     """
 
     g: EGraph
     choice: dict[int, Node]
     leaves: list[int]
     origin: dict[int, Ref]
-    values: dict[int, Array] = field(default_factory=dict)
     scope: JaxprEqn | None = None
 
 
-@dataclass(slots=True)
-class Plan:
-    """What to emit instead of the original.
+class ClassMaker(Protocol):
+    """Computes classes of terms another way than they are written."""
 
-    rewritten: program class to (solution, reference in its e-graph over the class's slots).
-    equations: equations replaced by number (loops with optimised bodies). routed: program class
-    to the kernel that computes it. shared: classes spelled twice. spread: classes that equations
-    compute at more indices than they have; they are computed at their own. across: whether
-    products of two operands that lie across the grain are slow (`Device.slow_across`).
+    def gives(self) -> set[int]:
+        """The classes that it computes and that others may read."""
+        ...
+
+    def needs(self, cls: int) -> Iterable[int]:
+        """Classes that must be there before one of its own is."""
+        ...
+
+    def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """A class's value, and its slots."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class TermPart:
+    """Values of a program whose classes are computed another way: a `Part` (`ir.replacement`).
+
+    t: the program's terms. makers: by class, what computes it. forms: by class, the solution of a
+    region and a reference into its e-graph, over the class's slots. own: classes that are computed
+    over their own indices, though equations have them over more. shared: classes of which every
+    value is read from the first one. opens: whether later passes see the equations. across: whether
+    products of two operands that lie across the grain are slow. source: has the name scope of all.
     """
 
-    rewritten: dict[int, tuple[Rewritten, Ref]] = field(default_factory=dict)
-    equations: dict[int, JaxprEqn] = field(default_factory=dict)
-    routed: dict[int, Any] = field(default_factory=dict)
-    shared: set[int] = field(default_factory=set)
-    spread: set[int] = field(default_factory=set)
+    t: TermGraph
+    makers: Mapping[int, ClassMaker] = field(default_factory=dict)
+    forms: Mapping[int, tuple[RegionForm, Ref]] = field(default_factory=dict)
+    own: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+    opens: bool = True
     across: bool = False
+    source: JaxprEqn | None = None
+    gives: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        classes = (*self.makers, *self.forms, *self.own, *self.shared)
+        homes = {self.value_of(cls) for cls in self.shared}
+        values = (v for cls in dict.fromkeys(classes) for v in self.t.values_of(cls))
+        self.gives = tuple(v for v in values if v not in homes)
 
-class Emitter:
-    """Emits one program; made anew for every emission, since it holds tracers."""
-
-    def __init__(self, t: TermGraph, plan: Plan) -> None:
-        self.t, self.plan = t, plan
-        self.values: dict[int, Any] = {}
-        self.arrays: dict[int, Array] = {}
-        self.solutions: dict[int, dict[int, Array]] = {}
-        self.folds: dict[int, list[Any]] = {}
-        self.maker: dict[int, int] = {}
-        for number, e in enumerate(t.program.equations):
-            for v in e.outvals:
-                self.maker[v] = number
-
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        """The program's outputs at the given inputs."""
-        program = self.t.program
-        self.values.update(zip(program.inputs, args, strict=True))
-        self.values.update(program.consts)
-        for number, e in enumerate(program.equations):
-            if e.eqn.effects:
-                self._emit_equation(number, e)
-        outputs = []
-        for v in program.outputs:
-            value = self.value(v)
-            if isinstance(v, int):
-                value = jax_internals.with_aval(value, program.avals[v])
-            outputs.append(value)
-        return outputs
-
-    def value(self, v: Value) -> Any:
-        """A program value as its own shape; needed equations are emitted first."""
-        if not isinstance(v, int):
-            return v.val
-        stack, waiting = [v], set()
-        while stack:
-            top = stack[-1]
-            if top in self.values:
-                stack.pop()
-                continue
-            missing = [u for u in self._needs(top) if u not in self.values]
-            if not waiting.isdisjoint(missing):
-                raise RuntimeError("a value is needed for itself")
-            if missing:
-                waiting.add(top)
-                stack.extend(missing)
-                continue
-            stack.pop()
-            waiting.discard(top)
-            self._make(top)
-        return self.values[v]
-
-    def _needs(self, v: int) -> list[int]:
-        """Values that must be there before v is made (its region's leaves, or its operands)."""
-        cls = self.t.view(v).cls
-        if cls in self.arrays:
-            return []
-        if self._is_special(cls):
-            return self._class_needs(cls)
-        home = self._home(v, cls)
-        if home is not None:
-            return [home]
-        return [u for u in self.t.program.equations[self.maker[v]].invals if isinstance(u, int)]
-
-    def _is_special(self, cls: int) -> bool:
-        plan = self.plan
-        return cls in plan.routed or cls in plan.rewritten or cls in plan.spread
-
-    def _home(self, v: int, cls: int) -> int | None:
-        """Another value that computes the same class, where sharing it is worth a change."""
-        if cls not in self.plan.shared or cls not in self.t.made_by:
-            return None
-        number, k = self.t.made_by[cls]
-        home = self.t.program.equations[number].outvals[k]
-        return None if home == v else home
-
-    def _region_needs(self, solution: Rewritten, ref: Ref) -> list[int]:
-        """The classes of the program that a region's value is computed from."""
-        origins = (self._verbatim_origin(solution, cls) for cls in _cone(solution, ref.cls))
-        return [o.cls for o in origins if o is not None and o.cls not in self.arrays]
-
-    def _class_needs(self, cls: int) -> list[int]:
-        """The values that must be there before a class is made, each once."""
+    def needs(self, value: int) -> list[int]:
+        """The values that must be there before a value is made, each once."""
         found: dict[int, None] = {}
+        cls = self.t.view(value).cls
         seen, stack = {cls}, [cls]
         while stack:
             c = stack.pop()
-            if c in self.plan.routed:
-                more = [x for x in self.plan.routed[c].needs(c) if x not in self.arrays]
-            elif c in self.plan.rewritten:
-                more = self._region_needs(*self.plan.rewritten[c])
-            elif (home := self._value_of(c)) is not None:
+            if c in self.makers:
+                more = self.makers[c].needs(c)
+            elif c in self.forms:
+                more = self._form_needs(*self.forms[c])
+            elif (home := self.value_of(c)) is not None:
                 found[home] = None
                 continue
             else:
@@ -167,89 +136,102 @@ class Emitter:
             stack.extend(reversed(fresh))
         return list(found)
 
-    def _value_of(self, cls: int) -> int | None:
+    def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
+        """The arrays of the values wanted."""
+        reader = TermReader(self, read)
+        return [reader.value(v) for v in wanted]
+
+    def value_of(self, cls: int) -> int | None:
         """The program value that holds a class as it was written."""
-        if cls in self.t.leaf_value:
-            return self.t.leaf_value[cls]
-        if cls in self.t.made_by and cls not in self.plan.spread:
-            number, k = self.t.made_by[cls]
-            v = self.t.program.equations[number].outvals[k]
-            read = self.t.view(v).axes
-            node = node_of(self.t.graph, cls)
-            loose = node.op in (IOTA, ADD, MAP) or (node.op == CONTRACT and not node.bound)
-            if loose and any(s != 1 and i not in read for i, s in enumerate(self.t.sizes[v])):
-                return None  # it is spread over other axes
-            if all(size != 0 or i in read for i, size in enumerate(self.t.sizes[v])):
-                return v  # nothing can be read from an array that was spread over no elements
+        t = self.t
+        if cls in t.leaf_value:
+            return t.leaf_value[cls]
+        if cls not in t.made_by or cls in self.own:
+            return None
+        number, k = t.made_by[cls]
+        v = t.program.equations[number].outvals[k]
+        read = t.view(v).axes
+        node = node_of(t.graph, cls)
+        loose = node.op in (IOTA, ADD, MAP) or (node.op == CONTRACT and not node.bound)
+        if loose and any(s != 1 and i not in read for i, s in enumerate(t.sizes[v])):
+            return None  # it is spread over other axes
+        if all(size != 0 or i in read for i, size in enumerate(t.sizes[v])):
+            return v  # nothing can be read from an array that was spread over no elements
         return None
 
-    def _make(self, v: int) -> None:
-        cls = self.t.view(v).cls
-        special = self._is_special(cls)
-        home = None if special else self._home(v, cls)
-        if home is not None and self._is_same(v, home):
-            self.values[v] = self.value(home)
-            return
-        if special or home is not None:
-            self.values[v] = self._from_array(v, self.array(cls))
-            return
-        number = self.maker[v]
-        self._emit_equation(number, self.t.program.equations[number])
+    def _form_needs(self, form: RegionForm, ref: Ref) -> list[int]:
+        """The classes of the program that a region's value is computed from."""
+        origins = (self.verbatim_origin(form, cls) for cls in _cone(form, ref.cls))
+        return [o.cls for o in origins if o is not None]
 
-    def _is_same(self, v: int, other: int) -> bool:
-        """Whether two values of a class hold it the same way round."""
-        t = self.t
-        return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
+    def verbatim_origin(self, form: RegionForm, cls: int) -> Ref | None:
+        """The program class to read for a region class, if it is computed as written."""
+        node = form.choice[cls]
+        if node.op == LEAF:
+            return Ref(form.leaves[node.attr], tuple(range(node.out)))
+        if form.g.classes[cls].nodes.get(node) != ORIGINAL:
+            return None
+        origin = form.origin.get(cls)
+        if origin is None or self.forms.get(origin.cls, (None,))[0] is form:
+            return None
+        return origin
 
-    def _emit_equation(self, number: int, e: Equation) -> None:
-        if any(v in self.values for v in e.outvals):
-            missing = [v for v in e.outvals if v not in self.values]
-            if not missing:
-                return
-        eqn = self.plan.equations.get(number, e.eqn)
-        outs = jax_internals.eval_equation(eqn, [self.value(v) for v in e.invals])
-        for v, out in zip(e.outvals, outs, strict=True):
-            self.values.setdefault(v, out)
 
-    def _from_array(self, v: int, array: Array) -> Any:
-        """The array of a class as the value v: broadcast, ordered, and with atoms merged."""
-        view = self.t.views[v]
-        assert view is not None
-        aval = self.t.program.avals[v]
-        labels = tuple(view.axes[s] for s in array.slots)
-        sizes = term_lowering.jax_sizes(self.t.sizes[v], self.env)
-        data = term_lowering.arrange(array.data, labels, tuple(range(len(sizes))), sizes)
-        if tuple(data.shape) != tuple(aval.shape):
-            data = lax.reshape(data, aval.shape)
-        return data
+class TermReader:
+    """Classes as arrays, while one part is emitted."""
+
+    def __init__(self, part: TermPart, read: Read) -> None:
+        self.part, self.t, self.read = part, part.t, read
+        self._arrays: dict[int, Array] = {}
+        self._solutions: dict[int, dict[int, Array]] = {}
+        self._results: dict[int, list[Any]] = {}
 
     @property
     def env(self) -> dict[str, Any]:
         """JAX dimensions by name, for symbolic sizes."""
         return self.t.dim_env
 
+    def value(self, v: int) -> Any:
+        """A value from the array of its class: broadcast, ordered, and with atoms merged."""
+        t, view = self.t, self.t.view(v)
+        home = self.part.value_of(view.cls)
+        if home is not None and home != v and self._is_kept(view.cls) and self._is_same(v, home):
+            return self.read(home)
+        array, aval = self.array(view.cls), t.program.avals[v]
+        labels = tuple(view.axes[s] for s in array.slots)
+        sizes = term_lowering.jax_sizes(t.sizes[v], self.env)
+        data = term_lowering.arrange(array.data, labels, tuple(range(len(sizes))), sizes)
+        return data if tuple(data.shape) == tuple(aval.shape) else lax.reshape(data, aval.shape)
+
     def array(self, cls: int) -> Array:
         """A class of the program as an array."""
-        found = self.arrays.get(cls)
+        found = self._arrays.get(cls)
         if found is None:
-            found = self.arrays[cls] = self._make_array(cls)
+            found = self._arrays[cls] = self._make(cls)
         return found
 
-    def folded(self, route: Any) -> list[Any]:
-        """The results of a routed fold, run once."""
-        if id(route) not in self.folds:
-            self.folds[id(route)] = route.run(self)
-        return self.folds[id(route)]
+    def folded(self, maker: Any) -> list[Any]:
+        """The results of what computes several classes at once, run once."""
+        if id(maker) not in self._results:
+            self._results[id(maker)] = maker.run(self)
+        return self._results[id(maker)]
 
-    def _make_array(self, cls: int) -> Array:
-        if cls in self.plan.routed:
-            data, slots = self.plan.routed[cls].array(self, cls)
-            return Array(data, slots)
-        if cls in self.plan.rewritten:
-            solution, ref = self.plan.rewritten[cls]
-            made = self._solve(solution, ref.cls)
+    def _is_kept(self, cls: int) -> bool:
+        return cls not in self.part.makers and cls not in self.part.forms
+
+    def _is_same(self, v: int, other: int) -> bool:
+        """True if two values of a class hold it the same way round."""
+        t = self.t
+        return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
+
+    def _make(self, cls: int) -> Array:
+        if cls in self.part.makers:
+            return Array(*self.part.makers[cls].array(self, cls))
+        if cls in self.part.forms:
+            form, ref = self.part.forms[cls]
+            made = self._solve(form, ref.cls)
             return Array(made.data, tuple(ref.axes[s] for s in made.slots))
-        v = self._value_of(cls)
+        v = self.part.value_of(cls)
         if v is not None:
             return self._to_array(v)
         node = node_of(self.t.graph, cls)
@@ -258,9 +240,7 @@ class Emitter:
 
     def _to_array(self, v: int) -> Array:
         """A value's class as an array: atoms split, broadcast axes dropped."""
-        view = self.t.views[v]
-        assert view is not None
-        data = self.value(v)
+        view, data = self.t.view(v), self.read(v)
         sizes = term_lowering.jax_sizes(self.t.sizes[v], self.env)
         if tuple(data.shape) != tuple(sizes):
             data = lax.reshape(data, sizes)
@@ -276,32 +256,19 @@ class Emitter:
         labels = [axes[s] if axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots]
         return array.data, tuple(labels)
 
-    def _verbatim_origin(self, solution: Rewritten, cls: int) -> Ref | None:
-        """The program class to read for a region class, if it is computed as written."""
-        node = solution.choice[cls]
-        if node.op == LEAF:
-            program_cls = solution.leaves[node.attr]
-            return Ref(program_cls, tuple(range(node.out)))
-        if solution.g.classes[cls].nodes.get(node) != ORIGINAL:
-            return None
-        origin = solution.origin.get(cls)
-        if origin is None or self.plan.rewritten.get(origin.cls, (None,))[0] is solution:
-            return None
-        return origin
-
-    def _solve(self, solution: Rewritten, root: int) -> Array:
-        done = self.solutions.setdefault(id(solution), {})
-        for cls in _cone(solution, root, done):
-            origin = self._verbatim_origin(solution, cls)
+    def _solve(self, form: RegionForm, root: int) -> Array:
+        done = self._solutions.setdefault(id(form), {})
+        for cls in _cone(form, root, done):
+            origin = self.part.verbatim_origin(form, cls)
             if origin is not None:
                 array = self.array(origin.cls)
                 slot = {p: s for s, p in enumerate(origin.axes)}
                 done[cls] = Array(array.data, tuple(slot[p] for p in array.slots))
                 continue
-            node = solution.choice[cls]
+            node = form.choice[cls]
             operands = [self._operand(a, done[a.cls]) for a in node.args]
-            with jax_internals.maybe_scope(solution.scope):
-                done[cls] = self._lower(solution.g, cls, node, operands)
+            with jax_internals.maybe_scope(form.scope):
+                done[cls] = self._lower(form.g, cls, node, operands)
         return done[root]
 
     def _lower(
@@ -314,15 +281,14 @@ class Emitter:
             for k, a in enumerate(node.args)
             if node.op == CONTRACT and any(n.op == DELTA for n in g.classes[a.cls].nodes)
         )
-        if self.plan.across and node.op == CONTRACT:
+        if self.part.across and node.op == CONTRACT:
             operands = term_lowering.transposed_apart(node, operands)
-        data, labels = term_lowering.lower_node(
-            node, operands, sizes, c.dtype, self.t.primitives, guards
-        )
-        return Array(data, labels)
+        names = self.t.primitives
+        made = term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards)
+        return Array(*made)
 
 
-def _cone(solution: Rewritten, root: int, done: dict[int, Array] | None = None) -> list[int]:
+def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:
     """Region classes under a root, operands first; leaves and finished ones are not opened."""
     order: list[int] = []
     seen: set[int] = set(done or ())
@@ -334,28 +300,5 @@ def _cone(solution: Rewritten, root: int, done: dict[int, Array] | None = None) 
         elif cls not in seen:
             seen.add(cls)
             stack.append((cls, True))
-            stack.extend((a.cls, False) for a in solution.choice[cls].args)
+            stack.extend((a.cls, False) for a in form.choice[cls].args)
     return order
-
-
-def emit_function(t: TermGraph, plan: Plan, made: set[int]) -> Callable[..., list[Any]]:
-    """A function of the program's flat inputs that emits the plan, and notes what it made.
-
-    Args:
-        t: the program.
-        plan: what to emit instead of what was written.
-        made: filled with the program's values that exist in the emitted program, and those inside
-            its kernels that are too dear to be made again for a gradient.
-    """
-
-    def emitted(*args: Any) -> list[Any]:
-        emitter = Emitter(t, plan)
-        outs = emitter.run(args)
-        made.update(emitter.values)
-        ran = (r for r in plan.routed.values() if id(r) in emitter.folds)
-        dear = {c for r in ran for c in getattr(r, "dear", set)()}
-        outvals = (v for e in t.program.equations for v in e.outvals) if dear else ()
-        made.update(v for v in outvals if t.view(v).cls in dear)
-        return outs
-
-    return emitted

@@ -6,6 +6,7 @@ rewrites preserve values, and derivatives are taken of the original program (see
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ class Program:
 
     saved: values that implementations for several platforms may make each in its own way.
     has_rules: whether calls with derivatives of their own stand in it as they are.
+    given: values that passes make another way, though other numbers may stand for them now.
     """
 
     closed: ClosedJaxpr
@@ -70,6 +72,7 @@ class Program:
     outputs: list[Value] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     has_rules: bool = False
+    given: set[int] = field(default_factory=set)
 
     def new_value(self, aval: Any) -> int:
         """A fresh value of this aval."""
@@ -102,6 +105,13 @@ def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
     _bind_consts(program, env, jaxpr.constvars, closed.consts)
     program.outputs = _inline(program, jaxpr, env)
     return program
+
+
+def inline(program: Program, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
+    """Append the equations of a jaxpr to a program, at given values; return its results."""
+    env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, given, strict=True))
+    _bind_consts(program, env, closed.jaxpr.constvars, closed.consts)
+    return _inline(program, closed.jaxpr, env)
 
 
 def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> None:

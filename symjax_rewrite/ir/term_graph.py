@@ -19,7 +19,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, bits
 from symjax_rewrite.ir.indexing_primitives import lift
 from symjax_rewrite.ir.primitive_context import Groups, Layout, Site
-from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.sizes import Dim, Poly
 from symjax_rewrite.ir.term import LEAF, NATIVE, Ref
 from symjax_rewrite.jax_internals import Literal
 
@@ -52,11 +52,26 @@ class TermGraph:
     literals: dict[tuple[object, str], Ref] = field(default_factory=dict)  # by bits and dtype
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
     dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
+    _values: dict[int, list[int]] = field(default_factory=dict)  # by class
 
     def where(self, cls: int) -> str:
         """The user's line that computes a class; empty where no equation does."""
         made = self.made_by.get(cls)
         return "" if made is None else self.program.equations[made[0]].where()
+
+    def symbolic_names(self) -> set[str]:
+        """The named sizes of the program."""
+        return {
+            n for sizes in self.sizes for s in sizes if isinstance(s, Poly) for n in s.variables()
+        }
+
+    def values_of(self, cls: int) -> list[int]:
+        """The values that equations make of a class."""
+        if not self._values:
+            for e in self.program.equations:
+                for v in e.outvals:
+                    self._values.setdefault(self.view(v).cls, []).append(v)
+        return self._values.get(cls, [])
 
     def view(self, value: Value) -> Ref:
         """The reference of a value that has one: a numbered value that is lifted already."""

@@ -16,21 +16,20 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
+from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.codegen.emission import Plan
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.conflicts import OneClass
 from symjax_rewrite.kernel_selection.folds.builder import named
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidate
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
-from symjax_rewrite.options import Numerics
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 from symjax_rewrite.usage_records import RouteUse
 
@@ -99,43 +98,44 @@ def _cut(
 
 
 class BandedProducts:
-    """Finds products with banded matrices.
+    """Products with banded matrices, in blocks (a pass); elsewhere than on a CPU they stay."""
 
-    Args:
-        kernels: looked for with `"auto"` and `"always"`.
-        numerics: the level; `"exact"` reads every zero.
-        device: where it runs: elsewhere than on a CPU what was written stays.
-    """
+    name = "banded"
 
-    def __init__(self, kernels: str, numerics: Numerics, device: Device) -> None:
-        self.device = device
-        looks = kernels in ("auto", "always") and device.name == "cpu"
-        self.looks = looks and numerics.permits("reassoc")
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The products that run in blocks."""
+        kernels = context.options.kernels in ("auto", "always")
+        if not kernels or context.device.name != "cpu" or not context.reorders():
+            return
+        terms = context.terms(program)
+        if not terms.t.dim_env:
+            yield from _Selection(context.device, terms.model).found(terms.t, terms.need)
 
-    def find(
-        self, t: TermGraph, need: Needed, plan: Plan
-    ) -> tuple[list[BandedRoute], list[RouteUse]]:
-        """The products to run in blocks, and what was considered."""
-        routes: list[BandedRoute] = []
-        uses: list[RouteUse] = []
-        if not self.looks or t.dim_env:
-            return routes, uses
-        model = CostModel(self.device, lambda d: value(d, {}))
+
+@dataclass(slots=True)
+class _Selection:
+    """Finds products with banded matrices in one program."""
+
+    device: Device
+    model: CostModel
+
+    def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
+        """The products to run in blocks."""
         masked = _masked(t, need)
         for cls in need.order:
             if not any(a.cls in masked for a in node_of(t.graph, cls).args):
                 continue
-            if cls in plan.routed or cls in plan.rewritten or not _is_large(t, cls):
+            if not _is_large(t, cls):
                 continue
             for row, band in _bands(t, cls, masked):
-                blocks = self._blocks(t, cls, row, band, model)
+                blocks = self._blocks(t, cls, row, band, self.model)
                 if blocks is not None:
                     node = node_of(t.graph, cls)
-                    routes.append(BandedRoute(t, cls, row, node.out, blocks))
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
-                    uses.append(RouteUse("banded", True, reason, t.where(cls)))
+                    use = RouteUse("banded", True, reason, t.where(cls))
+                    route = BandedRoute(t, cls, row, node.out, blocks)
+                    yield candidate(t, "banded", [route], use)
                     break
-        return routes, uses
 
     def _blocks(
         self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel

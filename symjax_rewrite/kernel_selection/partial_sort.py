@@ -14,6 +14,7 @@ four times slower.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import Needed, node_of
-from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import read_over
+from symjax_rewrite.kernel_selection.kernel_candidate import candidate
 from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
@@ -173,43 +175,38 @@ def _unless_nan(x: Any, fast: Any, written: Any, *rest: Any) -> tuple[Any, ...]:
     return lax.cond(jnp.any(x != x), written, fast, x, *rest)
 
 
-class SelectionRouter:
-    """Finds sorts of which only the ends are read.
+class PartialSorts:
+    """Sorts of which only the ends are read (a pass)."""
 
-    Args:
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs: elsewhere than on a CPU what was written stays.
-    """
+    name = "selection"
 
-    def __init__(self, kernels: str, device: Device) -> None:
-        self.looks = kernels == "always" or (kernels == "auto" and device.name == "cpu")
-
-    def find(self, t: TermGraph, need: Needed) -> tuple[list[SelectionRoute], list[RouteUse]]:
-        """The selections to route, and what was considered."""
-        routes: list[SelectionRoute] = []
-        uses: list[RouteUse] = []
-        if not self.looks or t.dim_env:
-            return routes, uses
-        needed = set(need.order)
-        for e in t.program.equations:
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The sorts whose ends are selected."""
+        kernels = context.options.kernels
+        looks = kernels == "always" or (kernels == "auto" and context.device.name == "cpu")
+        if not looks or not any(e.name in ("sort", "top_k") for e in program.equations):
+            return
+        terms = context.terms(program)
+        t, needed = terms.t, set(terms.need.order)
+        for e in () if t.dim_env else t.program.equations:
             classes = [t.view(v).cls for v in e.outvals] if e.name in ("sort", "top_k") else []
             if not any(c in needed for c in classes):
                 continue
-            reads = _top_k(t, e) if e.name == "top_k" else _sort(t, need, e)
+            reads = _top_k(t, e) if e.name == "top_k" else _sort(t, terms.need, e)
             if reads is None:
                 continue
             route, reason = reads
-            taken = not isinstance(route, str)
-            if not isinstance(route, str):
-                routes.append(route)
-            uses.append(RouteUse("selection", taken, reason, e.where()))
-        return routes, uses
+            if isinstance(route, str):
+                yield Refusal(self.name, reason, e.where())
+            else:
+                use = RouteUse(self.name, True, reason, e.where())
+                yield candidate(t, self.name, [route], use)
 
 
-Found = tuple[SelectionRoute | str, str] | None
+Reading = tuple[SelectionRoute | str, str] | None
 
 
-def _top_k(t: TermGraph, e: Equation) -> Found:
+def _top_k(t: TermGraph, e: Equation) -> Reading:
     """A top-k in a dtype that f32 holds."""
     aval: Any = e.eqn.invars[0].aval
     if str(aval.dtype) not in NARROW or _is_small(aval) or not isinstance(e.invals[0], int):
@@ -221,7 +218,7 @@ def _top_k(t: TermGraph, e: Equation) -> Found:
     return SelectionRoute(t, e, axis, {}, outputs), f"{aval.dtype} is selected in float32"
 
 
-def _sort(t: TermGraph, need: Needed, e: Equation) -> Found:
+def _sort(t: TermGraph, need: Needed, e: Equation) -> Reading:
     """A sort of which the ends alone are read."""
     aval: Any = e.eqn.invars[0].aval
     axis = int(e.eqn.params["dimension"])

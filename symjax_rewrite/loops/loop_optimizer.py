@@ -8,16 +8,19 @@ both tried, and priced whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.candidates import Candidate, Context, DifferentiatedKernel, Found, Refusal
+from symjax_rewrite.codegen.emission import staged
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
-from symjax_rewrite.ir.flat_program import RULED, Equation, Program, Value, flatten
+from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
+from symjax_rewrite.ir.replacement import replaced
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, as_loop, find_prefixes, refusal
 from symjax_rewrite.loops.associative_scan_gradients import (
@@ -41,12 +44,20 @@ from symjax_rewrite.loops.rematerialization import (
 )
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_with
 from symjax_rewrite.loops.unrolled_detection import may_repeat
-from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
+from symjax_rewrite.rewriting.rule import (
+    BATCHING,
+    FUSION,
+    INVARIANT,
+    PACKING,
+    PARTS,
+    RECOMPUTATION,
+    REDUNDANCY,
+)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Change:
-    """A loop that is written differently.
+    """A loop that is written differently: a part of the program (`ir.replacement`).
 
     reads: program values it needs. makes: program values it gives, in order. run: how. names: of
     what was done.
@@ -57,6 +68,27 @@ class Change:
     makes: list[int]
     run: Callable[[Read], Sequence[Any]]
     names: tuple[str, ...]
+    opens: bool = True
+
+    @property
+    def gives(self) -> tuple[int, ...]:
+        """The values that it can make."""
+        return tuple(self.makes)
+
+    @property
+    def source(self) -> JaxprEqn:
+        """The loop that stood there."""
+        return self.eqn
+
+    def needs(self, value: int) -> list[int]:
+        """What it reads, whichever of its values is wanted."""
+        del value
+        return self.reads
+
+    def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
+        """The values wanted; the whole loop runs."""
+        made = dict(zip(self.makes, self.run(read), strict=True))
+        return [made[v] for v in wanted]
 
 
 @dataclass(slots=True)
@@ -68,6 +100,7 @@ class Loops:
     routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
 
 
+TREES, LOOPS = "affine_trees", "loops"
 MIN_STACKED = 1 << 12  # entries: fewer are converted in no time
 MIN_GAIN = 1.25  # predicted, for a tree to become a loop
 
@@ -92,6 +125,65 @@ class Route(Protocol):
 
 
 RouteLoop = Callable[[Loop], tuple[Route | None, str]]
+
+
+class AffineTrees:
+    """Trees of affine steps that run faster as loops, together with their derivatives (a pass)."""
+
+    name = TREES
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The trees of a program that become loops."""
+        if context.has(FUSION) and has_loops(program):
+            yield from _found(differentiated_trees(program, context.device, context.reorders()))
+
+
+@dataclass(frozen=True, slots=True)
+class ImprovedLoops:
+    """Loops that compute less in each step, or run as kernels (a pass).
+
+    route: gives a kernel for a loop, or None, and why; `gradient`: one to be differentiated.
+    """
+
+    route: Callable[[Loop, Context, bool], tuple[Route | None, str]]
+    name: str = LOOPS
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The loops of a program that have a cheaper form."""
+        if not has_loops(program):
+            return
+        differentiated: list[Loop] = []
+
+        def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
+            found = context.optimise(body)
+            emit = found.emit()
+            return jax_internals.make_avals_jaxpr(emit, body.in_avals) if found.taken else None
+
+        def route(loop: Loop) -> tuple[Route | None, str]:
+            kernel, why = self.route(loop, context, False)
+            if kernel is None and self.route(loop, context, True)[0] is not None:
+                differentiated.append(loop)
+            return kernel, why
+
+        passes = context.rules.passes
+        device, reorders = context.device, context.reorders()
+        yield from _found(improve_loops(program, device, reorders, passes, optimise, route))
+        if differentiated:
+            yield DifferentiatedKernel()
+
+
+def _found(loops: Loops) -> Iterator[Found]:
+    """What was decided about loops, as candidates and refusals."""
+    for reason, eqn in loops.refused:
+        yield Refusal("loop", reason, jax_internals.source_line(eqn))
+    reasons = {id(eqn): reason for taken, reason, eqn in loops.routes if taken}
+    for taken, reason, eqn in loops.routes:
+        if not taken:
+            yield Refusal("scan", reason, jax_internals.source_line(eqn))
+    for change in loops.changes:
+        rules = tuple((name, REDUNDANCY) for name in change.names)
+        where, reason = jax_internals.source_line(change.eqn), reasons.pop(id(change.eqn), "")
+        yield Candidate("scan", change, where, reason, rules)
 
 
 def improve_loops(
@@ -469,63 +561,6 @@ def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...]
     return Change(eqn, reads, loop.makes, lambda read: run_moved(loop, motion, read), taken)
 
 
-def rewritten(program: Program, changes: list[Change]) -> ClosedJaxpr:
+def rewritten(program: Program, changes: Sequence[Change]) -> ClosedJaxpr:
     """The program with its loops changed, as a jaxpr of the same inputs and outputs."""
-
-    def run(*args: Any) -> list[Any]:
-        return _Replay(program, changes).run(args)
-
-    return jax_internals.make_avals_jaxpr(run, program.closed.in_avals)
-
-
-class _Replay:
-    """Stages a program out again, with some values made otherwise; what nothing needs is left."""
-
-    def __init__(self, program: Program, changes: list[Change]) -> None:
-        self.program = program
-        self.env: dict[int, Any] = dict(program.consts)
-        self.makers: dict[int, Equation | Change] = {}
-        for e in program.equations:
-            self.makers.update(dict.fromkeys(e.outvals, e))
-        for change in changes:
-            self.makers.update(dict.fromkeys(change.makes, change))
-
-    def run(self, args: Sequence[Any]) -> list[Any]:
-        self.env.update(zip(self.program.inputs, args, strict=True))
-        for e in self.program.equations:
-            if e.eqn.effects and not (e.outvals and e.outvals[0] in self.env):
-                self._make(self.makers[e.outvals[0]] if e.outvals else e)
-        outs = []
-        for v in self.program.outputs:
-            value = self.value(v)
-            aval = self.program.avals[v] if isinstance(v, int) else v.aval
-            outs.append(jax_internals.with_aval(value, aval))
-        return outs
-
-    def value(self, v: Value) -> Any:
-        """A program value; what it needs is made first."""
-        if not isinstance(v, int):
-            return v.val
-        if v not in self.env:
-            self._make(self.makers[v])
-        return self.env[v]
-
-    def _make(self, last: Equation | Change) -> None:
-        stack = [last]
-        while stack:
-            maker = stack[-1]
-            reads = maker.reads if isinstance(maker, Change) else maker.invals
-            missing = [v for v in reads if isinstance(v, int) and v not in self.env]
-            if missing:
-                stack.extend(self.makers[v] for v in missing)
-                continue
-            stack.pop()
-            makes = maker.makes if isinstance(maker, Change) else maker.outvals
-            if makes and makes[0] in self.env:
-                continue
-            if isinstance(maker, Change):
-                avals = [self.program.avals[v] for v in makes]
-                outs = map(jax_internals.with_aval, maker.run(self.value), avals)
-            else:
-                outs = jax_internals.eval_equation(maker.eqn, [self.value(v) for v in maker.invals])
-            self.env.update(zip(makes, outs, strict=True))
+    return staged(replaced(program, changes))

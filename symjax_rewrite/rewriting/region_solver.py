@@ -11,7 +11,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, to_sympy, value
+from symjax_rewrite.ir.sizes import Assumptions, Dim, to_sympy, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.options import Options, log
@@ -199,11 +199,6 @@ def _root(g: EGraph, cls: int) -> int:
 
 def _leaf_storage(region: Region, cls: int) -> str:
     return region.tags[cls][1]
-
-
-def symbolic_names(t: TermGraph) -> set[str]:
-    """The named sizes of a program."""
-    return {n for sizes in t.sizes for s in sizes if isinstance(s, Poly) for n in s.variables()}
 
 
 def crossover(before: Cost, after: Cost) -> str:

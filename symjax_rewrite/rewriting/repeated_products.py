@@ -1,4 +1,4 @@
-"""Products that are computed once for every copy of an operand (a pass).
+"""Work done once: products repeated for copies of an operand, products written twice (passes).
 
 `tile(x) @ W`, or a projection of what was repeated for every beam: as a term the product has only
 the indices its value depends on, as an equation it has them all. Computed over its own indices
@@ -7,23 +7,70 @@ and read at all of them, it is the same array for a fraction of the work.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
+from symjax_rewrite.candidates import Candidate, Context, Terms
+from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
-from symjax_rewrite.ir.dataflow import Needed
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, CONV
-from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite import policy
+from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
 
 
-def spread_products(t: TermGraph, need: Needed, model: CostModel) -> list[tuple[int, float]]:
-    """Classes of products whose equations repeat them, and the seconds this costs, if any.
+class RepeatedProducts:
+    """Computes once what equations compute for every copy of an operand."""
 
-    Args:
-        t: the lifted program.
-        need: its needed classes.
-        model: prices at the sizes at hand.
-    """
+    name = REPEATED
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
+        """The products that are repeated."""
+        allowed = context.allowed is None or REPEATED in context.allowed
+        if not (context.has(REPEATED) and allowed and context.reorders()):
+            return
+        terms = context.terms(program)
+        found = _repeated(terms)
+        least = policy.SHARE_OF_PROGRAM * terms.seconds if found else 0.0
+        for cls, saved in found:
+            if saved > least:
+                yield Candidate(
+                    REPEATED,
+                    TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),
+                    terms.t.where(cls),
+                    rules=((REPEATED, REDUNDANCY),),
+                    key=REPEATED,
+                    repeated_s=saved,
+                )
+
+
+class CommonProducts:
+    """Computes once what the program spells twice, up to transposition."""
+
+    name = COMMON
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
+        """The contractions that are written twice."""
+        # Written as a term a product may be rounded otherwise.
+        if not (context.has(COMMON) and context.reorders()):
+            return
+        dots = [e.outvals[0] for e in program.equations if e.name == "dot_general"]
+        if len(dots) < 2:
+            return
+        terms = context.terms(program)
+        t = terms.t
+        for cls, count in Counter(t.view(v).cls for v in dots).items():
+            if count > 1 and cls in terms.need.uses:
+                part = TermPart(t, shared=frozenset({cls}))
+                yield Candidate(COMMON, part, t.where(cls), rules=((COMMON, REDUNDANCY),))
+
+
+def _repeated(terms: Terms) -> list[tuple[int, float]]:
+    """Classes of products whose equations repeat them, and the seconds this costs, if any."""
     found = []
-    for cls in need.order:
+    t, model = terms.t, terms.model
+    for cls in terms.need.order:
         node = t.graph.classes[cls].first
         if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
             continue

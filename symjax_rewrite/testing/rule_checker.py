@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.codegen.emission import Array, Emitter, Plan
+from symjax_rewrite.codegen import emission, term_lowering
+from symjax_rewrite.codegen.emission import Array, TermPart, TermReader
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.errors import RuleError
@@ -44,8 +44,8 @@ from symjax_rewrite.ir.term import (
     Node,
 )
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.optimizer import storage
 from symjax_rewrite.options import Budget, Numerics
+from symjax_rewrite.rewriting.algebra import storage
 from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.lemma_matching import Pattern, compile_lemma
 from symjax_rewrite.rewriting.region_partition import Region, find_regions, region_graph
@@ -142,11 +142,9 @@ def differences(
 
     def everything(*args: Any) -> list[Any]:
         rows.clear()
-        emitter = Emitter(forms[0].t, Plan())
-        program = forms[0].t.program
-        emitter.values.update(zip(program.inputs, args, strict=True))
-        emitter.values.update(program.consts)
-        return [x for f in forms for x in _Values(f, emitter).compare(rows)]
+        t = forms[0].t
+        reader = TermReader(TermPart(t), emission.values(t.program, args).__getitem__)
+        return [x for f in forms for x in _Values(f, reader).compare(rows)]
 
     closed = jax.make_jaxpr(everything)(*fun_avals)
     out = []
@@ -186,9 +184,9 @@ def _eps(dtype: str) -> float:
 class _Values:
     """The value of every class as written, with a bound on its rounding error (traced)."""
 
-    def __init__(self, forms: Forms, emitter: Emitter) -> None:
+    def __init__(self, forms: Forms, reader: TermReader) -> None:
         self.forms, self.g = forms, forms.g
-        self.emitter = emitter
+        self.reader = reader
         self.value: dict[int, Array] = {}
         self.error: dict[int, Array] = {}
         waiting = self.g.live()
@@ -219,7 +217,7 @@ class _Values:
     def _try(self, cls: int) -> bool:
         for node in self.g.classes[cls].nodes:
             if node.op == LEAF:
-                self.value[cls] = self.emitter.array(self.forms.region.leaves[node.attr])
+                self.value[cls] = self.reader.array(self.forms.region.leaves[node.attr])
                 zero = jnp.zeros(self.value[cls].data.shape, _wide())
                 self.error[cls] = Array(zero, self.value[cls].slots)
                 return True

@@ -20,7 +20,7 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend import core as jex_core
 
-from symjax_rewrite import errors, optimizer, sym_optimize
+from symjax_rewrite import errors, policy, sym_optimize
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.rewriting import extraction, region_solver
@@ -185,7 +185,7 @@ def choosing(mode: Mode) -> Iterator[None]:
     """Inside, the optimiser chooses as the mode says."""
     with contextlib.ExitStack() as stack:
         if mode.choice != "model":
-            stack.enter_context(mock.patch.object(optimizer, "MIN_SHARE", -float("inf")))
+            stack.enter_context(mock.patch.object(policy, "SHARE_OF_PROGRAM", -float("inf")))
         if mode.choice in ("random", "wide"):
             stack.enter_context(
                 mock.patch.object(region_solver, "extract", random_extract(mode.seed))

@@ -21,7 +21,7 @@ from symjax_rewrite.pallas_kernels.norm.layer import (
     gradients,
 )
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_linears
-from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Program
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.pallas_kernels.norm.tiling import (
     NormBlocks,
     as_row,
@@ -196,7 +196,7 @@ def test_reasons():
     spec = forward(NormLinear(3, 4, 5))
     exact = dataclasses.replace(spec, pairs=("float64",))
     erf = dataclasses.replace(
-        spec, finish=Program(lambda s: jax.lax.erf(s.products[0]), "erf of the product")
+        spec, finish=RowProgram(lambda s: jax.lax.erf(s.products[0]), "erf of the product")
     )
     wide = dataclasses.replace(spec, rows=2**16, outputs=2**16)
     cases = {"float64": exact, "erf": erf, "empty": dataclasses.replace(spec, rows=0)}

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from symjax_rewrite import jax_internals, optimizer, packs
+from symjax_rewrite import jax_internals, packs, policy
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import CyclicChoiceError, reachable
 from symjax_rewrite.ir.term import LEAF
@@ -43,7 +43,7 @@ def choose_at_random(rng):
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda p: p.name)
 def test_any_choice_is_right(specimen, monkeypatch):
-    monkeypatch.setattr(optimizer, "MIN_SHARE", -np.inf)  # whatever it gains
+    monkeypatch.setattr(policy, "SHARE_OF_PROGRAM", -np.inf)  # whatever it gains
     for dtype in ("float64", "int32"):
         if not specimen.takes(dtype):
             continue

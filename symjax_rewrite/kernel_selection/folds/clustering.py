@@ -46,8 +46,11 @@ _EXACT = {"max", "min"}  # the order in which they reduce does not matter
 _RANDOM = ("random_", "threefry", "rng_")
 
 
+MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
+
+
 @dataclass(slots=True, eq=False)
-class Candidate:
+class ClusterMember:
     """An exit that could be served by a fold: its pair of indices and what its tile is made of.
 
     space: the indices of the tile. form: how it is read; level: how many folds come before.
@@ -73,7 +76,7 @@ class Cluster:
     light: classes made of index numbers and tests alone that some exit reduces by themselves.
     """
 
-    members: list[Candidate] = field(default_factory=list)
+    members: list[ClusterMember] = field(default_factory=list)
     light: set[int] = field(default_factory=set)
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     reason: str = ""
@@ -83,7 +86,7 @@ class Cluster:
         """Elements of its largest tile."""
         return max(c.pairs for c in self.members)
 
-    def shared(self, c: Candidate) -> list[Ref]:
+    def shared(self, c: ClusterMember) -> list[Ref]:
         """The pairwise references of a member by which it shares indices with others."""
         return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
 
@@ -110,7 +113,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     """
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
-    found: list[Candidate] = []
+    found: list[ClusterMember] = []
     made: set[int] = set()  # what a tile is made of comes before it
     for cls in need.order:
         if _is_less(t, cls, 0 if scope.single else scope.least):
@@ -151,7 +154,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
     return out
 
 
-def _join(found: list[Cluster], c: Candidate) -> None:
+def _join(found: list[Cluster], c: ClusterMember) -> None:
     """Have an exit that reduces tests alone served by a cluster that makes these tests too."""
     mine = {r.cls for r in c.tile.inner}
     for cluster in found:
@@ -161,7 +164,7 @@ def _join(found: list[Cluster], c: Candidate) -> None:
             return
 
 
-def _makes_work(c: Candidate) -> bool:
+def _makes_work(c: ClusterMember) -> bool:
     """Whether a tile is more than sums of products, which the rules of algebra see to."""
     return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
 
@@ -181,7 +184,7 @@ def _candidate(
     scope: Scope,
     gone: frozenset[int],
     made: set[int],
-) -> Candidate | None:
+) -> ClusterMember | None:
     info = t.graph.classes[cls]
     if dtype_kind(info.dtype) not in "fiub":
         return None
@@ -191,7 +194,9 @@ def _candidate(
     if not any(_may_open(t, a) for a in found.args):
         return None
     size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
-    plain: Candidate | None = None  # values that are products themselves pair their features too
+    plain: ClusterMember | None = (
+        None  # values that are products themselves pair their features too
+    )
     if found.kind == "keyed" and not scope.tables:
         return None
     for column in sorted(found.bound, key=size, reverse=True):
@@ -212,7 +217,7 @@ def _candidate(
 
 def _single(
     t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
-) -> Candidate | None:
+) -> ClusterMember | None:
     """An exit over scores of one row, as of one query of a decoder: it has no index."""
     if len(found.bound) != 1 or found.kind == "at":  # one place of a row is read where it is made
         return None
@@ -235,7 +240,7 @@ def _may_open(t: TermGraph, ref: Ref) -> bool:
     return bool(ref.axes) and node.op in (MAP, ADD, CONTRACT, SLICE, CONCAT, NATIVE)
 
 
-def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
+def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     t = pair.t
     held = [a for a in found.args if pair.holds(a)]
     if not all(map(pair.holds, found.keys)):
@@ -254,7 +259,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> Candidate | None:
         return None
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
-    made = Candidate(found, pair, tile, space)
+    made = ClusterMember(found, pair, tile, space)
     read = [*tile.whole, *(r for r in tile.operands if pair.is_of_row(r))]
     if made.pairs < max(elements(t, cls) for cls in (found.cls, *(r.cls for r in read))):
         return None
@@ -309,7 +314,7 @@ def _turn(cluster: Cluster) -> None:
             c.tile = tile
 
 
-def frame(cluster: Cluster, c: Candidate) -> dict[int, Any]:
+def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
     """For every index of a candidate's tile what it is called in its cluster."""
     out: dict[int, Any] = {}
     for ref in cluster.shared(c):
@@ -450,7 +455,7 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
     least: dict[int, int] = {}
     depth = _levels(t, need, taken, least)
     for cluster in taken:
-        alike: dict[tuple, list[Candidate]] = {}
+        alike: dict[tuple, list[ClusterMember]] = {}
         for m in cluster.members:
             if m.exit.kind != "at":
                 alike.setdefault(direction(cluster, m), []).append(m)
@@ -466,7 +471,7 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
     return depth
 
 
-def direction(cluster: Cluster, m: Candidate) -> tuple:
+def direction(cluster: Cluster, m: ClusterMember) -> tuple:
     """Equal for candidates of a cluster that reduce the same pairs the same way round."""
     ids = frame(cluster, m)
     row, column = ids.get(m.pair.row), ids[m.pair.column]

@@ -18,7 +18,7 @@ from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
-from symjax_rewrite.kernel_selection.folds.clustering import Candidate, Cluster
+from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -76,7 +76,7 @@ def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: De
     return sum(seconds) <= sum(seconds_folded(r, device) for r in routes)
 
 
-def _seconds_ordered(t: TermGraph, m: Candidate, pairs: int, device: Device) -> float:
+def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
     """Seconds of an exit in the best order of its factors, none of whose parts is as large."""
     g = t.graph
     if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
@@ -131,7 +131,7 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     return seconds + steps / device.elementwise_per_s
 
 
-def _is_short_sum(t: TermGraph, m: Candidate, ref: Ref) -> bool:
+def _is_short_sum(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
     """Whether a term of pairs is summed over a few features, as differences of points are."""
     node = node_of(t.graph, ref.cls)
     count = math.prod(b for b in node.bound if isinstance(b, int))
@@ -141,7 +141,7 @@ def _is_short_sum(t: TermGraph, m: Candidate, ref: Ref) -> bool:
     return any({m.pair.row, m.pair.column} <= axes for axes in paired)
 
 
-def _reduced(m: Candidate) -> int:
+def _reduced(m: ClusterMember) -> int:
     """Elements that an exit reduces: what is summed by key is summed over other indices first."""
     if m.exit.kind != "keyed":
         return m.pairs
@@ -150,7 +150,7 @@ def _reduced(m: Candidate) -> int:
     return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
 
 
-def _rows(m: Candidate) -> int:
+def _rows(m: ClusterMember) -> int:
     """Rows that a top-k or a sort searches: its pairs without what it reduces."""
     return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
 

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.kernel_selection.conflicts import OneClass
 from symjax_rewrite.kernel_selection.folds.builder import read_operand, read_over
 from symjax_rewrite.kernel_selection.folds.gather_patterns import Choice
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder, run_steps
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 
 Named = tuple[Any, tuple[str, ...]]
 

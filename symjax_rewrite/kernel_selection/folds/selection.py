@@ -7,17 +7,21 @@ terms of a fold's results is `fold_forms`; `fold_route` and `choice_route` emit.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.device_profiles import CPU, Device
+from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.kernel_selection.folds.clustering import (
-    Candidate,
+    MIN_PAIRS,
     Cluster,
+    ClusterMember,
     Scope,
     clusters,
     direction,
@@ -30,82 +34,74 @@ from symjax_rewrite.kernel_selection.folds.fold_price import pays, reorders
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
 from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
     SparseRoute,
-    sparse_routes,
-    standing,
 )
-from symjax_rewrite.kernel_selection.folds.sparse_reductions import uses as sparse_uses
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.scans.affine_scan import (
-    ScanRoute,
-    route_differentiated,
-    route_loop,
-)
-from symjax_rewrite.kernel_selection.scans.carry_partition import SplitRoute, split_loop
-from symjax_rewrite.kernel_selection.scans.matrix_scan import MatrixRoute
-from symjax_rewrite.loops.loop import Loop
-from symjax_rewrite.options import Numerics, log
+from symjax_rewrite.kernel_selection.kernel_candidate import candidate, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.usage_records import RouteUse
-
-MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
 
 Route = FoldRoute | ChoiceRoute | SparseRoute | Reread
 
 
-class Router:
-    """Finds pairwise terms and decides which become folds.
-
-    Args:
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        numerics: folds change the order of sums, so they need `reassoc`.
-        device: what a fold must pay on, for `"auto"`.
+def known_kernels(kernels: str) -> str:
+    """The setting `kernels` itself.
 
     Raises:
         UsageError: no such backend.
     """
+    known = ("auto", "always", "off", *BACKENDS)
+    if kernels not in known:
+        raise UsageError("unknown kernels", expected=[*known], got=repr(kernels))
+    return kernels
 
-    def __init__(self, kernels: str, numerics: Numerics, device: Device = CPU) -> None:
-        if kernels not in ("auto", "always", "off", *BACKENDS):
-            known = ["auto", "always", "off", *BACKENDS]
-            raise UsageError("unknown kernels", expected=known, got=repr(kernels))
-        self.device = device
-        self.kernels = kernels if numerics.permits("reassoc") else "off"
 
-    def find(self, t: TermGraph, need: Needed) -> tuple[list[Route], list[RouteUse]]:
-        """The folds to route, and what was considered."""
-        if self.kernels == "off" or t.dim_env:
-            return [], []
-        least = MIN_PAIRS if self.kernels == "auto" else 0
-        sparse = sparse_routes(t, need, least) if self._looks_for_sparse() else []
-        with standing(t, need, sparse) as need:
-            routes, uses = self._folds(t, need, least)
-        return [*sparse, *routes], [*sparse_uses(t, sparse), *uses]
+class Folds:
+    """Pairwise terms whose reductions become folds (a pass)."""
+
+    name = "fold"
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The reductions over pairs that a fold computes."""
+        kernels = context.options.kernels
+        if kernels == "off" or not context.reorders():
+            return
+        terms = context.terms(program)
+        t, need = terms.t, terms.need
+        if t.dim_env:
+            return
+        least = MIN_PAIRS if kernels == "auto" else 0
+        yield from _Selection(kernels, context.device).found(t, need, least)
+
+
+class _Selection:
+    """Finds pairwise terms of one program and decides which become folds."""
+
+    def __init__(self, kernels: str, device: Device) -> None:
+        self.kernels, self.device = kernels, device
 
     def _streams(self) -> bool:
         """Whether loops run the folds: they look values up, and sum by key and over rows too."""
         return self.kernels in ("xla", "reference") or self.device.name == "cpu"
 
-    def _looks_for_sparse(self) -> bool:
-        """Whether sums are taken over the places that are not zero: on GPUs it is not measured."""
-        if self.kernels == "auto":
-            return self.device.name == "cpu" and not jax_internals.may_be_partitioned()
-        return True
-
-    def _folds(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
-        """The folds to route, and what was considered."""
+    def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
+        """The folds, and what was considered."""
         made = self._find(t, need, least)
         again = restated(t, need, least)
         if again is None:
-            return made
+            return _each(t, *made)
         changed, need = again
-        routes, uses = self._find(t, need, least)
+        groups, uses = self._find(t, need, least)
+        routes = [r for group in groups for r in group]
         routed = {c for r in routes for c in r.classes()}
         if not changed.wanted <= routed:
-            return made
+            return _each(t, *made)
         hidden = routed - {c for r in routes for c in r.gives()}
-        return [*routes, *rereads(changed, routed, hidden)], uses
+        return _together(t, [*routes, *rereads(changed, routed, hidden)], uses)
 
-    def _find(self, t: TermGraph, need: Needed, least: int) -> tuple[list[Route], list[RouteUse]]:
+    def _find(
+        self, t: TermGraph, need: Needed, least: int
+    ) -> tuple[list[list[Route]], list[RouteUse]]:
+        """For each cluster its folds, none where it stays, and what the report says of it."""
         # On a CPU the scores of one query are few beside what makes them.
         single = self.kernels != "auto" or self.device.name != "cpu"
         found = clusters(t, need, Scope(least, single, tables=self._streams()))
@@ -118,8 +114,8 @@ class Router:
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # What was refused is made whole, so that others wait for more than they did before.
             made = self._decided(t, need, found)
-        routes = [route for number in sorted(made) for route in made[number]]
-        return routes, [_use(t, c, made.get(number, [])) for number, c in enumerate(found)]
+        groups = [made.get(number, []) for number in range(len(found))]
+        return groups, [_use(t, c, group) for c, group in zip(found, groups, strict=True)]
 
     def _decided(self, t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, list[Route]]:
         """The routes of every cluster in play; none at all where one of these is refused."""
@@ -140,18 +136,6 @@ class Router:
             _refuse_in_conflict(cluster, found)
         return made if len(made) == len(asked) else {}
 
-    def route_loop(
-        self, loop: Loop, device: str, gradient: bool = False
-    ) -> tuple[ScanRoute | MatrixRoute | SplitRoute | None, str]:
-        """A kernel for a loop, or None, and why; one whose derivatives are cheap for a gradient."""
-        kernels = self.kernels
-        if kernels == "auto" and device != "cpu" and jax_internals.may_be_partitioned():
-            return None, "several devices: XLA might gather a scan's operands"
-        if gradient:
-            return route_differentiated(loop, kernels, device)
-        route, why = route_loop(loop, kernels, device)
-        return (route, why) if route is not None else split_loop(loop, kernels, device, why)
-
     def _decide(
         self, t: TermGraph, draft: Draft, need: Needed, read: Counter[int]
     ) -> list[Route] | str:
@@ -170,6 +154,21 @@ class Router:
         if self.kernels == "auto" and not pays(t, draft.cluster, folds, self.device):
             return f"{draft.cluster.pairs} pairs cost no less where they are computed than to keep"
         return [*draft.choices, *folds]
+
+
+def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
+    """A candidate for each cluster that becomes folds."""
+    made: list[Found] = [*refusals(uses)]
+    pairs = zip(groups, uses, strict=True)
+    return made + [candidate(t, "fold", group, use) for group, use in pairs if group]
+
+
+def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
+    """One candidate for folds of scores that are stated again."""
+    taken = [use for use in uses if use.taken]
+    reason = "; ".join(dict.fromkeys(use.reason for use in taken))
+    use = RouteUse("fold", True, reason, taken[0].where, len(taken))
+    return [*refusals(uses), candidate(t, "fold", routes, use)]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
@@ -199,7 +198,6 @@ def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     """What became of a cluster, for the report."""
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
-    log("route", "fold: %s", reason)
     where = t.where(cluster.members[0].exit.cls)
     return RouteUse("fold", not cluster.reason, reason, where)
 
@@ -211,7 +209,7 @@ class Draft:
         self, t: TermGraph, cluster: Cluster, depth: dict[int, int], both_ways: bool
     ) -> None:
         self.t, self.cluster, self.depth = t, cluster, depth
-        groups: dict[tuple, list[Candidate]] = {}
+        groups: dict[tuple, list[ClusterMember]] = {}
         self.choices: list[ChoiceRoute] = []
         for m in cluster.members:
             if m.exit.kind == "at":
@@ -257,7 +255,7 @@ class Draft:
         return inner
 
 
-def _turned(groups: dict[tuple, list[Candidate]]) -> dict[tuple, tuple]:
+def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
     """For groups of candidates the one that reduces the same pairs the other way round.
 
     Sums over rows cost a fold a little more than those over columns: the fewer of them are made so.
@@ -274,13 +272,13 @@ def _turned(groups: dict[tuple, list[Candidate]]) -> dict[tuple, tuple]:
     return out
 
 
-def _sums(group: list[Candidate]) -> bool:
+def _sums(group: list[ClusterMember]) -> bool:
     """Whether candidates are nothing but sums of the tile as it is."""
     return all(piece.kind in ("sum", "count") for m in group for piece in m.form)
 
 
 def _fold(
-    t: TermGraph, cluster: Cluster, group: list[Candidate], turned: list[Candidate]
+    t: TermGraph, cluster: Cluster, group: list[ClusterMember], turned: list[ClusterMember]
 ) -> FoldBuilder:
     """One fold for candidates that wait for the same results.
 
@@ -308,7 +306,7 @@ def _fold(
     return builder
 
 
-def _choice(t: TermGraph, m: Candidate) -> ChoiceRoute:
+def _choice(t: TermGraph, m: ClusterMember) -> ChoiceRoute:
     """The route of an exit that chooses a column for each row."""
     choice = m.exit.choice
     assert choice is not None

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.ir.dataflow import Needed, needed, node_of
+from symjax_rewrite import jax_internals
+from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, SLICE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.conflicts import OneClass
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.builder import named, read_over
+from symjax_rewrite.kernel_selection.folds.clustering import MIN_PAIRS
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     Pair,
@@ -38,6 +39,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     over,
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidate
 from symjax_rewrite.usage_records import RouteUse
 
 LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
@@ -295,6 +297,29 @@ class _Finder:
         return is_elementwise(node) and all(a.cls in self.given for a in node.args)
 
 
+class SparseReductions:
+    """Sums over the places of a class that is zero elsewhere (a pass)."""
+
+    name = "sparse"
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The sums that read the places alone."""
+        kernels, auto = context.options.kernels, context.options.kernels == "auto"
+        if kernels == "off" or not context.reorders():
+            return
+        if auto and (context.device.name != "cpu" or jax_internals.may_be_partitioned()):
+            return  # on GPUs it is not measured
+        terms = context.terms(program)
+        if terms.t.dim_env:
+            return
+        routes = sparse_routes(terms.t, terms.need, MIN_PAIRS if auto else 0)
+        by_source: dict[Sparse, list[SparseRoute]] = {}
+        for route in routes:
+            by_source.setdefault(route.source, []).append(route)
+        for source, group in by_source.items():
+            yield candidate(terms.t, self.name, group, _use(terms.t, source))
+
+
 def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:
     """The sums that are taken over the places of a sparse class."""
     finder = _Finder(t, need, least)
@@ -302,53 +327,9 @@ def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:
     return [route for route in found if route is not None]
 
 
-def uses(t: TermGraph, routes: list[SparseRoute]) -> list[RouteUse]:
-    """What the report says, for each class that is not made."""
-    out = []
-    for source in dict.fromkeys(r.source for r in routes):
-        count = math.prod(size for _, size in source.extra)
-        row = t.graph.classes[source.cls].sizes[source.along]
-        reason = f"sums over a row read the {count} of {row} places that are not zero"
-        out.append(RouteUse("sparse", True, reason, t.where(source.cls)))
-    return out
-
-
-@contextmanager
-def standing(t: TermGraph, need: Needed, routes: list[SparseRoute]) -> Iterator[Needed]:
-    """What is needed while the sums that are routed read what their routes read, and only that."""
-    if not routes:
-        yield need
-        return
-    classes = t.graph.classes
-    written = {r.cls: classes[r.cls].first for r in routes}
-    try:
-        for route in routes:
-            args = []
-            bound: list[Dim] = []
-            out = written[route.cls].out
-            for cls in dict.fromkeys(route.needs(route.cls)):
-                sizes = classes[cls].sizes
-                first = out + len(bound)
-                args.append(Ref(cls, tuple(range(first, first + len(sizes)))))
-                bound += sizes
-            attr = ("sparse", route.cls)
-            classes[route.cls].first = Node(NATIVE, attr, tuple(args), out, tuple(bound))
-        found = needed(t)
-        yield replace(found, order=_in_order(t, found.order), known=need.known)
-    finally:
-        for cls, node in written.items():
-            classes[cls].first = node
-
-
-def _in_order(t: TermGraph, classes: list[int]) -> list[int]:
-    """The classes, each after what it reads: what a route reads may be newer than its class."""
-    done: dict[int, None] = {}
-    for cls in classes:
-        stack = [cls]
-        while stack:
-            top = stack[-1]
-            waits = [a.cls for a in node_of(t.graph, top).args if a.cls not in done]
-            stack.extend(waits)
-            if not waits:
-                done[stack.pop()] = None
-    return [*done]
+def _use(t: TermGraph, source: Sparse) -> RouteUse:
+    """What the report says of a class that is not made."""
+    count = math.prod(size for _, size in source.extra)
+    row = t.graph.classes[source.cls].sizes[source.along]
+    reason = f"sums over a row read the {count} of {row} places that are not zero"
+    return RouteUse("sparse", True, reason, t.where(source.cls))

@@ -12,6 +12,7 @@ value is bounded: nothing large cancels.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from symjax_rewrite.codegen.emission import Plan
-from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.kernel_candidate import candidate
 from symjax_rewrite.kernel_selection.norms.kernel_call import columns_of, read_over, weight_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
@@ -34,8 +36,7 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     has_sums,
     normal_form,
 )
-from symjax_rewrite.kernel_selection.norms.selection import note, without
-from symjax_rewrite.options import Numerics
+from symjax_rewrite.kernel_selection.norms.selection import NAME, without
 from symjax_rewrite.usage_records import RouteUse
 
 CUT_SHARE = 8  # the result may be at most this part of the weights to be cut from one product
@@ -180,41 +181,33 @@ def moves(m: Normed, s: Shift) -> tuple[Ref, ...] | None:
     return without(s.rows, m.scale)
 
 
-class FrozenNorms:
-    """Finds norms before frozen weights, once the rules have had their say."""
+class FrozenWeights:
+    """Norms before frozen weights (a pass). What it computes is open to the rules after it."""
 
-    def __init__(self, numerics: Numerics, device: Device) -> None:
-        self.permitted = numerics.permits("reassoc")
-        self.join = device.name != "cpu"
+    name = "frozen_norm"
 
-    def find(
-        self, t: TermGraph, need: Needed, plan: Plan
-    ) -> tuple[list[FrozenRoute], list[RouteUse]]:
-        """What to fold, and what was considered."""
-        if not need.known or not self.permitted or t.dim_env:
-            return [], []
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The frozen weights that a norm's own scale and shift are folded into."""
+        if not context.frozen or not context.reorders():
+            return
+        terms = context.terms(program)
+        t, need = terms.t, terms.need
+        if t.dim_env:
+            return
         groups: dict[tuple, list[Normed]] = {}
-        uses: list[RouteUse] = []
         cache: dict[int, bool] = {}
         for cls in need.order:
-            if cls in need.known or cls in plan.routed:
-                continue
-            m = normal_form(t.graph, cls, cache)
+            m = None if cls in need.known else normal_form(t.graph, cls, cache)
             if isinstance(m, Normed) and _is_frozen(t, need, m):
                 node = node_of(t.graph, cls)
                 key = (m.key, repr(node.attr), t.graph.classes[cls].dtype)
                 groups.setdefault(key, []).append(m)
-        routes = []
         for members in groups.values():
-            free = [m for m in members if _is_free(t, need, plan, members, m)]
-            if not free:
-                note(uses, t, members[0].cls, False, "a rule merges these weights further")
-                continue
-            routes.append(FrozenRoute([_with_bias(t, need, m) for m in free], self.join))
-            note(uses, t, free[0].cls, True, f"folded into {len(free)} frozen weights, once")
-            for m in free:
-                plan.rewritten.pop(m.cls, None)
-        return routes, uses
+            products = [_with_bias(t, need, m) for m in members]
+            route = FrozenRoute(products, join=context.device.name != "cpu")
+            reason = f"folded into {len(members)} frozen weights, once"
+            use = RouteUse(NAME, True, reason, t.where(members[0].cls))
+            yield candidate(t, self.name, [route], use, opens=True)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
@@ -227,17 +220,6 @@ def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
         return False
     own = any(depends(g, r.cls, m.x.cls) and has_sums(g, r.cls, {}) for r in m.scale)
     return own and 0 not in g.classes[m.x.cls].sizes
-
-
-def _is_free(t: TermGraph, need: Needed, plan: Plan, members: list[Normed], m: Normed) -> bool:
-    """Whether no rule does more with a product than this route does."""
-    found = plan.rewritten.get(m.cls)
-    if found is None:
-        users = need.users.get(m.cls, ())
-        return not any(u in plan.rewritten for u in users)
-    inside = {c for n in members for c in (n.cls, *n.opened)}
-    same = {c for c, (solution, _) in plan.rewritten.items() if solution is found[0]}
-    return all(c in inside or c in need.known for c in same)
 
 
 def _with_bias(t: TermGraph, need: Needed, m: Normed) -> FrozenProduct:

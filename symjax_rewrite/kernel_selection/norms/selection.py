@@ -7,17 +7,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import (
     ADD,
     CONCAT,
@@ -33,6 +35,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
+from symjax_rewrite.kernel_selection.kernel_candidate import candidate, refusals
 from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue, epilogue
 from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -50,10 +53,9 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
     ProgramBuilder,
     program,
 )
-from symjax_rewrite.options import Numerics, log
 from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, supports
-from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Program
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.rewriting.extraction import GAIN
 from symjax_rewrite.usage_records import RouteUse
 
@@ -64,23 +66,29 @@ STARTS = 8  # products from which the chain of one epilogue is followed
 KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
 
 
-class NormRouter:
-    """Finds norms before linear layers and decides which become kernels.
+class Norms:
+    """Norms before linear layers that become kernels (a pass)."""
 
-    Args:
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        numerics: the kernel changes the order of sums, so it needs `reassoc`.
-        device: what is priced; the kernel runs on GPUs.
-    """
+    name = NAME
 
-    def __init__(self, kernels: str, numerics: Numerics, device: Device) -> None:
-        known = kernels in ("auto", "always", *BACKENDS) and numerics.permits("reassoc")
-        self.kernels, self.device = (kernels if known else "off"), device
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The products of normalised values that a kernel computes."""
+        kernels = context.options.kernels
+        if kernels not in ("auto", "always", *BACKENDS) or not context.reorders():
+            return
+        terms = context.terms(program)
+        if not terms.t.dim_env:
+            yield from _Selection(kernels, context.device).found(terms.t, terms.need)
 
-    def find(self, t: TermGraph, need: Needed) -> tuple[list[NormRoute], list[RouteUse]]:
-        """The kernels to route to, and what was considered."""
-        if self.kernels == "off" or t.dim_env:
-            return [], []
+
+class _Selection:
+    """Finds norms before linear layers and decides which become kernels."""
+
+    def __init__(self, kernels: str, device: Device) -> None:
+        self.kernels, self.device = kernels, device
+
+    def found(self, t: TermGraph, need: Needed) -> list[Found]:
+        """The kernels, and what was considered."""
         uses: list[RouteUse] = []
         groups: dict[tuple, list[Normed]] = {}
         cache: dict[int, bool] = {}
@@ -94,12 +102,15 @@ class NormRouter:
                 note(uses, t, cls, False, found)
             if found is not None and self.kernels == "auto" and self.device.name == "cpu":
                 break  # nothing is taken on a CPU: that is said once, for the first
-        routes: list[NormRoute] = []
+        out: list[Found] = []
         for members in groups.values():
             made, reason = self._group(t, need, members)
-            routes += made
-            note(uses, t, members[0].cls, bool(made), reason)
-        return routes, uses
+            if made:
+                use = RouteUse(NAME, True, reason, t.where(members[0].cls))
+                out.append(candidate(t, NAME, made, use))
+            else:
+                note(uses, t, members[0].cls, False, reason)
+        return [*out, *refusals(uses)]
 
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
@@ -212,7 +223,6 @@ def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str)
         if (use.taken, use.reason) == (taken, reason):
             use.count += 1
             return
-    log("route", "%s: %s", NAME, reason)
     uses.append(RouteUse(NAME, taken, reason, t.where(cls)))
 
 
@@ -365,8 +375,8 @@ class _Builder:
             row_vectors=tuple(dtype(r) for r in operands["rows"]),
             ends=(accumulator,) * shift + tuple(dtype(r) for r in operands["ends"]),
             fulls=tuple(dtype(r) for r in operands["fulls"]),
-            left=Program(_left(sides, centred), ("left", sides, centred)),
-            finish=Program(program(steps, root, self.t.primitives, sides), key),
+            left=RowProgram(_left(sides, centred), ("left", sides, centred)),
+            finish=RowProgram(program(steps, root, self.t.primitives, sides), key),
             dtype=g.classes[self.exit.cls].dtype,
             centred=centred,
             gain=gain,

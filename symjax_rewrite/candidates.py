@@ -1,0 +1,206 @@
+"""What a pass finds, and what it may look at: candidates, refusals, passes and their context.
+
+A pass looks at a program and yields candidates: values of it that could be made another way, with
+what both ways cost. It takes none of them: `policy` does. Imports `ir`, `cost` and what lies below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost, CostModel
+from symjax_rewrite.ir.dataflow import Needed, needed, node_of
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.replacement import Part
+from symjax_rewrite.ir.sizes import Assumptions, value
+from symjax_rewrite.ir.term import LEAF
+from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.options import Options
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """Values of a program that could be made another way.
+
+    name: as packs, reports, `bisect` and plans call it. part: which values, and how. where: the
+    user's line. reason: what is gained, as a sentence; for kernels. rules: (name, property) of each
+    rule behind it; none for a kernel. before, after: of the values, as written and so; None where
+    the pass has compared them by itself. key: what names it in a plan. group: what is told alike by
+    this stands at several places and is weighed as one. share: True if it must gain a share of the
+    whole program's time. hidden: values that must not be needed any more. dear: values inside that
+    cost more to make again for a gradient than to keep. count: places that it stands for.
+    repeated_s: seconds of work repeated for copies of an operand, which no term counts. bodies:
+    results of the bodies of loops and branches in it.
+    """
+
+    name: str
+    part: Part
+    where: str = ""
+    reason: str = ""
+    rules: tuple[tuple[str, str], ...] = ()
+    before: Cost | None = None
+    after: Cost | None = None
+    key: str = ""
+    group: object = None
+    share: bool = False
+    hidden: frozenset[int] = frozenset()
+    dear: frozenset[int] = frozenset()
+    count: int = 1
+    repeated_s: float = 0.0
+    bodies: tuple[Any, ...] = ()
+
+    @property
+    def saved_s(self) -> float:
+        """Modelled seconds that it saves; 0 where both ways are not priced here."""
+        if self.before is None or self.after is None:
+            return 0.0
+        return self.before.seconds - self.after.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Something that a pass considered and does not propose, and why."""
+
+    name: str
+    reason: str
+    where: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """The sizes from which another form pays, as text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What ended a search."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentiatedKernel:
+    """A loop that stays has a kernel where it is differentiated."""
+
+
+Found = Candidate | Refusal | Crossover | Stopped | DifferentiatedKernel
+
+
+class Pass(Protocol):
+    """Finds candidates of one kind."""
+
+    @property
+    def name(self) -> str:
+        """As packs, plans and reports call the pass."""
+        ...
+
+    def candidates(self, program: Program, context: Context) -> Iterable[Found]:
+        """What could be made another way in a program as earlier passes left it."""
+        ...
+
+
+@dataclass(slots=True)
+class Terms:
+    """A program as index terms, with what passes ask of them.
+
+    known: classes that depend on frozen inputs alone. samples: sizes that names are priced at.
+    """
+
+    t: TermGraph
+    need: Needed
+    known: set[int]
+    samples: list[dict[str, int]]
+    model: CostModel
+    _seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of the program."""
+        if self._seconds is None:
+            choice = {c: node_of(self.t.graph, c) for c in self.need.order}
+            roots = tuple(sorted(self.need.outside))
+            self._seconds = self.model.evaluate(
+                self.t.graph, choice, roots, self.known.__contains__
+            ).seconds
+        return self._seconds
+
+
+class OutOfTimeError(Exception):
+    """The clock of the budget ran out (internal)."""
+
+
+@dataclass(slots=True)
+class Context:
+    """What a pass may look at besides the program.
+
+    frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
+    optimise: optimises another program under the same options. kept: what one optimiser keeps from
+    program to program, by the pass that keeps it.
+    """
+
+    options: Options
+    rules: Any  # RulePack
+    device: Device
+    assumptions: Assumptions
+    frozen: frozenset[int]
+    allowed: set[str] | None
+    started: float
+    optimise: Callable[[ClosedJaxpr], Any]
+    kept: dict[str, Any]
+    _terms: tuple[Program, Terms] | None = field(default=None)
+
+    def has(self, name: str) -> bool:
+        """True if the pack leaves in what is done under a name besides rules."""
+        return name in self.rules.passes
+
+    def reorders(self) -> bool:
+        """True if sums may be rounded in another order."""
+        return self.options.numerics.permits("reassoc")
+
+    def check_clock(self) -> None:
+        """Stop where the emergency clock has run out.
+
+        Raises:
+            OutOfTimeError: it has.
+        """
+        if time.perf_counter() - self.started > self.options.budget.seconds:
+            raise OutOfTimeError
+
+    def terms(self, program: Program) -> Terms:
+        """The program as index terms; built once."""
+        if self._terms is None or self._terms[0] is not program:
+            self._terms = (program, self._build(program))
+        return self._terms[1]
+
+    def _build(self, program: Program) -> Terms:
+        t = build(program)
+        need = needed(t)
+        known = _frozen_classes(t, need, self.frozen)
+        need.known = frozenset(known)
+        samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
+        sample = samples[0]
+        return Terms(t, need, known, samples, CostModel(self.device, lambda d: value(d, sample)))
+
+
+def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[int]:
+    """Classes that depend on frozen inputs and constants alone."""
+    if not frozen:
+        return set()
+    known: set[int] = set()
+    inputs = {t.program.inputs[k] for k in frozen} | set(t.program.consts)
+    for c in need.order:
+        node = node_of(t.graph, c)
+        if node.op == LEAF:
+            if t.leaf_value[c] in inputs:
+                known.add(c)
+        elif all(a.cls in known for a in node.args):
+            known.add(c)
+    return known

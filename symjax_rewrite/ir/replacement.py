@@ -1,0 +1,263 @@
+"""Replacing values of a program: chosen parts become equations that later passes read.
+
+A `Part` makes some values of a program another way. `replace` puts parts into a program: each is
+either opened (the equations it stages out become the program's own) or stays one equation, which
+later passes see as an operation they know nothing of. Equations that nothing needs are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
+from symjax_rewrite.jax_internals import JaxprEqn
+
+Read = Callable[[Value], Any]  # the array of a value
+
+
+class Part(Protocol):
+    """Values of a program made another way."""
+
+    @property
+    def gives(self) -> tuple[int, ...]:
+        """The values that it can make."""
+        ...
+
+    @property
+    def opens(self) -> bool:
+        """True if later passes see what it stages out instead of one equation."""
+        ...
+
+    @property
+    def source(self) -> JaxprEqn | None:
+        """The equation whose name scope and source line its own have."""
+        ...
+
+    def needs(self, value: int) -> Iterable[int]:
+        """The values that are read to make one of those it gives."""
+        ...
+
+    def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
+        """The arrays of the values wanted, which are some of those it gives."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """An equation, or values that a part makes together."""
+
+    maker: Equation | Part
+    makes: list[int]
+    reads: list[int] = field(default_factory=list)
+
+
+class ConflictError(Exception):
+    """Parts that cannot stand together (internal).
+
+    parts: those of which one must go; empty where an order of effects is at stake.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        super().__init__("parts of a program wait for each other")
+        self.parts = parts
+
+
+def replaced(program: Program, parts: Sequence[Part]) -> Program:
+    """Put parts into a program.
+
+    Args:
+        program: what it is now.
+        parts: no value is given by two of them.
+
+    Raises:
+        ConflictError: some parts wait for each other.
+    """
+    units = _Units(program, parts)
+    return _Rebuilt(program).run(units.ordered())
+
+
+def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
+    """The values that are still made once parts stand in a program."""
+    return set(_Units(program, parts).unit_of)
+
+
+class _Units:
+    """The units of a program with parts, as far as its results and effects need them."""
+
+    def __init__(self, program: Program, parts: Sequence[Part]) -> None:
+        self.program = program
+        self.given = {v: part for part in parts for v in part.gives}
+        self.equation_of = {v: e for e in program.equations for v in e.outvals}
+        self.unit_of: dict[int, _Unit] = {}
+        self._units: dict[int, _Unit] = {}
+        self.effects = [e for e in program.equations if e.eqn.effects]
+        self._find_live()
+
+    def _find_live(self) -> None:
+        ends = [v for v in self.program.outputs if isinstance(v, int)]
+        stack = [*ends]
+        for e in self.effects:
+            unit = self._unit(e)
+            stack += unit.reads
+            self.unit_of.update(dict.fromkeys(e.outvals, unit))
+        while stack:
+            v = stack.pop()
+            if v in self.unit_of:
+                continue
+            part = self.given.get(v)
+            if part is not None:
+                unit = self._unit(part)
+                unit.makes.append(v)
+                reads = [u for u in part.needs(v) if isinstance(u, int)]
+                unit.reads += reads
+                self.unit_of[v] = unit
+                stack += reads
+            elif (e := self.equation_of.get(v)) is not None:
+                unit = self._unit(e)
+                self.unit_of.update((u, unit) for u in e.outvals if u not in self.given)
+                stack += unit.reads
+
+    def _unit(self, maker: Equation | Part) -> _Unit:
+        unit = self._units.get(id(maker))
+        if unit is None:
+            unit = self._units[id(maker)] = _Unit(maker, [])
+            if isinstance(maker, Equation):
+                unit.makes = list(maker.outvals)
+                unit.reads = [v for v in maker.invals if isinstance(v, int)]
+        return unit
+
+    def ordered(self) -> list[_Unit]:
+        """The units, each after those it reads; equations in the order of the program."""
+        while True:
+            try:
+                order = self._sorted()
+            except ConflictError as conflict:
+                if not self._divided(conflict.parts):
+                    raise
+                continue
+            effects = [u.maker for u in order if isinstance(u.maker, Equation)]
+            if [e for e in effects if e.eqn.effects] != self.effects:
+                raise ConflictError([])
+            return order
+
+    def _divided(self, parts: list[Part]) -> bool:
+        """Give every value of these parts a unit of its own; False where each has one."""
+        wide = [u for u in self._units.values() if u.maker in parts and len(u.makes) > 1]
+        for unit in wide:
+            assert not isinstance(unit.maker, Equation)
+            for v in unit.makes:
+                reads = [u for u in unit.maker.needs(v) if isinstance(u, int)]
+                self.unit_of[v] = _Unit(unit.maker, [v], reads)
+            del self._units[id(unit.maker)]
+        return bool(wide)
+
+    def _sorted(self) -> list[_Unit]:
+        order: list[_Unit] = []
+        done: set[int] = set()
+        for start in self._starts():
+            path: dict[int, tuple[_Unit, Iterator[int]]] = {}
+            if id(start) not in done:
+                path[id(start)] = (start, iter(start.reads))
+            while path:
+                at, (unit, reads) = next(reversed(path.items()))
+                for v in reads:
+                    below = self.unit_of.get(v)
+                    if below is None or id(below) in done:
+                        continue
+                    if id(below) in path:
+                        raise ConflictError(_parts_on(path, id(below)))
+                    path[id(below)] = (below, iter(below.reads))
+                    break
+                else:
+                    done.add(at)
+                    order.append(unit)
+                    del path[at]
+        return order
+
+    def _starts(self) -> Iterator[_Unit]:
+        """The units in the order of what they replace."""
+        for e in self.program.equations:
+            for v in e.outvals:
+                if v in self.unit_of:
+                    yield self.unit_of[v]
+            if e.eqn.effects and not e.outvals:
+                yield self._units[id(e)]
+        for v in self.program.outputs:
+            if isinstance(v, int) and v in self.unit_of:
+                yield self.unit_of[v]
+
+
+def _parts_on(path: dict[int, tuple[_Unit, Any]], start: int) -> list[Part]:
+    """The parts on a cycle."""
+    names = list(path)
+    makers = [path[n][0].maker for n in names[names.index(start) :]]
+    return [m for m in makers if not isinstance(m, Equation)]
+
+
+class _Rebuilt:
+    """Writes units as equations of a new program; values keep their numbers where they can."""
+
+    def __init__(self, program: Program) -> None:
+        self.old = program
+        self.new = replace(
+            program,
+            avals=list(program.avals),
+            consts=dict(program.consts),
+            equations=[],
+            given=set(program.given),
+        )
+        self.name: dict[int, Value] = {}  # what stands for a value now
+
+    def run(self, units: list[_Unit]) -> Program:
+        for unit in units:
+            if isinstance(unit.maker, Equation):
+                self.new.equations.append(self._renamed(unit.maker))
+            elif unit.maker.opens:
+                self._open(unit.maker, unit)
+            else:
+                self._close(unit.maker, unit)
+            if not isinstance(unit.maker, Equation):
+                self.new.given.update(unit.makes)
+        self.new.outputs = [self._of(v) for v in self.old.outputs]
+        return self.new
+
+    def _of(self, v: Value) -> Value:
+        while isinstance(v, int) and v in self.name:
+            v = self.name[v]
+        return v
+
+    def _renamed(self, e: Equation) -> Equation:
+        invals = tuple([self._of(v) for v in e.invals])
+        same_as = tuple([self._of(v) for v in e.same_as])
+        if invals == e.invals and same_as == e.same_as:
+            return e
+        return Equation(e.eqn, invals, e.outvals, same_as, e.calls)
+
+    def _function(self, part: Part, unit: _Unit) -> tuple[list[int], Callable[..., list[Any]]]:
+        """What a unit reads, and the function of it that gives what the unit makes."""
+        reads = list(dict.fromkeys(unit.reads))
+        avals = [self.old.avals[v] for v in unit.makes]
+
+        def run(*values: Any) -> list[Any]:
+            known = dict(zip(reads, values, strict=True))
+            made = part.emit(unit.makes, lambda v: known[v] if isinstance(v, int) else v.val)
+            return [jax_internals.with_aval(x, a) for x, a in zip(made, avals, strict=True)]
+
+        return reads, run
+
+    def _open(self, part: Part, unit: _Unit) -> None:
+        reads, run = self._function(part, unit)
+        closed = jax_internals.make_avals_jaxpr(run, [self.old.avals[v] for v in reads])
+        results = inline(self.new, closed, [self._of(v) for v in reads])
+        self.name.update(zip(unit.makes, results, strict=True))
+
+    def _close(self, part: Part, unit: _Unit) -> None:
+        reads, run = self._function(part, unit)
+        given = [self._of(v) for v in reads]
+        avals = [v.aval if not isinstance(v, int) else self.new.avals[v] for v in given]
+        makes = [self.old.avals[v] for v in unit.makes]
+        eqn = jax_internals.replacement_equation(run, avals, makes, part.source, part=part)
+        self.new.equations.append(Equation(eqn, tuple(given), tuple(unit.makes)))

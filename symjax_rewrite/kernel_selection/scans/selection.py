@@ -1,0 +1,37 @@
+"""Which kernel runs a loop: an affine scan, a scan of matrix states, or one for a part of it."""
+
+from __future__ import annotations
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.kernel_selection.scans.affine_scan import (
+    ScanRoute,
+    route_differentiated,
+    route_loop,
+)
+from symjax_rewrite.kernel_selection.scans.carry_partition import SplitRoute, split_loop
+from symjax_rewrite.kernel_selection.scans.matrix_scan import MatrixRoute
+from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.options import Options
+
+LoopKernel = ScanRoute | MatrixRoute | SplitRoute
+
+
+def loop_kernel(
+    loop: Loop, options: Options, device: Device, gradient: bool = False
+) -> tuple[LoopKernel | None, str]:
+    """A kernel for a loop, or None, and why.
+
+    Args:
+        loop: in normal form.
+        options: say which kernels are wanted, and what rounding is permitted.
+        device: where it runs.
+        gradient: whether a kernel is wanted whose derivatives cost little.
+    """
+    kernels = options.kernels if options.numerics.permits("reassoc") else "off"
+    if kernels == "auto" and device.name != "cpu" and jax_internals.may_be_partitioned():
+        return None, "several devices: XLA might gather a scan's operands"
+    if gradient:
+        return route_differentiated(loop, kernels, device.name)
+    route, why = route_loop(loop, kernels, device.name)
+    return (route, why) if route is not None else split_loop(loop, kernels, device.name, why)

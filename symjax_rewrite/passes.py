@@ -1,0 +1,43 @@
+"""The passes, in the order they run: the table of contents of the optimiser.
+
+A pass sees the program as the passes before it left it. To add one, write a class with `name` and
+`candidates(program, context)` (`candidates.Pass`) and put it here, or into a `RulePack` to try it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symjax_rewrite.candidates import Context, Pass
+from symjax_rewrite.kernel_selection.banded_products import BandedProducts
+from symjax_rewrite.kernel_selection.folds.selection import Folds
+from symjax_rewrite.kernel_selection.folds.sparse_reductions import SparseReductions
+from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
+from symjax_rewrite.kernel_selection.norms.selection import Norms
+from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
+from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
+from symjax_rewrite.loops.bodies import Bodies
+from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.loop_optimizer import AffineTrees, ImprovedLoops
+from symjax_rewrite.rewriting.algebra import Algebra
+from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
+
+
+def _kernel(loop: Loop, context: Context, gradient: bool) -> tuple[Any, str]:
+    return loop_kernel(loop, context.options, context.device, gradient)
+
+
+PASSES: tuple[Pass, ...] = (
+    AffineTrees(),  # a tree of affine steps and its derivatives → loops
+    ImprovedLoops(_kernel),  # a loop → what leaves it, a smaller loop, or a scan
+    SparseReductions(),  # Σ over what is zero but at some places → Σ over these places
+    Folds(),  # reductions over pairs → a fold that makes no pairs
+    Norms(),  # a norm and a linear layer → one kernel
+    PartialSorts(),  # the ends of sorted rows → selection
+    FrozenWeights(),  # a norm's scale and shift → into frozen weights
+    Algebra(),  # a region of terms → the cheapest equal terms
+    BandedProducts(),  # a product with a banded matrix → blocks
+    RepeatedProducts(),  # a product for every copy of an operand → one product
+    Bodies(),  # bodies of loops and branches → optimised programs
+    CommonProducts(),  # a product written twice → one product
+)

@@ -1,0 +1,82 @@
+"""The choice among candidates: the one place where a candidate is taken, or refused for its price.
+
+Imports `candidates` and what lies below.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from symjax_rewrite.candidates import Candidate, Context, Refusal
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
+
+SHARE_OF_PROGRAM = 0.01  # of the modelled time: what gains less of the whole program stays
+
+
+def chosen(
+    program: Program, found: Sequence[Candidate], context: Context
+) -> tuple[Program, list[Candidate], list[Refusal]]:
+    """Take the candidates that pay and stand together.
+
+    Args:
+        program: what they were found in.
+        found: of one pass, in its order: of two that give one value the first is taken.
+        context: of the pass.
+
+    Returns:
+        The program with those taken, these, and why others were not.
+    """
+    refused: list[Refusal] = []
+    left = _distinct(_gaining(program, found, context, refused), refused)
+    while left:
+        try:
+            made = replaced(program, [c.part for c in left])
+        except ConflictError as conflict:
+            faulty = [c for c in left if any(c.part is p for p in conflict.parts)] or left
+            reason = "another part of the program waits for what it would compute"
+        else:
+            faulty = _still_needed(program, left)
+            reason = "what it would no longer compute is needed by the rest of the program"
+            if not faulty:
+                return made, left, refused
+        refused += [Refusal(c.name, reason, c.where) for c in faulty]
+        left = [c for c in left if c not in faulty]
+    return program, [], refused
+
+
+def _gaining(
+    program: Program, found: Sequence[Candidate], context: Context, refused: list[Refusal]
+) -> list[Candidate]:
+    """Leave out what would gain next to nothing of the whole program."""
+    if not any(c.share for c in found):
+        return list(found)
+    gains: dict[object, float] = defaultdict(float)
+    for c in found:
+        gains[c.group or id(c)] += c.saved_s
+    least = SHARE_OF_PROGRAM * context.terms(program).seconds
+    small = [c for c in found if c.share and gains[c.group or id(c)] < least]
+    refused += [Refusal(c.name, "gains less than 1 % of the program", c.where) for c in small]
+    return [c for c in found if c not in small]
+
+
+def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]:
+    """Leave out what gives a value that an earlier candidate gives."""
+    given: set[int] = set()
+    out = []
+    for c in found:
+        if given.isdisjoint(c.part.gives):
+            given.update(c.part.gives)
+            out.append(c)
+        else:
+            refused.append(Refusal(c.name, "another candidate computes the same values", c.where))
+    return out
+
+
+def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:
+    """Those that hide values which the rest of the program reads."""
+    if not any(c.hidden for c in taken):
+        return []
+    live = live_values(program, [c.part for c in taken])
+    return [c for c in taken if c.hidden & live]

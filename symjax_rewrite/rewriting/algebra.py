@@ -1,0 +1,181 @@
+"""Algebra: regions of index terms, each in the cheapest form that the rules reach (a pass)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stopped, Terms
+from symjax_rewrite.candidates import Crossover as FoundCrossover
+from symjax_rewrite.codegen.emission import RegionForm, TermPart
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite import policy
+from symjax_rewrite.rewriting.extraction import DOMINATING_GAIN
+from symjax_rewrite.rewriting.lemma_matching import compile_lemma
+from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
+from symjax_rewrite.rewriting.region_solver import Solution, Solver
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
+from symjax_rewrite.rewriting.search_bounds import least_seconds
+
+FEW_REGIONS = 4  # so few regions are solved whatever they weigh
+MANY_REGIONS = 8  # so many are worth pricing the whole program for
+REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
+
+
+class Algebra:
+    """Solves every region of a program; equal regions are solved once."""
+
+    name = "algebra"
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """The regions that have a cheaper form."""
+        terms = context.terms(program)
+        t, known = terms.t, terms.known
+        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
+        regions = find_regions(t, terms.need, tag, bool(context.frozen))
+        hopeless = _hopeless(terms, regions) if context.allowed is None else {}
+        for region in {r.key: r for r in regions if r.key in hopeless}.values():
+            yield Refusal("search", hopeless[region.key], _where(t, region))
+        solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
+        for region in regions:
+            if region.key in hopeless:
+                continue
+            context.check_clock()
+            solution = solved.get(region.key)
+            if solution is None:
+                solution = solved[region.key] = solver.solve(t, terms.need, region, known)
+            yield Stopped(solution.stop)
+            if context.allowed is None or solution.digest in context.allowed:
+                yield from _found(context, terms, region, solution)
+
+
+def _solver(context: Context, terms: Terms) -> Solver:
+    rules = context.rules
+    if "patterns" not in context.kept:
+        context.kept["patterns"] = tuple(compile_lemma(x) for x in rules.lemmas)
+    return Solver(
+        context.options,
+        rules.axioms,
+        context.kept["patterns"],
+        context.device,
+        context.assumptions,
+        terms.samples,
+        context.kept.setdefault("trees", {}),
+    )
+
+
+def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
+    """Regions of a program that has many which are not worth a search, and why.
+
+    They are too little of the program, or one product with nothing beside it to save.
+    """
+    t, model = terms.t, terms.model
+    places = Counter(r.key for r in regions)
+    if len(places) < FEW_REGIONS or terms.known:
+        return {}
+    g = t.graph
+    seconds: dict[Key, float] = {}
+    single: set[Key] = set()
+    for key, region in {r.key: r for r in regions}.items():
+        choice = {c: node_of(g, c) for c in region.local}
+        leaves = set(region.leaves)
+        cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
+        seconds[key] = places[key] * cost.seconds
+        least = None if t.dim_env else least_seconds(g, region, model)
+        if least is not None and cost.seconds < DOMINATING_GAIN * least:
+            single.add(key)
+    products = sum(model.product_seconds(g, c, node_of(g, c)) for c in terms.need.order)
+    small = {key for key, s in seconds.items() if s < policy.SHARE_OF_PROGRAM * products}
+    if len(places) - len(small | single) > MANY_REGIONS:  # the rest may take longer
+        small = {key for key, s in seconds.items() if s < policy.SHARE_OF_PROGRAM * terms.seconds}
+    reasons = dict.fromkeys(single, "one product and little beside it")
+    return reasons | dict.fromkeys(small, "less than 1 % of the program's time")
+
+
+def _found(
+    context: Context, terms: Terms, region: Region, s: Solution
+) -> Iterator[Candidate | Refusal | FoundCrossover]:
+    t = terms.t
+    where = _where(t, region)
+    for rule, reason in s.refused:
+        yield Refusal(rule, reason, where)
+    yield from map(FoundCrossover, s.crossovers)
+    if not s.changed:
+        if s.declined:
+            yield Refusal("rewrite", s.declined, where)
+        return
+    names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))
+    if _may_overflow(context, t, region, names):
+        reason = "float16 may overflow: numerics='finite' permits it"
+        yield Refusal("rewrite", reason, where)
+        return
+    properties = {r.name: r.property for r in context.rules.rules}
+    yield Candidate(
+        "rewrite",
+        _part(context, t, region, s),
+        where,
+        rules=tuple((n, properties.get(n, "")) for n in names),
+        before=s.before,
+        after=s.after,
+        key=s.digest,
+        group=s.digest,
+        share=not terms.known,
+    )
+
+
+def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPart:
+    """The classes of a region that its solution computes another way."""
+    numbered = {n: c for c, n in region.local.items()}
+    origin: dict[int, Ref] = {}
+    for number, ref in s.to.items():
+        ref = s.g.find(ref)
+        program = numbered[number]
+        widths = (len(set(ref.axes)), len(s.g.classes[ref.cls].sizes))
+        if widths == (len(t.graph.classes[program].sizes),) * 2:
+            origin.setdefault(ref.cls, Ref(program, ref.axes))
+    form = RegionForm(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
+    changed = set(s.changed)
+    inner: set[int] = set()  # changed classes that are no value, only a step within an equation
+    forms: dict[int, tuple[RegionForm, Ref]] = {}
+    for number, ref in s.to.items():
+        ref, c = s.g.find(ref), numbered[number]
+        reads_inner = any(a.cls in inner for a in node_of(t.graph, c).args)
+        if (ref.cls in changed or reads_inner) and c not in region.leaves:
+            forms[c] = (form, ref)
+            if c not in t.made_by:
+                inner.add(c)
+    return TermPart(t, forms=forms, across=context.device.slow_across)
+
+
+def _may_overflow(context: Context, t: TermGraph, region: Region, names: Iterable[str]) -> bool:
+    """True if float16, which ends at 65504, is summed or multiplied in another order."""
+    if context.options.numerics.permits("finite"):
+        return False
+    if not any(t.graph.classes[c].dtype == "float16" for c in region.classes):
+        return False
+    return any(r.property in REORDERING for r in context.rules.rules if r.name in names)
+
+
+def _where(t: TermGraph, region: Region) -> str:
+    made = (t.where(c) for c in (*reversed(region.roots), *reversed(region.classes)))
+    return next(filter(None, made), "<unknown>")
+
+
+def _scope(t: TermGraph, region: Region) -> JaxprEqn | None:
+    for c in (*reversed(region.roots), *reversed(region.classes)):
+        if c in t.made_by:
+            return t.program.equations[t.made_by[c][0]].eqn
+    return None
+
+
+def storage(t: TermGraph, cls: int) -> str:
+    """The dtype that the weights behind an elementwise chain are stored in."""
+    node = node_of(t.graph, cls)
+    while node.op in ("map", "add") and len(node.args) == 1:
+        cls = node.args[0].cls
+        node = node_of(t.graph, cls)
+    return t.graph.classes[cls].dtype
