@@ -19,7 +19,7 @@ from symjax_rewrite.ir.replacement import Part
 from symjax_rewrite.ir.sizes import Assumptions, value
 from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.options import Options
 
 
@@ -143,7 +143,8 @@ class Context:
 
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
     optimise: optimises another program under the same options. kept: what one optimiser keeps from
-    program to program, by the pass that keeps it.
+    program to program, by the pass that keeps it. loops: equations of this program that were looked
+    at as loops.
     """
 
     options: Options
@@ -155,6 +156,7 @@ class Context:
     started: float
     optimise: Callable[[ClosedJaxpr], Any]
     kept: dict[str, Any]
+    loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:

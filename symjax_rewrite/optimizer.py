@@ -209,13 +209,14 @@ class _Run:
         self.context, self.result = context, Result(closed)
         self.program = self.first = _flat(closed)
         self.stops: set[str] = set()
+        self.seen: dict[str, Program] = {}  # by pass, the program that it left
 
     def through(self, passes: Sequence[Pass]) -> Result:
         """Run the passes."""
         result = self.result
         for each in passes:
             self._run(each)
-            if each.name == LOOPS:
+            if each.name == LOOPS and result.base is None:
                 result.base = self.program
         if self.program is not self.first:
             result.program = self.program
@@ -223,6 +224,9 @@ class _Run:
         return result
 
     def _run(self, each: Pass) -> None:
+        if self.seen.get(each.name) is self.program:
+            return
+        again = each.name in self.seen
         found = [*each.candidates(self.program, self.context)]
         proposed = [f for f in found if isinstance(f, Candidate)]
         taken: list[Candidate] = []
@@ -232,9 +236,15 @@ class _Run:
             found += refused
             if taken and each.name == TREES:
                 self.program = _flat(emission.staged(self.program))
+        self.seen[each.name] = self.program
         for f in found:
-            if not isinstance(f, Candidate) or f in taken:
+            if f in taken if isinstance(f, Candidate) else not (again and self._is_known(f)):
                 self._note(f)
+
+    def _is_known(self, f: Found) -> bool:
+        """True for a refusal that the first run of a pass gave."""
+        known = {(use.name, use.reason) for use in self.result.routes if not use.taken}
+        return isinstance(f, Refusal) and (f.name, f.reason) in known
 
     def _note(self, f: Found) -> None:
         match f:

@@ -1,6 +1,7 @@
 """The passes, in the order they run: the table of contents of the optimiser.
 
-A pass sees the program as the passes before it left it. To add one, write a class with `name` and
+A pass sees the program as the passes before it left it, and runs again where it stands again only
+if the program has changed since. To add one, write a class with `name` and
 `candidates(program, context)` (`candidates.Pass`) and put it here, or into a `RulePack` to try it.
 """
 
@@ -36,8 +37,11 @@ PASSES: tuple[Pass, ...] = (
     PartialSorts(),  # the ends of sorted rows → selection
     FrozenWeights(),  # a norm's scale and shift → into frozen weights
     Algebra(),  # a region of terms → the cheapest equal terms
+    Folds(),  # again, where the rules left reductions over pairs
+    Norms(),  # again, likewise
     BandedProducts(),  # a product with a banded matrix → blocks
     RepeatedProducts(),  # a product for every copy of an operand → one product
     Bodies(),  # bodies of loops and branches → optimised programs
+    ImprovedLoops(_kernel),  # again, where a body was rewritten
     CommonProducts(),  # a product written twice → one product
 )

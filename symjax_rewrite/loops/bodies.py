@@ -45,6 +45,7 @@ class Bodies:
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """The equations with a body that has a cheaper form."""
+        context.loops.update((id(e.eqn), e.eqn) for e in program.equations)
         for e in program.equations:
             eqn, bodies = e.eqn, []
             for spot in jax_internals.optimisable_bodies(e.eqn):

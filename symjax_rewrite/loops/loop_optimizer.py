@@ -8,8 +8,9 @@ both tried, and priced whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from jax import lax
@@ -167,7 +168,9 @@ class ImprovedLoops:
 
         passes = context.rules.passes
         device, reorders = context.device, context.reorders()
-        yield from _found(improve_loops(program, device, reorders, passes, optimise, route))
+        known = context.loops
+        loops = improve_loops(program, device, reorders, passes, optimise, route, known)
+        yield from _found(loops)
         if differentiated:
             yield DifferentiatedKernel()
 
@@ -193,6 +196,7 @@ def improve_loops(
     passes: Sequence[str],
     optimise: OptimiseBody,
     route: RouteLoop | None,
+    known: Mapping[int, JaxprEqn] = MappingProxyType({}),
 ) -> Loops:
     """Find the loops of a program that have a cheaper form.
 
@@ -203,10 +207,15 @@ def improve_loops(
         passes: what may be done, of `rule.PASSES`.
         optimise: gives the optimised form of a body, or None where it stays.
         route: gives a kernel for a loop, or None, and why.
+        known: equations, by id, that were looked at: where there are any, only loops besides them
+            are looked at, and no trees.
     """
     found = Loops()
     around = Surroundings(program)
     fuses = FUSION in passes
+    if known:
+        _improve_each(program, around, device, reorders, passes, optimise, route, set(known), found)
+        return found
     for prefix in find_prefixes(program) if fuses else ():
         _take_tree(prefix, around, device, reorders, route, found)
     for unrolled in find_unrolled(around) if reorders else ():
@@ -215,8 +224,25 @@ def improve_loops(
     for pair in find_pairs(around, device, reorders) if RECOMPUTATION in passes else ():
         found.changes += _in_blocks(program, pair)
         paired |= {id(pair.there.eqn), id(pair.back.eqn)}
+    _improve_each(program, around, device, reorders, passes, optimise, route, paired, found)
+    return found
+
+
+def _improve_each(
+    program: Program,
+    around: Surroundings,
+    device: Device,
+    reorders: bool,
+    passes: Sequence[str],
+    optimise: OptimiseBody,
+    route: RouteLoop | None,
+    besides: set[int],
+    found: Loops,
+) -> None:
+    """Improve the loops of a program, each by itself, but those `besides`."""
+    fuses = FUSION in passes
     for e in program.equations:
-        loop = None if id(e.eqn) in paired else _plain(e)
+        loop = None if id(e.eqn) in besides else _plain(e)
         if loop is None:
             continue
         fused = 0.0
@@ -243,7 +269,6 @@ def improve_loops(
             if motion.any and reorders and route is not None and _composes(loop):
                 change = _then_kernel(program, change, route, found)
             found.changes.append(change)
-    return found
 
 
 def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
