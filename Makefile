@@ -50,7 +50,8 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	@set -e; for script in experiments/*/run.py; do \
 	  more=; case $$script in */linear_algebra/*) \
-	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; esac; \
+	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
+	  */minilm/*) more=--write;; esac; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
 
 format: $(VENV)/.dev

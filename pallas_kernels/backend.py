@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
+from jax.experimental import pallas as pl
 
 from symjax_rewrite.errors import KernelError, UsageError
 
@@ -114,6 +115,22 @@ def check_operands(
     given = [(tuple(x.shape), str(x.dtype)) for x in operands]
     if list(wanted) != given:
         raise KernelError(f"the operands do not fit the {what}", expected=list(wanted), got=given)
+
+
+def cost_estimate(
+    flops: int | None, operands: Sequence[Any], results: Sequence[Any]
+) -> pl.CostEstimate | None:
+    """Return what a kernel costs, for reports: its FLOPs, and the bytes of its arrays, each once.
+
+    Args:
+        flops: of products and weighted sums, 2mnk; None where data decide.
+        operands: arrays that it reads.
+        results: arrays or avals that it writes.
+    """
+    if flops is None:
+        return None
+    moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
+    return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
 def checker(what: str) -> Callable[[bool, str, object], None]:

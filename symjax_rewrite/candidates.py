@@ -35,7 +35,7 @@ class Candidate:
     whole program's time. hidden: values that must not be needed any more. dear: values inside that
     cost more to make again for a gradient than to keep. count: places that it stands for.
     repeated_s: seconds of work repeated for copies of an operand, which no term counts. bodies:
-    results of the bodies of loops and branches in it.
+    results of the bodies of loops and branches in it, and how often each runs.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Candidate:
     dear: frozenset[int] = frozenset()
     count: int = 1
     repeated_s: float = 0.0
-    bodies: tuple[Any, ...] = ()
+    bodies: tuple[tuple[Any, int], ...] = ()
 
     @property
     def saved_s(self) -> float:
@@ -144,7 +144,7 @@ class Context:
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
     optimise: optimises another program under the same options. kept: what one optimiser keeps from
     program to program, by the pass that keeps it. loops: equations of this program that were looked
-    at as loops.
+    at as loops. sample: the sizes that names were priced at.
     """
 
     options: Options
@@ -157,6 +157,7 @@ class Context:
     optimise: Callable[[ClosedJaxpr], Any]
     kept: dict[str, Any]
     loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
+    sample: dict[str, int] = field(default_factory=dict)
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:
@@ -188,7 +189,7 @@ class Context:
         known = _frozen_classes(t, need, self.frozen)
         need.known = frozenset(known)
         samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
-        sample = samples[0]
+        sample = self.sample = samples[0]
         return Terms(t, need, known, samples, CostModel(self.device, lambda d: value(d, sample)))
 
 

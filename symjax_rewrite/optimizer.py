@@ -100,14 +100,15 @@ class Result:
                 use.where.append(c.where)
         self.dear |= c.dear
         self.repeated_s += c.repeated_s
-        for body in c.bodies:
-            self.absorb(body)
+        for body, times in c.bodies:
+            self.absorb(body, times)
 
-    def absorb(self, body: Result) -> None:
+    def absorb(self, body: Result, times: int) -> None:
         """Take over the record of a body that was rewritten."""
         self.routes.extend(body.routes)
         self.crossovers.extend(body.crossovers)
         self.keys.extend(body.keys)
+        self.repeated_s += times * body.repeated_s
         for name, use in body.rules.items():
             mine = self.rules.setdefault(name, RuleUse(name, use.property, 0))
             mine.where.extend(w for w in use.where if w not in mine.where)
@@ -220,6 +221,7 @@ class _Run:
                 result.base = self.program
         if self.program is not self.first:
             result.program = self.program
+        result.sample = self.context.sample
         result.stop = ", ".join(sorted(self.stops)) or "nothing to do"
         return result
 

@@ -1,7 +1,9 @@
 """The experiments: scripts run, hand-written forms are equal, the model is the published one."""
 
 import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,38 @@ def test_script_runs(name: str) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     assert run.stdout.strip()
     assert before == {path: path.read_bytes() for path in (EXPERIMENTS / name).glob("*.*")}
+
+
+def test_demo_writes_when_asked(tmp_path: Path) -> None:
+    for name in ("harness.py", "minilm"):
+        source = EXPERIMENTS / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    folder = tmp_path / "minilm"
+    (folder / "results.json").unlink(missing_ok=True)
+    script = [sys.executable, str(folder / "run.py"), "--quick"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    subprocess.run(script, check=True, capture_output=True, env=environment, timeout=600)
+    assert (folder / "README.md").read_text(encoding="utf-8") == readme
+    assert not (folder / "results.json").exists()
+    subprocess.run([*script, "--write"], check=True, capture_output=True, env=environment)
+    assert "optimiser time" in (folder / "README.md").read_text(encoding="utf-8")
+    assert (folder / "results.json").exists()
+
+
+def test_make_demo_writes_nothing_and_make_bench_does() -> None:
+    recipes = (ROOT / "Makefile").read_text(encoding="utf-8").split("\n\n")
+    demo, bench = (next(r for r in recipes if r.startswith(f"{n}:")) for n in ("demo", "bench"))
+    assert "--write" not in demo
+    assert "*/minilm/*) more=--write" in bench
+
+
+def test_committed_table_of_the_demo_is_no_empty_one() -> None:
+    text = (EXPERIMENTS / "minilm" / "README.md").read_text(encoding="utf-8")
+    table = text.split("<!-- table -->")[1].split("<!-- /table -->")[0]
+    record = json.loads((EXPERIMENTS / "minilm" / "results.json").read_text(encoding="utf-8"))
+    for one in record["results"]["speed"].values():
+        assert one["before"] in table and one["after"] in table
 
 
 @pytest.mark.parametrize("row", [r for r in programs.ALL if r.hand], ids=lambda row: row.name)

@@ -12,7 +12,7 @@ from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api import report_builder
+from symjax_rewrite.api import program_cost
 from symjax_rewrite.ir.sizes import value
 from tests.programs import Pair, Tagged
 
@@ -347,7 +347,9 @@ def test_what_closes_over_traced_values(over):
 
 
 def flops_of(f, *args):
-    return value(report_builder.flops(jax.make_jaxpr(f)(*args)), {})
+    found = program_cost.flops(jax.make_jaxpr(f)(*args))
+    assert found is not None
+    return value(found, {})
 
 
 @pytest.mark.parametrize("name", CLOSURES)

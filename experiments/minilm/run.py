@@ -1,6 +1,7 @@
 """The main job: a sentence encoder with low-rank adapters, before and after `sym_optimize`.
 
 python experiments/minilm/run.py            # everything, under a minute on two cores
+python experiments/minilm/run.py --write    # and the results, beside this script
 python experiments/minilm/run.py --quick    # two layers, few rounds: a smoke test
 """
 
@@ -41,7 +42,9 @@ TOKENS = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two layers, few rounds")
-    quick = parser.parse_args().quick
+    parser.add_argument("--write", action="store_true", help="write README.md and results.json")
+    options = parser.parse_args()
+    quick = options.quick
     encoder = weights.load()
     params, adapters = encoder.params, weights.lora_adapters(encoder.params)
     if quick:
@@ -55,14 +58,17 @@ def main() -> None:
     print(f"Input: {len(SENTENCES)} sentences of up to {TOKENS} tokens.\n")
 
     plain, rewritten = jax.jit(model.encode), sym_optimize(model.encode)
-    difference = compare_meaning(plain(*arguments), rewritten(*arguments))
+    phase("compiling both programs, then running them in turn")
+    speed = tell_speed(plain, rewritten, arguments, rounds=3 if quick else 11)
+    phase("reading off what both programs need")
     reports = {title: rewritten.explain(*call) for title, call in calls_of(arguments).items()}
+    resources = tell_resources(reports)
+    difference = compare_meaning(plain(*arguments), rewritten(*arguments))
     for title, report in reports.items():
         tell_rules(title, report)
-    resources = tell_resources(reports)
+    phase("timing the optimiser against XLA's compiler")
     build = tell_build(arguments, rounds=1 if quick else 3)
-    speed = tell_speed(plain, rewritten, arguments, rounds=3 if quick else 11)
-    if not quick:
+    if options.write:
         rules = {
             title: {rule.name: rule.count for rule in report.rules}
             for title, report in reports.items()
@@ -106,18 +112,22 @@ def unique(where: Any) -> list[str]:
 
 
 def tell_resources(reports: dict[str, Any]) -> dict[str, list[str]]:
-    heading("Resources, from the program alone")
+    heading("Gained: resources, from the program alone")
     units = {"flops": "FLOP", "bytes": "B", "largest_intermediate": "B"}
     rows = {}
     print(f"{'':<40}{'before':>14}{'after':>14}")
     for title, report in reports.items():
         for name, unit in units.items():
             sides = (report.before, report.after)
-            cells = [harness.quantity(float(getattr(side, name)), unit) for side in sides]
+            cells = [price(getattr(side, name), unit) for side in sides]
             label = f"{title}, {name.replace('_', ' ')}"
             print(f"{label:<40}{cells[0]:>14}{cells[1]:>14}")
             rows[label] = cells
     return rows
+
+
+def price(value: Any, unit: str) -> str:
+    return "not priced" if value is None else harness.quantity(float(value), unit)
 
 
 def tell_build(arguments: tuple, rounds: int) -> harness.BuildTime:
@@ -131,7 +141,7 @@ def tell_build(arguments: tuple, rounds: int) -> harness.BuildTime:
 
 
 def tell_speed(plain: Any, rewritten: Any, arguments: tuple, rounds: int) -> dict[str, Any]:
-    heading("Time per call, measured in turn (median, quartiles of the ratio)")
+    heading("Gained: time per call, measured in turn (median, quartiles of the ratio)")
     speed = {}
     for title, call in calls_of(arguments).items():
         samples = harness.interleave(
@@ -166,6 +176,11 @@ def save(
     record = {"weights": origin, "largest_similarity_difference": difference, "rules": rules}
     record |= {"resources": resources, "build": build, "speed": speed}
     harness.write_json(HERE / "results.json", record)
+
+
+def phase(text: str) -> None:
+    """Say on the terminal what takes its time now."""
+    print(f"… {text}", file=sys.stderr, flush=True)
 
 
 def heading(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Folds as one Pallas-Triton kernel (may import the spec, `fold_tile` and `fold_blocks`).
+"""Folds as one Pallas-Triton kernel (may import the spec, `fold_tile`, `fold_blocks`, `fold_cost`).
 
 One program holds one block of rows of one batch element and walks over the blocks of columns that
 matter to it, so shared operands (grouped queries) are read where they lie. Sizes that are no
@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.pallas_kernels.backend import Support, first_reason
+from symjax_rewrite.pallas_kernels.backend import Support, cost_estimate, first_reason
+from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.layout import (
     Result,
     feature_order,
@@ -179,16 +180,20 @@ def fold_triton(
         for pair in zip(result_axes(inside), flat_shapes(inside), strict=True)
     ]
     kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
+    given = [x.astype(loadable(x.dtype)) for _, x in merged]
+    out_shape = [r.stored(inside, blocks.splits) for r in results]
+    work = fold_cost.visited_flops(spec, blocks.rows, blocks.cols, kernel.grid[2])
     out = pl.pallas_call(
         kernel.run,
         grid=kernel.grid,
         in_specs=[kernel.operand_spec(k) for k in range(len(operands))],
         out_specs=[kernel.result_spec(r) for r in results],
-        out_shape=[r.stored(inside, blocks.splits) for r in results],
+        out_shape=out_shape,
+        cost_estimate=cost_estimate(work, given, out_shape),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="fold",
-    )(*[x.astype(loadable(x.dtype)) for _, x in merged])
+    )(*given)
     parts = [
         [r.restored(inside, x[s]) for r, x in zip(results, out, strict=True)]
         for s in range(blocks.splits)

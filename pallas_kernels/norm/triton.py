@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.pallas_kernels.backend import YES, Support, first_reason
+from symjax_rewrite.pallas_kernels.backend import YES, Support, cost_estimate, first_reason
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Sums
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 from symjax_rewrite.pallas_kernels.norm.xla import scale_weight
@@ -135,6 +135,7 @@ def group_triton(
                 pl.when(kernel.is_here(j))(start)
 
     shared = len(group.first.pairs)
+    out_shape = [jax.ShapeDtypeStruct((s.rows, s.outputs), s.dtype) for s in group.members]
     in_specs = kernels[0].operand_specs()[:shared]
     in_specs += [block for kernel in kernels for block in kernel.operand_specs()[shared:]]
     return tuple(
@@ -143,7 +144,8 @@ def group_triton(
             grid=(pl.cdiv(group.first.rows, cut.rows), first),
             in_specs=in_specs,
             out_specs=[kernel.result_spec() for kernel in kernels],
-            out_shape=[jax.ShapeDtypeStruct((s.rows, s.outputs), s.dtype) for s in group.members],
+            out_shape=out_shape,
+            cost_estimate=cost_estimate(sum(s.flops for s in group.members), operands, out_shape),
             compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
             interpret=interpret,
             name="norm_linear",

@@ -145,6 +145,12 @@ def flops(spec: ScanSpec) -> int:
     return 2 * elements * (1 + sum(bool(r.over) for r in spec.readouts))
 
 
+def sums_flops(spec: ScanSpec) -> int:
+    """FLOPs of the readouts that are sums over a state's axes, 2mnk."""
+    sums = sum(bool(r.over) for r in spec.readouts)
+    return 2 * spec.length * math.prod(spec.state_shape) * sums
+
+
 def bytes_moved(spec: ScanSpec) -> int:
     """Bytes of all operands and results, each once."""
     read = sum(

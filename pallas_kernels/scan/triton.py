@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from symjax_rewrite.pallas_kernels.backend import Support, first_reason
+from symjax_rewrite.pallas_kernels.backend import Support, cost_estimate, first_reason
 from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
+from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,
@@ -100,16 +101,19 @@ def scan_triton(
             in_specs=reads,
             out_specs=[block, block],
             out_shape=[one, one],
+            cost_estimate=cost_estimate(0, operands, [one, one]),
             name="scan_maps",
             **options,
         )(*operands)
         reads = [*reads, block, block]
     axes = [readout_axes(spec, r) for r in spec.readouts] + [spec.state] * spec.last
+    written = [jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)]
     results = pl.pallas_call(
         lambda *refs: Body.of(sweep).run(*refs),
         in_specs=reads,
         out_specs=[sweep.block(a) for a in axes],
-        out_shape=[jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)],
+        out_shape=written,
+        cost_estimate=cost_estimate(scan_cost.sums_flops(spec), [*operands, *maps], written),
         name="scan",
         **options,
     )(*operands, *maps)

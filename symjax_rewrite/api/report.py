@@ -13,18 +13,19 @@ from symjax_rewrite.usage_records import RouteUse, RuleUse
 
 @dataclass(slots=True)
 class Side:
-    """One form of the program and what the model says it costs.
+    """One form of the program and what the model says it costs; None where it has no price.
 
-    flops: of contractions, 2mnk. bytes: read and written. seconds: by the device model.
-    peak_bytes: of values alive at once. largest_intermediate: bytes of the largest value made.
+    flops: of contractions, 2mnk. bytes: read and written by all kernels. seconds: by the device
+    model. peak_bytes: of values alive at once. largest_intermediate: bytes of the largest value
+    made. Loops count as often as they run: where data decide how often, there is no price.
     """
 
     jaxpr: ClosedJaxpr
     flops: Any
     bytes: Any
-    seconds: float
-    peak_bytes: float
-    largest_intermediate: float
+    seconds: float | None
+    peak_bytes: float | None
+    largest_intermediate: float | None
 
 
 @dataclass(slots=True, repr=False)
@@ -34,7 +35,7 @@ class Report:
     before, after: the program as written and as emitted. rules: what was used. routes: what was
     considered. stop: what ended saturation. time_s: seconds the optimiser took. plan: what to
     pass as `plan=` to get the same program again. crossovers: where, for symbolic sizes, neither
-    form is always cheaper.
+    form is always cheaper. sample: the numbers at which named sizes were priced in seconds.
     """
 
     before: Side
@@ -45,6 +46,7 @@ class Report:
     time_s: float
     plan: dict[str, Any]
     crossovers: list[str] = field(default_factory=list)
+    sample: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -63,9 +65,9 @@ class Report:
         for name, unit in (("flops", ""), ("bytes", "B"), ("largest_intermediate", "B")):
             b, a = getattr(self.before, name), getattr(self.after, name)
             lines.append(_row(name, _number(b, unit), _number(a, unit), _ratio(b, a)))
-        if self.before.seconds:
-            b, a = self.before.seconds, self.after.seconds
-            lines.append(_row("model time", f"{b * 1e6:.1f} us", f"{a * 1e6:.1f} us", _ratio(b, a)))
+        b, a = self.before.seconds, self.after.seconds
+        at = ", ".join(f"{name} = {size}" for name, size in self.sample.items())
+        lines.append(_row("model time", _time(b), _time(a), _ratio(b, a)) + (at and f"  at {at}"))
         lines += [f"crossover: {c}" for c in self.crossovers]
         skipped = [r for r in self.routes if not r.taken]
         if skipped:
@@ -82,10 +84,10 @@ class Report:
         return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
-        """The report as JSON (jaxprs as text, symbolic sizes as text)."""
+        """The report as JSON (jaxprs and symbolic sizes as text; null where there is no price)."""
         sides = {
             name: {
-                k: (str(v) if k == "jaxpr" or not isinstance(v, (int, float)) else v)
+                k: (v if k != "jaxpr" and isinstance(v, (int, float, type(None))) else str(v))
                 for k, v in ((s, getattr(side, s)) for s in Side.__slots__)
             }
             for name, side in (("before", self.before), ("after", self.after))
@@ -98,6 +100,7 @@ class Report:
             "time_s": self.time_s,
             "plan": self.plan,
             "crossovers": self.crossovers,
+            "sample": self.sample,
         }
         return json.dumps(body, indent=1)
 
@@ -117,7 +120,16 @@ def _row(*cells: str) -> str:
     return "  " + cells[0].ljust(22) + "".join(c.rjust(24) for c in cells[1:])
 
 
+NOT_PRICED = "not priced"
+
+
+def _time(seconds: float | None) -> str:
+    return NOT_PRICED if seconds is None else f"{seconds * 1e6:.1f} us"
+
+
 def _number(value: Any, unit: str) -> str:
+    if value is None:
+        return NOT_PRICED
     if not isinstance(value, (int, float)):
         return str(value)
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -127,6 +139,6 @@ def _number(value: Any, unit: str) -> str:
 
 
 def _ratio(before: Any, after: Any) -> str:
-    if isinstance(before, (int, float)) and isinstance(after, (int, float)) and after:
+    if isinstance(before, (int, float)) and isinstance(after, (int, float)) and before and after:
         return f"{before / after:.2f}x"
     return ""

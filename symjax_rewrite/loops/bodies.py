@@ -56,6 +56,6 @@ class Bodies:
                 replaced = spot.replace(eqn, made)
                 if replaced is not None:
                     eqn = replaced
-                    bodies.append(body)
+                    bodies.append((body, spot.times))
             if bodies:
                 yield Candidate("body", ReplacedEquation(e, eqn), bodies=tuple(bodies))

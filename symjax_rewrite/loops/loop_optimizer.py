@@ -334,7 +334,7 @@ def differentiated_trees(program: Program, device: Device, reorders: bool) -> Lo
         loops = f"a differentiated tree of {length} steps"
         reason = f"{loops} runs as loops: predicted {loop_s:.1e} s for {tree_s:.1e} s"
         if not taken:
-            reason = f"{loops} is not slower than loops"
+            reason = f"{loops} is predicted to be no slower than loops"
         if not reorders:
             reason = "as loops it would round in another order"
         found.routes.append((taken, reason, eqn))
@@ -489,7 +489,9 @@ def _take_tree(
         loop = clean(loop)
         if device.name != "cpu":
             if not _take_kernel(eqn, loop, route, found):
-                found.routes.append((False, "a tree is faster than a loop here", eqn))
+                found.routes.append(
+                    (False, "a tree is predicted to be faster than a loop here", eqn)
+                )
             return
         tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
@@ -502,7 +504,7 @@ def _take_tree(
             reason = f"a tree of {prefix.length} steps runs as a loop: predicted {loop_s:.1e} s "
             found.routes.append((True, f"{reason}for {tree_s:.1e} s", eqn))
             return
-        reason = f"the tree is not slower than a loop of {prefix.length} steps"
+        reason = f"the tree is predicted to be no slower than a loop of {prefix.length} steps"
     found.routes.append((False, reason, eqn))
 
 

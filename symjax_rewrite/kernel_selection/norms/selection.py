@@ -120,7 +120,7 @@ class _Selection:
         if any(c in need.outside for c in members[0].opened):
             return [], "the normalised value is itself a result"
         if self.kernels == "auto" and self.device.name == "cpu":
-            return [], "on a CPU XLA's own passes are as good: the kernel gains on GPUs"
+            return [], "on a CPU XLA's own passes are as good: the kernel is for GPUs"
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
             part = _Builder(t, served, exit_, need.known).part()

@@ -1,0 +1,254 @@
+"""No report says a number that a count of what really runs contradicts."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+from jax.experimental import pallas as pl
+
+from symjax_rewrite import Budget, jax_internals, sym_optimize
+
+NOT_PRICED = "not priced"
+ROWS, WIDTH = 1024, 16
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+def causal_attention(q, k, v):
+    scores = q @ k.T
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape, bool)), scores, -jnp.inf)
+    return jax.nn.softmax(scores) @ v
+
+
+def nearest(x, y):
+    distances = jnp.sum(x * x, -1)[:, None] - 2 * x @ y.T + jnp.sum(y * y, -1)
+    return lax.top_k(-distances, 4)
+
+
+def recurrence(a, x):
+    def step(h, given):
+        h = given[0] * h + given[1]
+        return h, h
+
+    return lax.scan(step, jnp.zeros(x.shape[1:]), (a, x))[1]
+
+
+def norm(x, gain, w):
+    scale = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return (x * scale * gain) @ w
+
+
+PROGRAMS = {
+    "attention": (attention, [(ROWS, WIDTH)] * 3),
+    "causal attention": (causal_attention, [(ROWS, WIDTH)] * 3),
+    "nearest neighbours": (nearest, [(ROWS, WIDTH)] * 2),
+    "scan": (recurrence, [(ROWS, WIDTH)] * 2),
+    "norm": (norm, [(ROWS, 64), (64,), (64, 128)]),
+}
+
+
+def run_and_count(closed, *args):
+    """The results of a program run loop by loop, and the FLOPs of the products that ran."""
+    names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
+    env = dict(zip(names, (*closed.consts, *args), strict=True))
+    total = 0
+    for eqn in closed.jaxpr.eqns:
+        given = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
+        made, count = _run_equation(eqn, given)
+        total += count
+        env.update(zip(eqn.outvars, made, strict=True))
+    outs = [v.val if jax_internals.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+    return outs, total
+
+
+def _run_equation(eqn, given):
+    name, p = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return _run_scan(eqn, given)
+    if name == "while":
+        return _run_while(p, given)
+    if name == "cond" and p.get("branches_platforms"):
+        return run_and_count(p["branches"][-1], *given[1:])
+    if name == "cond":
+        return run_and_count(p["branches"][int(given[0])], *given[1:])
+    if name in ("jit", "pjit", "custom_jvp_call", "custom_vjp_call"):
+        return run_and_count(p.get("jaxpr") or p["call_jaxpr"], *given)
+    if name == "platform_index":
+        return [np.int32(0)], 0
+    count = 0
+    if name == "dot_general":
+        (contracted, _), _ = p["dimension_numbers"]
+        sizes = [eqn.invars[0].aval.shape[i] for i in contracted]
+        count = 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(sizes)
+    return jax_internals.eval_equation(eqn, given), count
+
+
+def _run_scan(eqn, given):
+    p = eqn.params
+    n, m = jax_internals.scan_counts(eqn)
+    consts, carry, xs = given[:n], given[n : n + m], given[n + m :]
+    steps, total = range(p["length"]), 0
+    rows = []
+    for i in reversed(steps) if p["reverse"] else steps:
+        outs, count = run_and_count(p["jaxpr"], *consts, *carry, *(x[i] for x in xs))
+        carry, total = outs[:m], total + count
+        rows.append(outs[m:])
+    rows = rows[::-1] if p["reverse"] else rows
+    return [*carry, *(jnp.stack(y) for y in zip(*rows, strict=True))], total
+
+
+def _run_while(p, given):
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    condition, body, carry, total = given[:n], given[n : n + m], given[n + m :], 0
+    while run_and_count(p["cond_jaxpr"], *condition, *carry)[0][0]:
+        carry, count = run_and_count(p["body_jaxpr"], *body, *carry)
+        total += count
+    return carry, total
+
+
+def ends_bytes(closed):
+    """Bytes of all inputs and outputs: what any form of the program moves at least."""
+    avals = [v.aval for v in (*closed.jaxpr.invars, *closed.jaxpr.outvars)]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
+
+
+def spec_list(shapes):
+    return [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+
+
+def assert_text_agrees(report):
+    """Ratios stand where both numbers do, and are theirs."""
+    rows = {line.split()[0]: line for line in str(report).splitlines() if line.strip()}
+    fields = {"flops": "flops", "bytes": "bytes", "model": "seconds"}
+    for label, name in fields.items():
+        before, after = (getattr(side, name) for side in (report.before, report.after))
+        assert (NOT_PRICED in rows[label]) == (None in (before, after))
+        if None in (before, after) or not before or not after:
+            assert "x" not in rows[label]
+        else:
+            assert rows[label].endswith(f"{before / after:.2f}x")
+    saved = json.loads(report.to_json())
+    for side in ("before", "after"):
+        for name in ("flops", "bytes", "seconds", "peak_bytes"):
+            assert saved[side][name] == getattr(getattr(report, side), name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("kernels", ["auto", "always"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_number_contradicts_a_count(name, kernels, device):
+    fun, shapes = PROGRAMS[name]
+    report = sym_optimize(fun, kernels=kernels, device=device).explain(*spec_list(shapes))
+    assert_text_agrees(report)
+    draw = np.random.default_rng(0)
+    args = [draw.normal(size=s).astype(np.float32) for s in shapes]
+    for side in (report.before, report.after):
+        assert side.bytes is None or side.bytes >= ends_bytes(side.jaxpr)
+        if device == "cpu" or not jax_internals.has_primitive(side.jaxpr, "pallas_call"):
+            _, count = run_and_count(side.jaxpr, *args)
+            assert side.flops in (None, count)
+    assert report.before.flops is not None and report.before.bytes is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("attention", 1, 1), ("causal attention", 0.5, 0.7)]
+)
+def test_flops_of_a_kernel_are_those_of_the_blocks_it_visits(name, least, most):
+    fun, shapes = PROGRAMS[name]
+    report = sym_optimize(fun, kernels="always", device="h200").explain(*spec_list(shapes))
+    whole = 2 * ROWS * ROWS * 2 * WIDTH
+    assert least * whole <= report.after.flops <= most * whole
+    assert report.after.bytes < report.before.bytes
+    assert report.after.seconds is None
+
+
+@pytest.mark.parametrize(("dtype", "shapes"), [("bfloat16", [(64, 512), (512,), (512, 512)])])
+def test_kernel_of_a_norm_is_priced(dtype, shapes):
+    specs = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes]
+    report = sym_optimize(norm, kernels="always", device="h200").explain(*specs)
+    assert jax_internals.has_primitive(report.after.jaxpr, "pallas_call")
+    assert report.after.flops >= 2 * 64 * 512 * 512
+    assert report.after.bytes >= ends_bytes(report.after.jaxpr)
+
+
+def decided_by_data(x, w):
+    return lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: x @ w, x)
+
+
+def counted(x, w):
+    state = lax.while_loop(lambda s: s[0] < 7, lambda s: (s[0] + 1, s[1] @ w), (0, x))
+    return state[1]
+
+
+def scanned(x, w):
+    return lax.scan(lambda x, _: (x @ w, None), x, None, length=7)[0]
+
+
+def custom_kernel(x, w):
+    return pl.pallas_call(lambda a, o: None, out_shape=jax.typeof(x))(x) @ w
+
+
+def scattered(x, w):
+    return x.at[jnp.array([1, 1])].add(1.0) @ w
+
+
+def factored(x, w):
+    return jnp.linalg.cholesky(w) @ x
+
+
+ONE = 2 * 8**3
+PRICED = {
+    "trips that data decide": (decided_by_data, None, False),
+    "trips counted to a constant": (counted, 7 * ONE, True),
+    "trips of a scan": (scanned, 7 * ONE, True),
+    "a kernel without an estimate": (custom_kernel, None, False),
+    "a scatter": (scattered, ONE, True),
+    "a factorisation": (factored, None, False),
+}
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_numbers_are_given_where_they_are_known(name):
+    fun, flops, has_bytes = PRICED[name]
+    report = sym_optimize(fun).explain(*spec_list([(8, 8), (8, 8)]))
+    assert report.before.flops == flops
+    assert (report.before.bytes is not None) == has_bytes
+    assert report.before.bytes is None or report.before.bytes >= ends_bytes(report.before.jaxpr)
+    assert_text_agrees(report)
+
+
+def test_loop_is_priced_as_often_as_it_runs():
+    def before(n):
+        def f(x, w):
+            return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=n)[0]
+
+        return sym_optimize(f).explain(*spec_list([(8, 8)] * 2)).before
+
+    once, often = before(5), before(50)
+    assert often.flops == 10 * once.flops
+    assert often.bytes == pytest.approx(10 * once.bytes, rel=0.01)
+    assert often.seconds == pytest.approx(10 * once.seconds, rel=0.01)
+
+
+def test_program_that_was_not_read_has_no_price():
+    specs = spec_list([(8, 8), (8, 8)])
+    report = sym_optimize(lambda x, w: jnp.tanh(x @ w), budget=Budget(equations=1)).explain(*specs)
+    assert report.before.flops == ONE
+    assert report.before.bytes is None
+    assert_text_agrees(report)
+
+
+def test_model_time_of_named_sizes_says_at_which():
+    n, d = export.symbolic_shape("n, d")
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, d), (d, d))]
+    report = sym_optimize(lambda x, w: jnp.tanh(x @ w)).explain(*specs)
+    (line,) = (x for x in str(report).splitlines() if "model time" in x)
+    assert all(f"{name} = {size}" in line for name, size in report.sample.items())
+    assert set(report.sample) == {"n", "d"}
+    assert report.before.largest_intermediate is None  # it depends on the sizes
