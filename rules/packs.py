@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from symjax_rewrite.errors import RuleError
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
@@ -51,15 +52,17 @@ default = RulePack("default", (transformer_gpu).rules)
 
 
 def by_name() -> dict[str, RulePack]:
-    """Every named pack."""
-    return {
-        "linear_algebra": linear_algebra,
-        "associativity": associativity,
-        "transpose": transpose,
-        "lora": lora,
-        "moe": moe,
-        "norms": norms,
-        "sparsity": sparsity,
-        "transformer_gpu": transformer_gpu,
-        "default": default,
-    }
+    """Return every pack of this module by its name here."""
+    return {name: pack for name, pack in globals().items() if isinstance(pack, RulePack)}
+
+
+def named(name: str) -> RulePack:
+    """Return the pack of a name.
+
+    Raises:
+        RuleError: there is none.
+    """
+    known = by_name()
+    if name not in known:
+        raise RuleError("unknown rule pack", expected=", ".join(sorted(known)), got=repr(name))
+    return known[name]

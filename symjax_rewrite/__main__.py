@@ -32,26 +32,39 @@ def parse_spec(text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
     sizes = [s.strip() for s in match[2].split(",") if s.strip()]
     if all(s.isdigit() for s in sizes):
         return jax.ShapeDtypeStruct(tuple(map(int, sizes)), DTYPES[match[1]])
-    return jax.ShapeDtypeStruct(
-        export.symbolic_shape(",".join(sizes), scope=scope), DTYPES[match[1]]
-    )
+    try:
+        shape = export.symbolic_shape(",".join(sizes), scope=scope)
+    except ValueError as error:
+        raise UsageError("not a shape", expected="such as [b,2*n,64]", got=repr(text)) from error
+    return jax.ShapeDtypeStruct(shape, DTYPES[match[1]])
 
 
 def load(name: str) -> Any:
     """`"module:function"` as an object.
 
     Raises:
-        UsageError: there is no such function.
+        UsageError: there is no such function, or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise UsageError("not the name of a function", expected="module:function", got=repr(name))
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError("no such function", expected="module:function", got=name) from error
+        found = importlib.import_module(module)
+    except Exception as error:  # a module may raise anything where it is imported
+        raise UsageError(f"cannot import {module}: {_one_line(error)}") from error
+    if not hasattr(found, attribute):
+        raise UsageError("no such function", expected="module:function", got=name)
+    return getattr(found, attribute)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 0 if it succeeded."""
+    """Run one command; return the exit code: 0 if it succeeded, 2 for what cannot be done."""
     parser = argparse.ArgumentParser(prog="python -m symjax_rewrite", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="what is done to a function, and why")
@@ -66,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         return _explain(options) if options.command == "explain" else _check(options.pack)
-    except SymjaxError as error:
+    except (SymjaxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -77,20 +90,33 @@ def _explain(options: argparse.Namespace) -> int:
     fun = sym_optimize(
         load(options.function), assume=tuple(options.assume), numerics=options.numerics
     )
-    report = fun.explain(*(parse_spec(a, scope) for a in options.args))
+    report = _report(fun, [parse_spec(a, scope) for a in options.args], options)
     if options.html:
         report.save(options.html)
     print(report.to_json() if options.json else report)
     return 0
 
 
+def _report(fun: Any, specs: list[Any], options: argparse.Namespace) -> Any:
+    """Return the report at argument specs.
+
+    Raises:
+        UsageError: the function cannot be traced there.
+    """
+    try:
+        return fun.explain(*specs)
+    except SymjaxError:
+        raise
+    except Exception as error:  # tracing runs the user's function, which may raise anything
+        at = " ".join(options.args) or "no arguments"
+        what = f"{options.function} cannot be traced at {at}: {_one_line(error)}"
+        raise UsageError(what) from error
+
+
 def _check(name: str) -> int:
     from symjax_rewrite.testing.assertions import check_rule
 
-    known = packs.by_name()
-    if name not in known:
-        raise UsageError("unknown rule pack", expected=sorted(known), got=name)
-    for rule in known[name].rules:
+    for rule in packs.named(name).rules:
         check_rule(rule)
         print(f"{rule.name}: holds")
     return 0

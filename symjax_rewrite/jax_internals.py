@@ -278,9 +278,19 @@ def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
 
 def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program without equations, carries and loop outputs that nothing needs."""
-    count = len(closed.jaxpr.outvars)
-    jaxpr, _ = _pe.dce_jaxpr(closed.jaxpr, [True] * count, instantiate=True)
-    return ClosedJaxpr(jaxpr, closed.consts)
+    return live_part(closed, [True] * len(closed.jaxpr.outvars), [True] * len(closed.in_avals))[0]
+
+
+def live_part(
+    closed: ClosedJaxpr, used: Sequence[bool], inputs: Sequence[bool] | None = None
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Return the program of the outputs `used` without dead equations, and which inputs it has.
+
+    These are those it reads, and those of `inputs` beside them.
+    """
+    inputs = [False] * len(closed.in_avals) if inputs is None else inputs
+    jaxpr, has = _pe.dce_jaxpr(closed.jaxpr, list(used), list(inputs))
+    return ClosedJaxpr(jaxpr, closed.consts), list(has)
 
 
 class BodySpot:
@@ -340,42 +350,6 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
 
 def _int(length: Any) -> int:
     return length if isinstance(length, int) else 1
-
-
-def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:
-    """What a custom_linear_solve solves, if it is with a plain matrix.
-
-    Returns:
-        (row axis, column axis of the matrix, axis of the right side): the matvec is
-        `out[.., row] = Σ_column matrix[row, column] · x[.., column]`; None for any other operator.
-    """
-    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
-    matvec = jaxprs.matvec
-    if lengths.matvec != 1 or len(matvec.jaxpr.invars) != 2 or matvec.consts:
-        return None
-    matrix, x = matvec.jaxpr.invars
-    eqns = list(matvec.jaxpr.eqns)
-    if len(matrix.aval.shape) != 2 or not eqns or eqns[0].primitive.name != "dot_general":
-        return None
-    dot = eqns[0]
-    (lc, rc), (lb, _) = dot.params["dimension_numbers"]
-    if len(lc) != 1 or lb or set(dot.invars) != {matrix, x}:
-        return None
-    first = dot.invars[0] is matrix
-    column, vector = (lc[0], rc[0]) if first else (rc[0], lc[0])
-    # Where each axis of the dot's result goes: the matrix row must land where x's axis was.
-    rest = len(x.aval.shape) - 1
-    order = [-1, *range(rest)] if first else [*range(rest), -1]
-    for eqn in eqns[1:]:
-        if eqn.primitive.name == "transpose":
-            order = [order[i] for i in eqn.params["permutation"]]
-        elif eqn.primitive.name != "reduce_sum" or eqn.params["axes"]:
-            return None
-    wanted = list(range(rest))
-    wanted.insert(vector, -1)
-    if order != wanted or matvec.jaxpr.outvars[0] is not eqns[-1].outvars[0]:
-        return None
-    return 1 - column, column, vector
 
 
 def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
@@ -460,6 +434,12 @@ class Differentiable(Protocol):
         """Cotangents of inputs that the program is linear in; the others are `known`."""
         ...
 
+    def narrowed(
+        self, made: ClosedJaxpr, used: Sequence[bool]
+    ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]:
+        """The same of the outputs `used`, what runs then, and which inputs both take."""
+        ...
+
 
 _replacement_p = _core.Primitive("replacement")
 _replacement_p.multiple_results = True
@@ -535,6 +515,20 @@ def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Different
 
 def _batch_call(axis: Any, values: Any, dims: Any, *, source: Differentiable, **_: Any) -> Any:
     return source.batch(axis, values, dims)
+
+
+def _dce_call(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Keep of a call what is used; jax 0.12 also says which references are read afterwards."""
+    eqn: JaxprEqn = rest[-1]
+    if not any(used) and not _pe.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    source, made, read = eqn.params["source"].narrowed(eqn.params["call_jaxpr"], used)
+    if all(used) and all(read):
+        return read, eqn
+    invars = [v for v, r in zip(eqn.invars, read, strict=True) if r]
+    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+    params = {"call_jaxpr": made, "source": source}
+    return read, eqn.replace(invars=invars, outvars=outvars, params=params, effects=made.effects)
 
 
 def _zero(value: Any) -> Any:
@@ -622,6 +616,7 @@ _batching.fancy_primitive_batchers[_call_p] = _batch_call
 _ad.primitive_jvps[_call_p] = _jvp_call
 _ad.primitive_linearizations[_call_p] = _linearize_call
 _ad.primitive_transposes[_call_p] = _transpose_call
+_pe.dce_rules[_call_p] = _dce_call
 _checkify.error_checks[_call_p] = (
     _check_call_in if hasattr(_checkify, "CheckifyContext") else _check_call
 )

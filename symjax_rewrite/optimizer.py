@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +31,13 @@ from symjax_rewrite.loops.loop_optimizer import LOOPS, TREES, has_loops
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
-from symjax_rewrite.usage_records import RouteUse, RuleUse
+from symjax_rewrite.usage_records import (
+    REPLAN,
+    RouteUse,
+    RuleUse,
+    fingerprint,
+    planned_regions,
+)
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class Result:
     values are numbered in, before kernels and rules. sample: the sizes symbolic names are priced
     at. keys: of what was taken, for plans. dear: values inside kernels that cost more to make again
     for a gradient than to keep. has_gradients: whether a loop that stays has a kernel where it is
-    differentiated.
+    differentiated. spent: which limit of the budget kept the program, or a body in it, as written.
     """
 
     closed: ClosedJaxpr
@@ -57,6 +62,7 @@ class Result:
     dear: set[int] = field(default_factory=set)
     repeated_s: float = 0.0
     has_gradients: bool = False
+    spent: str = ""
     stop: str = "nothing to do"
     time_s: float = 0.0
 
@@ -115,11 +121,6 @@ class Result:
             mine.count += use.count
 
 
-def fingerprint(closed: ClosedJaxpr) -> str:
-    """A digest of a program's text; the same in every process."""
-    return hashlib.sha256(str(closed.jaxpr).encode()).hexdigest()[:16]
-
-
 class Optimiser:
     """Optimises jaxprs under one set of options; solved regions are kept and reused.
 
@@ -149,42 +150,32 @@ class Optimiser:
             PlanError: a plan was given that is malformed or made from another program.
         """
         start = time.perf_counter()
-        allowed = self._allowed(closed)
+        allowed = planned_regions(self.options.plan, closed)
         with _no_collection():
             result = self._run(closed, frozen, allowed, start)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(
                 "the plan names rewrites that this program and version do not have",
                 got=", ".join(sorted(allowed - set(result.keys))),
-                remedy="make the plan again with .explain(...).plan",
+                remedy=REPLAN,
             )
         result.time_s = time.perf_counter() - start
         return result
-
-    def _allowed(self, closed: ClosedJaxpr) -> set[str] | None:
-        plan = self.options.plan
-        if plan is None:
-            return None
-        if not isinstance(plan, dict) or plan.get("format") != 1 or "regions" not in plan:
-            raise PlanError("not a plan", expected="report.plan", got=repr(plan)[:80])
-        if plan.get("program") != fingerprint(closed):
-            raise PlanError(
-                "the plan was made from another program",
-                expected=fingerprint(closed),
-                got=plan.get("program"),
-            )
-        return set(plan["regions"])
 
     def _run(
         self, closed: ClosedJaxpr, frozen: frozenset[int], allowed: set[str] | None, start: float
     ) -> Result:
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
-        if not count or count > most:
-            stop = f"{count} equations exceed the budget of {most}"
-            return Result(closed, stop=stop if count else "nothing to do")
+        if not count:
+            return Result(closed)
+        if count > most:
+            return _kept(closed, f"{count} equations exceed the budget of {most}")
+        spent: list[str] = []
 
         def optimise(body: ClosedJaxpr) -> Result:
-            return self._run(body, frozenset(), allowed, start)
+            found = self._run(body, frozenset(), allowed, start)
+            spent.append(found.spent)
+            return found
 
         context = Context(
             self.options,
@@ -198,9 +189,16 @@ class Optimiser:
             self.kept,
         )
         try:
-            return _Run(closed, context).through(self.passes)
+            result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:
-            return Result(closed, stop=f"the clock of {self.options.budget.seconds} s ran out")
+            return _kept(closed, f"the clock of {self.options.budget.seconds} s ran out")
+        result.spent = next(filter(None, spent), "")
+        return result
+
+
+def _kept(closed: ClosedJaxpr, why: str) -> Result:
+    """A program that a limit of the budget keeps as written."""
+    return Result(closed, stop=why, spent=why)
 
 
 class _Run:

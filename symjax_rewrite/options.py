@@ -143,9 +143,13 @@ def is_disabled() -> bool:
     return bool(_disabled.value)
 
 
-def jit_is_disabled() -> bool:
-    """Whether what is jitted runs operation by operation here."""
-    return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
+def why_off() -> str | None:
+    """Return why functions run as written here, or None where they are optimised."""
+    if is_disabled():
+        return "rewriting is off: inside disabled(), or SYMJAX_DISABLE=1"
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return "rewriting is off: jax.disable_jit runs operation by operation"
+    return None
 
 
 @contextlib.contextmanager

@@ -262,6 +262,17 @@ def test_disabled_traces_what_was_written():
     assert str(outside) != str(inside)
 
 
+def test_explain_says_that_nothing_is_rewritten_where_rewriting_is_off():
+    f = sym_optimize(chain)
+    for off in (disabled, jax.disable_jit):
+        with off():
+            report = f.explain(M, M, V)
+        assert report.rules == []
+        assert "rewriting is off" in report.stop
+        assert str(report.after.jaxpr) == str(report.before.jaxpr)
+    assert f.explain(M, M, V).rules
+
+
 def test_environment_switches_it_off():
     code = """
 print(str(sym_optimize(chain).trace(M, M, V).jaxpr) == str(jax.make_jaxpr(chain)(M, M, V)))
@@ -359,6 +370,28 @@ def test_what_stopped_is_reported():
     assert stop == "2 equations exceed the budget of 1"
     stop = sym_optimize(chain, budget=Budget(seconds=1e-9)).explain(M, M, V).stop
     assert "clock" in stop
+
+
+def test_every_pack_has_the_name_it_has_in_its_module():
+    named = {k: v for k, v in vars(packs).items() if isinstance(v, RulePack)}
+    assert packs.by_name() == named
+    assert {"locality", "inverses", "distributivity", "separability", "folding"} <= named.keys()
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [["lora"], [packs.lora], ("locality", packs.lora), packs.lora.rules[0], {"lora", "locality"}],
+    ids=["name", "pack", "both", "rule", "set"],
+)
+def test_rules_are_packs_names_of_packs_or_rules(rules):
+    assert assert_optimized(sym_optimize(lora, rules=rules), X, W, A, B, uses="lora")
+
+
+def test_packs_that_are_joined_keep_what_they_leave_out():
+    less = packs.lora - "repeated_work"
+    f = sym_optimize(lora, rules=[less, "locality"])
+    assert f.remake.args[1].rules.without == ("repeated_work",)
+    assert f.remake.args[1].rules.rules == (less + packs.locality).rules
 
 
 def test_a_pack_is_what_it_says():

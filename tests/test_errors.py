@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import Budget, errors, lemma, packs, sym_optimize
+from symjax_rewrite import Budget, RulePack, axiom, errors, lemma, packs, sym_optimize
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY
 from symjax_rewrite.testing.assertions import assert_equivalent
-from tests.programs import A, B, W, X, lora, normal, run_python
+from tests.programs import A, B, M, V, W, X, chain, lora, normal, run_python
 
 
 @lemma("ij,jk", uses=(ASSOCIATIVITY,), source="nobody")
@@ -21,6 +21,15 @@ def sides_differ(a, b):
 @lemma("ij,jk", uses=(ASSOCIATIVITY,), source="nobody")
 def untraceable(a, b):
     return float(a[0, 0]), b
+
+
+def _looped(m, v):
+    def step(v, _):
+        for _ in range(4):
+            v = jnp.sin(m @ v) + jnp.cos(v)
+        return v, None
+
+    return jax.lax.scan(step, v, None, length=3)[0]
 
 
 def _prepared(**values):
@@ -38,6 +47,22 @@ REFUSED = {
     "returns no array": (lambda: sym_optimize(lambda x: "text")(1.0), TypeError, "str"),
     "unknown pack": (lambda: sym_optimize(lora, rules="lorra"), errors.RuleError, "lorra"),
     "rules of no kind": (lambda: call(lora, rules=3), errors.RuleError, "int"),
+    "a function among rules": (
+        lambda: call(lora, rules=[packs.lora, lambda x: x]), errors.RuleError, "@lemma"),
+    "a function in a pack": (
+        lambda: RulePack("mine", (lambda x: x,)), errors.RuleError, "not a rule"),
+    "unknown pack among rules": (
+        lambda: sym_optimize(lora, rules=["lora", "lorra"]), errors.RuleError, "'lorra'"),
+    "a lemma that rests on nothing": (
+        lambda: lemma("ij,jk", uses=(), source=""), errors.RuleError, "at least one property"),
+    "a lemma of an unknown property": (
+        lambda: lemma("ij,jk", uses="magic", source=""), errors.RuleError, "'magic'"),
+    "a lemma of an unknown level": (
+        lambda: lemma("ij", uses=ASSOCIATIVITY, source="", numerics="fast"),
+        errors.RuleError, "'fast'"),
+    "an axiom of an unknown level": (
+        lambda: axiom("a = a", property=ASSOCIATIVITY, on=(), numerics="fast"),
+        errors.RuleError, "'fast'"),
     "no such rule": (lambda: packs.lora - "nothing", errors.RuleError, "nothing"),
     "a rule whose sides differ in shape": (
         lambda: sym_optimize(lora, rules=[sides_differ]).explain(X, W, A, B), errors.RuleError,
@@ -74,9 +99,20 @@ REFUSED = {
         lambda: sym_optimize(lora, assume="r small").explain(X, W, A, B),
         errors.UsageError, "r small"),
     "corrupt plan": (
-        lambda: sym_optimize(lora, plan={"x": 1}).explain(X, W, A, B), errors.PlanError, "plan"),
+        lambda: sym_optimize(lora, plan={"x": 1}).explain(X, W, A, B), errors.PlanError, "to do:"),
     "plan of another program": (
         lambda: sym_optimize(lora, plan=FOREIGN).explain(X, W, A, B), errors.PlanError, "another"),
+    "what to do with a plan of another program": (
+        lambda: sym_optimize(lora, plan=FOREIGN).explain(X, W, A, B), errors.PlanError, "to do:"),
+    "more equations than the budget allows": (
+        lambda: sym_optimize(chain, budget=Budget(equations=1), on_unsupported="error")(M, M, V),
+        errors.UnsupportedError, "budget of 1"),
+    "a body of more equations than the budget allows": (
+        lambda: sym_optimize(_looped, budget=Budget(equations=4), on_unsupported="error")(M, V),
+        errors.UnsupportedError, "budget of 4"),
+    "less time than an optimisation takes": (
+        lambda: sym_optimize(chain, budget=Budget(seconds=1e-9), on_unsupported="error")(M, M, V),
+        errors.UnsupportedError, "clock"),
     "plan of another version": (
         lambda: sym_optimize(lora, plan={
             **sym_optimize(lora).explain(X, W, A, B).plan, "regions": ["0123456789ab"],

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.api.unread_arguments import with_ones
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.loop_optimizer import before_derivatives
@@ -33,26 +34,44 @@ Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
 class Call:
     """One optimised program in place of the original.
 
-    result: what was decided. stage_program: stages out another program, optimised likewise.
+    result: what was decided. closed: the original program, or what is left of it where some
+    outputs are not used. stage_program: stages out another program, optimised likewise.
     optimiser: what decided.
     """
 
     result: Result
+    closed: ClosedJaxpr
     stage_program: Stage
     optimiser: Optimiser
 
     def __repr__(self) -> str:
         return f"the original of {len(self.closed.jaxpr.eqns)} equations"
 
-    @property
-    def closed(self) -> ClosedJaxpr:
-        """The original program."""
-        return self.result.closed
-
     def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Stage out the optimised program."""
+        """Stage out the optimised program, a call of the inputs that are read.
+
+        Nobody else can tell which these are: of an equation every operand counts as read.
+        """
         made = jax_internals.make_jaxpr(self.result.emit(), *values)[0]
-        return jax_internals.bind_call(made, self, values)
+        used = [True] * len(self.closed.jaxpr.outvars)
+        closed = with_ones(self.closed, values, jax_internals.live_part(made, used)[1])
+        whole = Call(self.result, closed, self.stage_program, self.optimiser)
+        call, made, read = whole.narrowed(made, used)
+        return jax_internals.bind_call(
+            made, call, [x for x, r in zip(values, read, strict=True) if r]
+        )
+
+    def narrowed(
+        self, made: ClosedJaxpr, used: Sequence[bool]
+    ) -> tuple[Call, ClosedJaxpr, list[bool]]:
+        """Return the call of the outputs `used`, what runs then, and which inputs both take."""
+        by_original = jax_internals.live_part(self.closed, used)[1]
+        read = jax_internals.live_part(made, used, by_original)[1]
+        if all(used) and all(read):
+            return self, made, read
+        closed = jax_internals.live_part(self.closed, used, read)[0]
+        call = Call(self.result, closed, self.stage_program, self.optimiser)
+        return call, jax_internals.live_part(made, used, read)[0], read
 
     def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
         """Stage out another program, optimised likewise."""

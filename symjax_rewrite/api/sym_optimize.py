@@ -22,25 +22,16 @@ from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.cost.device_profiles import device_profile
 from symjax_rewrite.errors import (
     EquivalenceError,
-    RuleError,
     SymjaxError,
     UnsupportedError,
     UsageError,
 )
 from symjax_rewrite.kernel_selection.folds.selection import known_kernels
-from symjax_rewrite.optimizer import Optimiser, Result, fingerprint
-from symjax_rewrite.options import (
-    Budget,
-    Numerics,
-    Options,
-    disabled,
-    is_disabled,
-    jit_is_disabled,
-    logger,
-)
-from symjax_rewrite.rewriting.rule import RulePack
+from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
+from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 KERNELS = "kernels"  # what `bisect` calls the routed kernels
 
@@ -66,7 +57,7 @@ def sym_optimize(
     fun: Callable[..., Any] | None = None,
     /,
     *,
-    rules: RulePack | Iterable[Any] | str | None = None,
+    rules: RulePack | Axiom | Lemma | str | Iterable[Any] | None = None,
     kernels: str = "auto",
     numerics: str | Numerics = "reassoc",
     frozen: tuple[str, ...] | str = (),
@@ -84,7 +75,7 @@ def sym_optimize(
 
     Args:
         fun: a function of pytrees of arrays; the settings of a `jax.jit` around it are kept.
-        rules: a `RulePack`, its name, or rules; default `packs.default`.
+        rules: a `RulePack`, its name, a rule, or several of these; default `packs.default`.
         kernels: `"auto"` routes by cost, `"always"` what is supported, `"off"`, or a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
@@ -130,21 +121,22 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _rule_pack(rules: Any) -> RulePack:
+    """Return one pack of all that was given as `rules=`."""
     if rules is None:
         return packs.default
-    if isinstance(rules, RulePack):
-        return rules
+    if isinstance(rules, (RulePack, str)):
+        return _part(rules)
+    if isinstance(rules, (Axiom, Lemma)) or not isinstance(rules, Iterable):
+        rules = (rules,)
+    joined = sum(map(_part, rules), RulePack("", ()))
+    return RulePack("custom", joined.rules, joined.without)
+
+
+def _part(rules: Any) -> RulePack:
+    """Return the pack that is named, given, or holds the one rule given."""
     if isinstance(rules, str):
-        known = packs.by_name()
-        if rules not in known:
-            raise RuleError("unknown rule pack", expected=sorted(known), got=repr(rules))
-        return known[rules]
-    try:
-        return RulePack("custom", tuple(rules))
-    except TypeError as error:
-        raise RuleError(
-            "rules must be a RulePack, its name, or rules", got=type(rules).__name__
-        ) from error
+        return packs.named(rules)
+    return rules if isinstance(rules, RulePack) else RulePack("", (rules,))
 
 
 def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
@@ -291,7 +283,7 @@ class _Worker:
 
         @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if is_disabled() or jit_is_disabled():
+            if why_off() is not None:
                 return fun(*args, **kwargs)
             leaves, tree = jax.tree.flatten((args, kwargs))
             dynamic = [k for k, x in enumerate(leaves) if isinstance(x, jax_internals.Tracer)]
@@ -322,7 +314,7 @@ class _Worker:
         result = self.decide(closed)
         if result.taken or result.has_gradients:
             try:
-                return Call(result, self.stage, self.optimiser()).bind(values)
+                return Call(result, closed, self.stage, self.optimiser()).bind(values)
             except SymjaxError:
                 raise
             except Exception as error:
@@ -343,6 +335,7 @@ class _Worker:
         if reason is None:
             try:
                 result = self.optimiser().run(closed)
+                self._check_budget(result)
                 return self._tuned(result) if self.options.tune and result.taken else result
             except SymjaxError:
                 raise
@@ -351,6 +344,12 @@ class _Worker:
         elif self.options.on_unsupported == "error":
             raise UnsupportedError(reason)
         return Result(closed, stop=reason, time_s=time.perf_counter() - start)
+
+    def _check_budget(self, result: Result) -> None:
+        """Raise where the budget kept a program or a body, if errors were asked for."""
+        if result.spent and self.options.on_unsupported == "error":
+            remedy = "give a larger budget=Budget(...)"
+            raise UnsupportedError(result.spent, remedy=remedy)
 
     def _tuned(self, result: Result) -> Result:
         """The fastest on the device of what was decided, that without kernels, and the original."""
@@ -377,7 +376,9 @@ class _Worker:
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and report."""
         closed = plain.trace(*args, **kwargs).jaxpr
-        return make_report(self.decide(closed), self.optimiser())
+        off = why_off()
+        result = self.decide(closed) if off is None else Result(closed, stop=off)
+        return make_report(result, self.optimiser())
 
 
 def unsupported(closed: jax_internals.ClosedJaxpr) -> str | None:

@@ -81,3 +81,39 @@ class Site:
                 to.update(zip(here, there, strict=True))
             made.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
         return made
+
+
+def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:
+    """What a custom_linear_solve solves, if it is with a plain matrix.
+
+    Returns:
+        (row axis, column axis of the matrix, axis of the right side): the matvec is
+        `out[.., row] = Σ_column matrix[row, column] · x[.., column]`; None for any other operator.
+    """
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    matvec = jaxprs.matvec
+    if lengths.matvec != 1 or len(matvec.jaxpr.invars) != 2 or matvec.consts:
+        return None
+    matrix, x = matvec.jaxpr.invars
+    eqns = list(matvec.jaxpr.eqns)
+    if len(matrix.aval.shape) != 2 or not eqns or eqns[0].primitive.name != "dot_general":
+        return None
+    dot = eqns[0]
+    (lc, rc), (lb, _) = dot.params["dimension_numbers"]
+    if len(lc) != 1 or lb or set(dot.invars) != {matrix, x}:
+        return None
+    first = dot.invars[0] is matrix
+    column, vector = (lc[0], rc[0]) if first else (rc[0], lc[0])
+    # Where each axis of the dot's result goes: the matrix row must land where x's axis was.
+    rest = len(x.aval.shape) - 1
+    order = [-1, *range(rest)] if first else [*range(rest), -1]
+    for eqn in eqns[1:]:
+        if eqn.primitive.name == "transpose":
+            order = [order[i] for i in eqn.params["permutation"]]
+        elif eqn.primitive.name != "reduce_sum" or eqn.params["axes"]:
+            return None
+    wanted = list(range(rest))
+    wanted.insert(vector, -1)
+    if order != wanted or matvec.jaxpr.outvars[0] is not eqns[-1].outvars[0]:
+        return None
+    return 1 - column, column, vector

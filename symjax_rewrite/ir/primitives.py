@@ -16,7 +16,7 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitive_context import Groups, Site
+from symjax_rewrite.ir.primitive_context import Groups, Site, solve_matrix
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import (
     ADD,
@@ -433,7 +433,7 @@ def _conv(s: Site) -> list[Ref] | None:
 
 def _linear_solve(s: Site) -> list[Ref] | None:
     """A solve; the matrix is the constant of `matvec`."""
-    matrix = jax_internals.solve_matrix(s.params)
+    matrix = solve_matrix(s.params)
     if matrix is None or len(s.outs) != 1 or dtype_kind(s.dtype[0]) not in "fc":
         return None
     a, b = s.refs[0], s.refs[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from symjax_rewrite import policy
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stopped, Terms
 from symjax_rewrite.candidates import Crossover as FoundCrossover
 from symjax_rewrite.codegen.emission import RegionForm, TermPart
@@ -13,7 +14,6 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
-from symjax_rewrite import policy
 from symjax_rewrite.rewriting.extraction import DOMINATING_GAIN
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions

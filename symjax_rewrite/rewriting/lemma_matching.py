@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import combinations, islice, permutations
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from symjax_rewrite.rewriting.rule import Context, Lemma, line_of, too_large
 
 SUMMED = 1000  # indices from here on are summed over; below, they are outputs
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)  # sizes that cannot be confused
+MAX_MATCHES = 8  # of one lemma at one class
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +129,21 @@ class Bound(NamedTuple):
 
 
 def apply_lemma(ctx: Context, pattern: Pattern, cls: int) -> Iterator[Ref]:
-    """The right side that the lemma makes of a class, over the class's slots.
+    """Yield the right sides that the lemma makes of a class, over the class's slots.
 
     A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o`
-    of a projection for heads and features.
+    of a projection for heads and features. A product of matrices matches from either end, since
+    its factors have no order: one of the two right sides may be what is written.
     """
     n = len(ctx.g.classes[cls].sizes)
     if len(pattern.left.axes) > n:
         return
-    for groups, binding in _match(ctx, pattern, pattern.left, Ref(cls, tuple(range(n))), {}, {}):
-        if any(_dtype(ctx, b) not in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
-            return
-        ref = _build(ctx, pattern, binding, cls, groups)
-        if ref is not None:
-            yield ref
-        return
+    found = _match(ctx, pattern, pattern.left, Ref(cls, tuple(range(n))), {}, {})
+    for groups, binding in list(islice(found, MAX_MATCHES)):  # building adds nodes
+        if all(_dtype(ctx, b) in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
+            ref = _build(ctx, pattern, binding, cls, groups)
+            if ref is not None:
+                yield ref
 
 
 def _dtype(ctx: Context, bound: Any) -> str | None:

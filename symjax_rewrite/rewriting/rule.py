@@ -20,7 +20,7 @@ from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
-from symjax_rewrite.options import Numerics
+from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
 
 ASSOCIATIVITY = "associativity"
@@ -166,10 +166,10 @@ def axiom(
         needs: kinds of nodes without any of which the law cannot apply.
 
     Raises:
-        RuleError: the property is unknown.
+        RuleError: the property or the numerics level is unknown.
     """
-    if property not in PROPERTIES:
-        raise RuleError("unknown property", expected=PROPERTIES, got=repr(property))
+    _check_properties((property,))
+    _check_level(numerics)
 
     def make(apply: Apply) -> Axiom:
         return Axiom(
@@ -214,7 +214,7 @@ class Lemma:
 def lemma(
     shapes: str,
     *,
-    uses: tuple[str, ...],
+    uses: tuple[str, ...] | str,
     source: str,
     numerics: str = "reassoc",
     proof: str = "",
@@ -224,13 +224,14 @@ def lemma(
 
     Args:
         shapes: one word per argument, one letter per axis: `"nd,do,dr,ro"`.
-        uses: the properties its derivation rests on.
+        uses: the properties its derivation rests on, the main one first.
         source: where it is from.
+        numerics: the level it needs, as of an axiom.
         proof: required if it cannot be derived from the axioms: where the proof stands.
         small: letters of sizes that are small against the others (ranks).
 
     Raises:
-        RuleError: shapes are malformed.
+        RuleError: shapes are malformed, no property is named, or one or the level is unknown.
 
     Example:
         >>> @lemma("ij,jk,kl", uses=(ASSOCIATIVITY,), source="folklore")
@@ -242,12 +243,29 @@ def lemma(
     words = tuple(w.strip() for w in shapes.split(","))
     if not all(w.isalpha() or w == "" for w in words):
         raise RuleError("malformed lemma shapes", expected="'nd,do,dr,ro'", got=repr(shapes))
+    rests_on = (uses,) if isinstance(uses, str) else tuple(uses)
+    _check_properties(rests_on)
+    _check_level(numerics)
 
     def make(sides: Callable[..., tuple[Any, Any]]) -> Lemma:
         name = getattr(sides, "__name__", "lemma")
-        return Lemma(name, words, sides, uses, source, numerics, proof, tuple(small))
+        return Lemma(name, words, sides, rests_on, source, numerics, proof, tuple(small))
 
     return make
+
+
+def _check_properties(names: tuple[str, ...]) -> None:
+    """Raise `RuleError` unless these are properties, at least one."""
+    if not names or any(name not in PROPERTIES for name in names):
+        what = "unknown property" if names else "a lemma rests on at least one property"
+        raise RuleError(what, expected=", ".join(PROPERTIES), got=", ".join(map(repr, names)))
+
+
+def _check_level(numerics: str) -> None:
+    """Raise `RuleError` unless this is a numerics level that a rule may need."""
+    if numerics not in NUMERICS:
+        expected = ", ".join(NUMERICS)
+        raise RuleError("unknown numerics level of a rule", expected=expected, got=repr(numerics))
 
 
 def line_of(rule: Axiom | Lemma) -> str:
@@ -263,6 +281,9 @@ class RulePack:
     `without` are the `PASSES` that were taken out of it: they need no rule to be there, and no pack
     that is added brings them back.
 
+    Raises:
+        RuleError: something in it is no rule.
+
     Example:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
         'a+b'
@@ -273,6 +294,17 @@ class RulePack:
     name: str
     rules: tuple[Any, ...]
     without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            if not isinstance(rule, (Axiom, Lemma)):
+                raise RuleError(
+                    "not a rule",
+                    expected="an axiom or a lemma; in rules=[...] also a pack or the name of one",
+                    got=f"{type(rule).__name__} {rule!r}",
+                    remedy="make a rule of a function with @lemma(...) or @axiom(...)",
+                )
 
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):

@@ -53,7 +53,7 @@ def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None
             found = shape(ctx.g, cls)
         for p in patterns:
             if p.shape == found and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
-                for ref in apply_lemma(ctx, p, cls):
+                for ref in list(apply_lemma(ctx, p, cls)):  # a union changes what is matched
                     ctx.g.add_to(cls, ref, Reason(p.lemma.name, cls))
 
 

@@ -23,6 +23,7 @@ from jax.extend import core as jex_core
 from symjax_rewrite import errors, policy, sym_optimize
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.ir.egraph import ORIGINAL
+from symjax_rewrite.jax_internals import live_part
 from symjax_rewrite.rewriting import extraction, region_solver
 from symjax_rewrite.rewriting import region_partition as regions_module
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError, narrows
@@ -215,9 +216,7 @@ def check_function(
 ) -> Failure | str:
     """The same for a function at these arguments; `given` says which are weakly typed."""
     specs: list[Any] = given or [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in values]
-    args: list[Any] = [jnp.asarray(a) for a in values] if mode.compiled else specs
-    if mode.compiled:
-        args = [a.item() if s.weak_type else a for a, s in zip(args, specs, strict=True)]
+    args = _typed(values, specs) if mode.compiled else specs
     transform = TRANSFORMS[mode.transform]
     try:
         original = transform(f, specs)
@@ -252,6 +251,8 @@ def check_function(
         difference = _avals_differ(*jitted(), closed2, spec2)
     if difference:
         return Failure("avals", difference)
+    if (not outside or mode.transform == "value") and (kept := _unread(closed, closed2)):
+        return Failure("unread arguments are kept", f"inputs {kept}")
     if mode.compiled:
         return _run_compiled(values, original, ours, mode, args)
     if _inner_text(closed2) == str(closed.jaxpr):
@@ -272,6 +273,12 @@ def check_function(
         return Failure("interpreter", f"{type(error).__name__}: {error}")
 
 
+def _typed(values: list[np.ndarray], specs: list[Any]) -> list[Any]:
+    """The arguments as arrays, those that are weakly typed as numbers."""
+    arrays = map(jnp.asarray, values)
+    return [a.item() if s.weak_type else a for a, s in zip(arrays, specs, strict=True)]
+
+
 def root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
@@ -288,6 +295,12 @@ def _avals_differ(closed: Any, spec: Any, closed2: Any, spec2: Any) -> str:
         if (a.shape, a.dtype, a.weak_type) != (b.shape, b.dtype, b.weak_type):
             return f"{a} weak={a.weak_type} became {b} weak={b.weak_type}"
     return ""
+
+
+def _unread(closed: Any, closed2: Any) -> list[int]:
+    """Inputs that the optimised program keeps alive and the original does not."""
+    theirs, ours = (live_part(c, [True] * len(c.out_avals))[1] for c in (closed, closed2))
+    return [k for k, (a, b) in enumerate(zip(theirs, ours, strict=True)) if b and not a]
 
 
 def _inner_text(closed: Any) -> str:

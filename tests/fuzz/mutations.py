@@ -50,6 +50,13 @@ def _cast_is_dropped(right: Any) -> Any:
     return row
 
 
+def _everything_is_read(right: Any) -> Any:
+    def narrowed(self: Any, made: Any, used: Any) -> Any:
+        return (self, made, [True] * len(made.in_avals)) if all(used) else right(self, made, used)
+
+    return narrowed
+
+
 def _count_is_dropped(right: Any) -> Any:
     def count_unread(p: Any, dtype: str) -> Any:
         found = right(p, dtype)
@@ -247,6 +254,9 @@ _chains = (algebra.chain, algebra.powers)
 _scores = (lookalikes.attention_like,)
 
 MUTATIONS: dict[str, Mutation] = {
+    "every operand of a call is read": Mutation(
+        [(differentiation.Call, "narrowed", _everything_is_read)], _chains
+    ),
     "a cast between floats is dropped": Mutation(
         [(indexing_primitives.ROWS, "convert_element_type", _cast_is_dropped)],
         (edges.precisions, edges.rounded_twice),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite import RulePack, axiom, lemma, packs
+from symjax_rewrite import RulePack, axiom, lemma, packs, sym_optimize
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.egraph import Reason
 from symjax_rewrite.ir.products import expand
@@ -16,7 +16,7 @@ from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARAB
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.distributivity import distribute
 from symjax_rewrite.testing import rule_checker
-from symjax_rewrite.testing.assertions import check_rule
+from symjax_rewrite.testing.assertions import assert_equivalent, check_rule
 from symjax_rewrite.testing.rule_checker import (
     all_forms,
     check_sides,
@@ -25,6 +25,7 @@ from symjax_rewrite.testing.rule_checker import (
     is_derivable,
 )
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Specimen, arguments, size_tables
+from tests.programs import normal
 
 RULES = {r.name: r for pack in packs.by_name().values() for r in pack.rules}
 KNOWN = {k: v for k, v in vars(lemmas).items() if isinstance(v, Lemma)}
@@ -158,6 +159,39 @@ def test_bad_lemma_is_refused_with_its_line(rule, message):
     with pytest.raises(RuleError, match=message) as error:
         check_rule(rule)
     assert "test_every_rule.py" in str(error.value)
+
+
+def _chain_lemma(shapes):
+    @lemma(shapes, uses=ASSOCIATIVITY, source="folklore")
+    def chain(a, b, c):
+        return (a @ b) @ c, a @ (b @ c)
+
+    return chain
+
+
+@pytest.mark.parametrize("shapes", ["ij,jk,kl", "mk,kn,no", "ab,bc,cd", "zy,yx,xw", "nm,mk,ko"])
+def test_a_lemma_does_not_depend_on_its_letters(shapes):
+    assert check_rule(_chain_lemma(shapes)) > 1
+
+
+THIN, SQUARE = (256, 2), (256, 256)
+CHAINS = {
+    "left": (lambda a, b, c: (a @ b) @ c, SQUARE, SQUARE, THIN),
+    "right": (lambda a, b, c: a @ (b @ c), THIN[::-1], SQUARE, SQUARE),
+    "arguments swapped": (lambda c, b, a: (a @ b) @ c, THIN, SQUARE, SQUARE),
+    "transposed": (lambda a, b, c: c.T @ (b.T @ a.T), SQUARE, SQUARE, THIN),
+    "one operand twice": (lambda a, c: (a @ a.T) @ c, SQUARE, THIN),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("shapes", ["ij,jk,kl", "mk,kn,no"])
+def test_a_lemma_of_a_product_matches_from_either_end(name, shapes):
+    f, *sizes = CHAINS[name]
+    args = [normal(*s, seed=k) for k, s in enumerate(sizes)]
+    g = sym_optimize(f, rules=[_chain_lemma(shapes)])
+    assert [r.name for r in g.explain(*args).rules] == ["chain"]
+    assert_equivalent(g, f, *args)
 
 
 def test_lemma_that_does_not_follow_is_refused_unless_it_cites_a_proof(monkeypatch):

@@ -1,0 +1,85 @@
+"""Inputs that a program reads and its optimised form does not (a face).
+
+`concatenate([a, b])[:n]` reads `b`, the form `a` does not. Derivatives are taken of the original:
+`b` can be left out only where no derivative of the original depends on it either. That holds where
+everything computed from `b` is smooth: a smooth function that is constant in `b` has derivatives
+that are constant in `b`, and none with respect to `b`. Functions with derivatives of their own
+promise nothing of the kind: `y + x - stop_gradient(x)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.flat_program import RULED, Equation, flatten
+from symjax_rewrite.jax_internals import ClosedJaxpr
+
+# Smooth everywhere, and finite at ones where it is finite elsewhere. All are linear, polynomial or
+# bounded in each float operand; other operands are never reached.
+SMOOTH = frozenset(
+    "add add_any sub mul neg square dot_general conv_general_dilated reduce_sum cumsum concatenate "
+    "slice dynamic_slice dynamic_update_slice gather scatter-add select_n reshape broadcast_in_dim "
+    "transpose squeeze expand_dims rev pad split stack tile copy convert_element_type tanh erf "
+    "logistic sin cos".split()
+)
+OWN_DERIVATIVES = RULED | {"stop_gradient", "custom_linear_solve"}
+
+
+def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) -> ClosedJaxpr:
+    """Return the program with ones in place of inputs that it does not depend on.
+
+    Args:
+        closed: the program.
+        values: its inputs, arrays or tracers.
+        read: which of them its optimised form, of the same value, reads.
+    """
+    mine = jax_internals.live_part(closed, [True] * len(closed.jaxpr.outvars))[1]
+    only = [k for k, r in enumerate(mine) if r and not read[k] and _is_float(closed.in_avals[k])]
+    if not only or any(jax_internals.has_primitive(closed, name) for name in OWN_DERIVATIVES):
+        return closed
+    program = flatten(closed, has_rules=True)
+    free = {k for k in only if _is_smooth_in(program.equations, program.inputs[k])}
+    if not free:
+        return closed
+
+    def run(*given: Any) -> list[Any]:
+        full = list(given)
+        for k in free:
+            full[k] = _ones(closed.in_avals[k])
+        return jax_internals.eval_jaxpr(closed, *full)
+
+    return jax_internals.make_jaxpr(run, *values)[0]
+
+
+def _ones(aval: Any) -> Any:
+    return jax_internals.with_aval(jnp.ones(aval.shape, aval.dtype), aval)
+
+
+def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:
+    """Return True if all that is computed from a value is a smooth function of it."""
+    reached = {value}
+    for e in equations:
+        places = [k for k, v in enumerate(e.invals) if isinstance(v, int) and v in reached]
+        if places and not _is_smooth(e, places):
+            return False
+        if places:
+            reached.update(e.outvals)
+    return True
+
+
+def _is_smooth(e: Equation, places: Sequence[int]) -> bool:
+    """Return True if an equation is smooth in its operands at these places, which are floats."""
+    if not all(_is_float(v.aval) for v in e.eqn.outvars):
+        return False
+    if e.name == "div":
+        return list(places) == [0]
+    return e.name in SMOOTH or (e.name == "integer_pow" and e.eqn.params["y"] >= 0)
+
+
+def _is_float(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.floating))
