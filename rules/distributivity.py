@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import (
     Product,
     expand_node,
@@ -13,12 +14,15 @@ from symjax_rewrite.ir.products import (
     is_half,
     is_ring,
     product_node,
+    scaled,
+    with_scale,
 )
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, INVERSE, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
 from symjax_rewrite.rewriting.product_trees import count_unread, order_product, read_deltas
 from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, Context, axiom
+from symjax_rewrite.rewriting.scales import apart, shared_power
 
 MAX_SHARED = 4  # common factors of which every subset is tried
 MOST_OPENED = 256  # sums within one term of a sum
@@ -57,7 +61,7 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 def sum_node(ctx: Context, cls: int) -> Node | None:
     """The flattest sum of at least two terms that a class is; None where it stays whole."""
-    if cls in ctx.whole:
+    if ctx.is_whole(cls):
         return None
     sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
     return max(sums, key=lambda n: len(n.args), default=None)
@@ -212,12 +216,15 @@ def _distributed(ctx: Context, cls: int, p: Product, k: int, total: Node) -> Ref
     for coefficient, arg in zip(total.attr, total.args, strict=True):
         over = tuple(p.factors[k].axes[i] for i in arg.axes)
         inner = flattest(ctx.g, arg.cls)
-        term = splice(p, k, Ref(arg.cls, over), inner)
-        ref = order_product(ctx, term._replace(coefficient=1), c.sizes, c.dtype, why)
-        if ref is None:
+        inner = with_scale(
+            inner._replace(coefficient=inner.coefficient * coefficient), coefficient, c.dtype
+        )
+        parted = apart(splice(p, k, Ref(arg.cls, over), inner))
+        ref = order_product(ctx, parted[1], c.sizes, c.dtype, why) if parted else None
+        if parted is None or ref is None:
             return None
         terms.append(ref)
-        coefficients.append(coefficient * term.coefficient)
+        coefficients.append(parted[0])
     return ctx.g.add(ADD, tuple(coefficients), tuple(terms), c.sizes, (), c.dtype, why)
 
 
@@ -231,6 +238,7 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
         p.out,
         p.bound + inner.bound,
         p.precision,
+        p.scales + inner.scales,
     )
 
 
@@ -272,7 +280,7 @@ def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
     while stack:
         k, ref, within = stack.pop()
         closed = ref.cls in within or opened == MOST_OPENED
-        inner = None if closed else _inner_terms(ctx, ref, dtype)
+        inner = None if closed else _inner_terms(ctx, ref, dtype, k)
         if inner is None:
             yield k, ref
             continue
@@ -282,8 +290,11 @@ def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
             stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes)), within))
 
 
-def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]] | None:
-    """The terms of a term of a sum, over its slots; None where it stays one."""
+def _inner_terms(ctx: Context, arg: Ref, dtype: str, scale: Any) -> list[tuple[Any, Ref]] | None:
+    """The terms of a term of a sum, over its slots; None where it stays one.
+
+    So it does where terms may cancel and `scale`, which is above 1, might make them infinite.
+    """
     g = ctx.g
     inner = _inner_sum(ctx, arg, dtype)
     if inner is None:
@@ -291,6 +302,8 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]] | 
     opened = list(zip(inner.attr, inner.args, strict=True))
     if _cannot_cancel(ctx, arg.cls, inner):
         return opened
+    if abs(scale) > 1 and dtype_kind(dtype) == "f" and len(opened) > 1:
+        return None
     exact = [
         (k, a) for k, a in opened if not (_is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
     ]  # what is frozen is folded into one constant, as by hand
@@ -304,7 +317,7 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str) -> list[tuple[Any, Ref]] | 
 
 
 def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
-    if ctx.uses(arg.cls) > 1 or arg.cls in ctx.whole or ctx.g.classes[arg.cls].dtype != dtype:
+    if ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype:
         return None
     for node in ctx.g.classes[arg.cls].nodes:
         if node.op == ADD:
@@ -332,16 +345,19 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """Factors that several products of a sum share are taken out of it.
 
     Never densifies: a low-rank remainder (a product larger than its factors) stays where it is,
-    unless it depends on frozen weights alone.
+    unless it depends on frozen weights alone. Never adds up before a solve: of right-hand sides
+    that are large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) has lost.
     """
     if len(node.args) < 2:
         return
-    terms = []
+    terms, dtype = [], ctx.g.classes[cls].dtype
     for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):
-        if ctx.g.classes[arg.cls].dtype != ctx.g.classes[cls].dtype:
+        if ctx.g.classes[arg.cls].dtype != dtype:
             continue
         inner = flattest(ctx.g, arg.cls)
-        if inner.bound:
+        if inner.bound and _reads_inverse(ctx, inner) and not ctx.permits("cancels", dtype):
+            ctx.refuse("factor", "a solve magnifies what the sum before it is rounded by", cls)
+        elif inner.bound:
             terms.append(Term(k, coefficient * inner.coefficient, arg, inner))
     if len(terms) < 2:
         return
@@ -353,6 +369,11 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             ref = _factored(ctx, cls, node, group, shared)
             if ref is not None:
                 yield ref
+
+
+def _reads_inverse(ctx: Context, p: Product) -> bool:
+    """Return a predicate: is a factor of a product the inverse of a matrix?"""
+    return any(n.op == INVERSE for f in p.factors for n in ctx.g.classes[f.cls].nodes)
 
 
 class Term:
@@ -461,7 +482,8 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
                 return None
             mapping = found
         maps.append({v: k for k, v in mapping.items()})
-    rest = _remainder(ctx, cls, group, shared, maps, common_bound)
+    power = shared_power([t.coefficient for t in group], c.dtype)
+    rest = _remainder(ctx, cls, group, shared, maps, common_bound, power)
     if rest is None:
         return None
     mixed = any(len({isinstance(i, int) for i in axes}) > 1 for _, axes in common)
@@ -481,8 +503,8 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
     inside = {t.number for t in group}
     others = [k for k in range(len(node.args)) if k not in inside]
     if not others:
-        return product
-    coefficients = (1, *(node.attr[k] for k in others))
+        return scaled(ctx.g, product, power, c.sizes, why)
+    coefficients = (power, *(node.attr[k] for k in others))
     return ctx.g.add(
         ADD, coefficients, (product, *(node.args[k] for k in others)), c.sizes, (), c.dtype, why
     )
@@ -496,9 +518,18 @@ def _is_made(ctx: Context, rest: Ref) -> bool:
 
 
 def _remainder(
-    ctx: Context, cls: int, group: list[Term], shared: Match, maps: list[dict], common_bound: list
+    ctx: Context,
+    cls: int,
+    group: list[Term],
+    shared: Match,
+    maps: list[dict],
+    common_bound: list,
+    power: float,
 ) -> Ref | None:
-    """The sum of what the terms keep, over the sum's outputs and the common bound indices."""
+    """The sum of what the terms keep, divided by `power`.
+
+    It is over the sum's outputs and the common bound indices.
+    """
     c = ctx.g.classes[cls]
     why = factor.reason(cls)
     out_sizes: tuple[Dim, ...] = (*c.sizes, *(group[0].sizes[b] for b in common_bound))
@@ -513,7 +544,7 @@ def _remainder(
         index.update({b: place[maps[n][b]] for b in t.sizes if maps[n].get(b) in place})
         factors = tuple(Ref(f, tuple(index[i] for i in a)) for f, a in left)
         p = Product(1, factors, len(out_sizes), tuple(t.sizes[b] for b in own), t.inner.precision)
-        coefficient = t.coefficient
+        coefficient = t.coefficient if power == 1 else t.coefficient / power
         if not factors:
             counted = count_unread(p, c.dtype)
             if counted is None:

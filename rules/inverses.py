@@ -18,9 +18,15 @@ from symjax_rewrite.rewriting.rule import REDUNDANCY, Context, axiom
 
 @axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))
 def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
-    """A solve as a product, so that laws about products see it."""
+    """A solve as a product, so that laws about products see it.
+
+    Not beside an inverse of the same matrix that is computed in any case: multiplied with it, the
+    result would not be as near as that of the solve that is written.
+    """
     g, c = ctx.g, ctx.g.classes[cls]
     matrix, right = node.args
+    if not _is_delta(ctx, right.cls) and _is_inverted(ctx, matrix.cls):
+        return
     why = solve_is_inverse.reason(cls)
     made = _inverse(ctx, matrix.cls, c.dtype, why)
     inverse = Ref(made.cls, tuple(matrix.axes[s] for s in made.axes))
@@ -30,6 +36,12 @@ def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         yield Ref(inverse.cls, tuple(stays if a == node.out else a for a in inverse.axes))
     else:
         yield g.add(CONTRACT, None, (inverse, right), c.sizes, node.bound, c.dtype, why)
+
+
+def _is_inverted(ctx: Context, matrix: int) -> bool:
+    """Return a predicate: is the inverse of a matrix class an operation of the program?"""
+    users = ctx.g.uses[matrix]
+    return any(n.op == SOLVE and _is_delta(ctx, ctx.g.find(n.args[1]).cls) for _, n in users)
 
 
 def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:

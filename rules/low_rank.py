@@ -1,6 +1,13 @@
 """Inverses of a diagonal plus a low-rank product: the matrix to factor has the size of the rank.
 
-With e = 1/d, `(diag(d) + c·U·Vᵀ)⁻¹ = e − c·e·U·(I + c·Vᵀ·e·U)⁻¹·Vᵀ·e`.
+With e = 1/d and S = I + c·Vᵀ·e·U, `(diag(d) + c·U·Vᵀ)⁻¹ = e − c·e·U·S⁻¹·Vᵀ·e` (Woodbury), and
+what reads the solution through V, or solves for columns of U, needs no difference at all:
+`Vᵀ·(diag(d) + c·U·Vᵀ)⁻¹ = S⁻¹·Vᵀ·e` and `(diag(d) + c·U·Vᵀ)⁻¹·U = e·U·S⁻¹` (push-through).
+
+The difference alone is not backward stable: its rounding lies in the range of U as much as
+elsewhere, where an elimination leaves next to none, and Vᵀz loses as many digits as the condition
+number has. So z is corrected by one step of refinement of the system that both come from,
+`d·z + c·U·w = b, Vᵀ·z − w = 0`; its residual is what the computed z and w differ by.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.egraph import Reason
-from symjax_rewrite.ir.products import Product, contract, flattest
+from symjax_rewrite.ir.products import Product, contract, expand_node, flattest, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
@@ -38,35 +45,104 @@ class LowRank(NamedTuple):
 
 
 @axiom(
-    "(d + c·U·Vᵀ)⁻¹·b = (b − c·U·(I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d)/d",
+    "(d + c·U·Vᵀ)⁻¹·b = (b − c·U·w)/d,  w = (I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d",
     property=ASSOCIATIVITY,
     on=(SOLVE,),
-    source="Woodbury 1950; Hager 1989",
+    source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
 )
 def low_rank_solve(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     """A solve with a diagonal plus a low-rank product is one of the size of the rank.
 
     Where the diagonal is a number and U = V, the small matrix has no eigenvalue that the large one
-    has not, and the number is one too: the difference loses no more than elimination would. With
-    any other diagonal it can (diag(1e-8, 1) + e₁e₁ᵀ is well conditioned), which is `cancels`.
+    has not, so the refinement converges wherever elimination succeeds. With any other diagonal it
+    may not (a diagonal with a zero has no inverse), which is `cancels`.
     """
-    matrix, right = (ctx.g.find(a) for a in node.args)
-    c = ctx.g.classes[cls]
+    why = low_rank_solve.reason(cls)
+    for solve in _solves(ctx, cls, node, why):
+        right = ctx.g.find(node.args[1])
+        ref = solve.through_left(right) or solve.refined(right)
+        if ref is not None:
+            ctx.whole.update((cls, ref.cls))
+            yield ref
+
+
+@axiom(
+    "Vᵀ·(d + c·U·Vᵀ)⁻¹·b = (I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d",
+    property=ASSOCIATIVITY,
+    on=(CONTRACT,),
+    again=True,
+    needs=(SOLVE,),
+    source="push-through identity: Henderson & Searle 1981",
+)
+def low_rank_readout(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+    """A solve that is read through its own low-rank factor never leaves the small space."""
+    g, seen = ctx.g, set[Product]()
+    for may_open in (lambda d: False, lambda d: not _solve_nodes(ctx, d)):
+        p = expand_node(g, cls, node, may_open)
+        if not p.bound or p in seen:
+            continue
+        seen.add(p)
+        factors = tuple(g.find(f) for f in p.factors)
+        for k, f in enumerate(factors):
+            for inner in _solve_nodes(ctx, f.cls):
+                yield from _read_out(ctx, cls, p._replace(factors=factors), k, inner)
+
+
+def _solve_nodes(ctx: Context, cls: int) -> list[Node]:
+    return [n for n in ctx.g.classes[cls].nodes if n.op == SOLVE]
+
+
+def _read_out(ctx: Context, cls: int, p: Product, k: int, node: Node) -> Iterator[Ref]:
+    """The product with `Σ_q right(q, m)·solve(q, …)` replaced by the small solution at m."""
+    f, why = p.factors[k], low_rank_readout.reason(cls)
+    for solve in _solves(ctx, f.cls, node, why):
+        q = f.axes[solve.free]
+        readers = [j for j, x in enumerate(p.factors) if q in x.axes]
+        if q < p.out or f.axes.count(q) != 1 or len(readers) != 2:
+            continue
+        other = p.factors[sum(readers) - k]
+        m = _index_beside(other, solve.form.right, 1, q)
+        w = None if m is None else solve.small_solution(ctx.g.find(node.args[1]))
+        if m is None or w is None:
+            continue
+        over = tuple(m if i == solve.free else f.axes[i] for i in w.axes)
+        rest = [x for j, x in enumerate(p.factors) if j not in readers]
+        bound = tuple(s for j, s in enumerate(p.bound, p.out) if j != q)
+        made = p._replace(factors=_without((Ref(w.cls, over), *rest), q), bound=bound)
+        c = ctx.g.classes[cls]
+        ref = order_product(ctx, made, c.sizes, c.dtype, why)
+        if ref is not None:
+            yield ref
+
+
+def _without(factors: tuple[Ref, ...], gone: int) -> tuple[Ref, ...]:
+    """The factors over the indices that are left when one that none of them reads is removed."""
+    return tuple(Ref(f.cls, tuple(i - (i > gone) for i in f.axes)) for f in factors)
+
+
+def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
+    """The index at which a factor is a side of a low-rank product whose `slot` reads `index`."""
+    if f.cls != side.cls or f.axes.count(index) != 1:
+        return None
+    m = f.axes[side.axes.index(2)]
+    return m if f.axes[side.axes.index(slot)] == index else None
+
+
+def _solves(ctx: Context, cls: int, node: Node, why: Reason) -> Iterator[_Solve]:
+    """The ways a solve reads as one with a diagonal plus a low-rank product, where it is safe."""
+    matrix, c = ctx.g.find(node.args[0]), ctx.g.classes[cls]
     if len(node.bound) != 1 or len(set(matrix.axes)) != 2 or matrix.axes.count(node.out) != 1:
         return
-    why = low_rank_solve.reason(cls)
     for found in low_rank_forms(ctx, matrix.cls):
         if not isinstance(found.rank, int) or not 0 < found.rank < ctx.count(node.bound):
             continue  # there is nothing to eliminate in a matrix without rows
         form = found if matrix.axes[0] == node.out else found.transposed()
         safe = not any(f.axes for f in form.diagonal) and _is_symmetric(form)
         if not safe and not ctx.permits("cancels", c.dtype):
-            ctx.refuse("low_rank_solve", "the difference may cancel", cls)
+            ctx.refuse(why.rule, "the difference may cancel", cls)
             continue
         free = next(i for i in matrix.axes if i != node.out)
-        ref = _Solve(ctx, c.sizes, c.dtype, node, form, free, why).build(right)
-        if ref is not None:
-            yield ref
+        yield _Solve(ctx, c.sizes, c.dtype, node, form, free, why)
 
 
 def low_rank_forms(ctx: Context, matrix: int) -> Iterator[LowRank]:
@@ -120,7 +196,11 @@ def _is_symmetric(form: LowRank) -> bool:
 
 
 class _Solve:
-    """Builds one solve; `free` is the output index of the result, `node.out` the summed one."""
+    """Builds one solve; `free` is the output index of the result, `node.out` the summed one.
+
+    The small matrix is `small·I + c·Vᵀ·weight·U`: of a diagonal that is a number, `small` is the
+    number and there are no weights (nothing overflows where it is small); of any other, 1 and 1/d.
+    """
 
     def __init__(
         self,
@@ -134,51 +214,119 @@ class _Solve:
     ) -> None:
         self.ctx, self.sizes, self.dtype, self.why = ctx, sizes, dtype, why
         self.form, self.free, self.summed, self.n = form, free, node.out, node.bound[0]
-        inverse = [reciprocal(ctx, f, dtype, why) for f in form.diagonal]
-        self.scale, self.inverse = 1 / form.scale, inverse
+        self.thin = tuple(form.rank if i == free else s for i, s in enumerate(sizes))
+        self.inverse = tuple(reciprocal(ctx, f, dtype, why) for f in form.diagonal)
+        self.number = not any(f.axes for f in form.diagonal)
+        self.weight = () if self.number else self.inverse
+        self.scale = 1 if self.number else 1 / form.scale
+        self.left = Ref(form.left.cls, self._over(form.left, {0: free, 2: self.summed}))
+        self.right = Ref(form.right.cls, self._over(form.right, {1: self.summed, 2: free}))
 
-    def build(self, right: Ref) -> Ref | None:
-        """The result over the outputs."""
-        g, form, free, summed = self.ctx.g, self.form, self.free, self.summed
-        inner = self._inner()
-        thin = tuple(form.rank if i == free else s for i, s in enumerate(self.sizes))
-        v = self._at(form.right, {1: summed, 2: free})
-        w = self._product((v, *self._inverse_at(summed), right), thin, (self.n,), self.scale)
-        if inner is None or w is None:
-            return None
-        w = Ref(w.cls, tuple(summed if i == free else i for i in w.axes))
-        small = Ref(inner.cls, tuple((summed, free)[i] for i in inner.axes))
-        y = g.add(SOLVE, None, (small, w), thin, (form.rank,), self.dtype, self.why)
-        y = Ref(y.cls, tuple(summed if i == free else i for i in y.axes))
-        u = self._at(form.left, {0: free, 2: summed})
-        over = self._inverse_at(free)
-        there = Ref(right.cls, tuple(free if i == summed else i for i in right.axes))
-        first = self._product((there, *over), self.sizes, (), 1)
-        second = self._product((u, y, *over), self.sizes, (form.rank,), 1)
-        if first is None or second is None:
-            return None
-        k = (self.scale, -self.scale * form.coefficient)
-        return g.add(ADD, k, (first, second), self.sizes, (), self.dtype, self.why)
+    def small_solution(self, right: Ref) -> Ref | None:
+        """w = S⁻¹·Vᵀ·weight·b over the outputs, of which `free` counts the rank."""
+        factors = (self.right, *self._at(self.weight, self.summed), right)
+        return self._solved(self._product(factors, self.thin, (self.n,), self.scale))
 
-    def _inner(self) -> Ref | None:
-        """I + c·Vᵀ·e·U over (k, l)."""
+    def through_left(self, right: Ref) -> Ref | None:
+        """weight·U·S⁻¹·x, where the right-hand side is the product U·x."""
+        inner = flattest(self.ctx.g, right.cls)
+        here = len(self.sizes) + 1
+        to = [*right.axes, *range(here, here + len(inner.bound))]
+        factors = [Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors]
+        readers = [f for f in factors if self.summed in f.axes]
+        m = _index_beside(readers[0], self.form.left, 0, self.summed) if len(readers) == 1 else None
+        if m is None or m == self.free:
+            return None
+        rest = [f for f in factors if f is not readers[0]]
+        if m < self.summed:  # U itself, or one with its columns scaled: x is the identity
+            square = (self.form.rank, self.form.rank)
+            delta = self.ctx.g.add(DELTA, None, (), square, (), self.dtype, self.why)
+            rest.append(Ref(delta.cls, tuple((self.free, m)[i] for i in delta.axes)))
+        index = {i: i - (i > self.summed) - (i > m > self.summed) for i in range(here + len(to))}
+        index[m] = self.free if m > self.summed else m
+        over = tuple(Ref(f.cls, tuple(index[i] for i in f.axes)) for f in rest)
+        bound = tuple(s for i, s in enumerate(inner.bound, here) if i != m)
+        if not over:
+            return None
+        t = self._solved(self._product(over, self.thin, bound, inner.coefficient))
+        return self._spread(t, self.scale)
+
+    def refined(self, right: Ref) -> Ref | None:
+        """The result over the outputs, by the difference and one correction of it."""
+        g, form = self.ctx.g, self.form
+        w = self.small_solution(right)
+        there = self._moved(right, self.summed, self.free)
+        taken = (
+            self._product((self.left, self._thin(w)), self.sizes, (form.rank,), 1) if w else None
+        )
+        if w is None or taken is None:
+            return None
+        rest = self._whole((1, -form.coefficient), (there, taken), self.sizes)
+        first = self._product((rest, *self._at(self.inverse, self.free)), self.sizes, (), 1)
+        assert first is not None
+        first = scaled(g, first, 1 / form.scale, self.sizes, self.why)
+        again = (self.right, self._moved(first, self.free, self.summed))
+        read = self._product(again, self.thin, (self.n,), 1)
+        if read is None:
+            return None
+        correction = self._solved(self._whole((1, -1), (w, read), self.thin))
+        last = self._spread(correction, form.coefficient * self.scale)
+        return None if last is None else self._whole((1, 1), (first, last), self.sizes)
+
+    def _whole(self, attr: tuple[Any, ...], terms: tuple[Ref, ...], sizes: tuple[Dim, ...]) -> Ref:
+        """A sum whose terms nearly cancel: opened, it would lose what the refinement gains."""
+        made = self.ctx.g.add(ADD, attr, terms, sizes, (), self.dtype, self.why)
+        self.ctx.whole.add(made.cls)
+        return made
+
+    def _solved(self, right: Ref | None) -> Ref | None:
+        """S⁻¹·right over the outputs, of which `free` counts the rank."""
+        inner = self._small()
+        if inner is None or right is None:
+            return None
+        small = Ref(inner.cls, tuple((self.summed, self.free)[i] for i in inner.axes))
+        args, rank = (small, self._thin(right)), self.form.rank
+        return self.ctx.g.add(SOLVE, None, args, self.thin, (rank,), self.dtype, self.why)
+
+    def _spread(self, t: Ref | None, k: Any) -> Ref | None:
+        """k·weight·U·t over the outputs."""
+        if t is None:
+            return None
+        factors = (self.left, self._thin(t), *self._at(self.weight, self.free))
+        return self._product(factors, self.sizes, (self.form.rank,), k)
+
+    def _small(self) -> Ref | None:
+        """small·I + c·Vᵀ·weight·U over (k, l)."""
         g, form = self.ctx.g, self.form
         square = (form.rank, form.rank)
-        factors = (self._at(form.right, {1: 2, 2: 0}), *self._inverse_at(2))
-        factors = (*factors, self._at(form.left, {0: 2, 2: 1}))
-        made = self._product(factors, square, (self.n,), 1)
+        left, right = (Ref(f.cls, self._over(f, to)) for f, to in (
+            (form.left, {0: 2, 2: 1}), (form.right, {1: 2, 2: 0})
+        ))  # fmt: skip
+        made = self._product((right, *self._at(self.weight, 2), left), square, (self.n,), 1)
         one = g.add(DELTA, None, (), square, (), self.dtype, self.why)
         if made is None:
             return None
-        k = (1, form.coefficient * self.scale)
+        if self.number and form.diagonal:
+            one = contract(
+                g, Product(1, (one, *form.diagonal), 2, ()), square, self.dtype, self.why
+            )
+        k = (form.scale if self.number else 1, form.coefficient * self.scale)
         return g.add(ADD, k, (one, made), square, (), self.dtype, self.why)
 
-    def _inverse_at(self, index: int) -> list[Ref]:
-        return [Ref(f.cls, (index,) * len(f.axes)) for f in self.inverse]
+    def _thin(self, ref: Ref) -> Ref:
+        return self._moved(ref, self.free, self.summed)
 
     @staticmethod
-    def _at(f: Ref, to: dict[int, int]) -> Ref:
-        return Ref(f.cls, tuple(to[i] for i in f.axes))
+    def _moved(ref: Ref, old: int, new: int) -> Ref:
+        return Ref(ref.cls, tuple(new if i == old else i for i in ref.axes))
+
+    @staticmethod
+    def _at(factors: tuple[Ref, ...], index: int) -> tuple[Ref, ...]:
+        return tuple(Ref(f.cls, (index,) * len(f.axes)) for f in factors)
+
+    @staticmethod
+    def _over(f: Ref, to: dict[int, int]) -> tuple[int, ...]:
+        return tuple(to[i] for i in f.axes)
 
     def _product(
         self, factors: tuple[Ref, ...], sizes: tuple[Dim, ...], bound: tuple[Dim, ...], k: Any

@@ -19,7 +19,7 @@ from symjax_rewrite.rules.inverses import (
     solve_is_inverse,
 )
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
-from symjax_rewrite.rules.low_rank import low_rank_solve
+from symjax_rewrite.rules.low_rank import low_rank_readout, low_rank_solve
 from symjax_rewrite.rules.separability import pairwise_squares
 from symjax_rewrite.rules.sparsity import masked_product, one_hot, triangular_prefix
 
@@ -29,7 +29,7 @@ distributivity = RulePack("distributivity", (flatten_sum, distribute, factor))
 locality = RulePack("locality", (partial_access, gather_parts, block_products))
 inverses = RulePack(
     "inverses",
-    (solve_is_inverse, solve_instead, inverse_of_product, low_rank_solve),
+    (solve_is_inverse, solve_instead, inverse_of_product, low_rank_solve, low_rank_readout),
 )
 separability = RulePack("separability", (pairwise_squares,))
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
 from symjax_rewrite.rewriting.rule import SEPARABILITY, Context, axiom
+from symjax_rewrite.rewriting.scales import scaled_factor
 from symjax_rewrite.rules.distributivity import sum_node
 
 
@@ -48,20 +50,25 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         summed, other = other, summed
     if any(i < p.out for i in summed[1]):
         return  # every distance is kept
-    scale = total.attr[0] ** 2 * p.coefficient
-    yield from _separated(ctx, cls, p, summed, other, scale)
+    scale, inside = total.attr[0] ** 2 * p.coefficient, 1.0
+    if abs(scale) < 1:  # the squares of what it scales may be infinite
+        scale, inside = math.copysign(1, scale), math.sqrt(abs(scale))
+    yield from _separated(ctx, cls, p, summed, other, (scale, inside))
 
 
 def _separated(
-    ctx: Context, cls: int, p: Product, left: tuple, right: tuple, scale: float
+    ctx: Context, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
 ) -> Iterator[Ref]:
+    """The sums over each side; of two scales, one is of the squares and one of what is squared."""
     c = ctx.g.classes[cls]
     (u, only_u), (v, only_v) = left, right
+    scale, inside = scales
     why = pairwise_squares.reason(cls)
     sizes = (*c.sizes, *p.bound)
     n_u, n_v = (_whole(sizes[i] for i in only) for only in (only_u, only_v))
     if not n_u or not n_v:
         return
+    u, v = (scaled_factor(ctx.g, a, inside, why) for a in (u, v))
     mean = _mean(ctx, u, only_u, n_u, sizes, c.dtype, why)
     su, sv = (_shifted(ctx, a, mean, sizes, c.dtype, why) for a in (u, v))
     terms = []

@@ -27,7 +27,7 @@ from symjax_rewrite.options import Options
 class Candidate:
     """Values of a program that could be made another way.
 
-    name: as packs, reports, `bisect` and plans call it. part: which values, and how. where: the
+    name: as packs, reports, `bisect` and plans call it. parts: which values, and how. where: the
     user's line. reason: what is gained, as a sentence; for kernels. rules: (name, property) of each
     rule behind it; none for a kernel. before, after: of the values, as written and so; None where
     the pass has compared them by itself. key: what names it in a plan. group: what is told alike by
@@ -39,7 +39,7 @@ class Candidate:
     """
 
     name: str
-    part: Part
+    parts: tuple[Part, ...]
     where: str = ""
     reason: str = ""
     rules: tuple[tuple[str, str], ...] = ()

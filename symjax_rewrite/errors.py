@@ -73,7 +73,7 @@ class PlanError(SymjaxError, ValueError):
 
 
 class EquivalenceError(SymjaxError, AssertionError):
-    """The rewritten program's values differ from the original's beyond the tolerance."""
+    """The rewritten program's values differ from the original's by more than rounding explains."""
 
 
 class CliffError(SymjaxError, AssertionError):

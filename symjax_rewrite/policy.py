@@ -32,9 +32,9 @@ def chosen(
     left = _distinct(_gaining(program, found, context, refused), refused)
     while left:
         try:
-            made = replaced(program, [c.part for c in left])
+            made = replaced(program, [p for c in left for p in c.parts])
         except ConflictError as conflict:
-            faulty = [c for c in left if any(c.part is p for p in conflict.parts)] or left
+            faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
             reason = "another part of the program waits for what it would compute"
         else:
             faulty = _still_needed(program, left)
@@ -66,8 +66,9 @@ def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]
     given: set[int] = set()
     out = []
     for c in found:
-        if given.isdisjoint(c.part.gives):
-            given.update(c.part.gives)
+        mine = {v for p in c.parts for v in p.gives}
+        if given.isdisjoint(mine):
+            given |= mine
             out.append(c)
         else:
             refused.append(Refusal(c.name, "another candidate computes the same values", c.where))
@@ -78,5 +79,5 @@ def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:
     """Those that hide values which the rest of the program reads."""
     if not any(c.hidden for c in taken):
         return []
-    live = live_values(program, [c.part for c in taken])
+    live = live_values(program, [p for c in taken for p in c.parts])
     return [c for c in taken if c.hidden & live]

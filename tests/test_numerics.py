@@ -129,3 +129,66 @@ def test_results_of_literals_stay_weak():
     half = jax.make_jaxpr(lambda x: f(x, jnp.full((), 0.5, "float32")))(weak)
     ours = jax.make_jaxpr(sym_optimize(lambda x: f(x, jnp.full((), 0.5, "float32"))))(weak)
     assert [a.weak_type for a in ours.out_avals] == [a.weak_type for a in half.out_avals]
+
+
+def full(*shape, value):
+    return np.full(shape, value, np.float32)
+
+
+# Finite as written; infinite, or zero, where the number is multiplied with last (or first).
+SCALED = {
+    "a small number": (lambda K, m: m * ((6.674e-11 * K) @ m), 1e-11, 1e24),
+    "a large number": (lambda K, m: m * ((1e11 * K) @ m), 1e-30, 1e-10),
+    "a moderate number": (lambda K, m: m * ((0.01 * K) @ m), 1e-3, 1e20),
+    "a power of two": (lambda K, m: m * ((0.125 * K) @ m), 1e-3, 5e19),
+    "a quotient": (lambda K, m: m * ((K / 128) @ m), 1e-3, 1e20),
+    "a form": (lambda K, m: m @ (1e-11 * K) @ m, 1e-11, 1e24),
+    "a sum": (lambda K, m: jnp.sum((K * 1e-3) * m[:, None], 0), 3e37, 10.0),
+    "an adapter": (lambda K, m: (K + 1e-6 * (K[:, :2] @ K[:2])) @ m, 1e19, 1.0),
+    "a norm": (
+        lambda K, m: (K * 1e-3 * jax.lax.rsqrt(jnp.mean((K * 1e-3) ** 2, -1, keepdims=True))) @ m,
+        1e21,
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("kernels", ["auto", "always"])
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_product_stays_finite(name, kernels):
+    f, matrix, vector = SCALED[name]
+    args = (full(512, 512, value=matrix), full(512, value=vector))
+    wanted = np.asarray(jax.jit(f)(*args))
+    assert np.isfinite(wanted).all()
+    got = sym_optimize(f, kernels=kernels)(*args)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("level", ["reassoc", "finite"])
+def test_scaled_product_stays_finite_below_float32(dtype, level):
+    def f(K, m):
+        return m * ((0.0078125 * K) @ m)
+
+    args = [jnp.full((512, 512), 0.5, dtype), jnp.full(512, 100, dtype)]
+    got = sym_optimize(f, numerics=level)(*args)
+    assert np.isfinite(np.asarray(got, np.float32)).all()
+    np.testing.assert_allclose(np.asarray(got, np.float32), 20000.0, rtol=0.02)
+
+
+def test_scale_of_a_matrix_still_moves_to_the_vector():
+    report = sym_optimize(lambda W, x: (0.25 * W) @ x).explain(
+        full(512, 512, value=1), full(512, value=1)
+    )
+    after = report.after.jaxpr.jaxpr
+    assert not any(
+        e.primitive.name == "mul" and e.outvars[0].aval.shape == (512, 512) for e in after.eqns
+    )
+
+
+def test_large_scale_of_a_matrix_moves_to_the_result():
+    report = sym_optimize(lambda W, x: (3.0 * W) @ x).explain(
+        full(512, 512, value=1), full(512, value=1)
+    )
+    names = [e.primitive.name for e in report.after.jaxpr.jaxpr.eqns]
+    assert names.index("dot_general") < names.index("mul")

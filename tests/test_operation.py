@@ -98,13 +98,13 @@ PASSED = {"repeated_work": tiled, "common_subexpression": twice, "loop_invariant
 @pytest.fixture
 def wrong_passes(monkeypatch):
     """What is computed once comes out twice too large."""
-    right, moved = emission.Emitter._from_array, loop_optimizer.run_moved
+    right, moved = emission.TermReader.value, loop_optimizer.run_moved
 
-    def from_array(self, v, array):
-        once = self.t.view(v).cls in self.plan.shared | self.plan.spread
-        return right(self, v, array) * (2 if once else 1)
+    def value(self, v):
+        once = self.t.view(v).cls in self.part.shared | self.part.own
+        return right(self, v) * (2 if once else 1)
 
-    monkeypatch.setattr(emission.Emitter, "_from_array", from_array)
+    monkeypatch.setattr(emission.TermReader, "value", value)
     monkeypatch.setattr(loop_optimizer, "run_moved", lambda *a: [2 * x for x in moved(*a)])
 
 

@@ -346,6 +346,14 @@ def weights_of(spec: FoldSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
 
 
+def in_two_parts(spec: FoldSpec, term: Term) -> bool:
+    """True if kernels multiply the f32 tile of a term, in two parts, by weights in bf16."""
+    if term.weights is None or term.round_to is not None:
+        return False
+    usual = term.precision in (None, "default")
+    return usual and spec.operands[term.weights].dtype == "bfloat16"
+
+
 def one_way(spec: FoldSpec) -> list[tuple[tuple[int, ...], FoldSpec]]:
     """The folds that reduce columns only and give the outputs of a fold, with their numbers.
 

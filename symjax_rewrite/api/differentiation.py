@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from symjax_rewrite import jax_internals
+from symjax_rewrite import jax_calls, jax_internals
 from symjax_rewrite.api.unread_arguments import with_ones
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
@@ -57,9 +57,7 @@ class Call:
         closed = with_ones(self.closed, values, jax_internals.live_part(made, used)[1])
         whole = Call(self.result, closed, self.stage_program, self.optimiser)
         call, made, read = whole.narrowed(made, used)
-        return jax_internals.bind_call(
-            made, call, [x for x, r in zip(values, read, strict=True) if r]
-        )
+        return jax_calls.bind_call(made, call, [x for x, r in zip(values, read, strict=True) if r])
 
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
@@ -79,7 +77,7 @@ class Call:
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
         """Stage out the original under vmap, optimised likewise."""
-        batched, out_dims = jax_internals.batched(self.closed, axis, dims)
+        batched, out_dims = jax_calls.batched(self.closed, axis, dims)
         return self.stage(batched, values), out_dims
 
     def moving(self, live: list[int]) -> list[bool]:

@@ -16,9 +16,11 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api import autotuning
 from symjax_rewrite.api.differentiation import Call, closing_over_nothing
 from symjax_rewrite.api.frozen_arguments import prepare
-from symjax_rewrite.api.output_check import Verified, compare
+from symjax_rewrite.api.output_check import Verified
 from symjax_rewrite.api.report import Report
 from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.api.tolerance import Rounding
+from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.cost.device_profiles import device_profile
 from symjax_rewrite.errors import (
     EquivalenceError,
@@ -211,12 +213,14 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     assert isinstance(pack, RulePack)
     with disabled():
         expected = f(*args, **kwargs)
+        rounding = Rounding.of(f.__wrapped__, args, kwargs)
 
     def difference(gone: tuple[str, ...]) -> str | None:
         kernels = "off" if KERNELS in gone else options.kernels
         rules = pack - [name for name in gone if name != KERNELS]
         changed = f.remake(rules=rules, kernels=kernels, verify="off", plan=None)
-        return compare(changed(*args, **kwargs), expected, options.numerics)
+        got = changed(*args, **kwargs)
+        return beyond_rounding(got, expected, options.numerics, lambda: rounding)
 
     if difference(()) is None:
         return ()

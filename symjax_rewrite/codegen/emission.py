@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
@@ -95,8 +96,9 @@ class TermPart:
     t: the program's terms. makers: by class, what computes it. forms: by class, the solution of a
     region and a reference into its e-graph, over the class's slots. own: classes that are computed
     over their own indices, though equations have them over more. shared: classes of which every
-    value is read from the first one. opens: whether later passes see the equations. across: whether
-    products of two operands that lie across the grain are slow. source: has the name scope of all.
+    value is read from the first one. links: by class that no value of the program holds, the value
+    that parts exchange it by. wide: the same by class that parts hold in f32. opens: whether later passes see the equations. across: whether products of two operands that
+    lie across the grain are slow. source: has the name scope of all.
     """
 
     t: TermGraph
@@ -104,6 +106,8 @@ class TermPart:
     forms: Mapping[int, tuple[RegionForm, Ref]] = field(default_factory=dict)
     own: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
+    links: Mapping[int, int] = field(default_factory=dict)
+    wide: Mapping[int, int] = field(default_factory=dict)
     opens: bool = True
     across: bool = False
     source: JaxprEqn | None = None
@@ -113,17 +117,21 @@ class TermPart:
         classes = (*self.makers, *self.forms, *self.own, *self.shared)
         homes = {self.value_of(cls) for cls in self.shared}
         values = (v for cls in dict.fromkeys(classes) for v in self.t.values_of(cls))
-        self.gives = tuple(v for v in values if v not in homes)
+        exchanged = (by[c] for by in (self.links, self.wide) for c in self.makers if c in by)
+        self.gives = (*(v for v in values if v not in homes), *exchanged)
 
     def needs(self, value: int) -> list[int]:
         """The values that must be there before a value is made, each once."""
         found: dict[int, None] = {}
-        cls = self.t.view(value).cls
+        cls = self.class_of(value)
         seen, stack = {cls}, [cls]
         while stack:
             c = stack.pop()
             if c in self.makers:
                 more = self.makers[c].needs(c)
+            elif (link := self.wide.get(c, self.links.get(c))) is not None:
+                found[link] = None
+                continue
             elif c in self.forms:
                 more = self._form_needs(*self.forms[c])
             elif (home := self.value_of(c)) is not None:
@@ -135,6 +143,14 @@ class TermPart:
             seen.update(fresh)
             stack.extend(reversed(fresh))
         return list(found)
+
+    def class_of(self, value: int) -> int:
+        """The class that a value holds, or that parts exchange by it."""
+        for by in (self.links, self.wide):
+            for cls in self.makers:
+                if by.get(cls) == value:
+                    return cls
+        return self.t.view(value).cls
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
         """The arrays of the values wanted."""
@@ -183,6 +199,7 @@ class TermReader:
     def __init__(self, part: TermPart, read: Read) -> None:
         self.part, self.t, self.read = part, part.t, read
         self._arrays: dict[int, Array] = {}
+        self._wide: dict[int, Array] = {}
         self._solutions: dict[int, dict[int, Array]] = {}
         self._results: dict[int, list[Any]] = {}
 
@@ -193,6 +210,11 @@ class TermReader:
 
     def value(self, v: int) -> Any:
         """A value from the array of its class: broadcast, ordered, and with atoms merged."""
+        cls = self.part.class_of(v)
+        if v == self.part.wide.get(cls):
+            return self._plain(cls, self.wide_array(cls))
+        if v == self.part.links.get(cls):
+            return self._plain(cls, self.array(cls))
         t, view = self.t, self.t.view(v)
         home = self.part.value_of(view.cls)
         if home is not None and home != v and self._is_kept(view.cls) and self._is_same(v, home):
@@ -209,6 +231,26 @@ class TermReader:
         if found is None:
             found = self._arrays[cls] = self._make(cls)
         return found
+
+    def wide_array(self, cls: int) -> Array:
+        """A class in the dtype that its maker holds it in, which may be wider than its own."""
+        held = getattr(self.part.makers.get(cls), "held", None)
+        if held is not None:
+            if cls not in self._wide:
+                self._wide[cls] = Array(*held(self, cls))
+            return self._wide[cls]
+        if cls in self.part.makers or cls not in self.part.wide:
+            return self.array(cls)
+        return self._exchanged(cls, self.part.wide[cls])
+
+    def _plain(self, cls: int, array: Array) -> Any:
+        """A class's array with its slots in order."""
+        sizes = term_lowering.jax_sizes(self.t.graph.classes[cls].sizes, self.env)
+        return term_lowering.arrange(array.data, array.slots, tuple(range(len(sizes))), sizes)
+
+    def _exchanged(self, cls: int, v: int) -> Array:
+        """A class that another part gives, from the value that it is exchanged by."""
+        return Array(self.read(v), tuple(range(len(self.t.graph.classes[cls].sizes))))
 
     def folded(self, maker: Any) -> list[Any]:
         """The results of what computes several classes at once, run once."""
@@ -227,6 +269,12 @@ class TermReader:
     def _make(self, cls: int) -> Array:
         if cls in self.part.makers:
             return Array(*self.part.makers[cls].array(self, cls))
+        if cls in self.part.wide:
+            dtype = np.dtype(self.t.graph.classes[cls].dtype)
+            made = self._exchanged(cls, self.part.wide[cls])
+            return made._replace(data=made.data.astype(dtype))
+        if cls in self.part.links:
+            return self._exchanged(cls, self.part.links[cls])
         if cls in self.part.forms:
             form, ref = self.part.forms[cls]
             made = self._solve(form, ref.cls)
@@ -235,7 +283,7 @@ class TermReader:
         if v is not None:
             return self._to_array(v)
         node = node_of(self.t.graph, cls)
-        operands = [self._operand(a, self.array(a.cls)) for a in node.args]
+        operands = [self.operand(a, self.array(a.cls)) for a in node.args]
         return self._lower(self.t.graph, cls, node, operands)
 
     def _to_array(self, v: int) -> Array:
@@ -251,7 +299,7 @@ class TermReader:
         return Array(data, tuple(slot_of[i] for i in sorted(slot_of)))
 
     @staticmethod
-    def _operand(ref: Ref, array: Array) -> tuple[Any, tuple[int, ...]]:
+    def operand(ref: Ref, array: Array) -> tuple[Any, tuple[int, ...]]:
         axes = ref.axes
         labels = [axes[s] if axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots]
         return array.data, tuple(labels)
@@ -266,7 +314,7 @@ class TermReader:
                 done[cls] = Array(array.data, tuple(slot[p] for p in array.slots))
                 continue
             node = form.choice[cls]
-            operands = [self._operand(a, done[a.cls]) for a in node.args]
+            operands = [self.operand(a, done[a.cls]) for a in node.args]
             with jax_internals.maybe_scope(form.scope):
                 done[cls] = self._lower(form.g, cls, node, operands)
         return done[root]

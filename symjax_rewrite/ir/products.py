@@ -7,6 +7,8 @@ law about products (order, distribution, common factors, partial access) is stat
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,10 +23,22 @@ MAX_FACTORS = 48  # so many have n³/6 connected pairs within the default budget
 HALF = frozenset({"float16", "bfloat16"})
 
 
+class Scale(NamedTuple):
+    """A number that scaled the product of some of the factors, where the program was written.
+
+    homes: the classes of those factors, sorted; one for each of them.
+    """
+
+    value: Any
+    homes: tuple[int, ...]
+
+
 class Product(NamedTuple):
     """coefficient · Σ over bound of the product of factors.
 
-    Factors read indices `0..out-1` (slots of the class) and `out..` (bound).
+    Factors read indices `0..out-1` (slots of the class) and `out..` (bound). `coefficient` is all
+    that the product is scaled by; `scales` are those numbers in it that may not leave the factors
+    they scaled: outside, what is finite as written might be inf (see `scales`).
     """
 
     coefficient: Any
@@ -32,11 +46,17 @@ class Product(NamedTuple):
     out: int
     bound: tuple[Dim, ...]
     precision: object = None
+    scales: tuple[Scale, ...] = ()
 
 
 def is_half(dtype: str) -> bool:
     """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
     return dtype in HALF or dtype.startswith("float8")
+
+
+def held_dtype(dtype: str) -> str:
+    """The dtype in which a kernel holds values of a dtype between two operations."""
+    return "float32" if is_half(dtype) else dtype
 
 
 @functools.cache
@@ -136,6 +156,7 @@ def _open(
     precision = node.attr if node.op == CONTRACT else None
     factors: list[Ref] = []
     bound = list(node.bound)
+    scales: tuple[Scale, ...] = ()
     for k, arg in enumerate(node.args):
         arg = g.find(arg)
         inner = made.get(arg.cls)
@@ -149,10 +170,52 @@ def _open(
             continue
         precision = merged
         coefficient = coefficient * inner.coefficient
+        scales += inner.scales
         to = [*arg.axes, *(node.out + len(bound) + k for k in range(len(inner.bound)))]
         bound.extend(inner.bound)
         factors.extend(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
-    return Product(coefficient, tuple(factors), node.out, tuple(bound), precision)
+    p = Product(coefficient, tuple(factors), node.out, tuple(bound), precision, scales)
+    return with_scale(p, node.attr[0], dtype) if node.op == ADD else p
+
+
+def with_scale(p: Product, value: Any, dtype: str) -> Product:
+    """The product, noting that `value`, counted in its coefficient, scaled all of its factors.
+
+    What scaled the same factors is one number, and so is what scaled all of them but one: then
+    only the last product lies between the two.
+    """
+    if dtype_kind(dtype) != "f" or value in (0, 1):
+        return p
+    homes, kept = tuple(sorted(f.cls for f in p.factors)), list(p.scales)
+    for s in p.scales:
+        near = len(homes) - len(s.homes) <= 1 and not Counter(s.homes) - Counter(homes)
+        if near and 0 < abs(value * s.value) < math.inf:
+            value, homes = value * s.value, s.homes
+            kept.remove(s)
+            break
+    if not is_held(value, dtype):
+        return p._replace(scales=tuple(kept))
+    return p._replace(scales=(*kept, Scale(value, homes)))
+
+
+def is_held(value: Any, dtype: str) -> bool:
+    """Whether a number has a place: what is less than 1 must not be left out of a product.
+
+    A number above 1 may be multiplied with last, where the result is finite; one that is so large
+    that products without it would be flushed to zero may not.
+    """
+    return abs(value) < 1 or not is_moderate(value, dtype)
+
+
+@functools.cache
+def is_moderate(value: Any, dtype: str) -> bool:
+    """Whether a number may scale another factor than it did: it is within 2^±(range/8).
+
+    A number below 1 that moves to another factor makes nothing infinite; what it moves to may be
+    flushed to zero where the written factor was not. An eighth of the exponents (2^±16 in float32,
+    2^±2 in float16) is what a sum over as many elements may differ by in another order.
+    """
+    return abs(math.log2(abs(value))) <= math.log2(float(jax.numpy.finfo(dtype).max)) / 8
 
 
 _CLASH = object()

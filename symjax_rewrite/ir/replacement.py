@@ -93,6 +93,7 @@ class _Units:
         self.equation_of = {v: e for e in program.equations for v in e.outvals}
         self.unit_of: dict[int, _Unit] = {}
         self._units: dict[int, _Unit] = {}
+        self.there = {*program.inputs, *program.consts}
         self.effects = [e for e in program.equations if e.eqn.effects]
         self._find_live()
 
@@ -119,6 +120,9 @@ class _Units:
                 unit = self._unit(e)
                 self.unit_of.update((u, unit) for u in e.outvals if u not in self.given)
                 stack += unit.reads
+            elif v not in self.there:
+                readers = [u.maker for u in self._units.values() if v in u.reads]
+                raise ConflictError([m for m in readers if not isinstance(m, Equation)])
 
     def _unit(self, maker: Equation | Part) -> _Unit:
         unit = self._units.get(id(maker))

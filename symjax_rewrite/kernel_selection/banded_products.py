@@ -28,7 +28,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import named
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidate
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 from symjax_rewrite.usage_records import RouteUse
@@ -134,7 +134,7 @@ class _Selection:
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
                     use = RouteUse("banded", True, reason, t.where(cls))
                     route = BandedRoute(t, cls, row, node.out, blocks)
-                    yield candidate(t, "banded", [route], use)
+                    yield from candidates(t, "banded", [([route], use)])
                     break
 
     def _blocks(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
+from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.usage_records import RouteUse
 
@@ -26,31 +28,68 @@ class OneClass:
         return {self.cls}
 
 
-def candidate(
-    t: TermGraph, name: str, makers: Sequence[Any], use: RouteUse, opens: bool = False
-) -> Candidate:
-    """A candidate of makers of classes that belong together.
+def candidates(
+    t: TermGraph,
+    name: str,
+    groups: Sequence[tuple[Sequence[Any], RouteUse]],
+    opens: bool = False,
+) -> list[Candidate]:
+    """Candidates of makers of classes: those of a group are taken together or not at all.
 
     Args:
         t: the program's terms.
-        name: of the candidate.
-        makers: of classes: `classes()`, `gives()`, `needs(cls)`, `array(reader, cls)`.
-        use: what the report says of it.
-        opens: whether later passes see its equations.
+        name: of the candidates.
+        groups: makers that belong together, with `classes()`, `gives()`, `needs(cls)` and
+            `array(reader, cls)`, and what the report says of them.
+        opens: whether later passes see their equations.
     """
-    gives = {c: m for m in makers for c in m.gives()}
-    inside = {c for m in makers for c in m.classes()} - gives.keys()
-    dear = {c for m in makers for c in getattr(m, "dear", set)()}
-    source = next((t.program.equations[t.made_by[c][0]].eqn for c in gives if c in t.made_by), None)
-    return Candidate(
-        name,
-        TermPart(t, gives, opens=opens, source=source),
-        use.where,
-        use.reason,
-        count=use.count,
-        hidden=frozenset(v for c in inside for v in t.values_of(c)),
-        dear=frozenset(v for c in dear for v in t.values_of(c)),
-    )
+    links, wide = _exchanged(t, [m for makers, _ in groups for m in makers])
+
+    def part(maker: Any) -> TermPart:
+        gives = sorted(maker.gives())
+        made = (t.made_by[c][0] for c in gives if c in t.made_by)
+        source = next((t.program.equations[n].eqn for n in made), None)
+        by = {c: maker for c in gives}
+        return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
+
+    out = []
+    for makers, use in groups:
+        gives = {c for m in makers for c in m.gives()}
+        inside = {c for m in makers for c in m.classes()} - gives
+        dear = {c for m in makers for c in getattr(m, "dear", set)()}
+        out.append(
+            Candidate(
+                name,
+                tuple(map(part, makers)),
+                use.where,
+                use.reason,
+                count=use.count,
+                hidden=frozenset(v for c in inside for v in t.values_of(c)),
+                dear=frozenset(v for c in dear for v in t.values_of(c)),
+            )
+        )
+    return out
+
+
+def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
+    """New values for classes that makers exchange, though no value of the program holds them so.
+
+    Returns:
+        By class, the value of those that the program has no value of, and of those held wider.
+    """
+    read = {c for m in makers for own in m.gives() for c in m.needs(own) if c not in m.gives()}
+    links: dict[int, int] = {}
+    wide: dict[int, int] = {}
+    for m in makers:
+        for c in read & m.gives():
+            info = t.graph.classes[c]
+            if c in getattr(m, "wide_classes", set)():
+                aval = jax_internals.array_aval(info.sizes, held_dtype(info.dtype))
+                wide[c] = t.program.new_value(aval)
+            elif not t.values_of(c):
+                aval = jax_internals.array_aval(info.sizes, info.dtype)
+                links[c] = t.program.new_value(aval)
+    return links, wide
 
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:

@@ -29,7 +29,7 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import read_over
-from symjax_rewrite.kernel_selection.kernel_candidate import candidate
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates
 from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
@@ -200,7 +200,7 @@ class PartialSorts:
                 yield Refusal(self.name, reason, e.where())
             else:
                 use = RouteUse(self.name, True, reason, e.where())
-                yield candidate(t, self.name, [route], use)
+                yield from candidates(t, self.name, [([route], use)])
 
 
 Reading = tuple[SelectionRoute | str, str] | None

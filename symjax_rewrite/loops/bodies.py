@@ -58,4 +58,4 @@ class Bodies:
                     eqn = replaced
                     bodies.append((body, spot.times))
             if bodies:
-                yield Candidate("body", ReplacedEquation(e, eqn), bodies=tuple(bodies))
+                yield Candidate("body", (ReplacedEquation(e, eqn),), bodies=tuple(bodies))

@@ -186,7 +186,7 @@ def _found(loops: Loops) -> Iterator[Found]:
     for change in loops.changes:
         rules = tuple((name, REDUNDANCY) for name in change.names)
         where, reason = jax_internals.source_line(change.eqn), reasons.pop(id(change.eqn), "")
-        yield Candidate("scan", change, where, reason, rules)
+        yield Candidate("scan", (change,), where, reason, rules)
 
 
 def improve_loops(

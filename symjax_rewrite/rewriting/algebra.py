@@ -116,7 +116,7 @@ def _found(
     properties = {r.name: r.property for r in context.rules.rules}
     yield Candidate(
         "rewrite",
-        _part(context, t, region, s),
+        (_part(context, t, region, s),),
         where,
         rules=tuple((n, properties.get(n, "")) for n in names),
         before=s.before,

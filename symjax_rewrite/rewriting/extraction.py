@@ -16,7 +16,7 @@ import jax
 from symjax_rewrite.cost.term_cost import Cost, CostModel, CyclicChoiceError, reachable
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, LEAF, Node
+from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, INVERSE, LEAF, Node
 
 GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
 DOMINATING_GAIN = 1.05  # one that dominates, this many: below it the model knows nothing
@@ -103,6 +103,8 @@ def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
     """Whether a node can be computed as it stands (n-ary products are split first)."""
     if original:
         return True
+    if node.op == INVERSE:
+        return False  # laws read it; a product with it is not backward stable, as a solve is
     if node.op == ADD:
         dtype = g.classes[node.args[0].cls].dtype
         return all(is_representable(c, dtype) for c in node.attr)

@@ -19,11 +19,12 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.egraph import EGraph, Reason
 from symjax_rewrite.ir.flat_program import flatten
-from symjax_rewrite.ir.products import Product, flattest, scaled
+from symjax_rewrite.ir.products import Product, flattest
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.rewriting.rule import Context, Lemma, line_of, too_large
+from symjax_rewrite.rewriting.scales import scaled_inside
 
 SUMMED = 1000  # indices from here on are summed over; below, they are outputs
 PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)  # sizes that cannot be confused
@@ -403,5 +404,5 @@ class _RightSide:
             if inner and self.ctx.may_overflow(ref.cls):
                 self.ctx.refuse(self.p.lemma.name, too_large(self.dtype), self.why.source)
                 return None
-        ref = scaled(g, ref, coefficient, out_sizes, self.why)
+        ref = scaled_inside(self.ctx, ref, coefficient, out_sizes, self.why)
         return Bound(ref.cls, tuple(outs[i] for i in ref.axes))

@@ -5,6 +5,9 @@ Contraction order is not saturated: only the tree that dynamic programming finds
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir.egraph import Reason
 from symjax_rewrite.ir.products import Product, is_half, scaled
@@ -12,6 +15,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
 from symjax_rewrite.rewriting.rule import Context, too_large
+from symjax_rewrite.rewriting.scales import Leaf, Places, apart, leaves_of, place, scaled_factor
 
 
 def order_product(
@@ -33,12 +37,16 @@ def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Re
     counted = count_unread(read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None
+    parted = apart(counted, counted.coefficient / p.coefficient if p.scales else 1)
+    if parted is None:
+        return None
+    outer, counted = parted
     builder = _Builder(ctx, counted, sizes, dtype, why)
     found = builder.solve()
     if any(ctx.may_overflow(c) for c in builder.inner):
         ctx.refuse(why.rule, too_large(dtype), why.source)
         return None
-    return None if found is None else scaled(ctx.g, found, counted.coefficient, sizes, why)
+    return None if found is None else scaled(ctx.g, found, outer, sizes, why)
 
 
 def read_deltas(ctx: Context, p: Product) -> Product:
@@ -111,7 +119,7 @@ class _Builder:
         factors = [self._sum_private(k) for k in range(len(self.p.factors))]
         masks = [_mask(f) for f in factors]
         if len(factors) == 1:
-            return self._in_dtype(factors[0])
+            return self._build(0, factors, masks)
         free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
         number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in factors]))}
         kinds = [number[f.cls] for f in factors]
@@ -148,9 +156,9 @@ class _Builder:
         ref = self.ctx.g.add(MAP, cast, over, c.sizes, (), self.dtype, self.why)
         return Ref(ref.cls, tuple(f.axes[i] for i in ref.axes))
 
-    def _sum_private(self, k: int) -> Ref:
-        """Σ over the bound indices that only factor k reads."""
-        f = self.p.factors[k]
+    def _sum_private(self, k: int, scale: Any = 1) -> Ref:
+        """Σ over the bound indices that only factor k reads, scaled within the sum."""
+        f = self._scaled(self.p.factors[k], scale)
         others = 0
         for j, g in enumerate(self.p.factors):
             if j != k:
@@ -178,11 +186,23 @@ class _Builder:
         )
         return Ref(ref.cls, tuple(kept[i] for i in ref.axes))
 
+    def _scaled(self, f: Ref, scale: Any) -> Ref:
+        return scaled_factor(self.ctx.g, f, scale, self.why)
+
+    def _places(self, factors: list[Ref], kept: Callable[[int], int], tree: Tree) -> Places:
+        """Where the numbers are multiplied with that may not leave their factors."""
+        g, whole = self.ctx.g, self.p.factors
+        leaves = [
+            Leaf(w.cls, self._count(_mask(w)), g.classes[w.cls].dtype != self.dtype,
+                 f != w, self.ctx.frozen(w.cls))
+            for w, f in zip(whole, factors, strict=True)
+        ]  # fmt: skip
+        return place(
+            self.p.scales, tree, leaves, lambda inside: self._count(kept(inside)), self.dtype
+        )
+
     def _build(self, tree: Tree, factors: list[Ref], masks: list[int]) -> Ref:
         members: dict[int, int] = {}
-
-        def leaves(t: Tree) -> int:
-            return 1 << t if isinstance(t, int) else leaves(t[0]) | leaves(t[1])
 
         def outside(inside: int) -> int:
             if inside not in members:
@@ -193,15 +213,25 @@ class _Builder:
                 members[inside] = mask
             return members[inside]
 
+        def kept(inside: int) -> int:
+            read = sum(1 << i for i in range(len(self.all_sizes)) if any(
+                inside >> k & 1 and m >> i & 1 for k, m in enumerate(masks)))  # fmt: skip
+            return read & outside(inside)
+
+        places = self._places(factors, kept, tree)
+
         def make(t: Tree) -> Ref:
             if isinstance(t, int):
-                return factors[t]
-            made = self._node((make(t[0]), make(t[1])), outside(leaves(t)))
-            if t is not tree:
-                self.inner.append(made.cls)
-            return made
+                before = places.before.get(t, 1)
+                made = factors[t] if before == 1 else self._sum_private(t, before)
+                made = self._in_dtype(made) if t is tree else made
+            else:
+                made = self._node((make(t[0]), make(t[1])), outside(leaves_of(t)))
+                if t is not tree:
+                    self.inner.append(made.cls)
+            return self._scaled(made, places.after.get(leaves_of(t), 1))
 
-        return make(tree)
+        return self._scaled(make(tree), places.last)
 
     def _join_cost(self, left: int, right: int, kept: int) -> float:
         size = itemsize(self.dtype)

@@ -37,7 +37,7 @@ class RepeatedProducts:
             if saved > least:
                 yield Candidate(
                     REPEATED,
-                    TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),
+                    (TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),),
                     terms.t.where(cls),
                     rules=((REPEATED, REDUNDANCY),),
                     key=REPEATED,
@@ -63,7 +63,7 @@ class CommonProducts:
         for cls, count in Counter(t.view(v).cls for v in dots).items():
             if count > 1 and cls in terms.need.uses:
                 part = TermPart(t, shared=frozenset({cls}))
-                yield Candidate(COMMON, part, t.where(cls), rules=((COMMON, REDUNDANCY),))
+                yield Candidate(COMMON, (part,), t.where(cls), rules=((COMMON, REDUNDANCY),))
 
 
 def _repeated(terms: Terms) -> list[tuple[int, float]]:

@@ -18,7 +18,7 @@ from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Reason
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref, identity
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
@@ -89,6 +89,11 @@ class Context:
         if not ends_early(c.dtype) or self.permits("finite", c.dtype):
             return False
         return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
+
+    def is_whole(self, cls: int) -> bool:
+        """Return a predicate: would a sum lose digits if another sum or product opened it?"""
+        g = self.g
+        return any(g.find(Ref(w, identity(len(g.classes[w].sizes)))).cls == cls for w in self.whole)
 
     def is_zero(self, cls: int) -> bool:
         """Whether a class is the constant zero."""

@@ -10,16 +10,16 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.report import Report
 from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.api.tolerance import Rounding, difference
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser
-from symjax_rewrite.options import Options
+from symjax_rewrite.options import Numerics, Options
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import tolerance as tolerance
 from symjax_rewrite.testing.rule_checker import check_rule as check_rule
@@ -35,8 +35,8 @@ def assert_equivalent(
         f: what is tested.
         g: what it is compared with.
         args: arguments of both.
-        rtol: allowed difference as a part of the largest value of an array; default by dtype
-            (`tolerance`), none for integers.
+        rtol: allowed difference as a part of the largest value of an array, beside what rounding
+            explains: that follows from the dtypes and the lengths of the sums of `g`.
 
     Raises:
         EquivalenceError: they differ; it says in which leaf, and by how much.
@@ -56,28 +56,10 @@ def assert_equivalent(
         chex.assert_trees_all_equal_shapes_and_dtypes(got, wanted)
     except AssertionError as error:
         raise EquivalenceError("the two functions differ in structure", got=str(error)) from error
-    paths = jax.tree_util.tree_leaves_with_path(wanted)
-    for (path, y), x in zip(paths, jax.tree.leaves(got), strict=True):
-        _assert_close(chex, x, y, rtol, jax.tree_util.keystr(path))
-
-
-def _assert_close(chex: Any, x: Any, y: Any, rtol: float | None, path: str) -> None:
-    x, y = np.asarray(x), np.asarray(y)
-    part = tolerance(y.dtype) if rtol is None else rtol
-    if y.dtype.kind not in "fciub":  # bfloat16 and narrower
-        x, y = x.astype(np.float32), y.astype(np.float32)
-    finite = np.abs(y[np.isfinite(y)]) if y.dtype.kind in "fc" else np.abs(y)
-    largest = float(finite.max()) if finite.size else 0.0
-    try:
-        chex.assert_trees_all_close(x, y, rtol=0.0, atol=part * largest)
-    except AssertionError as error:
-        with np.errstate(all="ignore"):
-            worst = np.nanmax(np.abs(x.astype(y.dtype) - y)) if x.size else 0.0
-        raise EquivalenceError(
-            f"the values of the two functions differ{f' at {path}' if path else ''}",
-            expected=f"at most {part:.1e} of the largest value {largest:.6g}",
-            got=f"a difference of {worst:.6g}",
-        ) from error
+    level = Numerics() if rtol is None else Numerics("approx", rtol)
+    found = difference(got, wanted, level, lambda: Rounding.of(g, args, {}))
+    if found is not None:
+        raise EquivalenceError("the values of the two functions differ", got=found)
 
 
 def assert_optimized(

@@ -143,7 +143,8 @@ def differences(
     def everything(*args: Any) -> list[Any]:
         rows.clear()
         t = forms[0].t
-        reader = TermReader(TermPart(t), emission.values(t.program, args).__getitem__)
+        made = emission.values(t.program, args)
+        reader = TermReader(TermPart(t), lambda v: made[v] if isinstance(v, int) else v.val)
         return [x for f in forms for x in _Values(f, reader).compare(rows)]
 
     closed = jax.make_jaxpr(everything)(*fun_avals)

@@ -368,6 +368,7 @@ def _inverses(s: Spelling) -> Iterator[Specimen]:
         ),
         kinds="F",
     )
+    yield from _low_rank_readouts(s)
     yield _of("inverse twice", "ii,i", lambda a, v: inv(inv(well(a))) @ v, kinds="F")
     yield _of("inverse of a scaled matrix", "ii,i", lambda a, v: inv(3 * well(a)) @ v, kinds="F")
     yield _of(
@@ -378,6 +379,28 @@ def _inverses(s: Spelling) -> Iterator[Specimen]:
         "i,ir,i",
         lambda d, u, v: inv(jnp.diag(1 + d * d) + s.mm(u, u.T)) @ v,
         kinds="F",
+    )
+
+
+def _low_rank_readouts(s: Spelling) -> Iterator[Specimen]:
+    def solved(u: Any, b: Any) -> Any:
+        scale = 1 + jnp.sum(u * u)
+        return jnp.linalg.solve(scale * jnp.eye(len(u), dtype=u.dtype) + s.mm(u, u.T), b)
+
+    name = "solve with a low-rank update"
+    yield _of(f"{name}, read through it", "ir,ij", lambda u, b: s.mm(u.T, solved(u, b)), kinds="F")
+    yield _of(
+        f"{name}, projected", "ir,ij", lambda u, b: s.mm(s.mm(u, u.T), solved(u, b)), kinds="F"
+    )
+    yield _of(f"{name}, of its factor", "ir", lambda u: solved(u, u), kinds="F")
+    yield _of(
+        f"{name}, of a product", "ir,rj", lambda u, x: s.mm(u.T, solved(u, s.mm(u, x))), kinds="F"
+    )
+    yield _of(
+        f"{name}, between two", "ir,i,i", lambda u, a, b: (a @ solved(u, b)) * (u.T @ a), kinds="F"
+    )
+    yield _of(
+        f"{name}, squared", "ir,i", lambda u, b: jnp.outer(z := solved(u, b), z) @ u, kinds="F"
     )
 
 

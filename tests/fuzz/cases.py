@@ -7,7 +7,8 @@ import random
 
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import TRANSFORMS, Mode
-from tests.fuzz.grammar import program
+from tests.fuzz.edges import low_rank_readout
+from tests.fuzz.grammar import SIMPLE, program
 from tests.fuzz.programs import Program
 
 # `value` leaves the program as it is: what grad and vmap make of it are programs too.
@@ -18,6 +19,8 @@ LARGE_PERCENT = 15
 COMPILED_PERCENT = 2
 SYMBOLIC_PERCENT = 8  # of those that are not transformed; most refuse
 KERNELS_PERCENT = 40
+SOLVES_PERCENT = 2  # drawn apart, so that the other seeds stay the programs they were
+SOLVES = (low_rank_readout, low_rank_readout, *SIMPLE)
 
 
 def case(seed: int) -> tuple[Program, Mode]:
@@ -32,6 +35,8 @@ def case(seed: int) -> tuple[Program, Mode]:
     numerics = rng.choices(list(NUMERICS), list(NUMERICS.values()))[0]
     special = numerics == "exact" and rng.random() < 0.5
     mode = Mode(transform, choice, seed, numerics, compiled, kernels)
-    made = program(RandomChooser(rng), large=large, special=special)
+    solves = random.Random(f"solves {seed}").randrange(100) < SOLVES_PERCENT
+    swarm = SOLVES if solves else None
+    made = program(RandomChooser(rng), large=large, special=special, swarm=swarm)
     symbolic = mode.transform == "value" and rng.randrange(100) < SYMBOLIC_PERCENT
     return made, dataclasses.replace(mode, symbolic=symbolic)

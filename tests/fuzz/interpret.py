@@ -16,7 +16,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.linalg
 from jax.extend.core import ClosedJaxpr, Literal
+
+from symjax_rewrite import jax_internals
 
 HALF = ("bfloat16", "float16")
 FLOATS = {"float32", "float64", *HALF}
@@ -513,7 +516,7 @@ ROWS: dict[str, Callable] = {
     "cumlogsumexp": _cumulative(np.logaddexp.accumulate),
     "stop_gradient": _plain(lambda x: x), "copy": _plain(lambda x: x),
     "copy_p": _plain(lambda x: x), "optimization_barrier": lambda p, *xs: xs,
-    "name": _plain(lambda x: x),
+    "name": _plain(lambda x: x), "lu": lambda p, x: _lu(p, x),
 }  # fmt: skip
 
 SUMS = frozenset(
@@ -556,6 +559,32 @@ def _scan(m: Machine, eqn: Any, xs: list) -> list:
     return [*carry, *stacked]
 
 
+def _lu(p: dict, x: np.ndarray) -> list[np.ndarray]:
+    packed, pivots = scipy.linalg.lu_factor(x)
+    order = np.arange(len(x))
+    for k, j in enumerate(pivots):
+        order[[k, j]] = order[[j, k]]
+    return [packed, pivots.astype(np.int32), order.astype(np.int32)]
+
+
+def _linear_solve(m: Machine, eqn: Any, xs: list) -> list:
+    """A solve with a plain matrix; noise moves the matrix too, as elimination does."""
+    axes = jax_internals.solve_matrix(eqn.params)
+    if axes is None or len(eqn.outvars) != 1:
+        raise UnsupportedPrimitiveError("custom_linear_solve")
+    row, _, vector = axes
+    matrix, right = xs[0].T if row else xs[0], np.moveaxis(xs[-1], vector, 0)
+    if m.noise:
+        matrix = m.jitter(matrix, eqn.invars[0].aval)
+    try:
+        solved = np.linalg.solve(matrix, right.reshape(len(matrix), -1)).reshape(right.shape)
+    except np.linalg.LinAlgError:
+        solved = np.full_like(right, np.nan)
+    aval = eqn.outvars[0].aval
+    solved = m.store(np.moveaxis(solved, 0, vector), aval)
+    return [m.jitter(solved, aval) if m.noise else solved]
+
+
 def _platform_index(m: Machine, eqn: Any, xs: list) -> list:
     named = [p is not None and "cpu" in p for p in eqn.params["platforms"]]
     default = [p is None for p in eqn.params["platforms"]]
@@ -592,6 +621,6 @@ _CALLS: dict[str, Callable] = {
     "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
     "custom_vjp_call": _call("call_jaxpr"), "sym_call": _call("call_jaxpr"),
     "scan": _scan, "while": _while, "cond": _cond,
-    "platform_index": _platform_index,
+    "platform_index": _platform_index, "custom_linear_solve": _linear_solve,
     "empty2": lambda m, eqn, xs: [m.store(np.zeros(v.aval.shape), v.aval) for v in eqn.outvars],
 }  # fmt: skip

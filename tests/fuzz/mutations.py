@@ -27,7 +27,7 @@ from symjax_rewrite.kernel_selection.folds import tile_program
 from symjax_rewrite.loops import loop
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.rewriting import product_trees
-from symjax_rewrite.rules import distributivity, locality, separability, sparsity
+from symjax_rewrite.rules import distributivity, locality, low_rank, separability, sparsity
 from tests.fuzz import algebra, edges, grammar, lookalikes
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
@@ -239,6 +239,13 @@ def _dtypes_meet(right: Any) -> Any:
     return add
 
 
+def _not_refined(right: Any) -> Any:
+    def whole(self: Any, attr: tuple, terms: tuple, sizes: Any) -> Ref:
+        return terms[0] if attr == (1, 1) else right(self, attr, terms, sizes)
+
+    return whole
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mutation:
     """A planted bug. by: productions it concerns. transform: see `check.TRANSFORMS`."""
@@ -336,6 +343,9 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "near values are scaled before they are subtracted": Mutation(
         [(distributivity, "_is_rounded", _wrong(lambda *_: True))], (edges.near,)
+    ),
+    "a low-rank solve is not refined": Mutation(
+        [(low_rank._Solve, "_whole", _not_refined)], (edges.low_rank_readout,)
     ),
     "pairs are separated unshifted": Mutation(
         [(separability, "_mean", _not_shifted)], (edges.far_pairs,)

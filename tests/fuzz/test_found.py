@@ -1,9 +1,11 @@
 """Programs that random search found, by their seeds: each went wrong once."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.fuzz.cases import case
-from tests.fuzz.check import Failure
+from tests.fuzz.check import Failure, Mode, check_function
 from tests.fuzz.symbolic import check_named
 
 SEEDS = {  # of random programs, and what went wrong
@@ -33,3 +35,17 @@ SEEDS = {  # of random programs, and what went wrong
 def test_programs_that_random_search_found(seed):
     outcome = check_named(*case(seed))
     assert not isinstance(outcome, Failure), outcome
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_solve_beside_an_inverse_of_its_matrix_stays_a_solve():
+    """The second derivative was a product with the inverse that the first one computes."""
+
+    def readout(u, y):
+        z = jnp.linalg.inv(1e-2 * jnp.eye(40) + u @ u.T) @ y
+        return jnp.outer(z, z) @ u
+
+    rng = np.random.default_rng(1)
+    u, y = rng.standard_normal((40, 2)), np.round(2 * rng.standard_normal(40))
+    values = [u.astype(np.float32), y.astype(np.float32)]
+    assert check_function(readout, values, Mode("in_second", "model")) == "equal"

@@ -12,7 +12,7 @@ from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.cost import block_bytes, bytes_moved, flops, tile_bytes
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, cuda_backend, fold
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference, result_shapes
-from symjax_rewrite.pallas_kernels.fold.spec import Band, Contraction, one_way
+from symjax_rewrite.pallas_kernels.fold.spec import Band, Contraction, ExpSums, one_way
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
@@ -77,6 +77,23 @@ def test_half_precision(dtype, name):
     tolerance = 2e-2 if dtype == "bfloat16" else 3e-3
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype, name):
+    spec = forward(Attention(1, 48, 64, 2, 32, dtype=dtype))
+    (sums,) = spec.outputs
+    assert isinstance(sums, ExpSums)
+    sums = replace(sums, terms=tuple(replace(t, round_to=None) for t in sums.terms))
+    spec = replace(spec, outputs=(sums,), epilogue=None)
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
+    wide = replace(forward(Attention(1, 48, 64, 2, 32)), epilogue=None)
+    want = fold_reference(wide, *(x.astype(jnp.float32) for x in operands))
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    for x, y in zip(run(spec, *operands)[0], want[0], strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["xla", "triton"])

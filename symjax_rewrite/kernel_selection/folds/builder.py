@@ -14,7 +14,7 @@ import numpy as np
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import node_of
-from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.products import held_dtype, is_half
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
@@ -27,6 +27,7 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
 from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
 from symjax_rewrite.kernel_selection.folds.reduction_forms import Piece
+from symjax_rewrite.kernel_selection.folds.reductions import Exit
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -63,7 +64,8 @@ class FoldRoute:
     """A fold and the exits it serves.
 
     inputs: per operand its class, and what each slot reads: an axis name or one place. rows: its
-    epilogue; without one, the row algebra is done outside. steps: the tile program.
+    epilogue; without one, the row algebra is done outside. steps: the tile program. wide: classes
+    that folds pass on in f32; with None everything rounds as the program does.
     """
 
     spec: FoldSpec
@@ -72,6 +74,7 @@ class FoldRoute:
     served: dict[int, Served]
     rows: Rows | None
     steps: list[Step]
+    wide: frozenset[int] | None = None
 
     def classes(self) -> set[int]:
         """The classes this route computes."""
@@ -93,11 +96,30 @@ class FoldRoute:
 
     def run(self, emitter: Any) -> Any:
         """Emit the fold: everything it returns."""
-        arrays = [read_operand(emitter, cls, axes) for cls, axes in self.inputs]
+        arrays = [
+            read_operand(emitter, cls, axes, o.dtype)
+            for (cls, axes), o in zip(self.inputs, self.spec.operands, strict=True)
+        ]
         return fold(self.spec, *arrays, backend=self.backend)
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """The value of a class and its slots."""
+        data, slots = self._value(emitter, cls)
+        return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
+
+    def wide_classes(self) -> set[int]:
+        """The classes that it can give in f32, wider than they are."""
+        return self.gives() & (self.wide or frozenset())
+
+    def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The same in f32, if the class is one that folds pass on in f32."""
+        if cls not in (self.wide or ()):
+            return self.array(emitter, cls)
+        data, slots = self._value(emitter, cls)
+        return data.astype(np.dtype(held_dtype(emitter.t.graph.classes[cls].dtype))), slots
+
+    def _value(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value of a class in whatever dtype the fold has it, and its slots."""
         results = emitter.folded(self)
         if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
@@ -120,8 +142,7 @@ class FoldRoute:
         ((output, k), *_), *_ = served.places
         index = {name: i for i, name in served.names.items()}
         kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
-        dtype = np.dtype(emitter.t.graph.classes[served.exit.cls].dtype)
-        return results[output][k].astype(dtype), (*kept, *served.exit.along)
+        return results[output][k], (*kept, *served.exit.along)
 
     def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """One piece of an exit over the leading axes and its features."""
@@ -139,8 +160,10 @@ class FoldRoute:
         else:
             data = results[place[0]][place[1]]
             top = None if shift is None else results[shift[0]][shift[1]]
+        if abs(piece.coefficient) < 1 and self.rows is None:
+            data = _times(data, piece.coefficient)  # before what may take the product out of range
         if piece.after is not None:
-            rows = read_over(emitter, piece.after, axes, data.shape)
+            rows = self._read_over(emitter, piece.after, axes, data.shape)
             data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
             features = ()
         if self.rows is not None:
@@ -148,15 +171,20 @@ class FoldRoute:
         lead = data.shape[: len(served.lead)]
         scale = row_scale(
             top,
-            [(read_over(emitter, r, served.lead, lead), c) for r, c in piece.exponent],
-            [(read_over(emitter, r, served.lead, lead), p) for r, p in piece.factors],
+            [(self._read_over(emitter, r, served.lead, lead), c) for r, c in piece.exponent],
+            [(self._read_over(emitter, r, served.lead, lead), p) for r, p in piece.factors],
             data.dtype,
         )
         if scale is not None:
             data = data * jnp.reshape(scale, (*scale.shape, *(1,) * len(features)))
-        if piece.coefficient == 1:
-            return data
-        return data * term_lowering.literal(piece.coefficient, str(data.dtype))
+        return data if abs(piece.coefficient) < 1 else _times(data, piece.coefficient)
+
+    def _read_over(self, emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return read_over(emitter, ref, axes, sizes, ref.cls in (self.wide or ()))
+
+
+def _times(data: Any, coefficient: float) -> Any:
+    return data if coefficient == 1 else data * term_lowering.literal(coefficient, str(data.dtype))
 
 
 def _finished(
@@ -180,7 +208,7 @@ def _finished(
         data = data[..., 0] if part.axis is None else data
     if served.exit.kind == "top_k":
         slots.append(next(i for i in range(len(slots) + 1) if i not in slots))
-    return data.astype(dtype), tuple(slots)
+    return data, tuple(slots)
 
 
 def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
@@ -190,9 +218,14 @@ def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, t
     return jax.lax.squeeze(data, (axes.index(ROW),)), tuple(a for a in axes if a != ROW)
 
 
-def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...]) -> Any:
-    """An operand's array: its slots in order, those at one place dropped."""
-    array = emitter.array(cls)
+def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> Any:
+    """An operand's array: its slots in order, those at one place dropped.
+
+    dtype: what it is read in; a class that folds pass on in f32 may be wider than the program's.
+    """
+    wide = dtype != emitter.t.graph.classes[cls].dtype
+    array = emitter.wide_array(cls) if wide else emitter.array(cls)
+    array = array._replace(data=array.data.astype(np.dtype(dtype))) if wide else array
     order = tuple(range(len(emitter.t.graph.classes[cls].sizes)))
     by_slot = dict(zip(array.slots, array.data.shape, strict=True))
     data = term_lowering.arrange(array.data, array.slots, order, tuple(by_slot[s] for s in order))
@@ -202,9 +235,11 @@ def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...]) -> Any:
     return data if len(axes) == len(order) else data[..., None]  # the one row
 
 
-def read_over(emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """A class broadcast over named axes."""
-    array = emitter.array(ref.cls)
+def read_over(
+    emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int], wide: bool = False
+) -> Any:
+    """A class broadcast over named axes; in f32 if it is `wide`."""
+    array = emitter.wide_array(ref.cls) if wide else emitter.array(ref.cls)
     labels = tuple(list(axes).index(ref.axes[s]) for s in array.slots)
     return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
 
@@ -243,9 +278,10 @@ class FoldBuilder:
         lead: tuple[str, ...],
         sizes: dict[str, int],
         like: Pair,
+        wide: frozenset[int] | None,
     ) -> None:
         self.t, self.lead = t, lead
-        self.tiles = TileBuilder(t, like, sizes=dict(sizes))
+        self.tiles = TileBuilder(t, like, sizes=dict(sizes), wide=wide)
         self.roots: list[int] = []
         self.outputs: dict[tuple, list[Term]] = {}
         self.served: dict[int, Served] = {}
@@ -275,6 +311,8 @@ class FoldBuilder:
         if piece.kind not in ("exp", "sum"):
             assert piece.tile is not None
             step = self.tiles.build(piece.tile)
+            if piece.kind in ("argmax", "argmin", "top_k", "sorted"):  # rounded, values may tie
+                step = self.tiles.as_written(step, piece.tile.cls)
             if piece.kind == "sorted":
                 step = self.tiles.ranked(step)
             key = (piece.kind, self._root(step), served.exit.places)
@@ -327,10 +365,18 @@ class FoldBuilder:
         g = self.t.graph
         number = self.tiles.operand(unwidened(g, piece.weights))
         features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
-        dtype = g.classes[piece.weights.cls].dtype  # as the program has it: a cast may be gone
         attr = None if piece.after else node_of(g, served.exit.cls).attr
-        rounding = dtype if is_half(dtype) else None
+        rounding = self._rounding(served.exit, g.classes[piece.weights.cls].dtype)
         return Term(number, factor, rounding, precision_name(attr)), features
+
+    def _rounding(self, found: Exit, dtype: str) -> str | None:
+        """What a tile is rounded to before it meets weights of a dtype: as in the program.
+
+        A product of f32 and half precision rounds neither.
+        """
+        classes = self.t.graph.classes
+        alike = all(classes[a.cls].dtype == dtype for a in found.args)
+        return dtype if is_half(dtype) and alike else None
 
     def _place(self) -> list[Output]:
         """The outputs; every exit learns where its results are."""
@@ -387,7 +433,7 @@ class FoldBuilder:
             band=self._band(),
         )
         backend = kernels if kernels in BACKENDS else "auto"
-        return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps)
+        return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)
 
 
 def _output(kind: str, root: int, places: Any, terms: tuple[Term, ...]) -> Output:

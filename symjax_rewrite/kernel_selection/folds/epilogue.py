@@ -18,12 +18,12 @@ import numpy as np
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, Piece
 from symjax_rewrite.kernel_selection.folds.reductions import Exit
-from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, apply
+from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, apply, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
 
@@ -86,12 +86,16 @@ class Surroundings:
 
 @dataclass(slots=True)
 class _Program:
-    """The steps of an epilogue under construction, and what they read."""
+    """The steps of an epilogue under construction, and what they read.
+
+    wide: as in `TileBuilder`.
+    """
 
     t: TermGraph
     lead: Names
     after: set[int]
     late: set[int]
+    wide: frozenset[int] | None
     names: dict[Value, Names] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     number: dict[Value, int] = field(default_factory=dict)
@@ -118,6 +122,7 @@ class _Program:
         read = Ref(ref.cls, axes)
         if read not in self.reads:
             self.reads.append(read)
+        dtype = held_dtype(dtype) if ref.cls in (self.wide or ()) else dtype
         return self.step("read", self.reads.index(read), (), dtype)
 
     def serve(self, served: Served) -> bool:
@@ -126,8 +131,8 @@ class _Program:
         dtype = self.t.graph.classes[cls].dtype
         whole = not any(served.names.get(b) in served.lead for b in found.bound)
         whole = whole and not any(piece.after for piece in served.form)
-        if not whole and is_half(dtype):
-            dtype = "float32"  # what is summed later is not rounded before
+        if not whole or self.wide is not None:
+            dtype = held_dtype(dtype)  # what is summed later is not rounded before
         if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
             return False
         made: list[int] = []
@@ -180,9 +185,33 @@ class _Program:
         args = [self.value(a, names) for a in node.args]
         if None in args:
             return False
-        self.number[cls] = self.step("apply", (node.op, node.attr), tuple(args), c.dtype)  # pyright: ignore
+        self.number[cls] = self._applied(cls, args)  # pyright: ignore[reportArgumentType]
         self.names[cls] = tuple(names[i] for i in range(len(c.sizes)))
         return True
+
+    def _applied(self, cls: int, args: list[int]) -> int:
+        """The step of an elementwise class whose operands are there."""
+        g = self.t.graph
+        node, dtype = node_of(g, cls), g.classes[cls].dtype
+        if self.wide is not None:
+            wanted, held = held_dtypes(node, [g.classes[a.cls].dtype for a in node.args], dtype)
+            dtype = held_dtype(dtype) if cls in self.wide else held
+            args = [self.cast(a, d) for a, d in zip(args, wanted, strict=True)]
+        return self.step("apply", (node.op, node.attr), tuple(args), dtype)
+
+    def cast(self, step: int, dtype: str) -> int:
+        """A step in another dtype."""
+        if self.steps[step][3] == dtype:
+            return step
+        return self.step("cast", None, (step,), dtype)
+
+    def result(self, value: Value) -> int:
+        """The step of what leaves the fold, in the dtype that it is stored in."""
+        step = self.number[value]
+        if self.wide is None or not isinstance(value, int):
+            return step
+        dtype = self.t.graph.classes[value].dtype
+        return self.cast(step, held_dtype(dtype) if value in self.wide else dtype)
 
     def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
         """The steps that some are made of, these, and what is read: an attempt may leave others."""
@@ -228,7 +257,7 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
     if others:
         return None  # some are sums over rows: there is no row for them
     after = dependents(t.graph, need, set(served))
-    program = _Program(t, lead, after, around.late)
+    program = _Program(t, lead, after, around.late, tiles.wide)
     for cls in need.order:
         if cls in served:
             if not program.serve(served[cls]):
@@ -239,7 +268,7 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
     exits: list[Value] = [*sorted(_exits(around, inside))]
     exits += [v for v in program.number if isinstance(v, tuple)]
     axes = tuple(_stored(t, program, served, value) for value in exits)
-    steps, used, refs = program.finish([program.number[value] for value in exits])
+    steps, used, refs = program.finish([program.result(value) for value in exits])
     reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
     key = ("rows", tuple((k, repr(d), a, x) for k, d, a, x in steps), used)
@@ -333,10 +362,10 @@ def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
     terms, factors = args[1 : 1 + len(coefficients)], args[1 + len(coefficients) :]
     exponent = list(zip(terms, coefficients, strict=True))
     scale = row_scale(top, exponent, list(zip(factors, powers, strict=True)), args[0].dtype)
-    scaled = args[0] if scale is None else args[0] * scale
-    if coefficient == 1:
-        return scaled
-    return scaled * term_lowering.literal(coefficient, str(scaled.dtype))
+    number = term_lowering.literal(coefficient, str(args[0].dtype))
+    data = args[0] * number if abs(coefficient) < 1 else args[0]  # before it may leave the range
+    scaled = data if scale is None else data * scale
+    return scaled if coefficient == 1 or abs(coefficient) < 1 else scaled * number
 
 
 def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:

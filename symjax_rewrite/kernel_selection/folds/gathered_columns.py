@@ -55,7 +55,7 @@ class Columns:
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
-        data = read_operand(emitter, cls, entry)
+        data = read_operand(emitter, cls, entry, self.builder.operands[k].dtype)
         axes = self.builder.operands[k].axes
         return take(data, axes, place, over) if COLUMN in axes else (data, axes)
 

@@ -39,7 +39,7 @@ MOST_PIECES = 8  # that are chosen from in a tile
 LARGEST_TILE = 256  # terms of one tile at most
 MOST_STEPS = 512  # of one tile, its sums written out
 
-_COMPARISONS = frozenset(
+COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
 )
 
@@ -396,11 +396,7 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
         is_map = node.op == MAP and node.attr[0] != "convert_element_type"
         tile.nonlinear |= is_map or (node.op == CONTRACT and both > 1)
         tile.maps += is_map and dtype_kind(dtype) == "f"
-        if (
-            node.op == MAP
-            and node.attr[0] in _COMPARISONS
-            and not asks_whether_finite(pair.g, node)
-        ):
+        if node.op == MAP and node.attr[0] in COMPARISONS and not asks_whether_finite(pair.g, node):
             tile.compared.add(ref.cls)
     tile.inner[ref] = heavy
     return heavy

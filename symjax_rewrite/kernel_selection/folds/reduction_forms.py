@@ -16,7 +16,7 @@ from fractions import Fraction
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import is_half
+from symjax_rewrite.ir.products import is_half, is_moderate
 from symjax_rewrite.ir.term import ADD, MAP, Ref
 from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
@@ -107,6 +107,8 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
     outside = tuple(x for x in form.exponent if pair.column not in x[0].axes)
     if len(inside) > 1:
         return None  # e^a·e^b as e^(a+b) loses b beside a large a, however it is shifted
+    if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
+        return None  # outside of the sum, the sum would be computed in another range
     tile = _joined(g, inside, found) if inside else None
     if inside and (tile is None or not pair.holds(tile)):
         return None

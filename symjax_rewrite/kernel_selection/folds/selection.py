@@ -36,11 +36,12 @@ from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
     SparseRoute,
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import candidate, refusals
+from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.usage_records import RouteUse
 
-Route = FoldRoute | ChoiceRoute | SparseRoute | Reread
+Route = FoldRoute | ChoiceRoute | SparseRoute | Reread | WideRow
 
 
 def known_kernels(kernels: str) -> str:
@@ -121,7 +122,11 @@ class _Selection:
         """The routes of every cluster in play; none at all where one of these is refused."""
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
-        drafts = {n: Draft(t, c, depth, self._streams()) for n, c in asked.items()}
+        wide = wide_rows(t, need, [*asked.values()])
+        drafts = {
+            n: Draft(t, c, depth, self._streams(), None if n in wide.narrow else wide.rows)
+            for n, c in zip(asked, asked.values(), strict=True)
+        }
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
         made: dict[int, list[Route]] = {}
         for number in sorted(asked, key=lambda n: -asked[n].pairs):
@@ -134,7 +139,12 @@ class _Selection:
                 continue
             made[number] = decided
             _refuse_in_conflict(cluster, found)
-        return made if len(made) == len(asked) else {}
+        if len(made) != len(asked):
+            return {}
+        computed = {c for routes in made.values() for r in routes for c in r.classes()}
+        last = max(made, default=0)
+        made.setdefault(last, []).extend(WideRow(t, c) for c in sorted(wide.rows - computed))
+        return made
 
     def _decide(
         self, t: TermGraph, draft: Draft, need: Needed, read: Counter[int]
@@ -158,9 +168,8 @@ class _Selection:
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
     """A candidate for each cluster that becomes folds."""
-    made: list[Found] = [*refusals(uses)]
-    pairs = zip(groups, uses, strict=True)
-    return made + [candidate(t, "fold", group, use) for group, use in pairs if group]
+    taken = [(group, use) for group, use in zip(groups, uses, strict=True) if group]
+    return [*refusals(uses), *candidates(t, "fold", taken)]
 
 
 def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
@@ -168,7 +177,7 @@ def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[F
     taken = [use for use in uses if use.taken]
     reason = "; ".join(dict.fromkeys(use.reason for use in taken))
     use = RouteUse("fold", True, reason, taken[0].where, len(taken))
-    return [*refusals(uses), candidate(t, "fold", routes, use)]
+    return [*refusals(uses), *candidates(t, "fold", [(routes, use)])]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
@@ -206,19 +215,24 @@ class Draft:
     """The folds of a cluster before their epilogues: these depend on what all others read."""
 
     def __init__(
-        self, t: TermGraph, cluster: Cluster, depth: dict[int, int], both_ways: bool
+        self,
+        t: TermGraph,
+        cluster: Cluster,
+        depth: dict[int, int],
+        both_ways: bool,
+        wide: frozenset[int] | None,
     ) -> None:
         self.t, self.cluster, self.depth = t, cluster, depth
         groups: dict[tuple, list[ClusterMember]] = {}
         self.choices: list[ChoiceRoute] = []
         for m in cluster.members:
             if m.exit.kind == "at":
-                self.choices.append(_choice(t, m))
+                self.choices.append(_choice(t, m, wide))
                 continue
             groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
         turned = _turned(groups) if both_ways else {}
         self.builders = [
-            _fold(t, cluster, group, groups.get(turned.get(key, ()), []))
+            _fold(t, cluster, group, groups.get(turned.get(key, ()), []), wide)
             for key, group in groups.items()
             if key not in turned.values()
         ]
@@ -278,7 +292,11 @@ def _sums(group: list[ClusterMember]) -> bool:
 
 
 def _fold(
-    t: TermGraph, cluster: Cluster, group: list[ClusterMember], turned: list[ClusterMember]
+    t: TermGraph,
+    cluster: Cluster,
+    group: list[ClusterMember],
+    turned: list[ClusterMember],
+    wide: frozenset[int] | None,
 ) -> FoldBuilder:
     """One fold for candidates that wait for the same results.
 
@@ -292,7 +310,7 @@ def _fold(
             name[first[i]] = f"b{len(name) - 2}"
     lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
     sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
-    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair)
+    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair, wide)
     across = (*lead[:-1], COLUMN)
     for m in (*group, *turned):
         ids = frame(cluster, m)
@@ -306,7 +324,7 @@ def _fold(
     return builder
 
 
-def _choice(t: TermGraph, m: ClusterMember) -> ChoiceRoute:
+def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
     """The route of an exit that chooses a column for each row."""
     choice = m.exit.choice
     assert choice is not None
@@ -314,7 +332,7 @@ def _choice(t: TermGraph, m: ClusterMember) -> ChoiceRoute:
     names: dict[int, Any] = {i: f"b{i}" for i in range(count)}
     names[m.pair.row], names[m.pair.column] = ROW, COLUMN
     sizes = {name: int(m.exit.sizes[i]) for i, name in names.items()}  # pyright: ignore[reportArgumentType]
-    builder = TileBuilder(t, m.pair, sizes=sizes)
+    builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(named(choice.table, names))
     columns = Columns(builder, tuple(names[i] for i in range(count)))
     return ChoiceRoute(m.exit.cls, choice, columns, root)

@@ -39,7 +39,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     over,
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidate
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.usage_records import RouteUse
 
 LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
@@ -316,8 +316,8 @@ class SparseReductions:
         by_source: dict[Sparse, list[SparseRoute]] = {}
         for route in routes:
             by_source.setdefault(route.source, []).append(route)
-        for source, group in by_source.items():
-            yield candidate(terms.t, self.name, group, _use(terms.t, source))
+        groups = [(group, _use(terms.t, source)) for source, group in by_source.items()]
+        yield from candidates(terms.t, self.name, groups)
 
 
 def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:

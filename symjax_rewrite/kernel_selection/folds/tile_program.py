@@ -20,10 +20,11 @@ from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import is_half
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Ref
+from symjax_rewrite.ir.products import held_dtype, is_half
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    COMPARISONS,
     At,
     Opened,
     Pair,
@@ -44,7 +45,9 @@ class TileBuilder:
     """Collects the steps, operands and contractions of a fold's tiles.
 
     like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
-    number: step of a reference. whole: the axis that tiles are reduced along.
+    number: step of a reference. whole: the axis that tiles are reduced along. wide: classes that
+    are read in f32 although the program has them in half precision; with None every step rounds as
+    the program does, else tiles are held in f32.
     """
 
     t: TermGraph
@@ -58,6 +61,7 @@ class TileBuilder:
     number: dict[Ref, int] = field(default_factory=dict)
     known: dict[tuple, int] = field(default_factory=dict)
     whole: str | None = None
+    wide: frozenset[int] | None = None
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,11 +100,25 @@ class TileBuilder:
     def _power(self, step: int, power: Fraction) -> int:
         if power == 1:
             return step
-        return self._step("apply", (MAP, ("reciprocal", ())), (step,), self.steps[step][3])
+        dtype = self._held(self.steps[step][3])
+        return self._step("apply", (MAP, ("reciprocal", ())), (self._cast(step, dtype),), dtype)
 
     def _widest(self, steps: list[int]) -> str:
         dtypes = [np.dtype(self.steps[s][3]) for s in steps]
-        return str(jnp.result_type(*dtypes))
+        return self._held(str(jnp.result_type(*dtypes)))
+
+    def _held(self, dtype: str) -> str:
+        """The dtype in which tiles hold values of a dtype."""
+        return dtype if self.wide is None else held_dtype(dtype)
+
+    def dtype_of(self, cls: int) -> str:
+        """The dtype in which a class is read."""
+        dtype = self.t.graph.classes[cls].dtype
+        return held_dtype(dtype) if cls in (self.wide or ()) else dtype
+
+    def as_written(self, step: int, cls: int) -> int:
+        """A step rounded as the program rounds a class."""
+        return self._cast(step, self.t.graph.classes[cls].dtype)
 
     def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
         key = (kind, repr(data), args, dtype)  # the text tells 0.0 from -0.0
@@ -124,23 +142,19 @@ class TileBuilder:
             found = Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
         else:
             found = self.pair.open(ref)
+        held = self._held(dtype)
         if found.kind == "apply":
-            args = tuple([self.build(a) for a in found.args])
-            if node.op == CONTRACT:
-                return self._times(found.data, args, dtype)
-            return self._step("apply", (node.op, found.data), args, dtype)
+            return self._applied(node, found, dtype)
         if found.kind == "dot":
-            return self._step("dot", self._contraction(found, dtype), (), dtype)
+            return self._step("dot", self._contraction(found, held), (), held)
         if found.kind == "sum":
-            return self._written_out(found, dtype)
+            return self._written_out(found, held)
         if found.kind == "along":
-            return self._along(found, dtype)
-        if found.kind == "hit":
-            args = tuple([self.build(a) for a in found.args])
-            return self._step("hit", found.data, args, dtype)
-        if found.kind == "pieces":
-            args = tuple([self.build(a) for a in found.args])
-            return self._step("pieces", found.data, args, dtype)
+            return self._along(found, held)
+        if found.kind in ("hit", "pieces"):
+            place, *values = found.args
+            args = [self._cast(self.build(a), held) for a in values]
+            return self._step(found.kind, found.data, (self.build(place), *args), held)
         if found.kind == "delta":
             return self._step("delta", None, (), dtype)
         if found.kind == "lookup":
@@ -148,6 +162,16 @@ class TileBuilder:
         if found.kind in ("part", "chosen"):
             return self.build(found.args[0])
         return self._read(ref, dtype)
+
+    def _applied(self, node: Node, found: Opened, dtype: str) -> int:
+        args = [self.build(a) for a in found.args]
+        if self.wide is not None:
+            wanted = [self.t.graph.classes[a.cls].dtype for a in found.args]
+            wanted, dtype = held_dtypes(node, wanted, dtype)
+            args = [self._cast(a, d) for a, d in zip(args, wanted, strict=True)]
+        if node.op == CONTRACT:
+            return self._times(found.data, args, dtype)
+        return self._step("apply", (node.op, found.data), tuple(args), dtype)
 
     def _lookup(self, found: Opened, dtype: str) -> int:
         table, *places = found.args
@@ -178,6 +202,7 @@ class TileBuilder:
         stored = self._stored(ref)
         if stored is not None:  # integers are widened in the kernel
             return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
+        dtype = self.dtype_of(ref.cls)
         return self._step("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
@@ -211,7 +236,7 @@ class TileBuilder:
                 self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
         added = (ROW,) if of_row and self.pair.single is not None else ()
         entry = (ref.cls, (*ref.axes, *added))
-        spec = Operand((*names, *added), g.classes[ref.cls].dtype)  # pyright: ignore[reportArgumentType]
+        spec = Operand((*names, *added), self.dtype_of(ref.cls))  # pyright: ignore[reportArgumentType]
         if entry in self.inputs:
             return self.inputs.index(entry)
         self.inputs.append(entry)
@@ -265,6 +290,24 @@ class TileBuilder:
     def key(self, roots: tuple[int, ...]) -> tuple:
         """What tells two tile programs apart."""
         return ("route", roots, tuple((k, repr(d), a, x) for k, d, a, x in self.steps))
+
+
+def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
+    """The dtypes in which kernels take the operands of an elementwise node and give its result.
+
+    Half precision is held in f32. A cast rounds as it is written, and a comparison compares what
+    the program compares: rounded values may be equal where others are not.
+
+    Args:
+        node: the node.
+        dtypes: of its operands, as the program has them.
+        dtype: of its result.
+    """
+    name = node.attr[0] if node.op == MAP else ""
+    if name in COMPARISONS or dtype_kind(dtype) != "f":
+        return [*dtypes], dtype
+    held = [held_dtype(d) for d in dtypes]
+    return held, dtype if name == "convert_element_type" else held_dtype(dtype)
 
 
 def feature(cls: int, slot: int) -> str:

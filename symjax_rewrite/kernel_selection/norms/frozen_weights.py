@@ -26,7 +26,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.kernel_candidate import candidate
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates
 from symjax_rewrite.kernel_selection.norms.kernel_call import columns_of, read_over, weight_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
@@ -204,10 +204,11 @@ class FrozenWeights:
                 groups.setdefault(key, []).append(m)
         for members in groups.values():
             products = [_with_bias(t, need, m) for m in members]
-            route = FrozenRoute(products, join=context.device.name != "cpu")
+            join = len(products) > 1 and context.device.name != "cpu"
+            route = FrozenRoute(products, join)
             reason = f"folded into {len(members)} frozen weights, once"
             use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-            yield candidate(t, self.name, [route], use, opens=True)
+            yield from candidates(t, self.name, [([route], use)], opens=not join)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:

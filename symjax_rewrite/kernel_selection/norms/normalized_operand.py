@@ -82,10 +82,15 @@ def over(ref: Ref, arg: Ref) -> Ref:
 
 @dataclass(slots=True)
 class Opener:
-    """Multiplies an operand out into parts; `is_full` says which references are looked into."""
+    """Multiplies an operand out into parts; `is_full` says which references are looked into.
+
+    scaled: whether a number below 1 that scales one value is looked into: without that number the
+    value may be out of range.
+    """
 
     g: EGraph
     is_full: Callable[[Ref], bool]
+    scaled: bool = True
     opened: set[int] = field(default_factory=set)
     known: dict[Ref, list[Part]] = field(default_factory=dict)
     depth: int = 0
@@ -137,6 +142,9 @@ class Opener:
                 return None
             read = over(ref, arg)
             terms = self.parts(read)
+            one = len(node.args) == 1 and terms == [Part(1, (read,))]
+            if one and not self.scaled and abs(coefficient) < 1:
+                return None
             structure = structure or not self.is_full(read) or terms != [Part(1, (read,))]
             out += [Part(float(coefficient) * t.coefficient, t.factors) for t in terms]
         return out if structure and len(out) <= MAX_PARTS and not _cancel(out) else None
@@ -219,17 +227,23 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
     if node.op != CONTRACT or not node.bound or len(node.args) != 2:
         return None
     reason = None
-    for side in (0, 1):
-        a, w = node.args[side], node.args[1 - side]
-        found = _side(g, cls, node, a, w, cache)
-        if isinstance(found, Normed):
-            return found
-        reason = reason or found
+    for scaled in (False, True):
+        for side in (0, 1):
+            a, w = node.args[side], node.args[1 - side]
+            found = _side(g, cls, node, a, w, cache, scaled)
+            if isinstance(found, Normed) and (scaled or _is_of_value(g, found)):
+                return found
+            reason = reason or (found if scaled else None)
     return reason
 
 
+def _is_of_value(g: EGraph, m: Normed) -> bool:
+    """Whether the row factors are computed from the value, not from what it is a multiple of."""
+    return any(depends(g, f.cls, m.x.cls) for f in m.scale)
+
+
 def _side(
-    g: EGraph, cls: int, node: Node, a: Ref, w: Ref, cache: dict[int, bool]
+    g: EGraph, cls: int, node: Node, a: Ref, w: Ref, cache: dict[int, bool], open_scaled: bool
 ) -> Normed | str | None:
     bound = set(range(node.out, node.out + len(node.bound)))
     rows, ends = set(a.axes) - bound, set(w.axes) - bound
@@ -246,7 +260,7 @@ def _side(
             return bool(read & rows)
         return has_sums(g, ref.cls, cache) or is_cast(g, ref.cls)
 
-    opener = Opener(g, is_full)
+    opener = Opener(g, is_full, open_scaled)
     parts = opener.parts(a)
     scaled = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
     if not scaled or (rows and not any(f.axes for f in scaled)):  # one number scales no row

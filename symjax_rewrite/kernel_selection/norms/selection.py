@@ -35,7 +35,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
-from symjax_rewrite.kernel_selection.kernel_candidate import candidate, refusals
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
 from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue, epilogue
 from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -107,7 +107,7 @@ class _Selection:
             made, reason = self._group(t, need, members)
             if made:
                 use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-                out.append(candidate(t, NAME, made, use))
+                out += candidates(t, NAME, [(made, use)])
             else:
                 note(uses, t, members[0].cls, False, reason)
         return [*out, *refusals(uses)]

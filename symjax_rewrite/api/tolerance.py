@@ -1,0 +1,169 @@
+"""Whether two results of a program are the same but for rounding (a face).
+
+One notion of it serves `verify=`, `bisect` and the assertions of `testing`. What is allowed follows
+from the dtypes, the accumulators and the lengths of the sums of the program (`rounding`), never
+from the number of entries of a result. It is asked of the result as a whole and of every slice
+across each axis, as a root mean square and for the largest entry: roundings average out over many
+entries, a wrong mask in one row does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api.rounding import relative_bound, spread, unit_roundoff
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.options import Numerics
+
+MEAN = 3.0  # λ of a root mean square
+LARGEST = 6.0  # λ of the largest entry
+ENTRIES = 64  # of a slice whose root mean square says something
+INFORMATIVE = 2.0**-6  # a relative bound beyond which a program is measured
+
+
+@dataclass(slots=True)
+class Rounding:
+    """What rounding may do to one program at its arguments.
+
+    closed: the program. values: its inputs.
+    """
+
+    closed: ClosedJaxpr
+    values: Sequence[Any]
+    _spread: list[np.ndarray] | None = field(default=None)
+
+    @classmethod
+    def of(cls, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Rounding:
+        """Trace a function of arrays; other leaves are as they are."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [k for k, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+
+        def flat(*values: Any) -> Any:
+            filled = list(leaves)
+            for k, value in zip(dynamic, values, strict=True):
+                filled[k] = value
+            inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+            return fun(*inner_args, **inner_kwargs)
+
+        values = [leaves[k] for k in dynamic]
+        return cls(jax_internals.make_jaxpr(flat, *values)[0], values)
+
+    def part(self) -> float:
+        """The relative error where nothing cancels; 0 if it says too little."""
+        bound = relative_bound(self.closed)
+        return bound if bound <= INFORMATIVE else 0.0
+
+    def spread(self, k: int) -> np.ndarray:
+        """How far rounding moves the entries of output `k`; computed when first asked for."""
+        if self._spread is None:
+            moved = jax.jit(lambda *values: spread(self.closed, values))(*self.values)
+            self._spread = [np.asarray(x, np.float64) for x in moved]
+        return self._spread[k]
+
+
+def difference(
+    got: Any, expected: Any, numerics: Numerics, rounding: Callable[[], Rounding]
+) -> str | None:
+    """Where two results differ beyond what rounding explains, as text; None if they agree."""
+    ours, tree = jax.tree.flatten(got)
+    theirs, other = jax.tree_util.tree_flatten_with_path(expected)
+    if tree != other:
+        return f"pytree {tree} instead of {other}"
+    known: list[Rounding] = []
+
+    def once() -> Rounding:
+        known.extend([] if known else [rounding()])
+        return known[0]
+
+    for k, (a, (path, b)) in enumerate(zip(ours, theirs, strict=True)):
+        found = _leaf(np.asarray(a), np.asarray(b), numerics, k, once)
+        if found:
+            return f"output {jax.tree_util.keystr(path) or k}: {found}"
+    return None
+
+
+def _leaf(
+    a: np.ndarray, b: np.ndarray, numerics: Numerics, k: int, rounding: Callable[[], Rounding]
+) -> str | None:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
+    floats = unit_roundoff(b.dtype) > 0.0
+    if np.array_equal(a, b, equal_nan=floats):
+        return None
+    if numerics.level == "exact":
+        return "values differ"
+    if not floats:
+        moved = 0 if b.dtype.kind not in "iub" else int((rounding().spread(k) > 0).sum())
+        count = int((a != b).sum())
+        text = f"{count} entries differ, rounding moves {moved}"
+        return None if count <= MEAN * moved else text
+    wide = np.complex128 if b.dtype.kind == "c" else np.float64
+    x, y = a.astype(wide), b.astype(wide)
+    finite = np.isfinite(x) & np.isfinite(y)
+    same = finite | (x == y) | (np.isnan(y) & ~np.isfinite(x))  # inf − inf may become inf
+    if not same.all():
+        return f"{int((~same).sum())} entries are not finite on one side only"
+    with np.errstate(over="ignore", invalid="ignore"):
+        error, size = np.abs(np.where(finite, x - y, 0)), np.abs(np.where(finite, y, 0))
+    return _beyond(error, size, b.dtype, numerics, k, rounding)
+
+
+def _beyond(
+    error: np.ndarray,
+    size: np.ndarray,
+    dtype: np.dtype,
+    numerics: Numerics,
+    k: int,
+    rounding: Callable[[], Rounding],
+) -> str | None:
+    """Why an error is not explained: by the bound, or else by moving the program's values."""
+    if numerics.level == "approx" and error.max() <= numerics.rtol * size.max():
+        return None
+    unit, least = unit_roundoff(dtype), _least(dtype)
+    if _unexplained(error, max(rounding().part(), unit) * size, least) is None:
+        return None
+    noise = np.hypot(rounding().spread(k), unit * size)
+    return _unexplained(error, noise, least)
+
+
+def _least(dtype: np.dtype) -> float:
+    """The distance of numbers near 0, where those below the normal ones may be flushed to 0."""
+    info = jax.numpy.finfo(dtype)
+    flushed = float(info.tiny) < 1e-30  # float16 is computed in float32, and keeps them
+    return float(info.tiny if flushed else info.smallest_subnormal)
+
+
+def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | None:
+    """The first block of entries whose error is beyond what its noise explains.
+
+    Blocks are the whole and, for each axis, the slices at one index of it.
+    """
+    scale = float(max(error.max(), noise.max())) or 1.0
+    if not np.isfinite(scale):
+        return "the difference overflows"
+    error, noise, least = error / scale, noise / scale, least / scale
+    axes: list[int | None] = [None]
+    axes += [i for i, n in enumerate(error.shape) if n > 1 and error.size >= ENTRIES * n]
+    for axis in axes:
+        others = tuple(i for i in range(error.ndim) if i != axis)
+        many = error.size >= ENTRIES * (1 if axis is None else error.shape[axis])
+        mean = MEAN if many else LARGEST  # few samples of an error may be small by chance
+        for name, factor, of in (("mean", mean, _root_mean), ("largest", LARGEST, np.max)):
+            far, limit = of(error, axis=others), factor * of(noise, axis=others) + 4 * least
+            if np.all(far <= limit):
+                continue
+            at = int(np.argmax(far - limit))
+            place = "" if axis is None else f" at index {at} of axis {axis}"
+            far, limit = np.ravel(far)[at] * scale, np.ravel(limit)[at] * scale
+            return f"a {name} difference of {far:.3g}{place}, rounding explains {limit:.3g}"
+    return None
+
+
+def _root_mean(x: np.ndarray, axis: Any) -> np.ndarray:
+    return np.sqrt(np.mean(x * x, axis=axis))

@@ -1,0 +1,209 @@
+"""The primitive of an optimised call: how it is traced, lowered, batched and differentiated.
+
+With `jax_internals` it is what touches JAX's internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import jax
+from jax._src import checkify as _checkify
+from jax._src import core as _core
+from jax._src.ad_util import Zero as _Zero
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _pe
+
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr
+
+
+class Differentiable(Protocol):
+    """What a call of an optimised program knows of the program it stands for."""
+
+    @property
+    def closed(self) -> ClosedJaxpr:
+        """The program itself."""
+        ...
+
+    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
+        """Results under vmap, and their batch dimensions."""
+        ...
+
+    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
+        """Results and their tangents, where only the inputs `live` have tangents."""
+        ...
+
+    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
+        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
+        ...
+
+    def moving(self, live: list[int]) -> list[bool]:
+        """Which results may depend on the inputs `live` differentiably."""
+        ...
+
+    def transpose(
+        self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Cotangents of inputs that the program is linear in; the others are `known`."""
+        ...
+
+    def narrowed(
+        self, made: ClosedJaxpr, used: Sequence[bool]
+    ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]:
+        """The same of the outputs `used`, what runs then, and which inputs both take."""
+        ...
+
+
+_call_p = _core.Primitive("sym_call")
+_call_p.multiple_results = True
+_pullback_p = _core.Primitive("sym_pullback")
+_pullback_p.multiple_results = True
+
+
+def batched(closed: ClosedJaxpr, axis: Any, dims: Any) -> tuple[ClosedJaxpr, Any]:
+    """A program under vmap, and the batch dimensions of its results."""
+    return _batching.batch_jaxpr2(closed, axis, tuple(dims))
+
+
+def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) -> list[Any]:
+    """An equation that runs `made` and is transformed as `source` says."""
+    return list(_call_p.bind(*values, call_jaxpr=made, source=source))
+
+
+def _call_avals(*_: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> tuple:
+    return call_jaxpr.out_avals, call_jaxpr.effects
+
+
+def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> Any:
+    consts = _mlir.ir_consts(call_jaxpr.consts, [v.aval for v in call_jaxpr.jaxpr.constvars])
+    out, tokens = _mlir.jaxpr_subcomp(
+        ctx.module_context,
+        call_jaxpr.jaxpr,
+        ctx.name_stack,
+        ctx.tokens_in,
+        consts,
+        *args,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    ctx.set_tokens_out(tokens)
+    return out
+
+
+def _batch_call(axis: Any, values: Any, dims: Any, *, source: Differentiable, **_: Any) -> Any:
+    return source.batch(axis, values, dims)
+
+
+def _dce_call(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """Keep of a call what is used; jax 0.12 also says which references are read afterwards."""
+    eqn: JaxprEqn = rest[-1]
+    if not any(used) and not _pe.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    source, made, read = eqn.params["source"].narrowed(eqn.params["call_jaxpr"], used)
+    if all(used) and all(read):
+        return read, eqn
+    invars = [v for v, r in zip(eqn.invars, read, strict=True) if r]
+    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+    params = {"call_jaxpr": made, "source": source}
+    return read, eqn.replace(invars=invars, outvars=outvars, params=params, effects=made.effects)
+
+
+def _zero(value: Any) -> Any:
+    return _Zero(_core.typeof(value).to_tangent_aval())
+
+
+def _has_tangents(tangent: Any) -> bool:
+    return type(tangent) is not _Zero and _core.typeof(tangent).dtype != jax.dtypes.float0
+
+
+def _jvp_call(
+    primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, source: Differentiable
+) -> tuple[list[Any], list[Any]]:
+    live = [k for k, t in enumerate(tangents) if _has_tangents(t)]
+    outs, moved = source.jvp(primals, live, [tangents[k] for k in live])
+    zeros = [not moving for moving in source.moving(live)]
+    return outs, [_zero(o) if z else t for o, t, z in zip(outs, moved, zeros, strict=True)]
+
+
+def _linearize_call(
+    is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any
+) -> tuple[Any, ...]:
+    """Reverse mode: results and residuals from one optimised program, cotangents from another."""
+    if not is_vjp:
+        return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
+    source: Differentiable = params["source"]
+    floats = [_core.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0 for p in primals]
+    live = [k for k, nz in enumerate(nonzero) if nz and floats[k]]
+    outs, residuals, pull = source.vjp(primals, live)
+    moving = source.moving(live)
+    avals = tuple(
+        [_core.typeof(o).to_tangent_aval() for o, m in zip(outs, moving, strict=True) if m]
+    )
+
+    def linearized(residuals: list[Any], *rest: Any) -> list[Any]:
+        tangents = rest[-len(primals) :]  # newer versions pass structured residuals before them
+        made = iter(
+            _pullback_p.bind(
+                *residuals,
+                *[tangents[k] for k in live],
+                count=len(residuals),
+                pull=pull,
+                avals=avals,
+            )
+        )
+        return [next(made) if m else _zero(o) for o, m in zip(outs, moving, strict=True)]
+
+    if _HAS_STRUCTURED_RESIDUALS:
+        return outs, moving, residuals, None, linearized
+    return outs, moving, residuals, linearized
+
+
+def _transpose_call(cotangents: Any, *operands: Any, source: Differentiable, **_: Any) -> list[Any]:
+    linear = {k: x.aval for k, x in enumerate(operands) if _ad.is_undefined_primal(x)}
+    known = [x for k, x in enumerate(operands) if k not in linear]
+    given = [_ad.instantiate_zeros(c) for c in cotangents]
+    made = dict(zip(linear, source.transpose(known, linear, given), strict=True))
+    return [made.get(k) for k in range(len(operands))]
+
+
+_HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
+
+
+def _transpose_pullback(cotangents: Any, *operands: Any, count: int, pull: Any, **_: Any) -> Any:
+    given = [_ad.instantiate_zeros(c) for c in cotangents]
+    return [None] * count + list(pull(operands[:count], given))
+
+
+def _no_forward_mode(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError("the pullback of an optimised function has no forward mode: use jax.linearize")
+
+
+def _check_call(error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
+    return _checkify.checkify_jaxpr(params["source"].closed, enabled, error, *values)
+
+
+def _check_call_in(context: Any, error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
+    return _checkify.checkify_jaxpr(context, params["source"].closed, enabled, error, *values)
+
+
+_call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *values))
+_call_p.def_effectful_abstract_eval(_call_avals)
+_mlir.register_lowering(_call_p, _lower_call)
+_batching.fancy_primitive_batchers[_call_p] = _batch_call
+_ad.primitive_jvps[_call_p] = _jvp_call
+_ad.primitive_linearizations[_call_p] = _linearize_call
+_ad.primitive_transposes[_call_p] = _transpose_call
+_pe.dce_rules[_call_p] = _dce_call
+_checkify.error_checks[_call_p] = (
+    _check_call_in if hasattr(_checkify, "CheckifyContext") else _check_call
+)
+_pullback_p.def_abstract_eval(lambda *_, avals, **__: avals)
+_pullback_p.def_impl(_no_forward_mode)
+_mlir.register_lowering(_pullback_p, _no_forward_mode)
+_ad.primitive_jvps[_pullback_p] = _no_forward_mode
+_batching.primitive_batchers[_pullback_p] = _no_forward_mode
+_ad.primitive_transposes[_pullback_p] = _transpose_pullback

@@ -1,0 +1,196 @@
+"""Row values that one fold makes and another reads, held in f32 (a face).
+
+XLA holds what a loop has in registers in f32, and sums in f32, also where a program is written in
+bf16 or f16. A fold that rounded every score, maximum and normaliser would be farther from the exact
+value than the program it replaces, since an error of a row value is the same for the whole row. So
+tiles are computed in f32, and row values stay in f32 from one fold to the next. A cast that the
+program asks for still rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen.emission import Array
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import held_dtype, is_half
+from symjax_rewrite.ir.term import ADD, DELTA, MAP, Node
+from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
+    COMPARISONS,
+    elements,
+    is_elementwise,
+)
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
+
+_CHOICES = ("select_n", "max", "min", "clamp", "convert_element_type")  # their result is an operand
+
+
+class Wide(NamedTuple):
+    """Row values that are held in f32.
+
+    rows: their classes. narrow: numbers of clusters in which everything rounds as it is written.
+    """
+
+    rows: frozenset[int]
+    narrow: frozenset[int]
+
+
+def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
+    """Find the row values that the folds of some clusters pass on in f32.
+
+    A maximum is what exponentials are shifted by. Where the program reads it in half precision
+    beside sums of these exponentials, both must be of the same shift: then the tiles of the cluster
+    round as they are written.
+    """
+    narrow: set[int] = set()
+    while True:
+        members = [m for n, c in enumerate(found) if n not in narrow for m in c.members]
+        rows = _rows(t, need, members)
+        read = {
+            n
+            for n, c in enumerate(found)
+            if n not in narrow and _reads_shift(t.graph, need, c, rows, members)
+        }
+        if not read:
+            return Wide(rows, frozenset(narrow))
+        narrow |= read
+
+
+def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> frozenset[int]:
+    """The half-precision row values of folds, and what is elementwise in them."""
+    exits = {m.exit.cls: m for m in members}
+    pairwise = _pairwise(members)
+    rows: set[int] = set()
+    for cls in need.order:
+        m = exits.get(cls)
+        if (m is not None and _is_row(t.graph, m)) or (
+            m is None and cls not in pairwise and _follows(t, cls, rows, exits)
+        ):
+            rows.add(cls)
+    return frozenset(rows)
+
+
+def _pairwise(members: Sequence[ClusterMember]) -> set[int]:
+    return {r.cls for m in members for r in m.tile.inner}
+
+
+def _is_row(g: EGraph, m: ClusterMember) -> bool:
+    """True if an exit is one half-precision number for each row."""
+    info = g.classes[m.exit.cls]
+    slots = range(len(info.sizes))
+    return is_half(info.dtype) and m.exit.kind in ("sum", "max", "min") and {*slots} <= {*m.space}
+
+
+def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
+    """True if a class is elementwise in wide row values, and no larger than they are."""
+    g = t.graph
+    node, dtype = node_of(g, cls), g.classes[cls].dtype
+    if not is_elementwise(node) or dtype_kind(dtype) != "f" or _jumps(node):
+        return False
+    if any(node_of(g, a.cls).op == DELTA for a in node.args):
+        return False
+    if _is_cast(node) and is_half(dtype):
+        return _would_be_half(g, node.args[0].cls, rows, exits)
+    size = max((elements(t, a.cls) for a in node.args if a.cls in rows), default=0)
+    return size > 0 and elements(t, cls) <= size
+
+
+def _jumps(node: Node) -> bool:
+    """True if a node compares, or rounds as the program asks for."""
+    return node.op == MAP and node.attr[0] in (*COMPARISONS, "reduce_precision")
+
+
+def _is_cast(node: Node) -> bool:
+    return node.op == MAP and node.attr[0] == "convert_element_type"
+
+
+def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
+    """True if a class is in f32 for the sake of a sum alone: `jnp.sum` casts there and back."""
+    node = node_of(g, cls)
+    while node.op == ADD and len(node.args) == 1 and abs(node.attr[0]) == 1:
+        cls = node.args[0].cls
+        node = node_of(g, cls)
+    if cls in exits:
+        return _is_sum_of_halves(g, exits[cls])
+    if not _is_cast(node):
+        return False
+    inner = node.args[0].cls
+    return inner in rows and is_half(g.classes[inner].dtype)
+
+
+def _is_sum_of_halves(g: EGraph, m: ClusterMember) -> bool:
+    """True for a sum of half-precision values in f32."""
+    if m.exit.kind != "sum":
+        return False
+    nodes = [node_of(g, a.cls) for a in m.exit.args]
+    return all(_is_cast(n) and is_half(g.classes[n.args[0].cls].dtype) for n in nodes)
+
+
+def _reads_shift(
+    g: EGraph,
+    need: Needed,
+    cluster: Cluster,
+    rows: frozenset[int],
+    members: Sequence[ClusterMember],
+) -> bool:
+    """True if a maximum of a cluster is read in half precision by what no fold holds in f32."""
+    shifts = {m.exit.cls for m in cluster.members if m.exit.kind in ("max", "min")} & rows
+    held = rows | _pairwise(members)
+    stack = [*shifts]
+    while stack:
+        cls = stack.pop()
+        if not is_half(g.classes[cls].dtype):
+            continue
+        if cls in need.outside:
+            return True
+        for user in need.users.get(cls, ()):
+            node = node_of(g, user)
+            if user not in held and dtype_kind(g.classes[user].dtype) == "f":
+                return True
+            if user in rows and node.op == MAP and node.attr[0] in _CHOICES and user not in shifts:
+                shifts.add(user)
+                stack.append(user)
+    return False
+
+
+@dataclass(slots=True)
+class WideRow(OneClass):
+    """A class that is elementwise in row values of folds, computed from these in f32."""
+
+    t: TermGraph
+    cls: int
+
+    def needs(self, cls: int) -> list[int]:
+        """Classes that must be there before."""
+        return [a.cls for a in node_of(self.t.graph, cls).args]
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The value over the class's indices, and its slots."""
+        data, slots = emitter.wide_array(cls)
+        return data.astype(np.dtype(self.t.graph.classes[cls].dtype)), slots
+
+    def wide_classes(self) -> set[int]:
+        """The class, which it can give in f32."""
+        return {self.cls}
+
+    def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        """The same in f32."""
+        g = self.t.graph
+        node, dtype = node_of(g, cls), held_dtype(g.classes[cls].dtype)
+        operands = [emitter.operand(a, _widened(emitter.wide_array(a.cls))) for a in node.args]
+        sizes = term_lowering.jax_sizes(g.classes[cls].sizes, emitter.env)
+        return term_lowering.lower_node(node, operands, sizes, dtype, self.t.primitives)
+
+
+def _widened(array: Array) -> Array:
+    dtype = str(array.data.dtype)
+    return array._replace(data=array.data.astype(np.dtype(held_dtype(dtype))))

@@ -1,0 +1,112 @@
+"""Candidates are taken as far as they stand together in the program as it will be emitted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import Options, packs, policy
+from symjax_rewrite.candidates import Candidate
+from symjax_rewrite.codegen.emission import run
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.ir.flat_program import Program, flatten
+from symjax_rewrite.optimizer import Optimiser
+
+
+@dataclass(eq=False)
+class Ones:
+    """Gives ones for some values, whatever the values are that it waits for."""
+
+    gives: tuple[int, ...]
+    reads: tuple[int, ...] = ()
+    opens: bool = False
+    source: Any = None
+
+    def needs(self, value: int) -> tuple[int, ...]:
+        return self.reads
+
+    def emit(self, wanted: Sequence[int], read: Any) -> list[Any]:
+        return [jnp.ones(3) + 0 * sum(read(v) for v in self.reads) for _ in wanted]
+
+
+@pytest.fixture
+def chain() -> tuple[Program, list[int]]:
+    """A program `x -> a -> b -> c -> d`, which gives b and d, and its five values."""
+
+    def fun(x):
+        b = jnp.cos(jnp.sin(x))
+        return b, jnp.tanh(jnp.exp(b))
+
+    program = flatten(jax.make_jaxpr(fun)(jnp.zeros(3)))
+    return program, [program.inputs[0], *(e.outvals[0] for e in program.equations)]
+
+
+def taken(program: Program, *found: Candidate) -> tuple[Program, list[str], list[str]]:
+    context = Optimiser(Options(rules=packs.default), packs.default, CPU)
+    made, kept, refused = policy.chosen(program, found, context)  # pyright: ignore[reportArgumentType]
+    return made, [c.name for c in kept], [r.name for r in refused]
+
+
+def candidate(name: str, *parts: Ones, hidden: tuple[int, ...] = ()) -> Candidate:
+    return Candidate(name, parts, hidden=frozenset(hidden))
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_candidates_in_order_are_taken(chain, opens):
+    program, (x, a, b, _c, d) = chain
+    first = candidate("first", Ones((b,), (x,), opens), hidden=(a,))
+    made, names, refused = taken(program, first, candidate("second", Ones((d,), (b,), opens)))
+    assert (names, refused) == (["first", "second"], [])
+    assert len(chain[0].equations) == 4, "the program that was given is as it was"
+    for out in run(made, [jnp.zeros(3)]):
+        np.testing.assert_array_equal(out, np.ones(3))
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_values_of_one_part_may_wait_for_each_other(chain, opens):
+    """Each is made by itself where together they would wait for themselves."""
+    program, (x, a, _b, c, d) = chain
+
+    class Both(Ones):
+        def needs(self, value):
+            return (x,) if value == a else (c,)
+
+    made, names, _ = taken(program, candidate("both", Both((a, d), (), opens)))
+    assert names == ["both"]
+    np.testing.assert_array_equal(run(made, [jnp.zeros(3)])[1], np.ones(3))
+
+
+def test_a_candidate_that_waits_for_itself_is_refused(chain):
+    program, (_x, a, b, _c, _d) = chain
+    assert taken(program, candidate("early", Ones((a,), (b,))))[1:] == ([], ["early"])
+
+
+def test_candidates_that_wait_for_each_other_are_refused(chain):
+    program, (_x, a, b, c, _d) = chain
+    first, second = candidate("first", Ones((a,), (c,))), candidate("second", Ones((b,), (a,)))
+    assert taken(program, first, second)[1] == []
+    assert taken(program, second)[1] == ["second"]
+
+
+def test_what_is_needed_is_not_hidden(chain):
+    program, (_x, a, b, c, _d) = chain
+    assert taken(program, candidate("hides", Ones((c,), (a,)), hidden=(b,)))[1:] == ([], ["hides"])
+
+
+def test_of_two_that_give_a_value_the_first_is_taken(chain):
+    program, (x, _a, b, c, _d) = chain
+    first, second = candidate("first", Ones((c,), (b,))), candidate("second", Ones((c,), (x,)))
+    assert taken(program, first, second)[1:] == (["first"], ["second"])
+
+
+def test_a_part_that_reads_what_nobody_gives_is_refused(chain):
+    program, (x, _a, b, _c, d) = chain
+    lost = program.new_value(program.avals[x])
+    giver = candidate("giver", Ones((lost, b), (x,)))
+    reader = candidate("reader", Ones((d,), (lost,)))
+    assert taken(program, reader)[1:] == ([], ["reader"])
+    assert taken(program, giver, reader)[1] == ["giver", "reader"]
