@@ -49,7 +49,7 @@ def candidates(
         gives = sorted(maker.gives())
         made = (t.made_by[c][0] for c in gives if c in t.made_by)
         source = next((t.program.equations[n].eqn for n in made), None)
-        by = {c: maker for c in gives}
+        by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
     out = []
