@@ -5,17 +5,24 @@ May import the ground layer alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 
+from symjax_rewrite import jax_kernels
+from symjax_rewrite.cost.device_profiles import LEAST_SHARED_BYTES, known_device
 from symjax_rewrite.errors import KernelError, UsageError
 
 OLDEST_GPU = 8.0  # compute capability
+MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
 Spec = TypeVar("Spec")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +73,72 @@ class Backend(Generic[Spec]):
     run: Callable[..., Any]
 
 
-def oldest_capability() -> float | None:
-    """The least compute capability of the GPUs at hand; None without any."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What kernels must fit: the least of the GPUs that a program may be compiled for.
+
+    shared_bytes: shared memory that one block may ask for.
+    capability: compute capability.
+    """
+
+    shared_bytes: int = LEAST_SHARED_BYTES
+    capability: float = OLDEST_GPU
+
+    @property
+    def reads_products_from_memory(self) -> bool:
+        """Whether matmul instructions read shared memory, while the loop fills it for the next."""
+        return 9 <= self.capability < 12
+
+
+def gpu_at_hand() -> Gpu:
+    """The GPU of the mesh that is traced for, the least of those here, or the least of all."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None:
+        return _gpu_of_kind(described.device_kind)
     if jax.default_backend() != "gpu":
-        return None
-    found = [getattr(d, "compute_capability", None) for d in jax.local_devices()]
-    return min((float(c) for c in found if c), default=None)
+        return Gpu()
+    return _least([_gpu_of(device) for device in jax.local_devices()])
+
+
+def _gpu_of_kind(kind: str) -> Gpu:
+    profile = known_device(kind)
+    if profile is None or not profile.shared_bytes:
+        return Gpu()
+    return Gpu(profile.shared_bytes, profile.capability)
+
+
+def _gpu_of(device: Any) -> Gpu:
+    """A GPU by what its driver says of it, else by its kind."""
+    known = _gpu_of_kind(device.device_kind)
+    shared = getattr(device, "shared_memory_per_block_optin", None) or known.shared_bytes
+    capability = getattr(device, "compute_capability", None) or known.capability
+    return Gpu(int(shared), float(capability))
+
+
+def _least(gpus: Sequence[Gpu]) -> Gpu:
+    return Gpu(min(g.shared_bytes for g in gpus), min(g.capability for g in gpus))
+
+
+def too_large(shapes: Iterable[Sequence[int]]) -> bool:
+    """True if an array of one of these shapes has more elements than a kernel can address."""
+    return any(math.prod(shape) > MOST_ELEMENTS for shape in shapes)
+
+
+def accepted(found: Found | Reason) -> Found:
+    """What was found.
+
+    Raises:
+        KernelError: there is a reason why nothing was.
+    """
+    if isinstance(found, Reason):
+        raise KernelError("no kernel here", got=str(found))
+    return found
 
 
 def first_on_cuda(backends: Sequence[Backend[Spec]], spec: Spec) -> Backend[Spec] | Reason:
     """The first that runs a spec where a program is lowered for CUDA, or why none does."""
-    capability = oldest_capability()
-    if capability is not None and capability < OLDEST_GPU:
+    capability = gpu_at_hand().capability
+    if capability < OLDEST_GPU:
         return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
     reasons = []
     for backend in backends:
@@ -88,20 +149,30 @@ def first_on_cuda(backends: Sequence[Backend[Spec]], spec: Spec) -> Backend[Spec
     return Reason("; ".join(reasons))
 
 
-def named_backend(
+def run_named(
     backends: Mapping[str, Backend[Spec]], name: str, spec: Spec, what: str
-) -> Backend[Spec]:
-    """The backend asked for by name.
+) -> Callable[..., Any]:
+    """What runs a spec by the backend asked for by name.
 
     Raises:
-        KernelError: it does not exist, or does not support the spec.
+        KernelError: it does not exist, or does not support the spec; where it is compiled for
+            another platform than it is of, when that is lowered.
     """
     if name not in backends:
         raise KernelError("no such backend", expected=["auto", *backends], got=name)
     support = backends[name].supports(spec)
     if not support:
         raise KernelError(f"the {name} backend does not run this {what}", got=str(support))
-    return backends[name]
+    run, platform = partial(backends[name].run, spec), backends[name].platform
+    if platform is None:
+        return run
+
+    def elsewhere(*operands: Any) -> Any:
+        leaves, tree = jax.tree.flatten(jax.eval_shape(run, *operands))
+        kernel = f"the {name} backend of a {what}"
+        return jax.tree.unflatten(tree, jax_kernels.absent_kernel(leaves, kernel, platform))
+
+    return partial(lax.platform_dependent, default=elsewhere, **{platform: run})
 
 
 def check_operands(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from symjax_rewrite import jax_internals
+from symjax_rewrite import jax_calls, jax_internals
 
 Array = Any
 Fun = Callable[..., Any]
@@ -62,7 +62,7 @@ def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]
         (1.0, 1.0)
     """
     closed, _ = jax_internals.make_jaxpr(reverse, *operands)
-    return tuple(jax_internals.bind_call(closed, _TwoModes(forward, reverse, closed), operands))
+    return tuple(jax_calls.bind_call(closed, _TwoModes(forward, reverse, closed), operands))
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +85,19 @@ class _TwoModes:
         both = partial(jax.vmap, in_axes=tuple(dims), axis_size=axis.size, **names)
         outs = two_modes(both(self.forward), both(self.reverse), *values)
         return list(outs), [0] * len(outs)
+
+    def narrowed(
+        self, made: jax_internals.ClosedJaxpr, used: Sequence[bool]
+    ) -> tuple[_TwoModes, jax_internals.ClosedJaxpr, list[bool]]:
+        """The call of the results `used`, what runs then, and that every operand is read."""
+        read = [True] * len(self.closed.in_avals)
+        if all(used):
+            return self, made, read
+        kept = [k for k, u in enumerate(used) if u]
+        some = lambda fun: lambda *xs: tuple(fun(*xs)[k] for k in kept)  # noqa: E731
+        closed = jax_internals.prune_outputs(self.closed, used)
+        call = _TwoModes(some(self.forward), some(self.reverse), closed)
+        return call, jax_internals.prune_outputs(made, used), read
 
     def moving(self, live: list[int]) -> list[bool]:
         """Which results have tangents."""

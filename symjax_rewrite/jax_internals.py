@@ -1,4 +1,4 @@
-"""The only module that touches JAX internals (imports the ground layer only).
+"""The module that touches JAX internals, beside `compat_kernels` (imports the ground layer only).
 
 Everything else in the library speaks to JAX through its public API or through this file, so a
 new JAX release is met here.
@@ -378,22 +378,6 @@ def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
         e.primitive.name == name or any(has_primitive(b, name) for b in bodies(e))
         for e in closed.jaxpr.eqns
     )
-
-
-def primitives(closed: ClosedJaxpr) -> set[Any]:
-    """The primitives of a jaxpr; of a call, those of its body."""
-    found: set[Any] = set()
-    for e in closed.jaxpr.eqns:
-        inner = [primitives(b) for b in bodies(e)]
-        found |= set().union(*inner) if inner else {e.primitive}
-    return found
-
-
-def triton_lowers(primitive: Any) -> bool:
-    """Whether Pallas-Triton has a lowering rule for a primitive."""
-    from jax._src.pallas.triton import lowering
-
-    return primitive in lowering.triton_lowering_rules
 
 
 def may_be_partitioned() -> bool:

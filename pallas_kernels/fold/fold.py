@@ -19,7 +19,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     Reason,
     check_operands,
     first_on_cuda,
-    named_backend,
+    run_named,
 )
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.fold import cudnn as _library
@@ -73,7 +73,7 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     )
     streamed = partial(_xla.fold_xla, spec)
     if backend != "auto":
-        run = partial(named_backend(BACKENDS, backend, spec, "fold").run, spec)
+        run = run_named(BACKENDS, backend, spec, "fold")
     elif isinstance(on_cuda := _on_cuda(spec), Reason):
         run = streamed
     else:

@@ -161,18 +161,19 @@ MULTIPROCESSORS = 132
 
 
 def triton_blocks(spec: FoldSpec) -> TritonBlocks:
-    """The cut for a fold on the `triton` backend."""
+    """The cut for a fold on the `triton` backend, columns not split."""
     blocks = _triton_cut(spec)
     rows = min(blocks.rows, power_of_two(spec.rows))
-    cols = min(blocks.cols, power_of_two(spec.cols))
-    programs = math.prod(spec.batch_shape) * -(-spec.rows // rows)
-    splits = 1
-    if blocks.features:
-        return replace(blocks, rows=rows, cols=cols)
-    if 4 * programs <= MULTIPROCESSORS:  # too few to be worth a second kernel else
-        most = max(1, spec.cols // (4 * cols))
-        splits = min(-(-2 * MULTIPROCESSORS // programs), most, 32)
-    return replace(blocks, rows=rows, cols=cols, splits=splits)
+    return replace(blocks, rows=rows, cols=min(blocks.cols, power_of_two(spec.cols)))
+
+
+def with_splits(spec: FoldSpec, blocks: TritonBlocks) -> TritonBlocks:
+    """The cut with the columns split where programs are too few to fill the device."""
+    programs = math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
+    if blocks.features or 4 * programs > MULTIPROCESSORS:  # a second kernel costs more
+        return blocks
+    most = max(1, spec.cols // (4 * blocks.cols))
+    return replace(blocks, splits=min(-(-2 * MULTIPROCESSORS // programs), most, 32))
 
 
 def _triton_cut(spec: FoldSpec) -> TritonBlocks:

@@ -10,7 +10,6 @@ each a program of its own, and the monoid combines them afterwards (Dao et al. 2
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,8 +19,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from symjax_rewrite import jax_internals
-from symjax_rewrite.pallas_kernels.backend import Support, cost_estimate, first_reason
+from symjax_rewrite.pallas_kernels import triton_programs
+from symjax_rewrite.pallas_kernels.backend import (
+    Reason,
+    Support,
+    accepted,
+    cost_estimate,
+    first_reason,
+    too_large,
+)
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.layout import (
     Result,
@@ -51,13 +57,12 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
     WIDE,
     TritonBlocks,
     power_of_two,
-    triton_blocks,
 )
 from symjax_rewrite.pallas_kernels.fold.triton_kernel import Kernel
+from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int64", "int32", "int8", "bool"})
-MAX_ELEMENTS = 2**31 - 1
 
 
 def supports(spec: FoldSpec) -> Support:
@@ -68,7 +73,8 @@ def supports(spec: FoldSpec) -> Support:
     dtypes = {o.dtype for o in spec.operands}
     foreign = unlowered(spec)
     raw = dataclasses.replace(spec, epilogue=None)
-    return first_reason(
+    arrays = [spec.shape(k) for k in range(len(spec.operands))]
+    refusal = first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
         (any(isinstance(o, TopK) for o in spec.outputs), "Triton has no sort for top-k"),
@@ -99,11 +105,20 @@ def supports(spec: FoldSpec) -> Support:
             ),
             "a weighted sum of integers",
         ),
-        (
-            any(math.prod(spec.shape(k)) > MAX_ELEMENTS for k in range(len(spec.operands))),
-            "an operand has more than 2^31 elements",
-        ),
+        (too_large(arrays), "an operand has more than 2^31 elements"),
+        (too_large([(spec.rows,), (spec.cols,)]), "an axis of more than 2^31 elements"),
     )
+    return _supports_sizes(spec, raw) if refusal else refusal
+
+
+def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
+    """Whether blocks fit the device and results can be addressed."""
+    cut = fold_cut(spec)
+    if isinstance(cut, Reason):
+        return cut
+    results = [s.shape for s in flat_shapes(spec if cut.splits == 1 else raw)]
+    stored = [(cut.splits, *shape) for shape in results]
+    return first_reason((too_large(stored), "a result has more than 2^31 elements"))
 
 
 @lru_cache(maxsize=256)
@@ -120,19 +135,13 @@ def unlowered(spec: FoldSpec) -> tuple[str, ...]:
     dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
     values = tuple(shaped(k) for k in spec.tile.reads)
     i, j = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((side, 1), (1, side)))
-    programs = [jax.make_jaxpr(spec.tile.fun)(dots, values, i, j)]
+    programs: list[Any] = [(spec.tile.fun, (dots, values, i, j))]
     if spec.epilogue is not None:
         raw = dataclasses.replace(spec, epilogue=None)
         states = [jax.ShapeDtypeStruct((side, 1), s.dtype) for s in flat_shapes(raw)]
         rows = tuple(shaped(k) for k in spec.epilogue.reads)
-        programs.append(jax.make_jaxpr(spec.epilogue.fun)(bundle(raw, states), rows))
-    names = {
-        p.name
-        for x in programs
-        for p in jax_internals.primitives(x)
-        if not jax_internals.triton_lowers(p)
-    }
-    return tuple(sorted(names))
+        programs.append((spec.epilogue.fun, (bundle(raw, states), rows)))
+    return triton_programs.unlowered(*programs)
 
 
 def _sliceable(spec: FoldSpec) -> bool:
@@ -166,13 +175,14 @@ def fold_triton(
     Args:
         spec: a fold that `supports` accepts.
         operands: one array per operand of the spec.
-        blocks: tile sizes, warps, stages and splits; from the table if left out.
+        blocks: tile sizes, warps, stages and splits; if left out, those of the table or smaller
+            ones that fit the device.
         interpret: run in Pallas' interpreter, on any device.
 
     Returns:
         The same as `fold_reference`.
     """
-    blocks = blocks or triton_blocks(spec)
+    blocks = blocks or accepted(fold_cut(spec))
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
     merged = [merge_features(spec, k, x) for k, x in enumerate(operands)]
     results = [

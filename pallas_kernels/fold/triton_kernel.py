@@ -37,6 +37,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks, power_of_two
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
+from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 
 Array = Any
 
@@ -265,13 +266,13 @@ class Kernel:
             for k in sorted(needed - set(held)):
                 held[k] = self.load(inputs[k], k, at)
             values = tuple(self._as_tile(held[k], k) for k in spec.tile.reads)
-            made = spec.tile.fun(dots, values, i, j)
+            made = keeping_nan(spec.tile.fun)(dots, values, i, j)
             made = made if isinstance(made, (tuple, list)) else (made,)
             shape = (blocks.rows, blocks.cols)
             made = [jnp.broadcast_to(t, shape) for t in made]
             valid = None if spec.cols % blocks.cols == 0 else jnp.broadcast_to(j < spec.cols, shape)
             return tuple(
-                _monoid(o).extend(s, *self.arguments(o, made, held, valid, j))
+                _extend(o, s, *self.arguments(o, made, held, valid, j))
                 for o, s in zip(spec.outputs, states, strict=True)
             )
 
@@ -283,15 +284,13 @@ class Kernel:
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Everything stored, flat: [rows] or [rows, features]."""
-        states = tuple(
-            (state[0] != 0,) if isinstance(o, Extremum) and o.kind in ("any", "all") else state
-            for o, state in zip(self.spec.outputs, states, strict=True)
-        )
+        states = tuple(_told(o, s) for o, s in zip(self.spec.outputs, states, strict=True))
         if self.spec.epilogue is None:
             return [x for state in states for x in state]
         wide = tuple(tuple(x[:, None] if x.ndim == 1 else x for x in state) for state in states)
         out = []
-        for x, r in zip(self.spec.epilogue.fun(wide, tuple(rows)), self.results, strict=True):
+        made = keeping_nan(self.spec.epilogue.fun)(wide, tuple(rows))
+        for x, r in zip(made, self.results, strict=True):
             if FEATURE in r.axes:
                 wide = self.held(r.width(self.spec), self.blocks.features > 0)
                 x = jnp.broadcast_to(x, (self.blocks.rows, wide))
@@ -384,6 +383,34 @@ def _monoid(output: Output) -> Monoid:
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return monoid.MAX if output.kind == "any" else monoid.MIN
     return monoid_of(output)
+
+
+def _total(output: ExpSums) -> int | None:
+    """The place in its state of the sum of the exponentials alone, if it has one."""
+    plain = (k for k, t in enumerate(output.terms) if t.weights is None and t.factor is None)
+    return next((1 + k for k in plain), None)
+
+
+def _extend(output: Output, state: State, *block: Any) -> State:
+    """The state after one more block; NaN where a term was.
+
+    The maximum of exponents may drop a NaN as long as their sum tells of it in the end: two
+    instructions more for each pair would make attention slower.
+    """
+    extend = _monoid(output).extend
+    if isinstance(output, ExpSums) and _total(output) is not None:
+        return extend(state, *block)
+    tile, *rest = block
+    return keeping_nan(lambda state, tile: extend(state, tile, *rest))(state, tile)
+
+
+def _told(output: Output, state: State) -> State:
+    """The state as it is returned: booleans from integers, and maxima NaN where sums are."""
+    if isinstance(output, Extremum) and output.kind in ("any", "all"):
+        return (state[0] != 0,)
+    if isinstance(output, ExpSums) and (k := _total(output)) is not None:
+        return (jnp.where(state[k] != state[k], state[k], state[0]), *state[1:])
+    return state
 
 
 def _dot(a: Array, b: Array, precision: str | None) -> Array:

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
+from symjax_rewrite.pallas_kernels.backend import Support, first_reason, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
-from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, result_axes
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, KeyedSums, result_axes
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
     absorb_block,
@@ -37,9 +37,14 @@ Array = Any
 
 
 def supports(spec: FoldSpec) -> Support:
-    """Every fold, on every device."""
-    del spec
-    return YES
+    """Every fold whose places 32-bit integers can number, on every device."""
+    tables = [k for k in spec.tile.reads if spec.features(k)]
+    numbered = [[spec.size[a] for a in spec.features(k)] for k in tables]
+    numbered += [o.sizes for o in spec.outputs if isinstance(o, KeyedSums)]
+    return first_reason(
+        (too_large(numbered), "a table, or sums by key, of more than 2^31 elements"),
+        (too_large([(spec.rows,), (spec.cols,)]), "an axis of more than 2^31 elements"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

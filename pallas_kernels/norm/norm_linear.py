@@ -21,7 +21,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     Support,
     check_operands,
     first_on_cuda,
-    named_backend,
+    run_named,
 )
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.norm import triton as _triton
@@ -86,7 +86,7 @@ def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tup
     check_operands(group.shapes, operands, "matmul")
     plain = partial(_xla.group_xla, group)
     if backend != "auto":
-        run = partial(named_backend(BACKENDS, backend, group, "matmul").run, group)
+        run = run_named(BACKENDS, backend, group, "matmul")
     elif not supports(group):
         run = plain
     else:

@@ -8,7 +8,6 @@ that are no power of two are padded by masked loads.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,26 +19,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from symjax_rewrite import jax_internals
-from symjax_rewrite.pallas_kernels.backend import YES, Support, cost_estimate, first_reason
+from symjax_rewrite.pallas_kernels import triton_programs
+from symjax_rewrite.pallas_kernels.backend import (
+    YES,
+    Reason,
+    Support,
+    accepted,
+    cost_estimate,
+    first_reason,
+    too_large,
+)
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Sums
-from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
+from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.xla import scale_weight
+from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
+from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
-MAX_ELEMENTS = 2**31 - 1
 
 
 def supports(group: NormGroup) -> Support:
     """Whether this backend runs the group on a GPU of compute capability 8.0 or newer."""
     found = (_supports(spec) for spec in group.members)
-    return next((support for support in found if not support), YES)
+    refusal = next((support for support in found if not support), YES)
+    cut = norm_cut(group) if refusal else YES
+    return cut if isinstance(cut, Reason) else refusal
 
 
 def _supports(spec: NormSpec) -> Support:
     dtypes = {dtype for _, dtype in spec.shapes} | {spec.dtype}
-    largest = max(math.prod(shape) for shape, _ in spec.shapes)
+    arrays = [(spec.rows, spec.outputs), *(shape for shape, _ in spec.shapes)]
     if not dtypes <= DTYPES or 0 in (spec.rows, spec.width, spec.outputs):
         return first_reason(
             (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
@@ -48,10 +58,7 @@ def _supports(spec: NormSpec) -> Support:
     foreign = unlowered(spec)
     return first_reason(
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
-        (
-            max(largest, spec.rows * spec.outputs) > MAX_ELEMENTS,
-            "an array of more than 2^31 elements",
-        ),
+        (too_large(arrays), "an array of more than 2^31 elements"),
     )
 
 
@@ -65,8 +72,7 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
 
     pairs, across = arrays([total] * len(spec.pairs), (16, 16)), arrays(spec.columns, (1, 16))
     centre = jax.ShapeDtypeStruct((16, 1), total)
-    left = jax.make_jaxpr(spec.left.fun, return_shape=True)(pairs, across, centre)
-    programs, sides = [left[0]], len(left[1][1])
+    sides = len(jax.eval_shape(spec.left.fun, pairs, across, centre)[1])
     columns = tuple(arrays([total] * len(spec.weights), (1, 16)) for _ in spec.column_sums)
     sums = Sums(
         arrays([total] * len(spec.weights), (16, 16)),
@@ -77,14 +83,8 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
         arrays(spec.ends, (1, 16)),
         arrays(spec.fulls, (16, 16)),
     )
-    programs.append(jax.make_jaxpr(spec.finish.fun)(sums))
-    names = {
-        p.name
-        for x in programs
-        for p in jax_internals.primitives(x)
-        if not jax_internals.triton_lowers(p)
-    }
-    return tuple(sorted(names))
+    left = (spec.left.fun, (pairs, across, centre))
+    return triton_programs.unlowered(left, (spec.finish.fun, (sums,)))
 
 
 def norm_triton(
@@ -112,13 +112,14 @@ def group_triton(
     Args:
         group: one that `supports` accepts.
         operands: one array per operand of the group.
-        blocks: sizes of its blocks; from the table if left out.
+        blocks: sizes of its blocks; if left out, those of the table or smaller ones that fit the
+            device.
         interpret: run in Pallas' interpreter, on any device.
 
     Returns:
         The same as `group_xla`.
     """
-    cut = norm_blocks(group) if blocks is None else blocks
+    cut = blocks or accepted(norm_cut(group))
     kernels, first = [], 0
     for spec in group.members:
         kernels.append(_Kernel(spec, cut, first))
@@ -261,17 +262,16 @@ class _Kernel:
         products, side_sums, column_sums = lax.fori_loop(
             np.int32(0), np.int32(self.steps), step, start
         )
-        result = spec.finish.fun(
-            Sums(
-                products,
-                tuple(s[:, None] for s in side_sums),
-                tuple(tuple(c[None, :] for c in group) for group in column_sums),
-                centre,
-                tuple(self.load(r, "m", here)[:, None] for r in rows),
-                tuple(self.load(r, "n", here)[None, :] for r in ends),
-                tuple(self.load(r, "mn", here) for r in fulls),
-            )
+        given = (
+            products,
+            tuple(s[:, None] for s in side_sums),
+            tuple(tuple(c[None, :] for c in group) for group in column_sums),
+            centre,
+            tuple(self.load(r, "m", here)[:, None] for r in rows),
+            tuple(self.load(r, "n", here)[None, :] for r in ends),
+            tuple(self.load(r, "mn", here) for r in fulls),
         )
+        result = keeping_nan(lambda *parts: spec.finish.fun(Sums(*parts)))(*given)
         axes = [self.axes(here)[a] for a in "mn"]
         result = jnp.broadcast_to(result, wide).astype(spec.dtype)
         plgpu.store(refs[-1].at[...], result, mask=_inside(axes, wide))
@@ -284,7 +284,7 @@ class _Kernel:
         here = {**here, "k": start}
         across = tuple(self.load(c, "k", here) for c in columns)
         row_like = tuple(c[None, :].astype(jnp.float32) for c in across)
-        left, sides = spec.left.fun(self.load_pairs(pairs, here), row_like, centre)
+        left, sides = keeping_nan(spec.left.fun)(self.load_pairs(pairs, here), row_like, centre)
         shape = (cut.rows, cut.step)
         left, *sides = (jnp.broadcast_to(x, shape) for x in (left, *sides))
         if spec.width % cut.step:

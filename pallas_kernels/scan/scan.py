@@ -17,7 +17,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     Reason,
     check_operands,
     first_on_cuda,
-    named_backend,
+    run_named,
 )
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.scan import reference as _reference
@@ -64,7 +64,7 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     )
     streamed = partial(_xla.scan_xla, spec)
     if backend != "auto":
-        run = partial(named_backend(BACKENDS, backend, spec, "scan").run, spec)
+        run = run_named(BACKENDS, backend, spec, "scan")
     elif isinstance(best := cuda_backend(spec), Reason):
         run = streamed
     else:

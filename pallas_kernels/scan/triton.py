@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -19,11 +20,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from symjax_rewrite.pallas_kernels.backend import Support, cost_estimate, first_reason
+from symjax_rewrite.pallas_kernels import triton_programs
+from symjax_rewrite.pallas_kernels.backend import (
+    Reason,
+    Support,
+    cost_estimate,
+    first_reason,
+    too_large,
+)
 from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
+    Program,
     ScanSpec,
     readout_axes,
     result_shapes,
@@ -33,7 +42,6 @@ from symjax_rewrite.pallas_kernels.scan.xla import smaller
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int32"})
-MAX_ELEMENTS = 2**31 - 1
 MOST_HELD = 256  # elements of a state's summed axis that a program holds
 TILE = 256  # elements of state per program: eight per thread of one warp
 
@@ -41,18 +49,43 @@ TILE = 256  # elements of state per program: eight per thread of one warp
 def supports(spec: ScanSpec) -> Support:
     """Whether this backend runs the scan on a GPU of compute capability 8.0 or newer."""
     spec = without_ones(spec)
+    if 0 in spec.size.values():
+        return Reason("an axis is empty")
     dtypes = {o.dtype for o in spec.operands} | {spec.dtype}
     dtypes |= {r.dtype for r in spec.readouts if r.dtype}
     held = {a for r in spec.readouts for a in r.over}
-    elements = [math.prod(spec.shape(k)) for k in range(len(spec.operands))]
-    elements += [math.prod(shape) for shape, _ in result_shapes(spec)]
+    arrays = [spec.shape(k) for k in range(len(spec.operands))]
+    arrays += [shape for shape, _ in result_shapes(spec)]
+    arrays.append((triton_cut(spec).chunks, *spec.state_shape))
+    foreign = unlowered(spec)
     return first_reason(
-        (0 in spec.size.values(), "an axis is empty"),
+        (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
         (len(held) > 1, "readouts sum over more than one axis"),
         (any(spec.size[a] > MOST_HELD for a in held), f"a sum over more than {MOST_HELD}"),
-        (max(elements, default=0) > MAX_ELEMENTS, "an array has more than 2^31 elements"),
+        (too_large(arrays), "an array has more than 2^31 elements"),
     )
+
+
+@lru_cache(maxsize=256)
+def unlowered(spec: ScanSpec) -> tuple[str, ...]:
+    """Operations of a scan's programs that Pallas-Triton has no rule for."""
+    state, t = jax.ShapeDtypeStruct((16, 16), carried(spec)), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def values(program: Program) -> tuple[Any, ...]:
+        return tuple(jax.ShapeDtypeStruct((16, 16), spec.operands[k].dtype) for k in program.reads)
+
+    c = spec.coefficients
+    programs: list[Any] = [(c.fun, (values(c), t))]
+    for r in spec.readouts:
+        states = (state, state)
+        made = state
+        if r.program is not None:
+            programs.append((r.program.fun, (states, values(r.program), t)))
+            made = jax.eval_shape(r.program.fun, states, values(r.program), t)
+        if r.finish is not None:
+            programs.append((r.finish.fun, (made, values(r.finish), t)))
+    return triton_programs.unlowered(*programs)
 
 
 def triton_cut(spec: ScanSpec) -> Cut:

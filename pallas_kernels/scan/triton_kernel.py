@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels.scan.block import carried
 from symjax_rewrite.pallas_kernels.scan.spec import KINDS, Readout, ScanSpec, readout_axes
+from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 
 Array = Any
 
@@ -203,7 +204,7 @@ class Body:
     def coefficients(self, values: Sequence[Array], t: Any) -> tuple[Array, Array]:
         """`a` and `b` of a step, whole."""
         program = self.spec.coefficients
-        a, b = program.fun(tuple(values[k] for k in program.reads), t)
+        a, b = keeping_nan(program.fun)(tuple(values[k] for k in program.reads), t)
         tile, dtype = self.sweep.tile, carried(self.spec)
         return jnp.broadcast_to(a, tile).astype(dtype), jnp.broadcast_to(b, tile).astype(dtype)
 
@@ -236,7 +237,7 @@ class Body:
         one = jax.ShapeDtypeStruct(self.sweep.tile, carried(self.spec))
 
         def step(state: Any, values: Any, t: Any, active: Any) -> Any:
-            new = kind.monoid.combine(state, self.coefficients(values, t))
+            new = keeping_nan(kind.monoid.combine)(state, self.coefficients(values, t))
             return new if active is None else _choose(active, new, state)
 
         state = self.over_time(refs[:count], kind.monoid.identity([one, one]), step)
@@ -256,7 +257,7 @@ class Body:
         def apply(j: Any, h: Array) -> Array:
             axes = ("chunk", *spec.state)
             a, b = (self.load(ref, axes, {"chunk": j}) for ref in maps)
-            after = kind.step(a, h, b)
+            after = keeping_nan(kind.step)(a, h, b)
             # a product of decays may overflow where nothing is left to be multiplied by it
             return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
 
@@ -272,7 +273,7 @@ class Body:
 
         def step(h: Array, values: Any, t: Any, active: Any) -> Array:
             a, b = self.coefficients(values, t)
-            after = kind.step(a, h, b)
+            after = keeping_nan(kind.step)(a, h, b)
             for ref, readout in zip(results, spec.readouts, strict=False):
                 made = self.read_out(readout, h, after, values, t)
                 self.store(ref, readout_axes(spec, readout), {spec.time: t}, made, active)
@@ -287,7 +288,8 @@ class Body:
         """A readout of one step as [rows, held], or [rows, 1] if it is a sum."""
         program, made = readout.program, after
         if program is not None:
-            made = program.fun((before, after), tuple(values[k] for k in program.reads), t)
+            read = tuple(values[k] for k in program.reads)
+            made = keeping_nan(program.fun)((before, after), read, t)
             made = jnp.broadcast_to(made, self.sweep.tile)
         if readout.over:
             limit = self.spec.size[str(self.sweep.held)]
@@ -297,7 +299,8 @@ class Body:
             made = jnp.sum(made, axis=1)[:, None]
         if readout.finish is not None:
             program = readout.finish
-            made = program.fun(made, tuple(values[k] for k in program.reads), t)
+            read = tuple(values[k] for k in program.reads)
+            made = keeping_nan(program.fun)(made, read, t)
         width = 1 if readout.over else self.sweep.held_size
         return jnp.broadcast_to(made, (self.sweep.rows, width))
 

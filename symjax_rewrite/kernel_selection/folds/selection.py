@@ -157,6 +157,8 @@ class _Selection:
         for route in folds:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True
+            if backend is None and not (streams := BACKENDS["xla"].supports(route.spec)):
+                return str(streams)
             if not support:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
         if self.kernels == "auto" and reorders(t, draft.cluster, folds, self.device):

@@ -1,0 +1,166 @@
+"""Bounds of the shared memory that the Triton kernels ask for (may import the specs and blocks).
+
+Triton copies into shared memory what matmul instructions multiply: operands read in the loop in as
+many buffers as its pipeline is deep, operands that stay, and tiles that were computed. Compute
+capability 9 multiplies from shared memory itself, so that it needs one buffer more. What the
+compiler shares between values that are not live together is not foreseen: these are upper bounds
+(`tests/kernels/test_small_gpu.py` compares them with what the compiler asks for).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.pallas_kernels.backend import Gpu, Reason, gpu_at_hand
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of, weights_of
+from symjax_rewrite.pallas_kernels.fold.tiling import (
+    WIDE,
+    TritonBlocks,
+    power_of_two,
+    triton_blocks,
+    with_splits,
+)
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
+from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
+
+LEAST = 16  # rows, columns and features of a product's tile, at least
+
+
+def buffers(stages: int, gpu: Gpu) -> int:
+    """Return how many steps' operands lie in shared memory at once."""
+    return max(stages - (not gpu.reads_products_from_memory), 1)
+
+
+def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
+    """Return a bound of the bytes of shared memory of a fold's kernel."""
+    extent = {spec.row: blocks.rows, spec.col: blocks.cols}
+    contracted = {k for c in spec.contractions for k in (c.row, c.col)}
+    weights = {*weights_of(spec)}
+
+    def width(k: int) -> int:
+        whole = spec.width(k)
+        if not spec.features(k):
+            return 1
+        if blocks.features and k in weights:
+            return blocks.features
+        return blocks.chunk if whole > WIDE else power_of_two(whole)
+
+    def size(k: int, dtype: Any = None) -> int:
+        lead = [extent[a] for a in (spec.row, spec.col) if a in spec.operands[k].axes]
+        side = lead[0] * lead[1] if len(lead) == 2 else lead[0] if lead else 1
+        return side * width(k) * _itemsize(dtype or spec.operands[k].dtype)
+
+    total = 0
+    for k in {*spec.tile.reads, *contracted, *weights}:
+        in_loop = spec.col in spec.operands[k].axes or (k in contracted and spec.width(k) > WIDE)
+        total += size(k) * (buffers(blocks.stages, gpu) if in_loop else k in contracted)
+    for c in spec.contractions:  # what is converted is written once more
+        wide = jnp.promote_types(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
+        total += sum(size(k, wide) for k in (c.row, c.col) if spec.operands[k].dtype != wide)
+    products = _products(spec)
+    brief = [4 * blocks.rows * blocks.warps]  # not live together: sums across warps, tiles
+    for k, tile in products:
+        brief.append(blocks.rows * blocks.cols * _itemsize(tile))
+        wide = jnp.promote_types(tile, spec.operands[k].dtype)
+        total += size(k, wide) if spec.operands[k].dtype != wide else 0
+    stored = [4 * blocks.rows * width(k) for k, _ in products]
+    return max([total + max(brief), *stored])
+
+
+def _products(spec: FoldSpec) -> set[tuple[int, str]]:
+    """The weights that tiles are multiplied by, and the dtype of the tile."""
+    terms = (t for o in spec.outputs for t in terms_of(o))
+    pairs = ((t.weights, t.round_to or "float32") for t in terms)
+    return {(k, tile) for k, tile in pairs if k is not None and spec.features(k)}
+
+
+def _itemsize(dtype: Any) -> int:
+    return jnp.dtype(dtype).itemsize
+
+
+def norm_bytes(group: NormGroup, blocks: NormBlocks, gpu: Gpu) -> int:
+    """Return a bound of the bytes of shared memory of a kernel of matmuls with sums."""
+    return max(_member_bytes(spec, blocks, gpu) for spec in group.members)
+
+
+def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
+    """One member's: the others' code runs in other programs."""
+    rows, outputs, step = blocks.rows, blocks.outputs, blocks.step
+    factor, waiting = _itemsize(spec.factor), max(blocks.stages - 1, 1)
+    multiplied, changed = _left_reads(spec)
+    total = waiting * rows * step * sum(_itemsize(spec.pairs[k]) for k in multiplied)
+    total += waiting * step * sum(map(_itemsize, spec.columns))
+    made = spec.gain is not None or any(w != spec.factor for w in spec.weights)
+    depth = waiting if made else buffers(blocks.stages, gpu)
+    total += depth * step * outputs * sum(map(_itemsize, spec.weights))
+    total += rows * step * factor * (1 + spec.in_parts) * changed
+    total += step * outputs * factor * len(spec.weights) * made
+    return max(total + 8 * (rows + outputs), 4 * rows * outputs)
+
+
+@functools.lru_cache(maxsize=256)
+def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
+    """The pairs that are multiplied, and whether the factor is anything else than x itself."""
+
+    def left(*pairs: Any) -> Any:
+        columns = tuple(jnp.zeros((1, LEAST), spec.accumulator) for _ in spec.columns)
+        return spec.left.fun(pairs, columns, jnp.zeros((LEAST, 1), spec.accumulator))[0]
+
+    pair = jax.ShapeDtypeStruct((LEAST, LEAST), spec.accumulator)
+    closed = jax_internals.without_dead(jax.make_jaxpr(left)(*[pair] * len(spec.pairs)))
+    read = jax_internals.read_inputs(closed)
+    return tuple(k for k, r in enumerate(read) if r), bool(closed.jaxpr.eqns)
+
+
+def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
+    """Return the cut of a fold for the GPU at hand, or why no blocks fit."""
+    gpu = gpu_at_hand()
+    cuts = _smaller(triton_blocks(spec), _FOLD_STEPS)
+    found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
+    return found if isinstance(found, Reason) else with_splits(spec, found)
+
+
+def norm_cut(group: NormGroup) -> NormBlocks | Reason:
+    """Return the cut of matmuls with sums for the GPU at hand, or why no blocks fit."""
+    gpu = gpu_at_hand()
+    cuts = _smaller(norm_blocks(group), _NORM_STEPS)
+    return _first_fitting(cuts, lambda b: norm_bytes(group, b, gpu), gpu)
+
+
+# Fields halved in turn (stages go down by one) while above a size: a shallower pipeline costs
+# least, then a shorter step of the loop.
+_FOLD_STEPS = (
+    ("stages", 2), ("cols", 32), ("rows", 32), ("features", 32), ("cols", LEAST), ("rows", LEAST),
+    ("chunk", LEAST), ("features", LEAST), ("stages", 1),
+)  # fmt: skip
+_NORM_STEPS = (
+    ("stages", 2), ("step", 32), ("rows", 32), ("outputs", 32), ("step", LEAST), ("rows", LEAST),
+    ("outputs", LEAST), ("stages", 1),
+)  # fmt: skip
+
+
+def _smaller(blocks: Any, steps: Sequence[tuple[str, int]]) -> Iterator[Any]:
+    """Yield blocks, then ever smaller ones."""
+    yield blocks
+    for name, least in steps:
+        while (size := getattr(blocks, name)) > least:
+            blocks = replace(blocks, **{name: size - 1 if name == "stages" else size // 2})
+            yield blocks
+
+
+def _first_fitting(cuts: Iterator[Any], needed: Callable[[Any], int], gpu: Gpu) -> Any:
+    """Return the first blocks that fit a GPU, or the reason that none do."""
+    least = 0
+    for blocks in cuts:
+        least = needed(blocks)
+        if least <= gpu.shared_bytes:
+            return blocks
+    text = f"a block needs {least} bytes of shared memory, and the device has {gpu.shared_bytes}"
+    return Reason(text)

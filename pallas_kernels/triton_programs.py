@@ -1,0 +1,80 @@
+"""Elementwise programs as Pallas-Triton computes them (may import the ground layer alone).
+
+Pallas-Triton lowers maxima and minima to instructions that drop a NaN where XLA's keep it, and it
+has no rule for some operations. What it lowers is asked here, for every kind of kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite import jax_internals, jax_kernels
+
+Array = Any
+Fun = Callable[..., Any]
+
+
+def unlowered(*programs: tuple[Fun, tuple[Any, ...]]) -> tuple[str, ...]:
+    """Return the names of operations that Pallas-Triton has no rule for.
+
+    Args:
+        programs: functions, each with its arguments as avals.
+
+    Example:
+        >>> unlowered((lax.erf, (jax.ShapeDtypeStruct((16,), "float32"),)))
+        ('erf',)
+    """
+    traced = [jax.make_jaxpr(fun)(*avals) for fun, avals in programs]
+    found = set().union(*map(jax_kernels.primitives, traced))
+    return tuple(sorted(p.name for p in found if not jax_kernels.triton_lowers(p)))
+
+
+def keeping_nan(fun: Fun) -> Fun:
+    """Return a function whose maxima and minima of floats are NaN where an operand is.
+
+    Example:
+        >>> keeping_nan(jnp.maximum)(jnp.float32("nan"), 0.0)
+        Array(nan, dtype=float32)
+    """
+
+    def kept(*args: Any) -> Any:
+        closed, tree = jax_internals.make_jaxpr(fun, *args)
+        if not _RULES.keys() & jax_kernels.float_primitives(closed):
+            return fun(*args)
+        outs = jax_kernels.eval_with(_RULES, closed, *jax.tree.leaves(args))
+        return jax.tree.unflatten(tree, outs)
+
+    return kept
+
+
+def _extremum(original: Fun, x: Array, y: Array, **_: Any) -> Array:
+    return _first_nan(x, _first_nan(y, original(x, y)))
+
+
+def _first_nan(x: Array, other: Array) -> Array:
+    return jnp.where(x != x, x, other)
+
+
+def _clamp(_: Fun, low: Array, x: Array, high: Array, **__: Any) -> Array:
+    bounds = (jnp.broadcast_to(b, x.shape) for b in (low, high))
+    return keeping_nan(lambda x, low, high: lax.min(lax.max(x, low), high))(x, *bounds)
+
+
+def _reduced(original: Fun, x: Array, *, axes: tuple[int, ...], **_: Any) -> Array:
+    made = original(x)
+    broken = jnp.max((x != x).astype(jnp.int32), axis=axes)
+    return jnp.where(broken != 0, jnp.full_like(made, jnp.nan), made)
+
+
+_RULES = {
+    "max": _extremum,
+    "min": _extremum,
+    "clamp": _clamp,
+    "reduce_max": _reduced,
+    "reduce_min": _reduced,
+}

@@ -1,0 +1,111 @@
+"""The module that asks JAX's internals about kernels (imports `compat` and `errors`).
+
+It is to Pallas-Triton and to lowering rules what `compat` is to tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax._src import core as _core
+from jax._src.interpreters import mlir as _mlir
+
+from symjax_rewrite.errors import KernelError
+from symjax_rewrite.jax_internals import ClosedJaxpr, bodies, eval_equation, is_literal
+
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+Rule = Callable[..., Any]
+
+
+def primitives(closed: ClosedJaxpr) -> set[Any]:
+    """The primitives of a jaxpr; of a call, those of its body."""
+    found: set[Any] = set()
+    for e in closed.jaxpr.eqns:
+        inner = [primitives(b) for b in bodies(e)]
+        found |= set().union(*inner) if inner else {e.primitive}
+    return found
+
+
+def triton_lowers(primitive: Any) -> bool:
+    """Whether Pallas-Triton has a lowering rule for a primitive."""
+    from jax._src.pallas.triton import lowering
+
+    return primitive in lowering.triton_lowering_rules
+
+
+def float_primitives(closed: ClosedJaxpr) -> set[str]:
+    """Names of the primitives of a jaxpr and its calls whose results are floats."""
+    found: set[str] = set()
+    for e in closed.jaxpr.eqns:
+        found |= set().union(*map(float_primitives, bodies(e)))
+        if any(_is_float(v.aval) for v in e.outvars):
+            found.add(e.primitive.name)
+    return found
+
+
+def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    """Evaluate a jaxpr with other rules for some primitives where their results are floats.
+
+    Args:
+        rules: by a primitive's name `rule(original, *operands, **params)`, where `original` binds
+            the primitive itself to other operands.
+        closed: a jaxpr without loops; its calls are inlined.
+        args: its arguments.
+    """
+    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(closed.jaxpr.invars, args, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        rule = rules.get(eqn.primitive.name)
+        if rule is not None and _is_float(eqn.outvars[0].aval):
+
+            def original(*xs: Any, eqn: Any = eqn) -> Any:
+                return eval_equation(eqn, xs)[0]
+
+            outs = [rule(original, *operands, **eqn.params)]
+        elif eqn.primitive.name in CALLS:
+            outs = eval_with(rules, bodies(eqn)[0], *operands)
+        else:
+            outs = eval_equation(eqn, operands)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [v.val if is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+
+
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
+
+
+_absent_p = _core.Primitive("sym_absent_kernel")
+_absent_p.multiple_results = True
+
+
+def absent_kernel(avals: Sequence[Any], what: str, wanted: str) -> tuple[Any, ...]:
+    """Results that stand for a kernel where its platform is not: an error once they are lowered.
+
+    Args:
+        avals: of the results.
+        what: the kernel.
+        wanted: the platform it runs on.
+    """
+    arrays = tuple(_core.ShapedArray(a.shape, a.dtype) for a in avals)
+    return tuple(_absent_p.bind(avals=arrays, what=what, wanted=wanted))
+
+
+def _refuse(what: str, wanted: str, got: object) -> NoReturn:
+    raise KernelError(
+        f"{what} runs on {wanted} alone",
+        expected=f"a program that is compiled for {wanted}",
+        got=got,
+        remedy='leave the choice to kernels="auto" (backend="auto"), or name "xla"',
+    )
+
+
+def _lower_absent(ctx: Any, *, what: str, wanted: str, **_: Any) -> NoReturn:
+    _refuse(what, wanted, ", ".join(ctx.module_context.platforms))
+
+
+_absent_p.def_abstract_eval(lambda *, avals, **_: avals)
+_absent_p.def_impl(lambda *, what, wanted, **_: _refuse(what, wanted, jax.default_backend()))
+_mlir.register_lowering(_absent_p, _lower_absent)
