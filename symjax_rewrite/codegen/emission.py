@@ -97,8 +97,9 @@ class TermPart:
     region and a reference into its e-graph, over the class's slots. own: classes that are computed
     over their own indices, though equations have them over more. shared: classes of which every
     value is read from the first one. links: by class that no value of the program holds, the value
-    that parts exchange it by. wide: the same by class that parts hold in f32. opens: whether later passes see the equations. across: whether products of two operands that
-    lie across the grain are slow. source: has the name scope of all.
+    that parts exchange it by. wide: the same by class that parts hold in f32. opens: whether later
+    passes see the equations. across: whether products of two operands that lie across the grain are
+    slow. source: has the name scope of all.
     """
 
     t: TermGraph

@@ -19,15 +19,11 @@ import numpy as np
 import scipy.linalg
 from jax.extend.core import ClosedJaxpr, Literal
 
-from symjax_rewrite import jax_internals
+from tests.fuzz.control_flow import CALLS
+from tests.fuzz.control_flow import UnsupportedPrimitiveError as UnsupportedPrimitiveError
 
 HALF = ("bfloat16", "float16")
 FLOATS = {"float32", "float64", *HALF}
-MAX_STEPS = 1000
-
-
-class UnsupportedPrimitiveError(Exception):
-    """The interpreter has no row for a primitive."""
 
 
 class Machine:
@@ -83,7 +79,7 @@ class Machine:
     def equation(self, eqn: Any, xs: list[np.ndarray]) -> list[np.ndarray]:
         """Results of one equation, rounded to the dtypes it declares."""
         name = eqn.primitive.name
-        call = _CALLS.get(name)
+        call = CALLS.get(name)
         if call is not None:
             return call(self, eqn, xs)
         if name == "reduce_precision" and _keeps_dtype(eqn):
@@ -532,95 +528,9 @@ EXACT = frozenset(
 )
 
 
-def _call(key: str) -> Callable:
-    def row(m: Machine, eqn: Any, xs: list) -> list:
-        inner = eqn.params[key]
-        return m.closed(inner, xs) if isinstance(inner, ClosedJaxpr) else m.open(inner, [], xs)
-
-    return row
-
-
-def _scan(m: Machine, eqn: Any, xs: list) -> list:
-    p = eqn.params
-    if "num_consts" in p:
-        n, c = p["num_consts"], p["num_carry"]
-    else:  # jax 0.12
-        n, c = (len(list(part)) for part in list(p["ft_in"].unpack())[:2])
-    consts, carry, slices = xs[:n], xs[n : n + c], xs[n + c :]
-    made: dict[int, list] = {}
-    for k in range(p["length"])[:: -1 if p["reverse"] else 1]:
-        outs = m.closed(p["jaxpr"], [*consts, *carry, *(s[k] for s in slices)])
-        carry, made[k] = outs[:c], outs[c:]
-    stacked = []
-    for k, v in enumerate(eqn.outvars[c:]):
-        rows = [made[j][k] for j in range(p["length"])]
-        empty = np.empty(v.aval.shape, v.aval.dtype)
-        stacked.append(np.stack(rows) if rows else m.store(empty, v.aval))
-    return [*carry, *stacked]
-
-
 def _lu(p: dict, x: np.ndarray) -> list[np.ndarray]:
     packed, pivots = scipy.linalg.lu_factor(x)
     order = np.arange(len(x))
     for k, j in enumerate(pivots):
         order[[k, j]] = order[[j, k]]
     return [packed, pivots.astype(np.int32), order.astype(np.int32)]
-
-
-def _linear_solve(m: Machine, eqn: Any, xs: list) -> list:
-    """A solve with a plain matrix; noise moves the matrix too, as elimination does."""
-    axes = jax_internals.solve_matrix(eqn.params)
-    if axes is None or len(eqn.outvars) != 1:
-        raise UnsupportedPrimitiveError("custom_linear_solve")
-    row, _, vector = axes
-    matrix, right = xs[0].T if row else xs[0], np.moveaxis(xs[-1], vector, 0)
-    if m.noise:
-        matrix = m.jitter(matrix, eqn.invars[0].aval)
-    try:
-        solved = np.linalg.solve(matrix, right.reshape(len(matrix), -1)).reshape(right.shape)
-    except np.linalg.LinAlgError:
-        solved = np.full_like(right, np.nan)
-    aval = eqn.outvars[0].aval
-    solved = m.store(np.moveaxis(solved, 0, vector), aval)
-    return [m.jitter(solved, aval) if m.noise else solved]
-
-
-def _platform_index(m: Machine, eqn: Any, xs: list) -> list:
-    named = [p is not None and "cpu" in p for p in eqn.params["platforms"]]
-    default = [p is None for p in eqn.params["platforms"]]
-    return [np.asarray((named if any(named) else default).index(True), np.int32)]
-
-
-def _while(m: Machine, eqn: Any, xs: list) -> list:
-    p = eqn.params
-    a, b = p["cond_nconsts"], p["body_nconsts"]
-    first, second, carry = xs[:a], xs[a : a + b], xs[a + b :]
-    for _ in range(MAX_STEPS):
-        going = m.closed(p["cond_jaxpr"], [*first, *carry])[0]
-        if not going.any():
-            return carry
-        after = m.closed(p["body_jaxpr"], [*second, *carry])
-        carry = [_where_going(going, new, old) for new, old in zip(after, carry, strict=True)]
-    raise UnsupportedPrimitiveError("a loop that does not end")
-
-
-def _where_going(going: np.ndarray, new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Of a batch of loops only those that have not ended go on."""
-    return np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
-
-
-def _cond(m: Machine, eqn: Any, xs: list) -> list:
-    branches = eqn.params["branches"]
-    k = min(max(int(xs[0]), 0), len(branches) - 1)
-    return m.closed(branches[k], xs[1:])
-
-
-_CALLS: dict[str, Callable] = {
-    "jit": _call("jaxpr"), "pjit": _call("jaxpr"), "closed_call": _call("call_jaxpr"),
-    "core_call": _call("call_jaxpr"), "remat2": _call("jaxpr"), "checkpoint": _call("jaxpr"),
-    "remat": _call("jaxpr"), "custom_jvp_call": _call("call_jaxpr"),
-    "custom_vjp_call": _call("call_jaxpr"), "sym_call": _call("call_jaxpr"),
-    "scan": _scan, "while": _while, "cond": _cond,
-    "platform_index": _platform_index, "custom_linear_solve": _linear_solve,
-    "empty2": lambda m, eqn, xs: [m.store(np.zeros(v.aval.shape), v.aval) for v in eqn.outvars],
-}  # fmt: skip

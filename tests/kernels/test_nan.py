@@ -25,12 +25,12 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
-from symjax_rewrite.pallas_kernels.norm.spec import Program as NormProgram
+from symjax_rewrite.pallas_kernels.norm.spec import RowProgram as NormProgram
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.triton import norm_triton
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
 from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, ScanSpec, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, RowProgram, ScanSpec, plain
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
 from symjax_rewrite.pallas_kernels.scan.triton_kernel import Cut
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
@@ -126,8 +126,8 @@ def test_norm_linear_with_an_epilogue(name):
 
 def clipped_scan():
     """h ← min(a, 1)·h + relu(b), read out as max(h, 0)."""
-    read = Program(lambda h, values, t: jnp.maximum(h[1], 0), key="relu")
-    coefficients = Program(
+    read = RowProgram(lambda h, values, t: jnp.maximum(h[1], 0), key="relu")
+    coefficients = RowProgram(
         lambda v, t: (jnp.minimum(v[0], 1), jnp.maximum(v[1], 0)), (0, 1), key="clipped"
     )
     return ScanSpec(
