@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, Context, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
 
 
 @axiom(
@@ -22,7 +22,7 @@ from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, Context, axiom
     on=(CONTRACT, ADD),
     source="Godbole 1973 (optimal matrix chains)",
 )
-def contraction_order(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """The cheapest order of the flattened product; shared factors may stay whole."""
     if node.op == ADD and len(node.args) != 1:
         return
@@ -38,7 +38,7 @@ def contraction_order(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             yield ref
 
 
-def openers(ctx: Context, cls: int) -> list:
+def openers(ctx: RuleContext, cls: int) -> list:
     """Which factors are looked into: none, those used once, or all."""
     if is_half(ctx.g.classes[cls].dtype):
         return [
@@ -48,12 +48,12 @@ def openers(ctx: Context, cls: int) -> list:
     return [lambda d: False, lambda d: ctx.uses(d) <= 1, lambda d: True]
 
 
-def _is_pure_dot(ctx: Context, cls: int) -> bool:
+def _is_pure_dot(ctx: RuleContext, cls: int) -> bool:
     """Below float32 a scale must not leave a sum: only true contractions are looked into."""
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
-def _worth(ctx: Context, p: Product, node: Node) -> bool:
+def _worth(ctx: RuleContext, p: Product, node: Node) -> bool:
     if not p.bound:
         return False
     if len(p.factors) > 2 or p.factors != node.args:

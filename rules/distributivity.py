@@ -21,7 +21,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, INVERSE, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
 from symjax_rewrite.rewriting.product_trees import count_unread, order_product, read_deltas
-from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, Context, axiom
+from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, axiom
 from symjax_rewrite.rewriting.scales import apart, shared_power
 
 MAX_SHARED = 4  # common factors of which every subset is tried
@@ -29,7 +29,7 @@ MOST_OPENED = 256  # sums within one term of a sum
 
 
 @axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True)
-def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A sum inside a contraction, where every term but one is itself a rounded product.
 
     Then the error of the distributed form is that of the written one: if terms cancel, what is
@@ -59,7 +59,7 @@ def distribute(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             yield ref
 
 
-def sum_node(ctx: Context, cls: int) -> Node | None:
+def sum_node(ctx: RuleContext, cls: int) -> Node | None:
     """The flattest sum of at least two terms that a class is; None where it stays whole."""
     if ctx.is_whole(cls):
         return None
@@ -67,7 +67,7 @@ def sum_node(ctx: Context, cls: int) -> Node | None:
     return max(sums, key=lambda n: len(n.args), default=None)
 
 
-def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
+def _is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:
     """Terms of one sign; or all but one are contractions over the full index space.
 
     The one that is not may be spread over indices it does not read (one weight, many adapters).
@@ -81,7 +81,7 @@ def _is_safe(ctx: Context, cls: int, total: Node) -> bool:
     return len(total.args) - len(rounded) <= 1 and not _share_products(ctx, rounded, total.args)
 
 
-def _share_products(ctx: Context, rounded: list[Ref], terms: tuple[Ref, ...]) -> bool:
+def _share_products(ctx: RuleContext, rounded: list[Ref], terms: tuple[Ref, ...]) -> bool:
     """Whether a product that one term is opened into is computed for another term too.
 
     Written, both read its one rounded value, and what cancels between them does so whatever that
@@ -95,7 +95,7 @@ def _share_products(ctx: Context, rounded: list[Ref], terms: tuple[Ref, ...]) ->
     return False
 
 
-def _products(ctx: Context, cls: int) -> set[int]:
+def _products(ctx: RuleContext, cls: int) -> set[int]:
     """The classes that are opened where a class is read as one product."""
     found, stack = set[int](), [cls]
     while stack:
@@ -108,7 +108,7 @@ def _products(ctx: Context, cls: int) -> set[int]:
     return found
 
 
-def _computed(ctx: Context, cls: int) -> set[int]:
+def _computed(ctx: RuleContext, cls: int) -> set[int]:
     """The classes a class is computed from as it is written, and itself."""
     found, stack = set[int](), [cls]
     while stack:
@@ -119,7 +119,7 @@ def _computed(ctx: Context, cls: int) -> set[int]:
     return found
 
 
-def _cannot_cancel(ctx: Context, cls: int, total: Node) -> bool:
+def _cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:
     """Whether the terms of a sum have one sign, or may cancel for all that is asked."""
     if ctx.permits("cancels", ctx.g.classes[cls].dtype):
         return True
@@ -139,7 +139,7 @@ def _moves_rows(p: Product, f: Ref) -> bool:
     return p.out in f.axes and p.out in other.axes and not set(free) & set(other.axes)
 
 
-def _keeps_its_size(ctx: Context, total: Node) -> bool:
+def _keeps_its_size(ctx: RuleContext, total: Node) -> bool:
     """Whether a sum of numbers and deltas is at least half its terms, wherever deltas meet.
 
     So it is for the centring matrix I − 11ᵀ/n of more than two rows.
@@ -162,7 +162,7 @@ def _keeps_its_size(ctx: Context, total: Node) -> bool:
     return True
 
 
-def _number_of(ctx: Context, cls: int) -> tuple[float, bool] | None:
+def _number_of(ctx: RuleContext, cls: int) -> tuple[float, bool] | None:
     """The one number a class holds, and whether it does so only where two indices are equal."""
     for node in ctx.g.classes[cls].nodes:
         if node.op == DELTA:
@@ -172,7 +172,7 @@ def _number_of(ctx: Context, cls: int) -> tuple[float, bool] | None:
     return None
 
 
-def _is_rounded(ctx: Context, cls: int) -> bool:
+def _is_rounded(ctx: RuleContext, cls: int) -> bool:
     """Whether a class is a sum of products, which was rounded by about as much as it is large.
 
     So is an outer product, as one of higher rank is. What picks single values (a diagonal,
@@ -183,7 +183,7 @@ def _is_rounded(ctx: Context, cls: int) -> bool:
     return (bool(p.bound) or thin) and not any(_picks(ctx, f.cls) for f in p.factors)
 
 
-def _picks(ctx: Context, cls: int) -> bool:
+def _picks(ctx: RuleContext, cls: int) -> bool:
     for n in ctx.g.classes[cls].nodes:
         if n.op == DELTA:
             return True
@@ -192,7 +192,7 @@ def _picks(ctx: Context, cls: int) -> bool:
     return False
 
 
-def _is_useful(ctx: Context, cls: int, p: Product, f: Ref, total: Node) -> bool:
+def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> bool:
     """Some term need not be made: a low-rank product, or any product where the result is smaller.
 
     Or it is constant along a summed index.
@@ -209,7 +209,7 @@ def _is_useful(ctx: Context, cls: int, p: Product, f: Ref, total: Node) -> bool:
     return False
 
 
-def _distributed(ctx: Context, cls: int, p: Product, k: int, total: Node) -> Ref | None:
+def _distributed(ctx: RuleContext, cls: int, p: Product, k: int, total: Node) -> Ref | None:
     c = ctx.g.classes[cls]
     why = distribute.reason(cls)
     terms, coefficients = [], []
@@ -245,7 +245,7 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
 @axiom(
     "(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,)
 )
-def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of sums used once are one sum; like terms of one sign are counted.
 
     Where terms may cancel, those that are exact stay in the sum they were written in: in
@@ -270,7 +270,7 @@ def flatten_sum(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     )
 
 
-def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
+def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
     """What a term of a sum contributes to it, through the sums within sums.
 
     A sum may be equal to a term within it (`a = (a + b) − b`): none is opened inside itself.
@@ -290,7 +290,9 @@ def _all_terms(ctx: Context, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
             stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes)), within))
 
 
-def _inner_terms(ctx: Context, arg: Ref, dtype: str, scale: Any) -> list[tuple[Any, Ref]] | None:
+def _inner_terms(
+    ctx: RuleContext, arg: Ref, dtype: str, scale: Any
+) -> list[tuple[Any, Ref]] | None:
     """The terms of a term of a sum, over its slots; None where it stays one.
 
     So it does where terms may cancel and `scale`, which is above 1, might make them infinite.
@@ -316,7 +318,7 @@ def _inner_terms(ctx: Context, arg: Ref, dtype: str, scale: Any) -> list[tuple[A
     return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]
 
 
-def _inner_sum(ctx: Context, arg: Ref, dtype: str) -> Node | None:
+def _inner_sum(ctx: RuleContext, arg: Ref, dtype: str) -> Node | None:
     if ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype:
         return None
     for node in ctx.g.classes[arg.cls].nodes:
@@ -341,7 +343,7 @@ def _is_positive(coefficient: Any) -> bool:
     on=(ADD,),
     not_after=("distribute", "factor"),
 )
-def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Factors that several products of a sum share are taken out of it.
 
     Never densifies: a low-rank remainder (a product larger than its factors) stays where it is,
@@ -358,7 +360,7 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         if inner.bound and _reads_inverse(ctx, inner) and not ctx.permits("cancels", dtype):
             ctx.refuse("factor", "a solve magnifies what the sum before it is rounded by", cls)
         elif inner.bound:
-            terms.append(Term(k, coefficient * inner.coefficient, arg, inner))
+            terms.append(SumTerm(k, coefficient * inner.coefficient, arg, inner))
     if len(terms) < 2:
         return
     seen: set = set()
@@ -371,12 +373,12 @@ def factor(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
                 yield ref
 
 
-def _reads_inverse(ctx: Context, p: Product) -> bool:
+def _reads_inverse(ctx: RuleContext, p: Product) -> bool:
     """Return a predicate: is a factor of a product the inverse of a matrix?"""
     return any(n.op == INVERSE for f in p.factors for n in ctx.g.classes[f.cls].nodes)
 
 
-class Term:
+class SumTerm:
     """One product of a sum, its factors over the sum's indices and the product's own."""
 
     def __init__(self, number: int, coefficient: Any, arg: Ref, inner: Product) -> None:
@@ -389,7 +391,9 @@ class Term:
 Match = tuple[tuple[int, ...], ...]  # for every shared factor: its number in each term
 
 
-def _shared_factors(ctx: Context, terms: list[Term]) -> Iterator[tuple[list[Term], Match]]:
+def _shared_factors(
+    ctx: RuleContext, terms: list[SumTerm]
+) -> Iterator[tuple[list[SumTerm], Match]]:
     """Groups of terms with sets of factors they have in common."""
     for anchor, (cls, axes) in enumerate(terms[0].factors):
         yield from _anchored(terms, 0, anchor, cls, axes)
@@ -400,8 +404,8 @@ def _shared_factors(ctx: Context, terms: list[Term]) -> Iterator[tuple[list[Term
 
 
 def _anchored(
-    terms: list[Term], first: int, anchor: int, cls: int, axes: tuple
-) -> Iterator[tuple[list[Term], Match]]:
+    terms: list[SumTerm], first: int, anchor: int, cls: int, axes: tuple
+) -> Iterator[tuple[list[SumTerm], Match]]:
     group, maps, rows = [terms[first]], [_identity(axes)], [[anchor]]
     for t in terms[first + 1 :]:
         for k, (other, theirs) in enumerate(t.factors):
@@ -447,7 +451,7 @@ def _match_axes(mine: tuple, theirs: tuple, known: dict) -> dict | None:
 
 
 def _extend(
-    group: list[Term], maps: list[dict], shared: list, k: int, cls: int, axes: tuple
+    group: list[SumTerm], maps: list[dict], shared: list, k: int, cls: int, axes: tuple
 ) -> tuple[int, ...] | None:
     row = [k]
     new_maps = [{**maps[0], **_identity(axes)}]
@@ -466,7 +470,9 @@ def _extend(
     return tuple(row)
 
 
-def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Match) -> Ref | None:
+def _factored(
+    ctx: RuleContext, cls: int, node: Node, group: list[SumTerm], shared: Match
+) -> Ref | None:
     """Σ shared·(Σ of remainders) + the other terms."""
     c = ctx.g.classes[cls]
     why = factor.reason(cls)
@@ -510,7 +516,7 @@ def _factored(ctx: Context, cls: int, node: Node, group: list[Term], shared: Mat
     )
 
 
-def _is_made(ctx: Context, rest: Ref) -> bool:
+def _is_made(ctx: RuleContext, rest: Ref) -> bool:
     """Whether a sum has elementwise terms, which no fused loop would write to memory."""
     sums = (n for n in ctx.g.classes[rest.cls].nodes if n.op == ADD)
     firsts = (ctx.g.classes[ctx.g.find(a).cls].first for n in sums for a in n.args)
@@ -518,9 +524,9 @@ def _is_made(ctx: Context, rest: Ref) -> bool:
 
 
 def _remainder(
-    ctx: Context,
+    ctx: RuleContext,
     cls: int,
-    group: list[Term],
+    group: list[SumTerm],
     shared: Match,
     maps: list[dict],
     common_bound: list,
@@ -576,7 +582,7 @@ def _remainder(
     return ctx.g.add(ADD, tuple(coefficients), tuple(args), out_sizes, (), c.dtype, why)
 
 
-def _densifies(ctx: Context, p: Product, sizes: tuple[Dim, ...]) -> bool:
+def _densifies(ctx: RuleContext, p: Product, sizes: tuple[Dim, ...]) -> bool:
     """Whether the product is larger than what it is made of."""
     if len(p.factors) < 2 or all(ctx.frozen(f.cls) for f in p.factors):
         return False

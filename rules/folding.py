@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, Context, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
 from symjax_rewrite.rules.distributivity import sum_node
 
 
-def _scaled_by_frozen(ctx: Context, cls: int, node: Node) -> tuple[Ref, list[Ref], Product] | None:
+def _scaled_by_frozen(
+    ctx: RuleContext, cls: int, node: Node
+) -> tuple[Ref, list[Ref], Product] | None:
     """`(x, scales)` of an elementwise product of frozen scales and one thing that varies."""
     if node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
         return None
@@ -27,12 +29,12 @@ def _scaled_by_frozen(ctx: Context, cls: int, node: Node) -> tuple[Ref, list[Ref
     return varying[0], [f for f in p.factors if ctx.frozen(f.cls)], p
 
 
-def _has_sum(ctx: Context, cls: int) -> bool:
+def _has_sum(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
 @axiom("s·(a + b) = s·a + s·b  (s frozen)", property=REDUNDANCY, on=(CONTRACT,))
-def fold_scale(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen elementwise factor moves into a sum, towards the weights its terms hold."""
     g, c = ctx.g, ctx.g.classes[cls]
     found = _scaled_by_frozen(ctx, cls, node)
@@ -51,7 +53,7 @@ def fold_scale(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom("a + (b + c) = a + d,  d = b + c frozen", property=REDUNDANCY, on=(ADD,))
-def fold_shift(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Frozen terms of a sum are one term."""
     frozen = [k for k, a in enumerate(node.args) if ctx.frozen(a.cls)]
     if len(frozen) < 2 or len(frozen) == len(node.args):
@@ -74,7 +76,7 @@ def fold_shift(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom("s·(x·W) = x·(s·W)  (s, W frozen)", property=REDUNDANCY, on=(CONTRACT,))
-def fold_into_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of a product scales the frozen weight in it."""
     found = _scaled_by_frozen(ctx, cls, node)
     if found is None or not _has_sum(ctx, found[0].cls):
@@ -87,7 +89,7 @@ def fold_into_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom("s·conv(x, w) = conv(x, s·w)  (s, w frozen)", property=REDUNDANCY, on=(CONTRACT,))
-def fold_into_kernel(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of the output features of a convolution scales its kernel."""
     g, c = ctx.g, ctx.g.classes[cls]
     found = _scaled_by_frozen(ctx, cls, node)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, expand_node, flattest, scaled
 from symjax_rewrite.ir.term import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, Context, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
 
 
 @axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))
-def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve as a product, so that laws about products see it.
 
     Not beside an inverse of the same matrix that is computed in any case: multiplied with it, the
@@ -38,13 +38,13 @@ def solve_is_inverse(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         yield g.add(CONTRACT, None, (inverse, right), c.sizes, node.bound, c.dtype, why)
 
 
-def _is_inverted(ctx: Context, matrix: int) -> bool:
+def _is_inverted(ctx: RuleContext, matrix: int) -> bool:
     """Return a predicate: is the inverse of a matrix class an operation of the program?"""
     users = ctx.g.uses[matrix]
     return any(n.op == SOLVE and _is_delta(ctx, ctx.g.find(n.args[1]).cls) for _, n in users)
 
 
-def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:
+def _inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justification) -> Ref:
     """The inverse of a matrix class over the class's slots."""
     sizes = ctx.g.classes[matrix].sizes
     simple = _simple_inverse(ctx, matrix, dtype, why)
@@ -53,7 +53,7 @@ def _inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref:
     return ctx.g.add(INVERSE, (0, 1), (Ref(matrix, (0, 1)),), sizes, (), dtype, why)
 
 
-def _simple_inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref | None:
+def _simple_inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justification) -> Ref | None:
     """(A⁻¹)⁻¹ = A, (c·A)⁻¹ = A⁻¹/c and diag(d)⁻¹ = diag(1/d), as contragredients."""
     g = ctx.g
     sizes = g.classes[matrix].sizes
@@ -82,7 +82,7 @@ def _simple_inverse(ctx: Context, matrix: int, dtype: str, why: Reason) -> Ref |
     return scaled(g, inner, 1 / p.coefficient, sizes, why)
 
 
-def reciprocal(ctx: Context, f: Ref, dtype: str, why: Reason) -> Ref:
+def reciprocal(ctx: RuleContext, f: Ref, dtype: str, why: Justification) -> Ref:
     """1/f, elementwise."""
     sizes = ctx.g.classes[f.cls].sizes
     own = Ref(f.cls, tuple(range(len(sizes))))
@@ -90,12 +90,12 @@ def reciprocal(ctx: Context, f: Ref, dtype: str, why: Reason) -> Ref:
     return Ref(made.cls, tuple(f.axes[s] for s in made.axes))
 
 
-def _is_delta(ctx: Context, cls: int) -> bool:
+def _is_delta(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
 @axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True, needs=(INVERSE,))
-def solve_instead(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A product with an inverse is a solve: a third of the work, and backward stable."""
     g = ctx.g
     if not node.bound:
@@ -114,7 +114,7 @@ def solve_instead(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
             yield scaled(g, ref, p.coefficient, g.classes[cls].sizes, solve_instead.reason(cls))
 
 
-def _solved(ctx: Context, cls: int, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:
+def _solved(ctx: RuleContext, cls: int, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:
     """solve(matrix, product of the other factors), which keeps the summed index."""
     g, c = ctx.g, ctx.g.classes[cls]
     why = solve_instead.reason(cls)
@@ -146,11 +146,11 @@ def _solved(ctx: Context, cls: int, p: Product, k: int, matrix: Ref, summed: int
     return g.add(SOLVE, None, args, c.sizes, (sizes[summed],), c.dtype, why)
 
 
-def _is_inverse(ctx: Context, cls: int) -> bool:
+def _is_inverse(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == INVERSE for n in ctx.g.classes[cls].nodes)
 
 
-def _inverse_of(ctx: Context, f: Ref) -> Ref | None:
+def _inverse_of(ctx: RuleContext, f: Ref) -> Ref | None:
     """The matrix A of a factor C, read over the factor's indices."""
     for n in ctx.g.classes[f.cls].nodes:
         if n.op == INVERSE and len(n.args[0].axes) == 2:
@@ -159,7 +159,7 @@ def _inverse_of(ctx: Context, f: Ref) -> Ref | None:
 
 
 @axiom("(A·B)⁻¹ = B⁻¹·A⁻¹", property=REDUNDANCY, on=(INVERSE,))
-def inverse_of_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """The inverse of a product of square matrices, as the product of inverses.
 
     Backward stable solves keep the error within that of forming A·B: both are bounded by

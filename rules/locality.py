@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product, expand_node
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import LOCALITY, Context, axiom
+from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, axiom
 
 Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
 
 
 @axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,), again=True)
-def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
     attrs, (source,) = g.canonical_args(SLICE, node.attr, node.args)
@@ -40,7 +40,7 @@ def partial_access(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _through(
-    ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry], out: int
+    ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry], out: int
 ) -> Iterator[Ref]:
     c = ctx.g.classes[cls]
     entries: dict[int, Entry] = dict(by_slot)
@@ -58,7 +58,11 @@ def _through(
 
 
 def sliced(
-    ctx: Context, ref: Ref, entries: dict[int, Entry], sizes: tuple[Dim, ...], why: Reason
+    ctx: RuleContext,
+    ref: Ref,
+    entries: dict[int, Entry],
+    sizes: tuple[Dim, ...],
+    why: Justification,
 ) -> Ref:
     """`ref` with every index it reads sliced and renamed as `entries` says."""
     ref = ctx.g.find(ref)
@@ -75,7 +79,7 @@ def sliced(
 
 
 @axiom("(f(a, b))[x] = f(a[x], b[x])", property=LOCALITY, on=(TAKE,), again=True)
-def gather_parts(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A gather of a term is the term of gathers; what is missing out of range is put in last.
 
     Inside, index values are clamped, so nothing is read that the written program would not read.
@@ -109,13 +113,13 @@ def gather_parts(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _gathered(
-    ctx: Context,
+    ctx: RuleContext,
     a: Ref,
     to: list[int],
     attr: tuple,
     selected: dict[int, Ref],
     sizes: tuple[tuple[Dim, ...], tuple[Dim, ...]],
-    why: Reason,
+    why: Justification,
 ) -> Ref:
     """An operand of what is gathered, read where the gather reads it.
 
@@ -147,7 +151,7 @@ def _gathered(
     return Ref(made.cls, tuple(used[i] for i in made.axes))
 
 
-def _filled(ctx: Context, ref: Ref, node: Node, c: Any, why: Reason) -> Ref | None:
+def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) -> Ref | None:
     """`ref` where every index value of a gather is in range, what it fills with elsewhere."""
     g = ctx.g
     _, fill, windows = node.attr
@@ -169,7 +173,7 @@ def _filled(ctx: Context, ref: Ref, node: Node, c: Any, why: Reason) -> Ref | No
     return g.add(MAP, ("select_n", ()), (test, outside, ref), c.sizes, (), c.dtype, why)
 
 
-def _both(ctx: Context, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+def _both(ctx: RuleContext, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Justification) -> Ref:
     used = sorted({*a.axes, *b.axes})
     local = {i: n for n, i in enumerate(used)}
     args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r in (a, b))
@@ -178,7 +182,7 @@ def _both(ctx: Context, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Reason) -> 
     return Ref(made.cls, tuple(used[i] for i in made.axes))
 
 
-def _compose(ctx: Context, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
+def _compose(ctx: RuleContext, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
     """a[s][t] = a[s∘t]; a diagonal beside the main one is no slice whose axes are read alike."""
     c = ctx.g.classes[cls]
     attrs, axes = [], []
@@ -209,7 +213,7 @@ def _compose_entry(first: Any, then: Any) -> Any:
     return start + stride * then
 
 
-def _one_piece(ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]) -> Iterator[Ref]:
+def _one_piece(ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry]) -> Iterator[Ref]:
     """A slice that lies within one piece of a concatenation reads that piece."""
     target, piece_sizes = inner.attr
     c = ctx.g.classes[cls]
@@ -239,7 +243,7 @@ def _one_piece(ctx: Context, cls: int, inner: Node, by_slot: dict[int, Entry]) -
     again=True,
     needs=(CONCAT,),
 )
-def block_products(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""
     if not node.bound:
         return
@@ -260,7 +264,7 @@ def _all_ints(sizes: tuple[Dim, ...]) -> bool:
     return all(isinstance(s, int) and s > 0 for s in sizes)
 
 
-def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int) -> Ref | None:
+def _pieces(ctx: RuleContext, cls: int, p: Product, k: int, inner: Node, index: int) -> Ref | None:
     c = ctx.g.classes[cls]
     why = block_products.reason(cls)
     source = ctx.g.find(p.factors[k])
@@ -298,7 +302,13 @@ def _pieces(ctx: Context, cls: int, p: Product, k: int, inner: Node, index: int)
 
 
 def _part(
-    ctx: Context, f: Ref, part: dict[int, Entry], index: int, size: int, sizes: tuple, why: Reason
+    ctx: RuleContext,
+    f: Ref,
+    part: dict[int, Entry],
+    index: int,
+    size: int,
+    sizes: tuple,
+    why: Justification,
 ) -> Ref:
     """A factor restricted to one piece; where it is concatenated alike, its own piece."""
     if index not in f.axes:
@@ -315,7 +325,12 @@ def _part(
 
 
 def _restrict(
-    ctx: Context, inner: Node, by_slot: dict[int, Entry], size: int, sizes: tuple, why: Reason
+    ctx: RuleContext,
+    inner: Node,
+    by_slot: dict[int, Entry],
+    size: int,
+    sizes: tuple,
+    why: Justification,
 ) -> Iterator[Ref]:
     target, piece_sizes = inner.attr
     attr = by_slot[target][0]
@@ -329,7 +344,13 @@ def _restrict(
 
 
 def _piece_product(
-    ctx: Context, p: Product, factors: list[Ref], sizes: list, index: int, dtype: str, why: Reason
+    ctx: RuleContext,
+    p: Product,
+    factors: list[Ref],
+    sizes: list,
+    index: int,
+    dtype: str,
+    why: Justification,
 ) -> Ref | None:
     bound = tuple(sizes[p.out :])
     if sizes[index] == 1:
@@ -342,7 +363,7 @@ def _piece_product(
     return order_product(ctx, piece, tuple(sizes[: p.out]), dtype, why)
 
 
-def _drop(ctx: Context, f: Ref, index: int, dtype: str, why: Reason) -> Ref:
+def _drop(ctx: RuleContext, f: Ref, index: int, dtype: str, why: Justification) -> Ref:
     """A factor at element 0 of an index of size 1."""
     entries: dict[int, Entry] = {i: (None, i) for i in f.axes}
     entries[index] = (0, -1)
@@ -351,7 +372,7 @@ def _drop(ctx: Context, f: Ref, index: int, dtype: str, why: Reason) -> Ref:
     return sliced(ctx, f, entries, full, why)
 
 
-def _zero(ctx: Context, dtype: str, why: Reason) -> Ref:
+def _zero(ctx: RuleContext, dtype: str, why: Justification) -> Ref:
     return ctx.g.add(CONST, zero_of(dtype), (), (), (), dtype, why)
 
 

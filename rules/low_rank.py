@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, contract, expand_node, flattest, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, Context, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
 from symjax_rewrite.rules.inverses import reciprocal
 
 
@@ -50,7 +50,7 @@ class LowRank(NamedTuple):
     on=(SOLVE,),
     source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
 )
-def low_rank_solve(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve with a diagonal plus a low-rank product is one of the size of the rank.
 
     Where the diagonal is a number and U = V, the small matrix has no eigenvalue that the large one
@@ -74,7 +74,7 @@ def low_rank_solve(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     needs=(SOLVE,),
     source="push-through identity: Henderson & Searle 1981",
 )
-def low_rank_readout(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve that is read through its own low-rank factor never leaves the small space."""
     g, seen = ctx.g, set[Product]()
     for may_open in (lambda d: False, lambda d: not _solve_nodes(ctx, d)):
@@ -88,11 +88,11 @@ def low_rank_readout(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
                 yield from _read_out(ctx, cls, p._replace(factors=factors), k, inner)
 
 
-def _solve_nodes(ctx: Context, cls: int) -> list[Node]:
+def _solve_nodes(ctx: RuleContext, cls: int) -> list[Node]:
     return [n for n in ctx.g.classes[cls].nodes if n.op == SOLVE]
 
 
-def _read_out(ctx: Context, cls: int, p: Product, k: int, node: Node) -> Iterator[Ref]:
+def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Iterator[Ref]:
     """The product with `Σ_q right(q, m)·solve(q, …)` replaced by the small solution at m."""
     f, why = p.factors[k], low_rank_readout.reason(cls)
     for solve in _solves(ctx, f.cls, node, why):
@@ -128,7 +128,7 @@ def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
     return m if f.axes[side.axes.index(slot)] == index else None
 
 
-def _solves(ctx: Context, cls: int, node: Node, why: Reason) -> Iterator[_Solve]:
+def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Iterator[_Solve]:
     """The ways a solve reads as one with a diagonal plus a low-rank product, where it is safe."""
     matrix, c = ctx.g.find(node.args[0]), ctx.g.classes[cls]
     if len(node.bound) != 1 or len(set(matrix.axes)) != 2 or matrix.axes.count(node.out) != 1:
@@ -145,7 +145,7 @@ def _solves(ctx: Context, cls: int, node: Node, why: Reason) -> Iterator[_Solve]
         yield _Solve(ctx, c.sizes, c.dtype, node, form, free, why)
 
 
-def low_rank_forms(ctx: Context, matrix: int) -> Iterator[LowRank]:
+def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:
     """The ways a matrix reads as a diagonal plus one product."""
     g = ctx.g
     for total in list(g.classes[matrix].nodes):
@@ -161,7 +161,7 @@ def low_rank_forms(ctx: Context, matrix: int) -> Iterator[LowRank]:
                 yield LowRank(total.attr[k] * scale, factors, c, left, right, rank)
 
 
-def _diagonal(ctx: Context, term: Ref) -> tuple[Any, tuple[Ref, ...]] | None:
+def _diagonal(ctx: RuleContext, term: Ref) -> tuple[Any, tuple[Ref, ...]] | None:
     p = flattest(ctx.g, term.cls)
     if p.bound or set(term.axes) != {0, 1}:
         return None
@@ -172,7 +172,7 @@ def _diagonal(ctx: Context, term: Ref) -> tuple[Any, tuple[Ref, ...]] | None:
     return p.coefficient, rest
 
 
-def _products(ctx: Context, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]]:
+def _products(ctx: RuleContext, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]]:
     """A term as `coefficient·Σ_k left(0, k)·right(1, k)`, as some node of it is written."""
     g = ctx.g
     for node in list(g.classes[term.cls].nodes):
@@ -204,13 +204,13 @@ class _Solve:
 
     def __init__(
         self,
-        ctx: Context,
+        ctx: RuleContext,
         sizes: tuple[Dim, ...],
         dtype: str,
         node: Node,
         form: LowRank,
         free: int,
-        why: Reason,
+        why: Justification,
     ) -> None:
         self.ctx, self.sizes, self.dtype, self.why = ctx, sizes, dtype, why
         self.form, self.free, self.summed, self.n = form, free, node.out, node.bound[0]

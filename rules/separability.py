@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SEPARABILITY, Context, axiom
+from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
 from symjax_rewrite.rewriting.scales import scaled_factor
 from symjax_rewrite.rules.distributivity import sum_node
 
@@ -18,7 +18,7 @@ from symjax_rewrite.rules.distributivity import sum_node
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
 )
-def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of squared differences over all pairs, or over all partners, emitted shifted by a mean.
 
     The left side does not change when u and v move together, so the right side is taken at
@@ -57,7 +57,7 @@ def pairwise_squares(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _separated(
-    ctx: Context, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
+    ctx: RuleContext, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
 ) -> Iterator[Ref]:
     """The sums over each side; of two scales, one is of the squares and one of what is squared."""
     c = ctx.g.classes[cls]
@@ -90,7 +90,7 @@ def _whole(sizes) -> int:
     return out
 
 
-def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str, why) -> Ref:
+def _mean(ctx: RuleContext, u: Ref, over: list, count: int, sizes: tuple, dtype: str, why) -> Ref:
     kept = [i for i in u.axes if i not in over]
     local = {i: n for n, i in enumerate([*kept, *over])}
     total = ctx.g.add(
@@ -106,13 +106,13 @@ def _mean(ctx: Context, u: Ref, over: list, count: int, sizes: tuple, dtype: str
     return _over(ctx, (1 / count,), (total,), sizes, dtype, why)
 
 
-def _shifted(ctx: Context, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:
+def _shifted(ctx: RuleContext, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:
     ref = _over(ctx, (1, -1), (a, mean), sizes, dtype, why)
     ctx.whole.add(ref.cls)
     return ref
 
 
-def _over(ctx: Context, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:
+def _over(ctx: RuleContext, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:
     """A linear combination over just the indices its terms read."""
     used = sorted({i for a in args for i in a.axes})
     local = {i: n for n, i in enumerate(used)}

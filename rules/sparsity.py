@@ -28,7 +28,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.value_analysis import shown_case
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SPARSITY, Context, axiom
+from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom
 from symjax_rewrite.rules.distributivity import splice
 from symjax_rewrite.rules.locality import zero_of
 
@@ -39,7 +39,7 @@ from symjax_rewrite.rules.locality import zero_of
     on=(CONTRACT,),
     needs=(IOTA, TAKE),
 )
-def one_hot(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
@@ -70,7 +70,7 @@ class Test(NamedTuple):
     negated: bool
 
 
-def tests(ctx: Context, f: Ref) -> Iterator[Test]:
+def tests(ctx: RuleContext, f: Ref) -> Iterator[Test]:
     """The comparisons a factor is the indicator of."""
     for outer in ctx.g.classes[f.cls].nodes:
         negated = _is_negated(ctx, outer)
@@ -83,7 +83,7 @@ def tests(ctx: Context, f: Ref) -> Iterator[Test]:
                 yield Test(left, inner.attr[0], right, negated)
 
 
-def _is_negated(ctx: Context, outer: Node) -> bool | None:
+def _is_negated(ctx: RuleContext, outer: Node) -> bool | None:
     """False for 1 where a condition holds and 0 elsewhere, True for the contrary, else None."""
     if outer.op != MAP:
         return None
@@ -95,11 +95,11 @@ def _is_negated(ctx: Context, outer: Node) -> bool | None:
     return False if cases == [0, 1] else True if cases == [1, 0] else None
 
 
-def _number(ctx: Context, cls: int) -> Any:
+def _number(ctx: RuleContext, cls: int) -> Any:
     return next((n.attr[0] for n in ctx.g.classes[cls].nodes if n.op == CONST), None)
 
 
-def _index(ctx: Context, ref: Ref) -> tuple[int, int] | None:
+def _index(ctx: RuleContext, ref: Ref) -> tuple[int, int] | None:
     """`(index, offset)` of a value that is an index plus a constant."""
     for n in ctx.g.classes[ref.cls].nodes:
         if n.op == IOTA:
@@ -115,7 +115,7 @@ def _index(ctx: Context, ref: Ref) -> tuple[int, int] | None:
     return None
 
 
-def one_hot_of(ctx: Context, f: Ref) -> tuple[Ref, int] | None:
+def one_hot_of(ctx: RuleContext, f: Ref) -> tuple[Ref, int] | None:
     """`(x, v)` of a factor `[x = v]`: an integer value and an index."""
     for test in tests(ctx, f):
         if test.kind != "eq" or test.negated:
@@ -127,7 +127,7 @@ def one_hot_of(ctx: Context, f: Ref) -> tuple[Ref, int] | None:
     return None
 
 
-def _identity_rows(ctx: Context, f: Ref) -> tuple[Ref, int, Any] | None:
+def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
     """`(x, v, out of range)` of a factor I[x, v], rows of an identity matrix."""
     for n in ctx.g.classes[f.cls].nodes:
         if n.op != TAKE or len(n.args) != 2 or n.attr[2] != (None,):
@@ -144,7 +144,7 @@ def _identity_rows(ctx: Context, f: Ref) -> tuple[Ref, int, Any] | None:
     return None
 
 
-def triangle_of(ctx: Context, f: Ref) -> tuple[int, int, int] | None:
+def triangle_of(ctx: RuleContext, f: Ref) -> tuple[int, int, int] | None:
     """`(i, j, b)` of a factor `[i ≥ j + b]` in two indices, in whatever way it is written."""
     for test in tests(ctx, f):
         left, right = _index(ctx, test.left), _index(ctx, test.right)
@@ -163,7 +163,7 @@ def triangle_of(ctx: Context, f: Ref) -> tuple[int, int, int] | None:
 
 
 def _gathered(
-    ctx: Context, cls: int, p: Product, rest: list[Ref], label: Ref, index: int, beyond: Any
+    ctx: RuleContext, cls: int, p: Product, rest: list[Ref], label: Ref, index: int, beyond: Any
 ) -> list[Ref] | None:
     """Every other factor that reads the index, read at the label instead.
 
@@ -204,7 +204,7 @@ def _without(p: Product, index: int) -> Product:
 @axiom(
     "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)", property=SPARSITY, on=(CONTRACT,), needs=(MAP,)
 )
-def masked_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A mask of rows is put on the rows of the result, and no longer stands between two products.
 
     What it hides is not read in either form, so it may be inf or nan; 0 · b is left out where b is
@@ -238,7 +238,7 @@ def masked_product(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
     on=(CONTRACT,),
     needs=(IOTA,),
 )
-def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
+def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
     c = ctx.g.classes[cls]
     if is_half(c.dtype):
@@ -273,14 +273,14 @@ def triangular_prefix(ctx: Context, cls: int, node: Node) -> Iterator[Ref]:
         yield Ref(made.cls, tuple(ref.axes[a] for a in made.axes))
 
 
-def _prefix(ctx: Context, cls: int, at: int, reverse: bool) -> Ref:
+def _prefix(ctx: RuleContext, cls: int, at: int, reverse: bool) -> Ref:
     c = ctx.g.classes[cls]
     over = (Ref(cls, tuple(range(len(c.sizes)))),)
     why = triangular_prefix.reason(cls)
     return ctx.g.add(CUMSUM, (at, reverse), over, c.sizes, (), c.dtype, why)
 
 
-def _shifted(ctx: Context, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
+def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
     """Sums S over n indices, read at i − by: 0 where nothing is summed, the last beyond the end."""
     g, why = ctx.g, triangular_prefix.reason(ref.cls)
     c = g.classes[ref.cls]

@@ -232,3 +232,12 @@ def test_good_import_passes(name: str, source: str) -> None:
     tree = ast.parse(source)
     assert upward_imports(_module(name), tree) == []
     assert internal_uses(_module(name), tree) == []
+
+
+def test_a_class_name_occurs_once() -> None:
+    where: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(_parse(path)):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in where.items() if len(found) > 1} == {}

@@ -23,8 +23,8 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     FoldSpec,
     Operand,
     Sums,
-    Term,
     Tile,
+    WeightedTerm,
 )
 from symjax_rewrite.pallas_kernels.monoid import shift_of
 
@@ -139,7 +139,7 @@ def forward(a: Attention) -> FoldSpec:
         operands=(*(Operand(axes, a.dtype) for axes in (Q, K, V)), *a.extras),
         contractions=(Contraction(0, 1, ("d",)),),
         tile=Tile(tile, reads, key=("score", a), form=a),
-        outputs=(ExpSums((Term(), Term(2, round_to=_rounding(a)))),),
+        outputs=(ExpSums((WeightedTerm(), WeightedTerm(2, round_to=_rounding(a)))),),
         band=Band(*a.band),
         epilogue=Epilogue(normalise, (OUT, ROW), key=("normalise", a.dtype)),
     )
@@ -160,7 +160,7 @@ def backward_queries(a: Attention) -> FoldSpec:
         operands=_backward_operands(a),
         contractions=(Contraction(0, 1, ("d",)), Contraction(3, 2, ("e",))),
         tile=Tile(tile, _backward_reads(a), key=("dq", a)),
-        outputs=(Sums((Term(1, round_to=_rounding(a)),)),),
+        outputs=(Sums((WeightedTerm(1, round_to=_rounding(a)),)),),
         band=Band(*a.band),
         epilogue=Epilogue(_cast(a), (Q,), key=("cast", a.dtype)),
     )
@@ -184,8 +184,8 @@ def backward_keys(a: Attention) -> FoldSpec:
         contractions=(Contraction(1, 0, ("d",)), Contraction(2, 3, ("e",))),
         tile=Tile(tile, _backward_reads(a), key=("dkv", a)),
         outputs=(
-            Sums((Term(3, round_to=_rounding(a)),), tile=0),
-            Sums((Term(0, round_to=_rounding(a)),), tile=1),
+            Sums((WeightedTerm(3, round_to=_rounding(a)),), tile=0),
+            Sums((WeightedTerm(0, round_to=_rounding(a)),), tile=1),
         ),
         band=Band(None if upper is None else -upper, None if lower is None else -lower),
         epilogue=Epilogue(

@@ -56,7 +56,7 @@ def merge_features(spec: FoldSpec, number: int, x: Array) -> tuple[tuple[str, ..
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class FoldResult:
     """One result: its axes as wanted and as the kernel stores it (features merged into one)."""
 
     wanted: tuple[str, ...]
@@ -65,7 +65,7 @@ class Result:
     dtype: Any
 
     @classmethod
-    def of(cls, spec: FoldSpec, wanted: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> Result:
+    def of(cls, spec: FoldSpec, wanted: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> FoldResult:
         features = tuple(a for a in wanted if a not in (*spec.batch, spec.row))
         if not features:
             return cls(wanted, wanted, wanted, shape.dtype)

@@ -84,7 +84,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class WeightedTerm:
     """One sum `Σ_n p·factor·weights`.
 
     Args:
@@ -112,7 +112,7 @@ class Extremum:
 class Sums:
     """`Σ_n t·factor·weights` for each term; results [batch.., m, feature..]."""
 
-    terms: tuple[Term, ...] = (Term(),)
+    terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
     tile: int = 0
 
 
@@ -130,7 +130,7 @@ class ExpSums:
         any_shift: the first result may be any finite shift instead of the maximum.
     """
 
-    terms: tuple[Term, ...] = (Term(),)
+    terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
     tile: int = 0
     any_shift: bool = False
 
@@ -180,7 +180,7 @@ class ColumnSums:
     once for both.
     """
 
-    terms: tuple[Term, ...] = (Term(),)
+    terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
     tile: int = 0
 
 
@@ -335,7 +335,7 @@ def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
     return tuple(axes)
 
 
-def terms_of(output: Output) -> tuple[Term, ...]:
+def terms_of(output: Output) -> tuple[WeightedTerm, ...]:
     """The sums of an output, if it has any."""
     return output.terms if isinstance(output, (Sums, ExpSums, ColumnSums)) else ()
 
@@ -346,7 +346,7 @@ def weights_of(spec: FoldSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
 
 
-def in_two_parts(spec: FoldSpec, term: Term) -> bool:
+def in_two_parts(spec: FoldSpec, term: WeightedTerm) -> bool:
     """True if kernels multiply the f32 tile of a term, in two parts, by weights in bf16."""
     if term.weights is None or term.round_to is not None:
         return False

@@ -26,8 +26,8 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Output,
     Sums,
-    Term,
     TopK,
+    WeightedTerm,
     result_axes,
     terms_of,
 )
@@ -153,7 +153,9 @@ def row_length(length: Array) -> Array:
     return jnp.minimum(jnp.maximum(length, low), high).astype(jnp.int32)
 
 
-def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) -> monoid.Measure:
+def _measure(
+    spec: FoldSpec, term: WeightedTerm, made: Sequence[Array], block: Block
+) -> monoid.Measure:
     def measure(p: Array) -> Array:
         if term.factor is not None:
             p = p * made[term.factor].astype(p.dtype)
@@ -170,7 +172,7 @@ def _measure(spec: FoldSpec, term: Term, made: Sequence[Array], block: Block) ->
     return measure
 
 
-def _multiplied(term: Term, p: Array, weights: Array) -> tuple[Array, Array]:
+def _multiplied(term: WeightedTerm, p: Array, weights: Array) -> tuple[Array, Array]:
     """A tile and its weights in the dtypes they are multiplied in."""
     if term.round_to is not None:
         return p.astype(term.round_to), weights
@@ -178,7 +180,9 @@ def _multiplied(term: Term, p: Array, weights: Array) -> tuple[Array, Array]:
     return p.astype(weights.dtype), weights
 
 
-def _column_sum(spec: FoldSpec, term: Term, p: Array, made: Sequence[Array], block: Block) -> Array:
+def _column_sum(
+    spec: FoldSpec, term: WeightedTerm, p: Array, made: Sequence[Array], block: Block
+) -> Array:
     """`Σ_m p·factor·w` over the rows of a block that none before held: [inner.., n, feature..]."""
     new = None if block.first is None else block.i >= block.first
     p = p.astype(accumulator(p.dtype))

@@ -38,7 +38,7 @@ def even(size: int, block: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class FoldTiling:
     """A row of the table: what was fastest, f32 on two cores with 2 MiB of L2 each (2026-11).
 
     Args:
@@ -54,16 +54,16 @@ class Cut:
 
 # beside each the time against the plain program's, where it was measured
 XLA_CUTS = {
-    "top-k": Cut(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
-    "elementwise": Cut(128, 512),  # N-body of 8192: 0.06 to 0.17
-    "banded": Cut(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
-    "paired": Cut(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
-    "plain": Cut(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
+    "top-k": FoldTiling(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
+    "elementwise": FoldTiling(128, 512),  # N-body of 8192: 0.06 to 0.17
+    "banded": FoldTiling(512, 512),  # causal attention, H = 4, d = 64: T = 512 0.57, 4096 0.22
+    "paired": FoldTiling(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
+    "plain": FoldTiling(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
 }
 NARROWEST = 128  # rows and columns per block of a narrow band
 
 
-def xla_cut(spec: FoldSpec) -> Cut:
+def xla_cut(spec: FoldSpec) -> FoldTiling:
     """The row of the table that a fold falls under."""
     if any(isinstance(o, TopK) for o in spec.outputs):
         return XLA_CUTS["top-k"]
@@ -76,7 +76,7 @@ def xla_cut(spec: FoldSpec) -> Cut:
     if lower is None or upper is None:
         return XLA_CUTS["banded"]
     side = min(max(power_of_two(upper - lower + 1), NARROWEST), XLA_CUTS["banded"].rows)
-    return Cut(side, side)
+    return FoldTiling(side, side)
 
 
 def xla_blocks(spec: FoldSpec) -> Blocks:

@@ -30,7 +30,7 @@ from symjax_rewrite.pallas_kernels.backend import (
 )
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.layout import (
-    Result,
+    FoldResult,
     feature_order,
     kind,
     loadable,
@@ -186,7 +186,7 @@ def fold_triton(
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
     merged = [merge_features(spec, k, x) for k, x in enumerate(operands)]
     results = [
-        Result.of(inside, *pair)
+        FoldResult.of(inside, *pair)
         for pair in zip(result_axes(inside), flat_shapes(inside), strict=True)
     ]
     kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import monoid
-from symjax_rewrite.pallas_kernels.fold.layout import FEATURE, Result
+from symjax_rewrite.pallas_kernels.fold.layout import FEATURE, FoldResult
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
@@ -28,7 +28,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     FoldSpec,
     Output,
     Sums,
-    Term,
+    WeightedTerm,
     in_two_parts,
     state_axes,
     terms_of,
@@ -49,7 +49,7 @@ class Kernel:
     spec: FoldSpec
     blocks: TritonBlocks
     axes: tuple[tuple[str, ...], ...]
-    results: tuple[Result, ...]
+    results: tuple[FoldResult, ...]
 
     @property
     def row_blocks(self) -> int:
@@ -109,7 +109,7 @@ class Kernel:
 
         return pl.BlockSpec(shape, index)
 
-    def result_spec(self, result: Result) -> pl.BlockSpec:
+    def result_spec(self, result: FoldResult) -> pl.BlockSpec:
         features = self.held(result.width(self.spec), self.blocks.features > 0)
         extent = {self.spec.row: self.blocks.rows, FEATURE: features}
 
@@ -196,7 +196,7 @@ class Kernel:
         return lax.fori_loop(0, chunks, step, zero).astype(c.dtype)
 
     def measure(
-        self, term: Term, made: Sequence[Array], held: dict[int, Array], valid: Array | None
+        self, term: WeightedTerm, made: Sequence[Array], held: dict[int, Array], valid: Array | None
     ) -> monoid.Measure:
         def weighted(p: Array) -> Array:
             if term.factor is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.pallas_kernels.norm.spec import NormSpec, RowProgram, Sums
+from symjax_rewrite.pallas_kernels.norm.spec import NormSpec, RowProgram, RowSums
 
 Array = Any
 NORMS = ("rms", "layer", "l2")
@@ -77,7 +77,7 @@ def forward(a: NormLinear) -> NormSpec:
         x = pairs[0] - centre if a.norm == "layer" else pairs[0]
         return x, (x * x,)
 
-    def finish(s: Sums) -> Array:
+    def finish(s: RowSums) -> Array:
         scale = jax.lax.rsqrt(s.sides[0] / a.count + a.eps)
         y = s.products[0] * scale
         y = ACTIVATIONS[a.activation](y + s.ends[0].astype(y.dtype) if a.bias else y)
@@ -110,7 +110,7 @@ def backward_input(a: NormLinear) -> NormSpec:
         dy, z = pairs
         return dy, (dy * z, *(dy * c for c in columns))
 
-    def finish(s: Sums) -> Array:
+    def finish(s: RowSums) -> Array:
         scale, x = s.rows[0], s.fulls[0].astype(s.rows[0].dtype)
         y = ((x - s.rows[1]) if layer else x) * scale
         u = s.products[0] - s.sides[1] / a.width if layer else s.products[0]

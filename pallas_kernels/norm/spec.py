@@ -30,7 +30,7 @@ class RowProgram:
     key: Hashable
 
 
-class Sums(NamedTuple):
+class RowSums(NamedTuple):
     """What `finish` sees; everything broadcasts to [m, n].
 
     products: `Σ_k left·γ·W` for each weight, [m, n]. sides: [m, 1]. columns: for each entry of

@@ -29,7 +29,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     first_reason,
     too_large,
 )
-from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Sums
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.xla import scale_weight
 from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
@@ -74,7 +74,7 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
     centre = jax.ShapeDtypeStruct((16, 1), total)
     sides = len(jax.eval_shape(spec.left.fun, pairs, across, centre)[1])
     columns = tuple(arrays([total] * len(spec.weights), (1, 16)) for _ in spec.column_sums)
-    sums = Sums(
+    sums = RowSums(
         arrays([total] * len(spec.weights), (16, 16)),
         arrays([total] * sides, (16, 1)),
         columns,
@@ -122,7 +122,7 @@ def group_triton(
     cut = blocks or accepted(norm_cut(group))
     kernels, first = [], 0
     for spec in group.members:
-        kernels.append(_Kernel(spec, cut, first))
+        kernels.append(_NormKernel(spec, cut, first))
         first += pl.cdiv(spec.outputs, cut.outputs)
 
     def run(*refs: Any) -> None:
@@ -155,7 +155,7 @@ def group_triton(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel:
+class _NormKernel:
     """One spec with its block sizes; `first` is the place of its columns' programs in the grid."""
 
     spec: NormSpec
@@ -271,7 +271,7 @@ class _Kernel:
             tuple(self.load(r, "n", here)[None, :] for r in ends),
             tuple(self.load(r, "mn", here) for r in fulls),
         )
-        result = keeping_nan(lambda *parts: spec.finish.fun(Sums(*parts)))(*given)
+        result = keeping_nan(lambda *parts: spec.finish.fun(RowSums(*parts)))(*given)
         axes = [self.axes(here)[a] for a in "mn"]
         result = jnp.broadcast_to(result, wide).astype(spec.dtype)
         plgpu.store(refs[-1].at[...], result, mask=_inside(axes, wide))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import YES, Support
-from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, Sums
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
 
 
 def supports(group: NormGroup) -> Support:
@@ -53,7 +53,7 @@ def norm_xla(spec: NormSpec, *operands: Any) -> Any:
             exact = lax.Precision.HIGHEST
             sums.append(tuple(jnp.dot(row, w.astype(total), precision=exact) for w in weights))
     result = spec.finish.fun(
-        Sums(
+        RowSums(
             products,
             tuple(jnp.sum(s, axis=1, keepdims=True) for s in sides),
             tuple(sums),

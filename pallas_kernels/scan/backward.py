@@ -20,7 +20,7 @@ from jax import lax
 from symjax_rewrite.pallas_kernels.derivatives import two_modes
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.scan.block import (
-    Source,
+    ScanSource,
     carried,
     in_tree,
     inner_order,
@@ -106,7 +106,7 @@ def _backward(
     order = inner_order(spec)
     quiet = replace(spec, readouts=(), last=False)
     _, starts = scan_blocks(quiet, operands, steps, keep=True, tree=tree, order=order)
-    source = Source.of(spec, operands, order)
+    source = ScanSource.of(spec, operands, order)
     outputs = [
         x.reshape([spec.size[a] for a in readout_axes(spec, r)])
         for r, x in zip(spec.readouts, cotangents, strict=False)
@@ -136,7 +136,7 @@ def _moving(spec: ScanSpec) -> list[bool]:
     return [spec.time in o.axes for o in spec.operands]
 
 
-def _read(source: Source) -> list[Array]:
+def _read(source: ScanSource) -> list[Array]:
     """What blocks read: an operand as it lies, or laid out if it does not move."""
     pairs = zip(source.operands, source.fixed, strict=True)
     return [x if fixed is None else fixed for x, fixed in pairs]
@@ -148,7 +148,7 @@ def _cut(x: Array, readout: int, spec: ScanSpec, first: Any, count: int) -> Arra
 
 
 def _pull(
-    source: Source,
+    source: ScanSource,
     first: Any,
     count: int,
     h: Array,
@@ -246,7 +246,9 @@ def _gather(spec: ScanSpec, bars: list[Any], new: list[Any], first: Any) -> list
     return out
 
 
-def _returned(source: Source, bars: list[Any], g: Array, shapes: Sequence[Any]) -> tuple[Any, ...]:
+def _returned(
+    source: ScanSource, bars: list[Any], g: Array, shapes: Sequence[Any]
+) -> tuple[Any, ...]:
     """The cotangents in the operands' shapes and dtypes; that of the initial state added."""
     spec, out = source.spec, []
     for k, (bar, operand, x) in enumerate(zip(bars, spec.operands, source.operands, strict=True)):

@@ -18,8 +18,8 @@ from jax import lax
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.scan.spec import (
     KINDS,
-    Program,
     Readout,
+    ScanProgram,
     ScanSpec,
     readout_axes,
 )
@@ -73,7 +73,7 @@ class Steps:
         """Steps, then the sizes of a state."""
         return (self.t.shape[0], *(self.spec.size[a] for a in self.order))
 
-    def run(self, program: Program, *arguments: Any) -> Any:
+    def run(self, program: ScanProgram, *arguments: Any) -> Any:
         """A program on these steps."""
         return program.fun(*arguments, tuple(self.values[k] for k in program.reads), self.t)
 
@@ -134,7 +134,7 @@ def carried(spec: ScanSpec) -> jnp.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ScanSource:
     """The operands of a scan, from which runs of steps are read.
 
     What does not move with time is laid out once: left to a loop's body, its transposition would
@@ -153,14 +153,14 @@ class Source:
     fixed: tuple[Array | None, ...]
 
     @staticmethod
-    def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> Source:
+    def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> ScanSource:
         """The operands with what does not move laid out."""
         axes = (spec.time, *order)
         fixed = (
             None if spec.time in o.axes else placed(x, o.axes, axes)
             for o, x in zip(spec.operands, operands, strict=True)
         )
-        return Source(spec, order, tuple(operands), tuple(fixed))
+        return ScanSource(spec, order, tuple(operands), tuple(fixed))
 
     def steps(self, first: Any, count: int) -> Steps:
         """`count` steps from number `first` on."""

@@ -10,7 +10,7 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.scan.block import (
-    Source,
+    ScanSource,
     Steps,
     empty_results,
     laid_out,
@@ -44,7 +44,7 @@ def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     if spec.length == 0:
         return (*empty_results(spec), *[last_state(spec, order, start)] * spec.last)
 
-    source = Source.of(spec, operands, order)
+    source = ScanSource.of(spec, operands, order)
 
     def step(h: Array, t: Array) -> tuple[Array, list[Array]]:
         h, made = advance(source.steps(t, 1), h)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, ScanSpec, Values
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, Values
 
 Array = Any
 
@@ -114,8 +114,8 @@ def forward(s: SelectiveScan) -> ScanSpec:
     finish = None
     if s.skip or s.gate:
         skip = ("x", "D") if s.skip else ()
-        finish = Program(s.gated, s.reads(*skip, "z"), key=("gated", s.skip, s.gate))
-    read = Program(lambda h, values, t: h[1] * values[0].astype(s.dtype), s.reads("C"), "read")
+        finish = ScanProgram(s.gated, s.reads(*skip, "z"), key=("gated", s.skip, s.gate))
+    read = ScanProgram(lambda h, values, t: h[1] * values[0].astype(s.dtype), s.reads("C"), "read")
     return ScanSpec(
         sizes=(
             ("b", s.batch),
@@ -127,7 +127,7 @@ def forward(s: SelectiveScan) -> ScanSpec:
         time="t",
         state=("b", "g", "e", "n"),
         operands=tuple(s.operand(part) for part in s.parts),
-        coefficients=Program(
+        coefficients=ScanProgram(
             s.coefficients, s.reads("x", "dt", "A", "B", "bias"), key=("selective", s.softplus)
         ),
         readouts=(
@@ -137,7 +137,7 @@ def forward(s: SelectiveScan) -> ScanSpec:
                 finish=finish,
                 axes=CHANNELS,
                 dtype=s.operand("x").dtype,
-                factor=Program(lambda values, t: values[0], s.reads("C"), "factor"),
+                factor=ScanProgram(lambda values, t: values[0], s.reads("C"), "factor"),
             ),
         ),
         last=s.last,

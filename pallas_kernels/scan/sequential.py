@@ -15,7 +15,7 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import YES, Reason, Support
 from symjax_rewrite.pallas_kernels.scan.block import (
-    Source,
+    ScanSource,
     Steps,
     laid_out,
     last_state,
@@ -48,7 +48,7 @@ def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     spec = without_ones(spec)
     order = wide_order(spec)
     operands = tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
-    fixed = Source.of(spec, operands, order).fixed
+    fixed = ScanSource.of(spec, operands, order).fixed
     axes = (spec.time, *order)
     given = [
         lax.squeeze(placed(x, o.axes, axes), _lacking(o.axes, axes)) if f is None else None

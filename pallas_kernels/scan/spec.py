@@ -31,7 +31,7 @@ Values = tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ScanProgram:
     """An elementwise program of a scan; everything it is given broadcasts as in NumPy.
 
     Args:
@@ -66,12 +66,12 @@ class Readout:
             as `fun(values, t)`: such a sum is also a product of matrices.
     """
 
-    program: Program | None = None
+    program: ScanProgram | None = None
     over: tuple[str, ...] = ()
-    finish: Program | None = None
+    finish: ScanProgram | None = None
     axes: tuple[str, ...] | None = None
     dtype: str | None = None
-    factor: Program | None = None
+    factor: ScanProgram | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ScanSpec:
     time: str
     state: tuple[str, ...]
     operands: tuple[Operand, ...]
-    coefficients: Program
+    coefficients: ScanProgram
     readouts: tuple[Readout, ...] = (Readout(),)
     last: bool = False
     start: int | None = None
@@ -196,7 +196,7 @@ def plain(
         time="t",
         state=axes,
         operands=tuple(operands),
-        coefficients=Program(_pair, (0, 1), key="pair"),
+        coefficients=ScanProgram(_pair, (0, 1), key="pair"),
         readouts=(Readout(),) if states else (),
         last=last,
         start=2 if start else None,
@@ -240,7 +240,7 @@ def wide_order(spec: ScanSpec) -> tuple[str, ...]:
     return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
 
 
-def programs_of(spec: ScanSpec) -> tuple[Program, ...]:
+def programs_of(spec: ScanSpec) -> tuple[ScanProgram, ...]:
     """Every program of a scan."""
     found = [p for r in spec.readouts for p in (r.program, r.factor, r.finish) if p is not None]
     return (spec.coefficients, *found)

@@ -32,12 +32,12 @@ from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
-    Program,
+    ScanProgram,
     ScanSpec,
     readout_axes,
     result_shapes,
 )
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import Body, Cut, Sweep, power_of_two
+from symjax_rewrite.pallas_kernels.scan.triton_kernel import Body, ScanTiling, Sweep, power_of_two
 from symjax_rewrite.pallas_kernels.scan.xla import smaller
 
 Array = Any
@@ -72,7 +72,7 @@ def unlowered(spec: ScanSpec) -> tuple[str, ...]:
     """Operations of a scan's programs that Pallas-Triton has no rule for."""
     state, t = jax.ShapeDtypeStruct((16, 16), carried(spec)), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def values(program: Program) -> tuple[Any, ...]:
+    def values(program: ScanProgram) -> tuple[Any, ...]:
         return tuple(jax.ShapeDtypeStruct((16, 16), spec.operands[k].dtype) for k in program.reads)
 
     c = spec.coefficients
@@ -88,9 +88,9 @@ def unlowered(spec: ScanSpec) -> tuple[str, ...]:
     return triton_programs.unlowered(*programs)
 
 
-def triton_cut(spec: ScanSpec) -> Cut:
+def triton_cut(spec: ScanSpec) -> ScanTiling:
     """The cut for a scan; chunks where lanes alone leave most of the device idle."""
-    sweep = Sweep.of(spec, Cut(1))
+    sweep = Sweep.of(spec, ScanTiling(1))
     lanes = spec.size[sweep.lane] if sweep.lane else 1
     rows = min(max(TILE // sweep.held_size, 1), power_of_two(lanes))
     programs = math.prod(spec.size[a] for a in sweep.outer) * pl.cdiv(lanes, rows)
@@ -98,11 +98,11 @@ def triton_cut(spec: ScanSpec) -> Cut:
     chunks = 1
     while chunks < wanted and spec.length // (2 * chunks) >= 64 and chunks < 64:
         chunks *= 2
-    return Cut(rows, chunks)
+    return ScanTiling(rows, chunks)
 
 
 def scan_triton(
-    spec: ScanSpec, *operands: Any, cut: Cut | None = None, interpret: bool = False
+    spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
     """A scan as one kernel, or two where time is cut into chunks.
 

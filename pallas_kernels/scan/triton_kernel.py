@@ -25,7 +25,7 @@ Array = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ScanTiling:
     """How a scan is cut into programs.
 
     Args:
@@ -59,13 +59,13 @@ class Sweep:
     """
 
     spec: ScanSpec
-    cut: Cut
+    cut: ScanTiling
     lane: str | None
     held: str | None
     outer: tuple[str, ...]
 
     @staticmethod
-    def of(spec: ScanSpec, cut: Cut) -> Sweep:
+    def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
         """The axes given their places."""
         held = next((a for r in spec.readouts for a in r.over), None)
         rest = [a for a in spec.state if a != held]

@@ -15,7 +15,7 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.scan.block import (
-    Source,
+    ScanSource,
     empty_results,
     in_tree,
     inner_order,
@@ -87,7 +87,7 @@ def scan_blocks(
     shapes = [shape for shape, _ in result_shapes(spec)]
     spec, operands = smaller(spec, operands)
     order = order or inner_order(spec)
-    source = Source.of(spec, operands, order)
+    source = ScanSource.of(spec, operands, order)
     states = in_tree if tree else sequential
 
     def block(carry: Any, first: Any, count: int, x: Any) -> Any:

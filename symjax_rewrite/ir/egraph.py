@@ -27,14 +27,14 @@ from symjax_rewrite.ir.term import (
 )
 
 
-class Reason(NamedTuple):
+class Justification(NamedTuple):
     """Why a node or a union is there: the rule, and the class it was applied to."""
 
     rule: str
     source: int
 
 
-ORIGINAL = Reason("original", -1)
+ORIGINAL = Justification("original", -1)
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class EClass:
     sizes: tuple[Dim, ...]
     dtype: str
     first: Node
-    nodes: dict[Node, Reason]
+    nodes: dict[Node, Justification]
     symmetric: set[Axes] = field(default_factory=set)
 
 
@@ -65,7 +65,7 @@ class EGraph:
         self.parent: list[Ref | None] = []
         self.memo: dict[tuple[Node, tuple[Dim, ...], str], int] = {}
         self.uses: list[list[tuple[int, Node]]] = []
-        self.unions: list[tuple[int, int, Reason]] = []
+        self.unions: list[tuple[int, int, Justification]] = []
         self.merged = False  # whether any reference may be spelled in two ways
         self.count = 0
         self.kinds: set[str] = set()  # of nodes that were ever added
@@ -100,7 +100,7 @@ class EGraph:
         sizes: tuple[Dim, ...],
         bound: tuple[Dim, ...],
         dtype: str,
-        reason: Reason = ORIGINAL,
+        reason: Justification = ORIGINAL,
     ) -> Ref:
         """Add a term over output indices of `sizes`; returns its value over these indices."""
         if self.merged or op == SLICE:
@@ -142,7 +142,7 @@ class EGraph:
             ref = Ref(ref.cls, axes)
         return ref
 
-    def union(self, a: Ref, b: Ref, reason: Reason) -> bool:
+    def union(self, a: Ref, b: Ref, reason: Justification) -> bool:
         """Record that two references over the same indices are equal; True if that is news."""
         a, b = self.find(a), self.find(b)
         if a.cls == b.cls:
@@ -231,7 +231,7 @@ class EGraph:
         owner.first = next(iter(kept), fresh)
         whole = Ref(user, identity(len(sizes)))
         if ref.cls != user or ref.axes != whole.axes:
-            self.union(whole, ref, Reason("congruence", user))
+            self.union(whole, ref, Justification("congruence", user))
             return
         mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the class's slots
         if mine is not None:
@@ -239,7 +239,7 @@ class EGraph:
             for arg in mine.args:
                 self.uses[arg.cls].append((user, mine))
 
-    def _adopt(self, cls: int, node: Node, reason: Reason) -> None:
+    def _adopt(self, cls: int, node: Node, reason: Justification) -> None:
         """Give a class a node; one that a rule made too is still the written one."""
         c = self.classes[cls]
         if not c.nodes:
@@ -247,7 +247,7 @@ class EGraph:
         if node not in c.nodes or reason == ORIGINAL:
             c.nodes[node] = reason
 
-    def add_to(self, cls: int, ref: Ref, reason: Reason) -> bool:
+    def add_to(self, cls: int, ref: Ref, reason: Justification) -> bool:
         """Union class `cls` with a reference over its own slots."""
         return self.union(Ref(cls, identity(len(self.classes[cls].sizes))), ref, reason)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Reason
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
@@ -239,14 +239,16 @@ def is_ring(dtype: str) -> bool:
     return dtype_kind(dtype) in "iu"
 
 
-def scaled(g: EGraph, ref: Ref, coefficient: Any, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+def scaled(
+    g: EGraph, ref: Ref, coefficient: Any, sizes: tuple[Dim, ...], why: Justification
+) -> Ref:
     """coefficient · ref."""
     if coefficient == 1:
         return ref
     return g.add(ADD, (coefficient,), (ref,), sizes, (), g.classes[ref.cls].dtype, why)
 
 
-def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref:
+def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification) -> Ref:
     """The product as one n-ary contraction node."""
     if len(p.factors) == 1 and not p.bound:
         return scaled(g, p.factors[0], p.coefficient, sizes, why)

@@ -43,7 +43,7 @@ LEAST_GAIN = 1.15
 BETTER = 0.95  # more blocks must take at most this part of the time of fewer
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows `start` to `stop`, which read columns `low` to `high`."""
 
     start: int
@@ -63,7 +63,7 @@ class BandedRoute(OneClass):
     cls: int
     row: int
     column: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[RowBlock, ...]
     backend: str = "blocks"
 
     def needs(self, cls: int) -> list[int]:
@@ -109,11 +109,11 @@ class BandedProducts:
             return
         terms = context.terms(program)
         if not terms.t.dim_env:
-            yield from _Selection(context.device, terms.model).found(terms.t, terms.need)
+            yield from _BandedSelection(context.device, terms.model).found(terms.t, terms.need)
 
 
 @dataclass(slots=True)
-class _Selection:
+class _BandedSelection:
     """Finds products with banded matrices in one program."""
 
     device: Device
@@ -139,7 +139,7 @@ class _Selection:
 
     def _blocks(
         self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
-    ) -> tuple[Block, ...] | None:
+    ) -> tuple[RowBlock, ...] | None:
         """The blocks that are predicted to be fastest; None where none gains."""
         g, node = t.graph, node_of(t.graph, cls)
         rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
@@ -156,7 +156,7 @@ class _Selection:
             return best
         return None
 
-    def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[Block, ...]) -> float:
+    def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
         """The blocks' products, what they read cut out, and their results joined."""
         d, node, info = self.device, node_of(t.graph, cls), t.graph.classes[cls]
         sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
@@ -232,13 +232,13 @@ def _known(t: TermGraph, builder: TileBuilder, number: int, batch: list[str]) ->
     return known_operand(t, number, cls, axes, batch)
 
 
-def _cut_rows(rows: int, columns: int, size: int, band: Band) -> Iterator[Block]:
+def _cut_rows(rows: int, columns: int, size: int, band: Band) -> Iterator[RowBlock]:
     for start in range(0, rows, size):
         stop = min(start + size, rows)
         low = 0 if band.lower is None else max(0, start + band.lower)
         high = columns if band.upper is None else min(columns, stop + band.upper)
         low = min(low, columns - 1)  # one column at least: a row of NaNs stays one
-        yield Block(start, stop, low, max(high, low + 1))
+        yield RowBlock(start, stop, low, max(high, low + 1))
 
 
 def _text(band: Band) -> str:

@@ -42,7 +42,7 @@ class Length(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class MaskRegion:
     """Pairs with `lower <= j - i <= upper` and `j` below a length; None is no bound."""
 
     lower: int | None = None
@@ -50,7 +50,7 @@ class Region:
     length: Length | None = None
     empty: bool = False
 
-    def meet(self, other: Region) -> Region:
+    def meet(self, other: MaskRegion) -> MaskRegion:
         """What is in both."""
         if self.empty or other.empty:
             return NOWHERE
@@ -58,20 +58,20 @@ class Region:
         upper = _tighter(min, self.upper, other.upper)
         if lower is not None and upper is not None and lower > upper:
             return NOWHERE
-        return Region(lower, upper, self.length or other.length)
+        return MaskRegion(lower, upper, self.length or other.length)
 
-    def join(self, other: Region) -> Region:
+    def join(self, other: MaskRegion) -> MaskRegion:
         """The least region that holds both."""
         if self.empty or other.empty:
             return other if self.empty else self
-        return Region(
+        return MaskRegion(
             None if None in (self.lower, other.lower) else min(self.lower, other.lower),  # pyright: ignore
             None if None in (self.upper, other.upper) else max(self.upper, other.upper),  # pyright: ignore
             self.length if self.length == other.length else None,
         )
 
 
-EVERYWHERE, NOWHERE = Region(), Region(empty=True)
+EVERYWHERE, NOWHERE = MaskRegion(), MaskRegion(empty=True)
 
 
 def _tighter(pick: Any, a: int | None, b: int | None) -> int | None:
@@ -111,7 +111,7 @@ class _Reader:
     cols: int
     finite: bool = True
     used: bool = False
-    memo: dict[tuple[int, float], Region] = field(default_factory=dict)
+    memo: dict[tuple[int, float], MaskRegion] = field(default_factory=dict)
     exact: _Reader | None = None
 
     def strict(self) -> _Reader:
@@ -122,14 +122,14 @@ class _Reader:
                 self.exact = _Reader(self.steps, self.known, self.rows, self.cols, finite=False)
         return self.exact
 
-    def support(self, step: int, fill: float) -> Region:
+    def support(self, step: int, fill: float) -> MaskRegion:
         """Where a value may differ from the fill."""
         key = (step, fill)
         if key not in self.memo:
             self.memo[key] = self._support(step, fill)
         return self.memo[key]
 
-    def _support(self, step: int, fill: float) -> Region:
+    def _support(self, step: int, fill: float) -> MaskRegion:
         kind, data, args, dtype = self.steps[step]
         if kind == "const":
             if not isinstance(data, complex) and data == fill:
@@ -141,7 +141,7 @@ class _Reader:
         if kind == "value":
             return self._constant(data, lambda x: x != fill)
         if kind in ("delta", "diagonal") and fill == 0:
-            return Region(0, 0)
+            return MaskRegion(0, 0)
         if kind != "apply":
             return EVERYWHERE
         op, attr = data
@@ -151,22 +151,22 @@ class _Reader:
             return self._all(args, fill) if fill == 0 else EVERYWHERE
         return self._map(attr[0], args, fill)
 
-    def _sum(self, coefficients: Sequence[Any], args: Sequence[int], fill: float) -> Region:
+    def _sum(self, coefficients: Sequence[Any], args: Sequence[int], fill: float) -> MaskRegion:
         if any(isinstance(c, complex) for c in coefficients):
             return EVERYWHERE
         if fill == 0:
-            return functools.reduce(Region.join, [self.support(a, 0.0) for a in args], NOWHERE)
+            return functools.reduce(MaskRegion.join, [self.support(a, 0.0) for a in args], NOWHERE)
         signed = [math.copysign(1, c) * fill for c in coefficients]
         found = [self.support(a, f) for a, f in zip(args, signed, strict=True)]
-        return functools.reduce(Region.meet, found, EVERYWHERE)
+        return functools.reduce(MaskRegion.meet, found, EVERYWHERE)
 
-    def _all(self, args: Sequence[int], fill: float) -> Region:
+    def _all(self, args: Sequence[int], fill: float) -> MaskRegion:
         out = EVERYWHERE
         for a in args:
             out = out.meet(self.support(a, fill))
         return out
 
-    def _map(self, name: str, args: Sequence[int], fill: float) -> Region:
+    def _map(self, name: str, args: Sequence[int], fill: float) -> MaskRegion:
         if name == "select_n" and len(args) == 3:
             yes = self.condition(args[0], True).meet(self.support(args[2], fill))
             return yes.join(self.condition(args[0], False).meet(self.support(args[1], fill)))
@@ -182,7 +182,7 @@ class _Reader:
             return self.support(args[0], fill).join(self.support(args[1], fill))
         return EVERYWHERE
 
-    def _constant(self, read: int, seen: Any) -> Region:
+    def _constant(self, read: int, seen: Any) -> MaskRegion:
         """Where a constant array over rows and columns is seen."""
         array = self.known[read].pairs
         if array is None:
@@ -192,9 +192,9 @@ class _Reader:
         if not len(i):
             return NOWHERE
         first, last = np.argmax(inside[i], axis=1), np.argmax(inside[i, ::-1], axis=1)
-        return Region(int((first - i).min()), int((array.shape[1] - 1 - last - i).max()))
+        return MaskRegion(int((first - i).min()), int((array.shape[1] - 1 - last - i).max()))
 
-    def condition(self, step: int, wanted: bool) -> Region:
+    def condition(self, step: int, wanted: bool) -> MaskRegion:
         """Where a boolean may be `wanted`."""
         kind, data, args, dtype = self.steps[step]
         if dtype != "bool":
@@ -204,7 +204,7 @@ class _Reader:
         if kind == "value":
             return self._constant(data, lambda x: x == wanted)
         if kind == "delta":
-            return Region(0, 0) if wanted else EVERYWHERE
+            return MaskRegion(0, 0) if wanted else EVERYWHERE
         if kind != "apply" or data[0] != MAP:
             return EVERYWHERE
         name = data[1][0]
@@ -220,7 +220,7 @@ class _Reader:
             return self._compared(name if wanted else _OPPOSITE[name], *args)
         return EVERYWHERE
 
-    def _compared(self, name: str, a: int, b: int) -> Region:
+    def _compared(self, name: str, a: int, b: int) -> MaskRegion:
         if name == "ne":
             return EVERYWHERE
         if name == "eq":
@@ -241,18 +241,18 @@ class _Reader:
             return EVERYWHERE
         return self._below(_minus(left, right), name)
 
-    def _below(self, e: Linear, name: str) -> Region:
+    def _below(self, e: Linear, name: str) -> MaskRegion:
         """Where `e <= 0`, or `e < 0`."""
         constant = e.constant + (name == "lt")
         ends = (0, self.rows - 1)
         if e.symbols:
             if e.column == 1 and e.row in (0, -1) and [c for _, c in e.symbols] == [-1]:
-                return Region(length=Length(e.symbols[0][0], 1 - constant, e.row == -1))
+                return MaskRegion(length=Length(e.symbols[0][0], 1 - constant, e.row == -1))
             return EVERYWHERE
         if e.column == 1:
-            return Region(upper=max(-constant - (e.row + 1) * i for i in ends))
+            return MaskRegion(upper=max(-constant - (e.row + 1) * i for i in ends))
         if e.column == -1:
-            return Region(lower=min(constant + (e.row - 1) * i for i in ends))
+            return MaskRegion(lower=min(constant + (e.row - 1) * i for i in ends))
         if e.column == 0 and e.row == 0:
             return EVERYWHERE if constant <= 0 else NOWHERE
         return EVERYWHERE
@@ -377,7 +377,9 @@ def known_operand(
     return Known(pairs=array if axes == ("m", "n") else array.T) if array.ndim == 2 else Known()
 
 
-def every_row_sees(steps: Sequence[Step], step: int, rows: int, cols: int, seen: Region) -> bool:
+def every_row_sees(
+    steps: Sequence[Step], step: int, rows: int, cols: int, seen: MaskRegion
+) -> bool:
     """Whether each row has a column with a score, whatever the operands hold.
 
     It is looked for on the diagonal, in the first column and at the ends of the range.
@@ -389,11 +391,11 @@ def every_row_sees(steps: Sequence[Step], step: int, rows: int, cols: int, seen:
     found = np.zeros(rows, bool)
     for j in (np.zeros_like(i), *(i + e for e in (0, *ends))):
         j = np.clip(j, 0, cols - 1)
-        found |= _Points(steps, i, j).scored(step)
+        found |= _MaskPoints(steps, i, j).scored(step)
     return bool(found.all())
 
 
-class _Points:
+class _MaskPoints:
     """A tile program at some pairs (i, j), as far as index numbers alone decide it."""
 
     def __init__(self, steps: Sequence[Step], i: np.ndarray, j: np.ndarray) -> None:

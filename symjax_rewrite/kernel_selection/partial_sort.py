@@ -40,7 +40,7 @@ MAX_LENGTH = 1 << 24  # places of longer rows are no exact f32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SortedPart:
     """Places `start + stride·i` of a sorted row, `count` of them; None: one, and no axis is left.
 
     output: of the sort. slots: for every axis of that output's atoms, the class's slot.
@@ -68,7 +68,7 @@ class SelectionRoute:
     t: TermGraph
     e: Equation
     axis: int
-    parts: dict[int, Part]
+    parts: dict[int, SortedPart]
     outputs: dict[int, int]
     backend: str = "top_k"
 
@@ -114,7 +114,7 @@ class SelectionRoute:
         tail = min((a for a, _ in ends if a >= n // 2), default=n)
         return (0, head), (tail, n)
 
-    def _places(self, row: Any, part: Part, first: int) -> Any:
+    def _places(self, row: Any, part: SortedPart, first: int) -> Any:
         """The part's places of a row's end that begins at `first`."""
         low, high = part.ends()
         row = lax.slice_in_dim(row, low - first, high + 1 - first, abs(part.stride), self.axis)
@@ -224,7 +224,7 @@ def _sort(t: TermGraph, need: Needed, e: Equation) -> Reading:
     axis = int(e.eqn.params["dimension"])
     if e.eqn.params["num_keys"] != 1 or _is_small(aval) or not isinstance(e.invals[0], int):
         return None
-    parts: dict[int, Part] = {}
+    parts: dict[int, SortedPart] = {}
     for output, v in enumerate(e.outvals):
         found = _parts(t, need, v, axis, output)
         if found is None or len(t.positions[v][axis]) != 1:
@@ -244,7 +244,9 @@ def _sort(t: TermGraph, need: Needed, e: Equation) -> Reading:
     return route, f"{count} of {length} places of a sorted row are selected"
 
 
-def _parts(t: TermGraph, need: Needed, v: int, axis: int, output: int) -> dict[int, Part] | None:
+def _parts(
+    t: TermGraph, need: Needed, v: int, axis: int, output: int
+) -> dict[int, SortedPart] | None:
     """The parts that are read of a sort's output, by class; None where it is read otherwise."""
     cls = t.view(v).cls
     if node_of(t.graph, cls).op != NATIVE or cls in need.outside:
@@ -252,7 +254,7 @@ def _parts(t: TermGraph, need: Needed, v: int, axis: int, output: int) -> dict[i
     if t.view(v).axes != tuple(range(len(t.sizes[v]))):
         return None
     along, length = t.positions[v][axis], t.program.avals[v].shape[axis]
-    found: dict[int, Part] = {}
+    found: dict[int, SortedPart] = {}
     for user in need.users.get(cls, ()):
         node = node_of(t.graph, user)
         part = _part(t, user, output, along)
@@ -272,7 +274,7 @@ def _parts(t: TermGraph, need: Needed, v: int, axis: int, output: int) -> dict[i
     return found
 
 
-def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> Part | None:
+def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> SortedPart | None:
     """A slice along the axis of a sort alone."""
     node = node_of(t.graph, cls)
     if node.op != SLICE or len(along) != 1:
@@ -289,7 +291,7 @@ def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> Part |
     if count is not None and (not isinstance(count, int) or not count):
         return None
     slots = tuple(a for p, a in enumerate(axes) if p != along[0] or count is not None)
-    return Part(output, start, stride, count, slots)
+    return SortedPart(output, start, stride, count, slots)
 
 
 def _is_small(aval: Any) -> bool:

@@ -19,7 +19,7 @@ from symjax_rewrite.loops.loop import Read
 from symjax_rewrite.loops.stepwise_equations import stepped_result
 
 
-class Part(NamedTuple):
+class LoopPart(NamedTuple):
     """Some values made otherwise: what is needed for them, what is made, and how."""
 
     reads: list[int]
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 def as_loops(
     around: Surroundings, found: list[Differentiated]
-) -> Iterator[tuple[Differentiated, Part]]:
+) -> Iterator[tuple[Differentiated, LoopPart]]:
     """Trees as loops.
 
     What reads the states after their cotangents are known is given them by the loop back, which
@@ -74,7 +74,7 @@ class _Loops:
             shape = tuple(aval.shape[k] for k in self._steps_first(d.prefix.added))
             self.states = self.program.new_value(aval.update(shape=shape, weak_type=False))
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[LoopPart]:
         """The loop there, those back, and what is made of their results."""
         yield self._there()
         for n, c in enumerate(self.d.back):
@@ -146,7 +146,7 @@ class _Loops:
         array = lax.transpose(read(source), self._steps_first(v))
         return lax.rev(array, (0,)) if self.backwards and source == v else array
 
-    def _there(self) -> Part:
+    def _there(self) -> LoopPart:
         """States: h ← a·h + b; the first is b, whatever its factor is."""
         tree, keeps = self.prefix, self.states is not None
 
@@ -162,9 +162,9 @@ class _Loops:
         makes = self._makes(tree.out)
         if self.states is not None:
             makes.append(self.states)
-        return Part([self.factors, self.added], makes, run)
+        return LoopPart([self.factors, self.added], makes, run)
 
-    def _back(self, c: Cotangents, late: list[Equation]) -> Iterator[Part]:
+    def _back(self, c: Cotangents, late: list[Equation]) -> Iterator[LoopPart]:
         """Cotangents: those of b, G ← g + a·G, and those of a, times the states before."""
         tree, made = self.prefix, {}
         for kind, v, others in c.made:
@@ -199,7 +199,7 @@ class _Loops:
         if late:
             reads.append(self.added)
         makes = [u for v in made.values() for u in self._makes(v)]
-        yield Part(reads, [*makes, *list(copies.values()) * bool(late)], run)
+        yield LoopPart(reads, [*makes, *list(copies.values()) * bool(late)], run)
 
 
 def _after(first: Any, h: Any, a: Any, b: Any) -> Any:
@@ -207,11 +207,13 @@ def _after(first: Any, h: Any, a: Any, b: Any) -> Any:
     return lax.select_n(first, a * h + b, b)
 
 
-def _sum(values: tuple[int, ...], made: int) -> Part:
-    return Part(list(values), [made], lambda read: [functools.reduce(lax.add, map(read, values))])
+def _sum(values: tuple[int, ...], made: int) -> LoopPart:
+    return LoopPart(
+        list(values), [made], lambda read: [functools.reduce(lax.add, map(read, values))]
+    )
 
 
-def _reading(e: Equation, copies: dict[int, int]) -> Part:
+def _reading(e: Equation, copies: dict[int, int]) -> LoopPart:
     """An equation that reads copies of some values."""
     reads = [copies.get(v, v) if isinstance(v, int) else v for v in e.invals]
     needs = [v for v in reads if isinstance(v, int)]
@@ -219,4 +221,4 @@ def _reading(e: Equation, copies: dict[int, int]) -> Part:
     def run(read: Read) -> list[Any]:
         return list(jax_internals.eval_equation(e.eqn, [read(v) for v in reads]))
 
-    return Part(needs, list(e.outvals), run)
+    return LoopPart(needs, list(e.outvals), run)

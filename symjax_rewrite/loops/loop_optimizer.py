@@ -37,7 +37,7 @@ from symjax_rewrite.loops.loop import Loop, Read, read_loop
 from symjax_rewrite.loops.normalization import clean
 from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import (
-    Pair,
+    LoopPair,
     find_pairs,
     run_back,
     run_there,
@@ -431,7 +431,7 @@ def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
             c.start = maker.invals[0]
 
 
-def _in_blocks(program: Program, pair: Pair) -> list[Change]:
+def _in_blocks(program: Program, pair: LoopPair) -> list[Change]:
     """A loop that keeps what blocks of its steps start from, and the loop back over them."""
     there, back = pair.there, pair.back
     pair.starts = [program.new_value(aval) for aval in start_avals(pair)]

@@ -60,7 +60,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Cut:
+class ProductSplit:
     """A value that is only read in parts, and how it is made.
 
     axis: which is cut. readers: (equation, its parts as [start, limit)). cone: the equations made
@@ -173,7 +173,7 @@ def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
     loop.body.equations[at : at + 1] = new
 
 
-def _cuts(loop: Loop) -> Iterator[Cut]:
+def _cuts(loop: Loop) -> Iterator[ProductSplit]:
     """Values that are only read in parts and made by products with weights, that few rows meet."""
     level = loop.levels()
     readers: dict[int, list[Equation]] = {}
@@ -187,7 +187,7 @@ def _cuts(loop: Loop) -> Iterator[Cut]:
         if found is None:
             continue
         axis, parts = found
-        cut = Cut(value, axis, parts, [], {value: Place(axis)})
+        cut = ProductSplit(value, axis, parts, [], {value: Place(axis)})
         entries = _grow(loop, cut, level, makers, readers, results) and _adds(cut, level)
         if entries and _pays(cut):
             yield cut
@@ -226,7 +226,7 @@ def _part(e: Equation) -> tuple[int, list[tuple[int, int]]] | None:
 
 def _grow(
     loop: Loop,
-    cut: Cut,
+    cut: ProductSplit,
     level: dict[int, int],
     makers: dict[int, Equation],
     readers: dict[int, list[Equation]],
@@ -311,7 +311,7 @@ def _reshaped(eqn: JaxprEqn, place: Place) -> Sequence[Place | None] | None:
     return None
 
 
-def _adds(cut: Cut, level: dict[int, int]) -> bool:
+def _adds(cut: ProductSplit, level: dict[int, int]) -> bool:
     """Whether products meet a step's entry before they are cut.
 
     XLA's CPU backend reads that element by element. A product that is cut as it is (a GRU's) is as
@@ -320,7 +320,7 @@ def _adds(cut: Cut, level: dict[int, int]) -> bool:
     return any(level[v] == 1 for v in cut.places)
 
 
-def _pays(cut: Cut) -> bool:
+def _pays(cut: ProductSplit) -> bool:
     """Whether a cut is of products with large weights and few rows (`MIN_WEIGHTS`)."""
     found = [e for e in cut.cone if e.name == "dot_general"]
     for e in found:
@@ -332,7 +332,7 @@ def _pays(cut: Cut) -> bool:
     return bool(found)
 
 
-def _take(loop: Loop, cut: Cut) -> list[int]:
+def _take(loop: Loop, cut: ProductSplit) -> list[int]:
     """Write a cut into a loop; the slices of what its products and sums read."""
     made = {v for e in cut.cone for v in e.outvals}
     reads = [v for e in cut.cone for v in e.invals if isinstance(v, int) and v not in made]
@@ -364,7 +364,7 @@ def _take(loop: Loop, cut: Cut) -> list[int]:
     return [v for e in slices for v in e.outvals]
 
 
-def _run_part(e: Equation, cut: Cut, env: dict[int, Any], span: tuple[int, int]) -> Any:
+def _run_part(e: Equation, cut: ProductSplit, env: dict[int, Any], span: tuple[int, int]) -> Any:
     """One equation of a cone, for one part."""
     args = [env[v] if isinstance(v, int) else v.val for v in e.invals]
     params = dict(e.eqn.params)

@@ -35,7 +35,7 @@ FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every c
 
 
 @dataclass(slots=True)
-class Pair:
+class LoopPair:
     """A loop, and the loop back over its steps that alone reads some of its results.
 
     kept: numbers of the first loop's stacked results that only the second reads. steps: per block.
@@ -63,7 +63,7 @@ class Pair:
         return self.there.length % self.steps
 
 
-def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Pair]:
+def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[LoopPair]:
     """The pairs of loops in which what steps keep should be made again.
 
     Args:
@@ -73,7 +73,7 @@ def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Pai
     """
     program = around.program
     loops = {id(e): e for e in program.equations if e.name == "scan" and not e.eqn.effects}
-    found: list[Pair] = []
+    found: list[LoopPair] = []
     taken: set[int] = set()
     for e in loops.values():
         for first in _before(e, around):
@@ -93,7 +93,7 @@ def _before(e: Equation, around: Surroundings) -> list[Equation]:
 
 def _pair(
     first: Equation, second: Equation, around: Surroundings, device: Device, reorders: bool
-) -> Pair | None:
+) -> LoopPair | None:
     if first.eqn.params["length"] != second.eqn.params["length"]:
         return None
     if first.eqn.params["reverse"] == second.eqn.params["reverse"]:
@@ -127,7 +127,7 @@ def _pair(
         alone = sum(_fused_alone(e, around) for e in (first, second)) if kept else saved
         if not _pays(there, kept, kept_bytes + saved - alone, device):
             return None
-    return Pair(there, back, kept, _block(there, kept_bytes))
+    return LoopPair(there, back, kept, _block(there, kept_bytes))
 
 
 def _fused(
@@ -215,7 +215,7 @@ def _block(there: Loop, kept_bytes: float) -> int:
     return min(even, key=lambda n: abs(math.log(n / best)), default=best)
 
 
-def run_there(pair: Pair, read: Read) -> list[Any]:
+def run_there(pair: LoopPair, read: Read) -> list[Any]:
     """The first loop's results that others read, then what blocks start from."""
     loop = pair.there
     public = [k for k in range(len(loop.ys)) if k not in pair.kept]
@@ -246,7 +246,7 @@ def run_there(pair: Pair, read: Read) -> list[Any]:
     return [*given, *starts, *(starts_rest if pair.rest else [])]
 
 
-def _joined(pair: Pair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
+def _joined(pair: LoopPair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
     """Results of blocks and of the steps after them as those of all steps."""
     ys = [lax.reshape(y, (pair.blocks * pair.steps, *y.shape[2:])) for y in ys]
     if pair.rest:
@@ -254,7 +254,7 @@ def _joined(pair: Pair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
     return list(ys)
 
 
-def run_back(pair: Pair, read: Read) -> list[Any]:
+def run_back(pair: LoopPair, read: Read) -> list[Any]:
     """The second loop's results, what it reads of the first made again block by block."""
     there, back = pair.there, pair.back
     place = {k: n for n, k in enumerate(pair.kept)}
@@ -292,7 +292,7 @@ def run_back(pair: Pair, read: Read) -> list[Any]:
     return back.finish(list(carry), _joined(pair, ys, ys_rest), read)
 
 
-def _split(pair: Pair, steps: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+def _split(pair: LoopPair, steps: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
     """What steps read, by blocks, and what those after the last whole block do."""
     whole = pair.blocks * pair.steps
     blocks = {
@@ -316,7 +316,7 @@ def _stage(
     return stage(inner, known, steps, lambda v: values[v] if isinstance(v, int) else v.val)
 
 
-def start_avals(pair: Pair) -> list[Any]:
+def start_avals(pair: LoopPair) -> list[Any]:
     """What `run_there` gives beside results: avals of the carries that blocks start from."""
     avals = [pair.there.body.avals[c.inner] for c in pair.there.carries]
     stacked = [a.update(shape=(pair.blocks, *a.shape)) for a in avals]

@@ -23,7 +23,7 @@ from symjax_rewrite.loops.unrolled_detection import (
     Family,
     Joined,
     NotEqualError,
-    Reader,
+    StepReader,
     kinds_of,
     may_repeat,
     natural_start,
@@ -69,7 +69,7 @@ def find_unrolled(around: Surroundings) -> Iterator[Unrolled]:
             tries += 1
             low = natural_start(around, position, low, high, distance)
             steps = (high - low) // distance
-            reader = Reader(around, kinds, position, low, distance, steps)
+            reader = StepReader(around, kinds, position, low, distance, steps)
             try:
                 found = Writer(reader, reader.read()).write()
             except NotEqualError as error:
@@ -86,7 +86,7 @@ def find_unrolled(around: Surroundings) -> Iterator[Unrolled]:
 class Writer:
     """Writes what was read as a loop."""
 
-    def __init__(self, reader: Reader, joined: list[Joined]) -> None:
+    def __init__(self, reader: StepReader, joined: list[Joined]) -> None:
         self.reader, self.joined = reader, joined
         self.avals = reader.around.program.avals
         self.inputs: dict[tuple, tuple[Any, Any]] = {}  # what a step is given: its aval, and what

@@ -163,7 +163,7 @@ def natural_start(
     return low + min(whole, key=lambda a: (crossing[a], inner[a], a), default=0)
 
 
-class Reader:
+class StepReader:
     """Reads a run as a loop of `steps` steps of `distance` equations from the one at `start`."""
 
     def __init__(

@@ -17,13 +17,13 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir.egraph import EGraph, Reason
+from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.products import Product, flattest
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.rewriting.rule import Context, Lemma, line_of, too_large
+from symjax_rewrite.rewriting.rule import Lemma, RuleContext, line_of, too_large
 from symjax_rewrite.rewriting.scales import scaled_inside
 
 SUMMED = 1000  # indices from here on are summed over; below, they are outputs
@@ -129,7 +129,7 @@ class Bound(NamedTuple):
     slots: tuple[tuple[int, int], ...]
 
 
-def apply_lemma(ctx: Context, pattern: Pattern, cls: int) -> Iterator[Ref]:
+def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     """Yield the right sides that the lemma makes of a class, over the class's slots.
 
     A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o`
@@ -147,12 +147,12 @@ def apply_lemma(ctx: Context, pattern: Pattern, cls: int) -> Iterator[Ref]:
                 yield ref
 
 
-def _dtype(ctx: Context, bound: Any) -> str | None:
+def _dtype(ctx: RuleContext, bound: Any) -> str | None:
     return ctx.g.classes[bound.cls].dtype if isinstance(bound, Bound) else None
 
 
 def _match(
-    ctx: Context, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
+    ctx: RuleContext, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
     pg = p.terms.graph
     pnode = node(pg, pref.cls)
@@ -171,7 +171,9 @@ def _match(
                 yield from _match_node(ctx, p, pref, pnode, tref, tnode, groups, binding)
 
 
-def _bind(ctx: Context, pref: Ref, tref: Ref, groups: Groups, binding: Binding) -> Iterator[State]:
+def _bind(
+    ctx: RuleContext, pref: Ref, tref: Ref, groups: Groups, binding: Binding
+) -> Iterator[State]:
     """Let a leaf of the pattern be a class; unknown letters share out the axes that are left."""
     if len(set(tref.axes)) != len(tref.axes):
         return
@@ -191,7 +193,7 @@ def _bind(ctx: Context, pref: Ref, tref: Ref, groups: Groups, binding: Binding) 
             yield new, {**binding, pref.cls: bound}
 
 
-def _share_out(ctx: Context, unknown: list[int], left: list[int]) -> Iterator[Groups]:
+def _share_out(ctx: RuleContext, unknown: list[int], left: list[int]) -> Iterator[Groups]:
     """Every way to give the axes left to unknown letters, outputs to outputs, sums to sums.
 
     Fresh names of summed indices start at `SUMMED`.
@@ -226,7 +228,7 @@ def _partitions(letters: list[int], axes: list[int]) -> Iterator[Groups]:
 
 
 def _match_product(
-    ctx: Context, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
+    ctx: RuleContext, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
     mine = _over(ctx, flattest(p.terms.graph, pref.cls), pref)
     theirs = _over(ctx, flattest(ctx.g, tref.cls), tref)
@@ -256,7 +258,7 @@ def _scalar_of(theirs: tuple[Any, list[Ref], list[int]]) -> Any:
     return next((Bound(f.cls, ()) for f in theirs[1] if not f.axes), theirs[0])
 
 
-def _over(ctx: Context, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
+def _over(ctx: RuleContext, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
     """Coefficient, factors over the reference's indices, and fresh names of bound indices."""
     bound = [next(ctx.fresh) for _ in product.bound]
     axes = [*ref.axes, *bound]
@@ -265,7 +267,12 @@ def _over(ctx: Context, product: Product, ref: Ref) -> tuple[Any, list[Ref], lis
 
 
 def _assign(
-    ctx: Context, p: Pattern, mine: list[Ref], theirs: list[Ref], groups: Groups, binding: Binding
+    ctx: RuleContext,
+    p: Pattern,
+    mine: list[Ref],
+    theirs: list[Ref],
+    groups: Groups,
+    binding: Binding,
 ) -> Iterator[State]:
     if not mine:
         yield groups, binding
@@ -277,7 +284,7 @@ def _assign(
 
 
 def _match_node(
-    ctx: Context,
+    ctx: RuleContext,
     p: Pattern,
     pref: Ref,
     pnode: Node,
@@ -315,7 +322,7 @@ def _match_node(
 
 
 def _match_scaled(
-    ctx: Context,
+    ctx: RuleContext,
     p: Pattern,
     a: Ref,
     b: Ref,
@@ -340,9 +347,11 @@ def _match_scaled(
                 yield from _assign(ctx, p, rest, theirs[1], groups, bound)
 
 
-def _build(ctx: Context, p: Pattern, binding: Binding, cls: int, groups: Groups) -> Ref | None:
+def _build(ctx: RuleContext, p: Pattern, binding: Binding, cls: int, groups: Groups) -> Ref | None:
     """The right side with the pattern's leaves replaced, over the slots of `cls`."""
-    builder = _RightSide(ctx, p, dict(binding), ctx.g.classes[cls].dtype, Reason(p.lemma.name, cls))
+    builder = _RightSide(
+        ctx, p, dict(binding), ctx.g.classes[cls].dtype, Justification(p.lemma.name, cls)
+    )
     made = builder.make(p.right.cls)
     if not isinstance(made, Bound):
         return None
@@ -357,7 +366,9 @@ def _build(ctx: Context, p: Pattern, binding: Binding, cls: int, groups: Groups)
 
 
 class _RightSide:
-    def __init__(self, ctx: Context, p: Pattern, made: Binding, dtype: str, why: Reason) -> None:
+    def __init__(
+        self, ctx: RuleContext, p: Pattern, made: Binding, dtype: str, why: Justification
+    ) -> None:
         self.ctx, self.p, self.made, self.dtype, self.why = ctx, p, made, dtype, why
 
     def make(self, pcls: int) -> Any:

@@ -9,17 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 from symjax_rewrite.cost.term_cost import itemsize
-from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, is_half, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
-from symjax_rewrite.rewriting.rule import Context, too_large
+from symjax_rewrite.rewriting.rule import RuleContext, too_large
 from symjax_rewrite.rewriting.scales import Leaf, Places, apart, leaves_of, place, scaled_factor
 
 
 def order_product(
-    ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+    ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
 ) -> Ref | None:
     """The product over output indices of `sizes`, as nodes that can be emitted.
 
@@ -33,7 +33,9 @@ def order_product(
     return None if found is None else ctx.g.find(found)
 
 
-def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason) -> Ref | None:
+def _order(
+    ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
+) -> Ref | None:
     counted = count_unread(read_deltas(ctx, p), dtype)
     if counted is None or not counted.factors:
         return None
@@ -41,7 +43,7 @@ def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Re
     if parted is None:
         return None
     outer, counted = parted
-    builder = _Builder(ctx, counted, sizes, dtype, why)
+    builder = _TreeBuilder(ctx, counted, sizes, dtype, why)
     found = builder.solve()
     if any(ctx.may_overflow(c) for c in builder.inner):
         ctx.refuse(why.rule, too_large(dtype), why.source)
@@ -49,7 +51,7 @@ def _order(ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Re
     return None if found is None else scaled(ctx.g, found, outer, sizes, why)
 
 
-def read_deltas(ctx: Context, p: Product) -> Product:
+def read_deltas(ctx: RuleContext, p: Product) -> Product:
     """Σ_j δ_ij f(j) = f(i): a bound index of a delta is another name for the other one."""
     factors, bound = list(p.factors), list(p.bound)
     changed = True
@@ -73,7 +75,7 @@ def read_deltas(ctx: Context, p: Product) -> Product:
     return p._replace(factors=tuple(factors), bound=tuple(bound))
 
 
-def _is_delta(ctx: Context, cls: int) -> bool:
+def _is_delta(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
@@ -102,11 +104,11 @@ def count_unread(p: Product, dtype: str) -> Product | None:
     return p._replace(coefficient=coefficient, factors=tuple(factors), bound=tuple(bound))
 
 
-class _Builder:
+class _TreeBuilder:
     """Builds the nodes of one product's cheapest tree."""
 
     def __init__(
-        self, ctx: Context, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Reason
+        self, ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
     ) -> None:
         self.ctx, self.p, self.dtype, self.why = ctx, p, dtype, why
         self.all_sizes: tuple[Dim, ...] = (*sizes, *p.bound)

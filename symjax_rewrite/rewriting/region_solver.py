@@ -24,7 +24,7 @@ from symjax_rewrite.rewriting.extraction import (
 )
 from symjax_rewrite.rewriting.lemma_matching import Pattern
 from symjax_rewrite.rewriting.region_partition import Region, region_graph
-from symjax_rewrite.rewriting.rule import Axiom, Context
+from symjax_rewrite.rewriting.rule import Axiom, RuleContext
 from symjax_rewrite.rewriting.saturation import saturate
 
 
@@ -112,7 +112,7 @@ class Solver:
         before = [model.evaluate(g, written, first, frozen) for model in models]
         contexts, stops = [], set()
         for model in models:
-            ctx = Context(
+            ctx = RuleContext(
                 g=g,
                 model=model,
                 numerics=self.options.numerics,

@@ -14,7 +14,7 @@ from typing import Any
 
 from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Reason
+from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
@@ -44,7 +44,7 @@ PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, R
 
 
 @dataclass(slots=True)
-class Context:
+class RuleContext:
     """What a rule may look at: the e-graph, sizes as numbers, sharing, and what is permitted.
 
     uses: how many consumers a class has in the traced program (1 for classes made by rules).
@@ -112,11 +112,11 @@ class Context:
 
 
 def too_large(dtype: str) -> str:
-    """Why a rule did not fire where `Context.may_overflow`."""
+    """Why a rule did not fire where `RuleContext.may_overflow`."""
     return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
 
 
-Apply = Callable[[Context, int, Node], Iterator[Ref]]
+Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +140,9 @@ class Axiom:
     not_after: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
 
-    def reason(self, cls: int) -> Reason:
+    def reason(self, cls: int) -> Justification:
         """The explanation of what this rule adds at a class."""
-        return Reason(self.name, cls)
+        return Justification(self.name, cls)
 
 
 def axiom(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from symjax_rewrite.ir.egraph import ORIGINAL, Reason
+from symjax_rewrite.ir.egraph import ORIGINAL, Justification
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node
 from symjax_rewrite.options import Budget
 from symjax_rewrite.rewriting.lemma_matching import Pattern, apply_lemma, shape
-from symjax_rewrite.rewriting.rule import Axiom, Context
+from symjax_rewrite.rewriting.rule import Axiom, RuleContext
 
 SATURATED = "saturated"
 NODE_LIMIT = "node limit"
@@ -16,7 +16,7 @@ FINAL = "contraction_order"  # trees that dynamic programming chose are not open
 
 
 def saturate(
-    ctx: Context, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], budget: Budget
+    ctx: RuleContext, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], budget: Budget
 ) -> str:
     """Run lemmas and axioms; returns why it stopped. Lemmas go first, so that theirs is the name.
 
@@ -44,7 +44,7 @@ def saturate(
     return ROUND_LIMIT
 
 
-def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None:
+def _apply_lemmas(ctx: RuleContext, cls: int, patterns: tuple[Pattern, ...]) -> None:
     found: tuple | None = None
     for node in list(ctx.g.classes[cls].nodes):
         if node.op not in (CONTRACT, ADD) or _is_absorbed(ctx, cls, node):
@@ -54,11 +54,11 @@ def _apply_lemmas(ctx: Context, cls: int, patterns: tuple[Pattern, ...]) -> None
         for p in patterns:
             if p.shape == found and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
                 for ref in list(apply_lemma(ctx, p, cls)):  # a union changes what is matched
-                    ctx.g.add_to(cls, ref, Reason(p.lemma.name, cls))
+                    ctx.g.add_to(cls, ref, Justification(p.lemma.name, cls))
 
 
 def _apply_all(
-    ctx: Context, cls: int, by_op: dict[str, list[Axiom]], done: Done, budget: Budget
+    ctx: RuleContext, cls: int, by_op: dict[str, list[Axiom]], done: Done, budget: Budget
 ) -> bool:
     g = ctx.g
     for node, reason in list(g.classes[cls].nodes.items()):
@@ -89,7 +89,7 @@ def _apply_all(
     return True
 
 
-def _is_absorbed(ctx: Context, cls: int, node: Node) -> bool:
+def _is_absorbed(ctx: RuleContext, cls: int, node: Node) -> bool:
     """A product used once by another product, or a sum by another sum: its user opens it."""
     if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
         return False

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.egraph import EGraph, Reason
+from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product, Scale, is_moderate, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, Ref
 from symjax_rewrite.rewriting.contraction_order import Tree
-from symjax_rewrite.rewriting.rule import Context
+from symjax_rewrite.rewriting.rule import RuleContext
 
 NOISE = 1e-14  # relative: of a coefficient that was multiplied up and divided again
 
@@ -189,7 +189,9 @@ def _beside(
         yield _Place(0 if frozen else elements(inside), True, False, None, inside)
 
 
-def scaled_inside(ctx: Context, ref: Ref, scale: Any, sizes: tuple[Dim, ...], why: Reason) -> Ref:
+def scaled_inside(
+    ctx: RuleContext, ref: Ref, scale: Any, sizes: tuple[Dim, ...], why: Justification
+) -> Ref:
     """scale·ref; a number below 1 scales the smallest factor of a sum of products.
 
     So it is where nobody knows which factors it scaled as written.
@@ -209,7 +211,7 @@ def scaled_inside(ctx: Context, ref: Ref, scale: Any, sizes: tuple[Dim, ...], wh
     return Ref(made.cls, tuple(ref.axes[i] for i in made.axes))
 
 
-def scaled_factor(g: EGraph, f: Ref, scale: Any, why: Reason) -> Ref:
+def scaled_factor(g: EGraph, f: Ref, scale: Any, why: Justification) -> Ref:
     """A factor of a term times a number, over the indices of the term."""
     sizes = g.classes[f.cls].sizes
     made = scaled(g, Ref(f.cls, tuple(range(len(sizes)))), scale, sizes, why)

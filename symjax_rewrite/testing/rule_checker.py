@@ -50,7 +50,7 @@ from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.lemma_matching import Pattern, compile_lemma
 from symjax_rewrite.rewriting.region_partition import Region, find_regions, region_graph
 from symjax_rewrite.rewriting.region_solver import Frozen
-from symjax_rewrite.rewriting.rule import Axiom, Context, Lemma, line_of
+from symjax_rewrite.rewriting.rule import Axiom, Lemma, RuleContext, line_of
 from symjax_rewrite.rewriting.saturation import saturate
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
@@ -117,11 +117,11 @@ def _context(
     to: dict[int, Any],
     numerics: str,
     known: Frozen,
-) -> Context:
+) -> RuleContext:
     back = {g.find(ref).cls: c for c, ref in to.items()}
     uses = {r: need.uses.get(c, 1) for r, c in back.items()}
     stored = {g.find(to[c]).cls: storage(t, c) for c in region.leaves}
-    return Context(
+    return RuleContext(
         g=g,
         model=CostModel(CPU, lambda d: value(d, {})),
         numerics=Numerics.of(numerics),

@@ -21,9 +21,9 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     FoldSpec,
     Operand,
     Sums,
-    Term,
     Tile,
     TopK,
+    WeightedTerm,
     from_scalars,
 )
 
@@ -253,7 +253,7 @@ def masked(t: np.ndarray) -> np.ndarray:
 PAIRWISE = [
     pairwise(
         "RBF matvec",
-        (Sums((Term(), Term(4), Term(5))),),
+        (Sums((WeightedTerm(), WeightedTerm(4), WeightedTerm(5))),),
         rbf,
         lambda d, v, i, j: jnp.exp(2 * d[0] - v[0] - v[1]),
     ),
@@ -276,7 +276,7 @@ PAIRWISE = [
     pairwise("ties", (TopK(9), ArgExtremum()), lambda t, *_: [*top(t, 9), t.max(-1), t.argmax(-1)]),
     pairwise(
         "two values for one score",
-        (ExpSums((Term(), Term(4), Term(5))),),
+        (ExpSums((WeightedTerm(), WeightedTerm(4), WeightedTerm(5))),),
         lambda t, w, s: [
             *exp_sums(t),
             np.einsum("bmn,benf->bmef", np.exp(t - t.max(-1, keepdims=True)), w),
@@ -285,7 +285,7 @@ PAIRWISE = [
     ),
     pairwise(
         "empty rows",
-        (ExpSums((Term(), Term(5))),),
+        (ExpSums((WeightedTerm(), WeightedTerm(5))),),
         lambda t, w, s: [
             *exp_sums(masked(t)),
             exp_sums(masked(t), s.T[..., None])[2][..., 0],
@@ -294,7 +294,7 @@ PAIRWISE = [
     ),
     pairwise(
         "mask on the probabilities",
-        (ExpSums((Term(), Term(factor=1), Term(5, factor=1))),),
+        (ExpSums((WeightedTerm(), WeightedTerm(factor=1), WeightedTerm(5, factor=1))),),
         lambda t, w, s: [
             *exp_sums(t),
             (np.exp(t - t.max(-1, keepdims=True)) * (t > -4)).sum(-1),
@@ -322,7 +322,10 @@ def both_ways() -> Case:
             np.einsum("bmn,bm->bn", p, xx),
         ]
 
-    outputs = (Sums((Term(4),)), ColumnSums((Term(), Term(0, factor=1), Term(2))))
+    outputs = (
+        Sums((WeightedTerm(4),)),
+        ColumnSums((WeightedTerm(), WeightedTerm(0, factor=1), WeightedTerm(2))),
+    )
     return replace(pairwise("sums both ways", outputs, lambda *_: [], tile), naive=whole)
 
 

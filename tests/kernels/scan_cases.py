@@ -11,7 +11,7 @@ import numpy as np
 
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, ScanSpec, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, plain
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -130,9 +130,9 @@ def _shared_decay() -> ScanCase:
         time="t",
         state=("b", "d"),
         operands=(Operand(("d",)), Operand(("b", "d", "t"))),
-        coefficients=Program(lambda values, t: (values[0], values[1] * (t % 2)), (0, 1)),
+        coefficients=ScanProgram(lambda values, t: (values[0], values[1] * (t % 2)), (0, 1)),
         readouts=(
-            Readout(Program(lambda h, values, t: h[0] * h[1]), axes=("b", "d", "t")),
+            Readout(ScanProgram(lambda h, values, t: h[0] * h[1]), axes=("b", "d", "t")),
             Readout(over=("b", "d")),
         ),
     )
@@ -157,10 +157,12 @@ def _unit() -> ScanCase:
             Operand(("b", "t", "n"), "complex64"),
             Operand(("n",), "complex64"),
         ),
-        coefficients=Program(lambda values, t: values, (0, 1)),
+        coefficients=ScanProgram(lambda values, t: values, (0, 1)),
         readouts=(
             Readout(
-                Program(lambda h, values, t: (h[1] * values[0]).real, (2,)), ("n",), dtype="float32"
+                ScanProgram(lambda h, values, t: (h[1] * values[0]).real, (2,)),
+                ("n",),
+                dtype="float32",
             ),
         ),
         dtype="complex64",

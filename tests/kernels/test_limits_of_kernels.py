@@ -18,8 +18,8 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Operand,
     Sums,
-    Term,
     Tile,
+    WeightedTerm,
 )
 from symjax_rewrite.pallas_kernels.norm import triton as norm_triton
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
@@ -27,7 +27,7 @@ from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
 from symjax_rewrite.pallas_kernels.scan import triton as scan_triton
 from symjax_rewrite.pallas_kernels.scan.scan import scan
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, plain
 
 DECAYS = {
     "erf": lax.erf,
@@ -78,12 +78,12 @@ def test_every_program_of_a_scan_is_asked(where):
     spec = plain(8, (4, 2), ("t", "0", "1"), ("t", "0", "1"))
     assert scan_triton.supports(spec)
     if where == "coefficients":
-        program = Program(lambda v, t: (lax.erf(v[0]), v[1]), (0, 1))
+        program = ScanProgram(lambda v, t: (lax.erf(v[0]), v[1]), (0, 1))
         spec = replace(spec, coefficients=program)
     elif where == "program":
-        spec = replace(spec, readouts=(Readout(Program(lambda h, v, t: lax.erf(h[1]))),))
+        spec = replace(spec, readouts=(Readout(ScanProgram(lambda h, v, t: lax.erf(h[1]))),))
     else:
-        finish = Program(lambda total, v, t: lax.erf(total))
+        finish = ScanProgram(lambda total, v, t: lax.erf(total))
         spec = replace(spec, readouts=(Readout(None, over=("1",), finish=finish),))
     assert str(scan_triton.supports(spec)) == "Triton lowers no erf"
     xs = [np.full(spec.shape(k), 0.5, np.float32) for k in range(2)]
@@ -100,7 +100,7 @@ def pairs(rows, columns, batch=1):
         operands=(Operand(("m",)), Operand(("b", "n"))),
         contractions=(),
         tile=Tile(lambda dots, values, i, j: values[0] * values[1], reads=(0, 1)),
-        outputs=(Sums((Term(None),)),),
+        outputs=(Sums((WeightedTerm(None),)),),
     )
 
 

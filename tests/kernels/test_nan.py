@@ -19,8 +19,8 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     FoldSpec,
     Operand,
     Sums,
-    Term,
     Tile,
+    WeightedTerm,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
@@ -30,9 +30,9 @@ from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.triton import norm_triton
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
 from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, RowProgram, ScanSpec, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, plain
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import Cut
+from symjax_rewrite.pallas_kernels.scan.triton_kernel import ScanTiling
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from tests.kernels.gpu_maxima import with_gpu_maxima
 
@@ -61,11 +61,13 @@ FOLDS = {
     "min": scores(Extremum("min")),
     "argmax": scores(ArgExtremum(True)),
     "argmin": scores(ArgExtremum(False)),
-    "softmax sums": scores(ExpSums((Term(None), Term(1)))),
-    "softmax sums without their total": scores(ExpSums((Term(1),))),
-    "sum of relu": scores(Sums((Term(None),)), change=lambda s: jnp.maximum(s, 0)),
-    "sum of clipped": scores(Sums((Term(None),)), change=lambda s: jnp.clip(s, -1, 1)),
-    "sum of clamped": scores(Sums((Term(None),)), change=lambda s: jax.lax.clamp(-1.0, s, 1.0)),
+    "softmax sums": scores(ExpSums((WeightedTerm(None), WeightedTerm(1)))),
+    "softmax sums without their total": scores(ExpSums((WeightedTerm(1),))),
+    "sum of relu": scores(Sums((WeightedTerm(None),)), change=lambda s: jnp.maximum(s, 0)),
+    "sum of clipped": scores(Sums((WeightedTerm(None),)), change=lambda s: jnp.clip(s, -1, 1)),
+    "sum of clamped": scores(
+        Sums((WeightedTerm(None),)), change=lambda s: jax.lax.clamp(-1.0, s, 1.0)
+    ),
     "max of relu": scores(Extremum("max"), change=jax.nn.relu),
 }
 
@@ -126,8 +128,8 @@ def test_norm_linear_with_an_epilogue(name):
 
 def clipped_scan():
     """h ← min(a, 1)·h + relu(b), read out as max(h, 0)."""
-    read = RowProgram(lambda h, values, t: jnp.maximum(h[1], 0), key="relu")
-    coefficients = RowProgram(
+    read = ScanProgram(lambda h, values, t: jnp.maximum(h[1], 0), key="relu")
+    coefficients = ScanProgram(
         lambda v, t: (jnp.minimum(v[0], 1), jnp.maximum(v[1], 0)), (0, 1), key="clipped"
     )
     return ScanSpec(
@@ -154,7 +156,7 @@ SCANS = {
 def test_scan_of_a_step_that_is_nan(name, chunks, operand):
     operands = [np.asarray(RNG.normal(size=(24, 4)), np.float32) for _ in range(2)]
     operands[operand][13, 1] = NAN
-    run = partial(scan_triton, SCANS[name], cut=Cut(4, chunks), interpret=True)
+    run = partial(scan_triton, SCANS[name], cut=ScanTiling(4, chunks), interpret=True)
     want = scan_reference(SCANS[name], *operands)
     assert np.isnan(want[-1]).any() and not np.isnan(want[-1]).all()
     assert_same(with_gpu_maxima(run, *operands), want)

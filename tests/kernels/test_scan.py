@@ -23,9 +23,9 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
 from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, plain, result_shapes
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, plain, result_shapes
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton, supports
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import Cut
+from symjax_rewrite.pallas_kernels.scan.triton_kernel import ScanTiling
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 from tests.kernels.scan_cases import CASES, ScanCase
 
@@ -75,7 +75,7 @@ def test_a_tree_survives_decays_that_overflow():
 def test_triton_interpreted(case, chunks):
     if not (support := supports(case.spec)):
         pytest.skip(f"not for triton: {support}")
-    cut = Cut(rows=4, chunks=chunks, unroll=4)
+    cut = ScanTiling(rows=4, chunks=chunks, unroll=4)
     check(case, lambda spec, *xs: scan_triton(spec, *xs, cut=cut, interpret=True))
 
 
@@ -120,7 +120,7 @@ def test_backends_say_why_not():
         ({"readouts": (Readout(over=("t",)),)}, "no axis"),
         ({"readouts": (Readout(axes=("t",)),)}, "result's axes"),
         (
-            {"readouts": (Readout(over=("0",), finish=Program(lambda y, v, t: y, (1,))),)},
+            {"readouts": (Readout(over=("0",), finish=ScanProgram(lambda y, v, t: y, (1,))),)},
             "was summed",
         ),
     ],
@@ -140,7 +140,7 @@ def test_costs():
 
 def test_blocks_are_for_what_is_dear():
     light = plain(64, (8,), ("t", "0"), ("t", "0"))
-    dear = replace(light, coefficients=Program(lambda v, t: (jnp.exp(v[0]), v[1]), (0, 1)))
+    dear = replace(light, coefficients=ScanProgram(lambda v, t: (jnp.exp(v[0]), v[1]), (0, 1)))
     assert is_light(light)
     assert not is_light(dear)
     assert not is_light(replace(light, readouts=(Readout(over=("0",)),)))
@@ -177,7 +177,9 @@ def test_backward_is_the_gradient_of_the_reference(case, tree):
 @pytest.mark.parametrize("length", [1, 21])
 def test_a_backward_pass_is_differentiated_itself(length, reverse):
     spec = plain(length, (3,), ("0",), ("t", "0"), start=True, last=True, reverse=reverse)
-    spec = replace(spec, coefficients=Program(lambda v, t: (jnp.tanh(v[0]), jnp.sin(v[1])), (0, 1)))
+    spec = replace(
+        spec, coefficients=ScanProgram(lambda v, t: (jnp.tanh(v[0]), jnp.sin(v[1])), (0, 1))
+    )
     draw = np.random.default_rng(0).uniform
     operands = [jnp.asarray(draw(-1, 1, spec.shape(k)), "f4") for k in range(3)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from symjax_rewrite import RulePack, axiom, lemma, packs, sym_optimize
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir.egraph import Reason
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import expand
 from symjax_rewrite.ir.term import ADD, CONTRACT, Ref
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
@@ -75,7 +75,9 @@ def _no_property(ctx, cls, node):
     c = ctx.g.classes[cls]
     refs = [Ref(a.cls, a.axes) for a in node.args if len(a.axes) == len(c.sizes)]
     if len(refs) == len(node.args) == 2 and not node.bound:
-        yield ctx.g.add(ADD, (1, -1), tuple(refs), c.sizes, (), c.dtype, Reason("wrong", cls))
+        yield ctx.g.add(
+            ADD, (1, -1), tuple(refs), c.sizes, (), c.dtype, Justification("wrong", cls)
+        )
 
 
 def test_axiom_with_a_wrong_value_is_refused():
@@ -105,7 +107,7 @@ def _expand_square(ctx, cls, node):
         if inner.op != ADD or inner.attr not in ((1, -1), (-1, 1)):
             continue
         u, v = (Ref(a.cls, tuple(p.factors[0].axes[i] for i in a.axes)) for a in inner.args)
-        c, why = ctx.g.classes[cls], Reason("unsafe", cls)
+        c, why = ctx.g.classes[cls], Justification("unsafe", cls)
         terms = [
             ctx.g.add(CONTRACT, None, pair, c.sizes, p.bound, c.dtype, why)
             for pair in ((u, u), (v, v), (u, v))

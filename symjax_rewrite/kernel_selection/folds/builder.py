@@ -18,9 +18,9 @@ from symjax_rewrite.ir.products import held_dtype, is_half
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
+    FoldSurroundings,
     Rows,
     Served,
-    Surroundings,
     row_algebra,
     row_scale,
 )
@@ -51,9 +51,9 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Output,
     Sums,
-    Term,
     Tile,
     TopK,
+    WeightedTerm,
 )
 
 _REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
@@ -283,7 +283,7 @@ class FoldBuilder:
         self.t, self.lead = t, lead
         self.tiles = TileBuilder(t, like, sizes=dict(sizes), wide=wide)
         self.roots: list[int] = []
-        self.outputs: dict[tuple, list[Term]] = {}
+        self.outputs: dict[tuple, list[WeightedTerm]] = {}
         self.served: dict[int, Served] = {}
         self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
 
@@ -359,15 +359,15 @@ class FoldBuilder:
 
     def _term(
         self, served: Served, piece: Piece, factor: int | None
-    ) -> tuple[Term, tuple[str, ...]]:
+    ) -> tuple[WeightedTerm, tuple[str, ...]]:
         if piece.weights is None:
-            return Term(None, factor), ()
+            return WeightedTerm(None, factor), ()
         g = self.t.graph
         number = self.tiles.operand(unwidened(g, piece.weights))
         features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
         attr = None if piece.after else node_of(g, served.exit.cls).attr
         rounding = self._rounding(served.exit, g.classes[piece.weights.cls].dtype)
-        return Term(number, factor, rounding, precision_name(attr)), features
+        return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
     def _rounding(self, found: Exit, dtype: str) -> str | None:
         """What a tile is rounded to before it meets weights of a dtype: as in the program.
@@ -410,7 +410,7 @@ class FoldBuilder:
         outputs = [(self.roots[root], ignored[kind]) for kind, root, _ in self.outputs]
         return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
 
-    def finish(self, kernels: str, around: Surroundings) -> FoldRoute:
+    def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
         """The route.
 
         Raises:
@@ -436,7 +436,7 @@ class FoldBuilder:
         return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)
 
 
-def _output(kind: str, root: int, places: Any, terms: tuple[Term, ...]) -> Output:
+def _output(kind: str, root: int, places: Any, terms: tuple[WeightedTerm, ...]) -> Output:
     """An output of a fold; `places` says how many of a top-k, and how sums by key are made."""
     match kind:
         case "keyed":

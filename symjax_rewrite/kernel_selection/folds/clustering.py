@@ -32,7 +32,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     LEAST_DOT,
     Pair,
-    Tile,
+    PairwiseTile,
     elements,
     explore,
     is_elementwise,
@@ -58,7 +58,7 @@ class ClusterMember:
 
     exit: Exit
     pair: Pair
-    tile: Tile
+    tile: PairwiseTile
     space: tuple[int, ...]
     form: Form = ()
     level: int = 0

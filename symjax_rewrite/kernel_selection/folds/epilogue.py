@@ -70,7 +70,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Surroundings:
+class FoldSurroundings:
     """The program around a fold.
 
     need: what of it is needed. pairwise: classes that are never made. read: classes that others
@@ -241,7 +241,9 @@ def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
     return found
 
 
-def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuilder) -> Rows | None:
+def row_algebra(
+    around: FoldSurroundings, served: dict[int, Served], tiles: TileBuilder
+) -> Rows | None:
     """The row algebra around a fold's exits as its epilogue.
 
     Args:
@@ -276,7 +278,7 @@ def row_algebra(around: Surroundings, served: dict[int, Served], tiles: TileBuil
     return Rows(Epilogue(fun, axes, reads, key), exits, names, inside, axes)
 
 
-def _exits(around: Surroundings, inside: set[int]) -> list[int]:
+def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
     """The classes taken in that are read by something that is not."""
 
     def leaves(cls: int) -> bool:
@@ -288,7 +290,7 @@ def _exits(around: Surroundings, inside: set[int]) -> list[int]:
     return [cls for cls in inside if leaves(cls)]
 
 
-def _kept(around: Surroundings, program: _Program, exits: set[int]) -> set[int]:
+def _kept(around: FoldSurroundings, program: _Program, exits: set[int]) -> set[int]:
     """The classes taken in that make what leaves the fold smaller."""
 
     def weight(inside: set[int]) -> int:

@@ -309,7 +309,7 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Tile:
+class PairwiseTile:
     """What the pairwise terms under an exit are made of.
 
     inner: pairwise classes computed from others, by reference; heavy: those among them that
@@ -340,9 +340,9 @@ class Tile:
         return (r for r, is_heavy in self.inner.items() if is_heavy)
 
 
-def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> Tile | None:
+def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> PairwiseTile | None:
     """Everything pairwise under some references and keys; None where it is too much."""
-    tile = Tile()
+    tile = PairwiseTile()
     for ref in refs:
         if _visit(pair, tile, ref) is None:
             return None
@@ -352,7 +352,7 @@ def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> Tile | Non
     return tile
 
 
-def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
+def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool | None:
     """Whether a pairwise reference is heavy; None where the tile grows too large."""
     if ref in tile.inner:
         return tile.inner[ref]
@@ -402,7 +402,7 @@ def _visit(pair: Pair, tile: Tile, ref: Ref) -> bool | None:
     return heavy
 
 
-def visit_key(pair: Pair, tile: Tile, place: Ref, counted: bool) -> bool:
+def visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> bool:
     """Have integers that something is looked up or added up at visited; False for too much."""
     if counted:
         return _enter(pair, tile, place) is not None
@@ -410,7 +410,7 @@ def visit_key(pair: Pair, tile: Tile, place: Ref, counted: bool) -> bool:
     return True
 
 
-def _enter(pair: Pair, tile: Tile, arg: Ref) -> bool | None:
+def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
     """Whether an operand of a pairwise term is heavy; None where the tile grows too large."""
     if pair.holds(arg):
         return _visit(pair, tile, arg)

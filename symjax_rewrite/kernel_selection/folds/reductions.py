@@ -22,7 +22,7 @@ LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no f
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 
 
-class Part(NamedTuple):
+class ReadPart(NamedTuple):
     """What is read of a sorted row: `start + stride·i` at index `axis`; no axis: one place."""
 
     start: int
@@ -50,7 +50,7 @@ class Exit:
     places: int = 0  # of a top-k or a sort: how many
     output: int = 0  # of a top-k or a sort: values or places
     through: tuple[int, ...] = ()
-    part: Part | None = None
+    part: ReadPart | None = None
     keys: tuple[Ref, ...] = ()
     along: tuple[int, ...] = ()
     clips: bool = False
@@ -220,7 +220,7 @@ def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     places = start + stride * (count - 1) + 1
     if places * LEAST_OF_SORT > size:
         return None
-    part = Part(start, stride, kept)
+    part = ReadPart(start, stride, kept)
     view = t.view(v)
     arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
     return Exit(cls, "sorted", (arg,), (column,), sizes, None, places, output, (sort.cls,), part)

@@ -29,7 +29,7 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
     schedule,
 )
 from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
-from symjax_rewrite.kernel_selection.folds.epilogue import Served, Surroundings
+from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
 from symjax_rewrite.kernel_selection.folds.fold_price import pays, reorders
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
 from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
@@ -71,10 +71,10 @@ class Folds:
         if t.dim_env:
             return
         least = MIN_PAIRS if kernels == "auto" else 0
-        yield from _Selection(kernels, context.device).found(t, need, least)
+        yield from _FoldSelection(kernels, context.device).found(t, need, least)
 
 
-class _Selection:
+class _FoldSelection:
     """Finds pairwise terms of one program and decides which become folds."""
 
     def __init__(self, kernels: str, device: Device) -> None:
@@ -255,7 +255,7 @@ class Draft:
         for builder, level in zip(self.builders, self.levels, strict=True):
             elsewhere = set(read - Counter(builder.reads()))
             late = {c for c, before in self.depth.items() if before > level}
-            around = Surroundings(self.t, need, pairwise, elsewhere, late)
+            around = FoldSurroundings(self.t, need, pairwise, elsewhere, late)
             out.append(builder.finish(kernels, around))
         return out
 

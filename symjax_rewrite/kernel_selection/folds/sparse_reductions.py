@@ -31,7 +31,7 @@ from symjax_rewrite.kernel_selection.folds.clustering import MIN_PAIRS
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     Pair,
-    Tile,
+    PairwiseTile,
     elements,
     explore,
     is_elementwise,
@@ -281,7 +281,7 @@ class _Finder:
         mine = tuple(names[i] for i in range(node.out))
         return SparseRoute(cls, source, columns, roots, place, mine)
 
-    def _is_steady(self, tile: Tile) -> bool:
+    def _is_steady(self, tile: PairwiseTile) -> bool:
         """Whether no step compares what is computed here with what others reduce it to."""
         return all(
             a.cls in self.given or any(a.cls == r.cls for r in tile.inner)

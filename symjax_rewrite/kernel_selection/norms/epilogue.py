@@ -15,7 +15,7 @@ MAX_INSIDE = 24  # classes of one epilogue
 
 
 @dataclass(slots=True)
-class Epilogue:
+class NormEpilogue:
     """The last class of an elementwise chain behind some products.
 
     cls: the class; axes: for its slots, the index of the first product they are. inside: products
@@ -55,7 +55,7 @@ class Epilogue:
         return self.g.classes[ref.cls].dtype
 
 
-def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> Epilogue:
+def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
     """The longest elementwise chain behind a product that nothing else looks into.
 
     Other members that meet it are products of the same kernel.
@@ -64,7 +64,7 @@ def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> E
     identity = tuple(range(len(g.classes[first.cls].sizes)))
     axes: dict[int, tuple[int, ...]] = {first.cls: identity}
     rows = frozenset(first.rows)
-    best = Epilogue(g, first.cls, identity, {first.cls}, {first.cls: identity}, rows)
+    best = NormEpilogue(g, first.cls, identity, {first.cls}, {first.cls: identity}, rows)
     while len(axes) < MAX_INSIDE:
         users = sorted({u for c in axes for u in need.users.get(c, ()) if u not in axes})
         if not users or any(c in need.outside for c in axes if c != best.cls):
@@ -77,7 +77,7 @@ def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> E
         open_ = [c for c in axes if c != last and (c in need.outside or _leaves(need, c, axes))]
         if not open_:
             products = {c: a for c, a in axes.items() if c in by_class}
-            best = Epilogue(g, last, axes[last], set(axes) - {last}, products, rows)
+            best = NormEpilogue(g, last, axes[last], set(axes) - {last}, products, rows)
         if last in need.outside:
             return best
     return best

@@ -17,7 +17,7 @@ import numpy as np
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue
+from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Column, Normed
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linears
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
@@ -34,7 +34,7 @@ class NormPart:
 
     spec: NormSpec
     members: list[Normed]
-    exit: Epilogue
+    exit: NormEpilogue
     columns: list[tuple[Column, ...]]
     folded: bool
     given: list[tuple[tuple[Column, ...] | None, int]]

@@ -25,7 +25,7 @@ MAX_PARTS = 8  # terms of a multiplied-out operand
 MAX_FACTORS = 16  # of one such term
 
 
-class Part(NamedTuple):
+class OperandPart(NamedTuple):
     """coefficient · Π factors."""
 
     coefficient: float
@@ -92,10 +92,10 @@ class Opener:
     is_full: Callable[[Ref], bool]
     scaled: bool = True
     opened: set[int] = field(default_factory=set)
-    known: dict[Ref, list[Part]] = field(default_factory=dict)
+    known: dict[Ref, list[OperandPart]] = field(default_factory=dict)
     depth: int = 0
 
-    def parts(self, ref: Ref) -> list[Part]:
+    def parts(self, ref: Ref) -> list[OperandPart]:
         """The terms of a reference; itself alone where it has no such structure."""
         found = self.known.get(ref)
         if found is None:
@@ -104,8 +104,8 @@ class Opener:
             self.depth -= 1
         return found
 
-    def _parts(self, ref: Ref) -> list[Part]:
-        alone = [Part(1, (ref,))]
+    def _parts(self, ref: Ref) -> list[OperandPart]:
+        alone = [OperandPart(1, (ref,))]
         if self.depth > MAX_DEPTH or not self.is_full(ref):
             return alone
         node = node_of(self.g, ref.cls)
@@ -123,34 +123,34 @@ class Opener:
             self.opened.add(ref.cls)
         return found
 
-    def _product(self, ref: Ref, node: Node) -> list[Part] | None:
-        out = [Part(1, ())]
+    def _product(self, ref: Ref, node: Node) -> list[OperandPart] | None:
+        out = [OperandPart(1, ())]
         for arg in node.args:
             terms = self.parts(over(ref, arg))
-            out = [Part(a.coefficient * b.coefficient, a.factors + b.factors) for a in out
+            out = [OperandPart(a.coefficient * b.coefficient, a.factors + b.factors) for a in out
                    for b in terms]  # fmt: skip
             if len(out) > MAX_PARTS or any(len(p.factors) > MAX_FACTORS for p in out):
                 return None
         return None if _cancel(out) else out
 
-    def _sum(self, ref: Ref, node: Node) -> list[Part] | None:
+    def _sum(self, ref: Ref, node: Node) -> list[OperandPart] | None:
         """None where every term is a value of its own: then their sum is one."""
-        out: list[Part] = []
+        out: list[OperandPart] = []
         structure = len(node.args) == 1
         for coefficient, arg in zip(node.attr, node.args, strict=True):
             if isinstance(coefficient, complex):
                 return None
             read = over(ref, arg)
             terms = self.parts(read)
-            one = len(node.args) == 1 and terms == [Part(1, (read,))]
+            one = len(node.args) == 1 and terms == [OperandPart(1, (read,))]
             if one and not self.scaled and abs(coefficient) < 1:
                 return None
-            structure = structure or not self.is_full(read) or terms != [Part(1, (read,))]
-            out += [Part(float(coefficient) * t.coefficient, t.factors) for t in terms]
+            structure = structure or not self.is_full(read) or terms != [OperandPart(1, (read,))]
+            out += [OperandPart(float(coefficient) * t.coefficient, t.factors) for t in terms]
         return out if structure and len(out) <= MAX_PARTS and not _cancel(out) else None
 
 
-def _cancel(parts: list[Part]) -> bool:
+def _cancel(parts: list[OperandPart]) -> bool:
     """Whether parts of equal factors differ in sign: apart, they leave what their rounding is."""
     signs: dict[tuple[Ref, ...], set[bool]] = {}
     for p in parts:
@@ -282,7 +282,7 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 
 
 def _value(
-    g: EGraph, parts: list[Part], scaled: list[Ref], bound: set[int], rows: set[int]
+    g: EGraph, parts: list[OperandPart], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
     """The one factor x of all parts that have any, or why there is none."""
     found: set[Ref] = set()
@@ -302,7 +302,7 @@ def _value(
 
 
 def _collect(
-    g: EGraph, cls: int, x: Ref, w: Ref, parts: list[Part], bound: set[int], opener: Opener
+    g: EGraph, cls: int, x: Ref, w: Ref, parts: list[OperandPart], bound: set[int], opener: Opener
 ) -> Normed | str:
     slot = {i: s for s, i in enumerate(x.axes)}
     place = lambda f: Ref(f.cls, tuple(slot[i] for i in f.axes))  # noqa: E731
@@ -360,7 +360,7 @@ def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bo
     return any(has_sums(g, f.cls, {}) for f in rows)
 
 
-def _other_axis(g: EGraph, parts: list[Part], bound: set[int], rows: set[int]) -> str | None:
+def _other_axis(g: EGraph, parts: list[OperandPart], bound: set[int], rows: set[int]) -> str | None:
     """The reason if a column factor is a statistic of the value over an axis that stays."""
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]

@@ -26,7 +26,7 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     is_product,
     over,
 )
-from symjax_rewrite.pallas_kernels.norm.spec import Sums
+from symjax_rewrite.pallas_kernels.norm.spec import RowSums
 
 CENTRE, SUM, SQUARES = "centre", "sum", "squares"
 Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
@@ -232,10 +232,10 @@ class ProgramBuilder:
 
 def program(
     steps: list[Step], root: int, primitives: dict[str, Any], sides: tuple[str, ...]
-) -> Callable[[Sums], Any]:
+) -> Callable[[RowSums], Any]:
     """The steps as a function of the sums; values broadcast to [m, n]."""
 
-    def run(s: Sums) -> Any:
+    def run(s: RowSums) -> Any:
         made: list[Any] = []
         total = s.centre.dtype
         for kind, data, args, dtype in steps:

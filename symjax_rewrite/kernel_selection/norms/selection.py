@@ -36,7 +36,7 @@ from symjax_rewrite.ir.term import (
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.tile_program import precision_name
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
-from symjax_rewrite.kernel_selection.norms.epilogue import Epilogue, epilogue
+from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue, epilogue
 from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRoute, axes_of
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
@@ -78,10 +78,10 @@ class Norms:
             return
         terms = context.terms(program)
         if not terms.t.dim_env:
-            yield from _Selection(kernels, context.device).found(terms.t, terms.need)
+            yield from _NormSelection(kernels, context.device).found(terms.t, terms.need)
 
 
-class _Selection:
+class _NormSelection:
     """Finds norms before linear layers and decides which become kernels."""
 
     def __init__(self, kernels: str, device: Device) -> None:
@@ -123,7 +123,7 @@ class _Selection:
             return [], "on a CPU XLA's own passes are as good: the kernel is for GPUs"
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
-            part = _Builder(t, served, exit_, need.known).part()
+            part = _NormBuilder(t, served, exit_, need.known).part()
             if isinstance(part, NormPart) and (refusal := self._refusal(part)):
                 part = refusal
             if isinstance(part, str):
@@ -228,7 +228,7 @@ def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str)
 
 def _exits(
     t: TermGraph, need: Needed, members: list[Normed]
-) -> Iterable[tuple[Epilogue, list[Normed]]]:
+) -> Iterable[tuple[NormEpilogue, list[Normed]]]:
     """Members in kernels: those that meet in one elementwise result share one.
 
     A chain is followed from where most of them are met: `a / (1 + exp(b))` from b.
@@ -266,11 +266,11 @@ def _is_light(g: EGraph, cls: int) -> bool:
     return node.op in LIGHT and not node.bound
 
 
-class _Builder:
+class _NormBuilder:
     """Makes the spec of one result."""
 
     def __init__(
-        self, t: TermGraph, members: list[Normed], exit_: Epilogue, known: frozenset[int]
+        self, t: TermGraph, members: list[Normed], exit_: NormEpilogue, known: frozenset[int]
     ) -> None:
         self.t, self.members, self.exit = t, members, exit_
         m = self.first = members[0]

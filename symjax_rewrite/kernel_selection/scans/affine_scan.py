@@ -43,7 +43,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     states_bytes,
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan.spec import Program, Readout, ScanSpec
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
 
 TIME = "t"
 MAX_GROWTH = 2  # what the kernel writes for results, over their bytes
@@ -54,7 +54,7 @@ class NotAScanError(Exception):
     """Why a loop is no scan (internal)."""
 
 
-class Pair(NamedTuple):
+class AffinePair(NamedTuple):
     """a·h + b; `a` is None where h does not occur, and `b` where nothing is added to it.
 
     A zero in place of the latter would be none any more once it is divided by zero.
@@ -147,7 +147,7 @@ def scan_of(
         beside_s: seconds of what the kernel needs and the loop does not.
     """
     try:
-        builder = _Builder(loop)
+        builder = _ScanBuilder(loop)
         spec = builder.build()
     except NotAScanError as error:
         return None, f"no kernel: {error}"
@@ -185,7 +185,7 @@ def route_differentiated(
     if any(e.name == "stop_gradient" for e in loop.body.equations):
         return None, "its derivatives are not those of its values"
     try:
-        builder = _Builder(loop)
+        builder = _ScanBuilder(loop)
         spec = builder.build()
     except NotAScanError as error:
         return None, str(error)
@@ -200,7 +200,7 @@ def route_differentiated(
 
 
 @dataclass(slots=True)
-class _Builder:
+class _ScanBuilder:
     """Reads one loop as a scan."""
 
     loop: Loop
@@ -322,7 +322,7 @@ class _Builder:
         even = [first + k * step for k in range(len(numbers))] == numbers.tolist()
         return (first, step) if even and max(abs(first), abs(int(numbers[-1]))) < 1 << 31 else None
 
-    def _program(self, ref: Ref, after: Ref | None) -> Program:
+    def _program(self, ref: Ref, after: Ref | None) -> ScanProgram:
         """The term as a program of operands; `after` is the state it may read."""
         steps: list[tuple] = []
         known: dict[Ref, int] = {}
@@ -330,7 +330,7 @@ class _Builder:
         self._steps(ref, after, steps, known, reads)
         key = ("scan", after is None, tuple((k, repr(d), a, x) for k, d, a, x in steps))
         run = _coefficients if after is None else _reading
-        return Program(run(steps, self.t.primitives), tuple(reads), key=key)
+        return ScanProgram(run(steps, self.t.primitives), tuple(reads), key=key)
 
     def _steps(
         self, ref: Ref, after: Ref | None, steps: list, known: dict[Ref, int], reads: list[int]
@@ -410,7 +410,7 @@ class _Builder:
             raise NotAScanError("a result has an axis that the states have not")
         return found
 
-    def _product(self, refs: list[Ref], after: Ref, dtype: str) -> Program:
+    def _product(self, refs: list[Ref], after: Ref, dtype: str) -> ScanProgram:
         """The product of some terms as one program."""
         steps: list[tuple] = []
         known: dict[Ref, int] = {}
@@ -418,7 +418,7 @@ class _Builder:
         numbers = tuple(self._steps(r, after, steps, known, reads) for r in refs)
         steps.append(("apply", (CONTRACT, None), numbers, dtype))
         key = ("scan", False, tuple((k, repr(d), a, x) for k, d, a, x in steps))
-        return Program(_reading(steps, self.t.primitives), tuple(reads), key=key)
+        return ScanProgram(_reading(steps, self.t.primitives), tuple(reads), key=key)
 
     def _factors(self, refs: list[Ref], after: Ref) -> list[Ref]:
         """What a product is of, where some of its operands are products themselves."""
@@ -433,7 +433,7 @@ class _Builder:
                 found.append(ref)
         return found
 
-    def _factor(self, refs: list[Ref], after: Ref) -> Program | None:
+    def _factor(self, refs: list[Ref], after: Ref) -> ScanProgram | None:
         """What the state after a step is multiplied by, where a product is that."""
         rest = [r for r in refs if r != after]
         dtypes = {self.t.graph.classes[r.cls].dtype for r in refs}
@@ -449,24 +449,24 @@ class _Builder:
         key = ("factor", tuple((k, repr(d), a, x) for k, d, a, x in steps))
         run = _reading(steps, self.t.primitives)
         factor = lambda values, t: run((None, None), values, t)  # noqa: E731
-        return Program(factor, tuple(reads), key=key)
+        return ScanProgram(factor, tuple(reads), key=key)
 
 
 def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:
     """The steps as `fun(values, t) -> (a, b)`."""
 
     def run(values: tuple, t: Any) -> tuple[Any, Any]:
-        made: list[Pair] = []
+        made: list[AffinePair] = []
         dtype = steps[-1][3]
         for kind, data, args, dtype in steps:
             if kind == "before":
-                made.append(Pair(np.ones((), dtype), None))
+                made.append(AffinePair(np.ones((), dtype), None))
             elif kind == "const":
-                made.append(Pair(None, np.asarray(data).astype(np.dtype(dtype))))
+                made.append(AffinePair(None, np.asarray(data).astype(np.dtype(dtype))))
             elif kind == "value":
-                made.append(Pair(None, values[data]))
+                made.append(AffinePair(None, values[data]))
             elif kind == "count":
-                made.append(Pair(None, _count(data, t, dtype)))
+                made.append(AffinePair(None, _count(data, t, dtype)))
             else:
                 made.append(_apply_pairs(data, [made[a] for a in args], dtype, primitives))
         zero = np.zeros((), dtype)
@@ -484,7 +484,9 @@ def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
     return (first + step * t).astype(dtype)
 
 
-def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str, Any]) -> Pair:
+def _apply_pairs(
+    what: tuple, args: list[AffinePair], dtype: str, primitives: dict[str, Any]
+) -> AffinePair:
     """A term of a·h + b's: sums and products with what has no h go through both."""
     op, attr = what
 
@@ -492,7 +494,7 @@ def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str
         return apply(what, values, dtype, primitives)
 
     if all(p.a is None for p in args):
-        return Pair(None, of([p.b for p in args]))
+        return AffinePair(None, of([p.b for p in args]))
     if op == ADD or (op == MAP and attr[0] == "select_n"):
         zero = np.zeros((), dtype)
         first = [args[0].b] if op == MAP else []
@@ -501,9 +503,9 @@ def _apply_pairs(what: tuple, args: list[Pair], dtype: str, primitives: dict[str
             for part in zip(*args[len(first) :], strict=True)
         )
         scaled = all(p.b is None for p in args[len(first) :])
-        return Pair(of([*first, *slopes]), None if scaled else of([*first, *offsets]))
+        return AffinePair(of([*first, *slopes]), None if scaled else of([*first, *offsets]))
     slope = of([p.b if p.a is None else p.a for p in args])
-    return Pair(slope, None if any(p.b is None for p in args) else of([p.b for p in args]))
+    return AffinePair(slope, None if any(p.b is None for p in args) else of([p.b for p in args]))
 
 
 def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:

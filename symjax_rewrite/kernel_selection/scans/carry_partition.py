@@ -15,7 +15,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.kernel_selection.scans.affine_scan import ScanRoute, scan_of
 from symjax_rewrite.kernel_selection.scans.matrix_scan import (
-    Part,
+    StatePart,
     run_all,
     run_steps,
     stacked_result,
@@ -30,7 +30,7 @@ EARLY = -1  # the part of what no carry is needed for
 
 
 @dataclass(slots=True)
-class Piece:
+class CarryGroup:
     """A part of a loop: its carries by number, its equations, and what later ones read of it.
 
     scan: the kernel that runs it, else it is a loop.
@@ -48,7 +48,7 @@ class SplitRoute:
 
     loop: Loop
     early: list[Equation]
-    pieces: list[Piece]
+    pieces: list[CarryGroup]
 
     def run(self, read: Read) -> list[Any]:
         """What the loop gives."""
@@ -60,7 +60,7 @@ class SplitRoute:
             if piece.scan is not None:
                 finals[piece.carries[0]] = piece.scan.advance(known, steps, read)
             else:
-                part = Part(piece.equations, None, piece.carries, piece.ys)
+                part = StatePart(piece.equations, None, piece.carries, piece.ys)
                 run_steps(loop, part, known, steps, finals, read)
         ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
         return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
@@ -136,7 +136,7 @@ class _Splitter:
         loop, avals = self.loop, self.loop.body.avals
         early = self._early()
         made_early = {v for e in early for v in e.outvals}
-        pieces = [Piece(carries) for carries in self._order()]
+        pieces = [CarryGroup(carries) for carries in self._order()]
         if len(pieces) > MAX_PARTS:
             return None
         part = self._parts(pieces)
@@ -218,7 +218,7 @@ class _Splitter:
             for k, c in enumerate(self.loop.carries)
         }
 
-    def _parts(self, pieces: list[Piece]) -> dict[int, int]:
+    def _parts(self, pieces: list[CarryGroup]) -> dict[int, int]:
         """The part that every value is made in: the last one that it depends on."""
         part: dict[int, int] = {}
         for n, piece in enumerate(pieces):

@@ -25,8 +25,8 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     MatrixState,
     NotAMatrixError,
     Query,
-    Reader,
-    Term,
+    StateReader,
+    StateTerm,
     terms_of,
 )
 from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
@@ -45,7 +45,7 @@ MIN_GAIN = 1.25  # predicted, for a loop to be written otherwise
 
 
 @dataclass(slots=True)
-class Part:
+class StatePart:
     """What is run at once: equations for all steps, then states of a matrix or a smaller loop.
 
     state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: what
@@ -64,7 +64,7 @@ class MatrixRoute:
 
     loop: Loop
     t: TermGraph
-    parts: list[Part]
+    parts: list[StatePart]
     tail: list[Equation]
 
     @property
@@ -85,7 +85,7 @@ class MatrixRoute:
             k = part.state.carry
             start = loop.carries[k].start
             first = None if is_zero(start) else read(start)
-            finals[k] = _Kernel(self, part.state, known, steps).run(first)
+            finals[k] = _MatrixKernel(self, part.state, known, steps).run(first)
         run_all(loop, self.tail, known, steps)
         ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
         return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
@@ -108,7 +108,7 @@ def run_all(
 
 def run_steps(
     loop: Loop,
-    part: Part,
+    part: StatePart,
     known: dict[int, Any],
     steps: dict[int, Any],
     finals: dict[int, Any],
@@ -135,7 +135,7 @@ def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int,
 
 
 @dataclass(slots=True)
-class _Kernel:
+class _MatrixKernel:
     """The states of one matrix by `matrix_scan`."""
 
     route: MatrixRoute
@@ -249,7 +249,7 @@ class _Kernel:
             turned = lax.transpose(y, [order.index(a) for a in wanted])
             self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
 
-    def _summed(self, term: Term, order: tuple[int, ...], dtype: Any) -> Any:
+    def _summed(self, term: StateTerm, order: tuple[int, ...], dtype: Any) -> Any:
         """A product without the state, summed over the keys."""
         s = self.state
         letters = {TIME: "t"} | {i: chr(ord("A") + i) for i in range(len(s.sizes))}
@@ -342,7 +342,7 @@ def matrix_route(loop: Loop) -> MatrixRoute:
         carry = loop.carries[k]
         others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
         try:
-            states[k] = Reader(loop, t, k).read([v for v in others if isinstance(v, int)])
+            states[k] = StateReader(loop, t, k).read([v for v in others if isinstance(v, int)])
         except NotAMatrixError as error:
             reasons.append(str(error))
     if not states:
@@ -366,7 +366,7 @@ class _Planner:
     t: TermGraph
     states: dict[int, MatrixState]
     ready: set[int] = field(init=False)
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StatePart] = field(default_factory=list)
 
     def plan(self) -> MatrixRoute:
         """The parts, each after those that it reads.
@@ -403,7 +403,7 @@ class _Planner:
             if needed is None:
                 return False
             self._stack(needed, values)
-            self.parts.append(Part(needed, state))
+            self.parts.append(StatePart(needed, state))
             self.ready.update(v for q in state.queries for v in q.values)
             self.ready.update(v for e in needed for v in e.outvals)
             return True
@@ -413,7 +413,7 @@ class _Planner:
         if needed is None:
             return False
         self._stack(needed)
-        self.parts.append(Part(needed, None, carries))
+        self.parts.append(StatePart(needed, None, carries))
         self.ready |= inner | {v for e in needed for v in e.outvals}
         return True
 

@@ -31,7 +31,7 @@ class NotAMatrixError(Exception):
     """Why a carry is no such state (internal)."""
 
 
-class Term(NamedTuple):
+class StateTerm(NamedTuple):
     """coefficient · Π factors, times the state `before` or `after` the step if it is named.
 
     axes: for each axis of the state the index it is read at.
@@ -52,8 +52,8 @@ class Query(NamedTuple):
     """
 
     values: tuple[int, ...]
-    term: Term
-    others: tuple[Term, ...]
+    term: StateTerm
+    others: tuple[StateTerm, ...]
     left: Axes
     over: Axes
 
@@ -71,7 +71,7 @@ class MatrixState:
     batch: Axes
     keys: Axes
     values: Axes
-    decay: Term
+    decay: StateTerm
     added: float
     key: Factors
     value: Factors
@@ -104,7 +104,7 @@ def terms_of(loop: Loop) -> TermGraph:
 
 
 @dataclass(slots=True)
-class Reader:
+class StateReader:
     """Reads one carry of a loop as a matrix.
 
     Args:
@@ -165,7 +165,7 @@ class Reader:
                 stack += missing
         return self.moving[cls]
 
-    def _terms(self, ref: Ref, dtype: str, whole: bool = True) -> list[Term]:
+    def _terms(self, ref: Ref, dtype: str, whole: bool = True) -> list[StateTerm]:
         """A reference as a sum of products with at most one state in each.
 
         Args:
@@ -177,13 +177,13 @@ class Reader:
         for name, state in (("after", self.out), ("before", self.state))[not whole :]:
             if cls == state.cls:
                 place = dict(zip(state.axes, axes, strict=True))
-                return [Term(1.0, (), name, tuple(place[i] for i in range(len(place))))]
+                return [StateTerm(1.0, (), name, tuple(place[i] for i in range(len(place))))]
         node = node_of(self.t.graph, cls)
         is_float = dtype_kind(self.t.graph.classes[cls].dtype) == "f"
         if node.op == CONST and is_float and math.isfinite(node.attr[0]):
-            return [Term(float(node.attr[0]), ())]
+            return [StateTerm(float(node.attr[0]), ())]
         if not self.depends(cls):
-            return [Term(1.0, (ref,))]
+            return [StateTerm(1.0, (ref,))]
         if node.op not in (ADD, CONTRACT, MAP):
             raise NotAMatrixError(f"{_name(node)} of the states")
         index = {i: axes[i] for i in range(node.out)}
@@ -217,8 +217,8 @@ class Reader:
             return False
         return holds(new, old) or holds(new, least)
 
-    def _product(self, args: list[Ref], dtype: str, whole: bool = True) -> list[Term]:
-        made = [Term(1.0, ())]
+    def _product(self, args: list[Ref], dtype: str, whole: bool = True) -> list[StateTerm]:
+        made = [StateTerm(1.0, ())]
         for arg in args:
             made = [_times(x, y) for x in made for y in self._terms(arg, dtype, whole)]
         return made
@@ -285,7 +285,7 @@ class Reader:
             tuple(sorted(axis[width + i] for i in range(len(node.bound)))),
         )
 
-    def _arranged(self, sizes: Axes, terms: list[Term], queries: list[Query]) -> MatrixState:
+    def _arranged(self, sizes: Axes, terms: list[StateTerm], queries: list[Query]) -> MatrixState:
         """Which axes are keys, values and batches, and the factors of each."""
         width, keys = len(sizes), queries[0].over
         decays = [t for t in terms if t.state]
@@ -320,7 +320,7 @@ class Reader:
             ),
         )
 
-    def _opened(self, term: Term, keys: Axes) -> Term:
+    def _opened(self, term: StateTerm, keys: Axes) -> StateTerm:
         """A product with its factors opened that have axes of the keys and others."""
         inner, done = set(keys), []
         coefficient, stack = term.coefficient, list(term.factors)
@@ -339,14 +339,14 @@ class Reader:
                 stack += args
             else:
                 done.append(ref)
-        return Term(coefficient, tuple(done))
+        return StateTerm(coefficient, tuple(done))
 
 
-def _times(x: Term, y: Term) -> Term:
+def _times(x: StateTerm, y: StateTerm) -> StateTerm:
     if x.state and y.state:
         raise NotAMatrixError("a product of states")
     state = x if x.state else y
-    return Term(x.coefficient * y.coefficient, x.factors + y.factors, state.state, state.axes)
+    return StateTerm(x.coefficient * y.coefficient, x.factors + y.factors, state.state, state.axes)
 
 
 def _name(node: Any) -> str:
