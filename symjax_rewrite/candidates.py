@@ -34,6 +34,7 @@ class Candidate:
     this stands at several places and is weighed as one. share: True if it must gain a share of the
     whole program's time. hidden: values that must not be needed any more. dear: values inside that
     cost more to make again for a gradient than to keep. count: places that it stands for.
+    also: further reasons and lines, of parts that are taken together with the first.
     repeated_s: seconds of work repeated for copies of an operand, which no term counts. bodies:
     results of the bodies of loops and branches in it, and how often each runs.
     """
@@ -51,6 +52,7 @@ class Candidate:
     hidden: frozenset[int] = frozenset()
     dear: frozenset[int] = frozenset()
     count: int = 1
+    also: tuple[tuple[str, str], ...] = ()
     repeated_s: float = 0.0
     bodies: tuple[tuple[Any, int], ...] = ()
 

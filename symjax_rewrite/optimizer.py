@@ -98,6 +98,7 @@ class Result:
         if c.reason:
             log("route", "%s: %s", c.name, c.reason)
             self.routes.append(RouteUse(c.name, True, c.reason, c.where, c.count))
+        self.routes += [RouteUse(c.name, True, reason, where) for reason, where in c.also]
         for name, prop in c.rules:
             use = self.rules.setdefault(name, RuleUse(name, prop, 0))
             use.count += 1

@@ -134,7 +134,7 @@ class _BandedSelection:
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
                     use = RouteUse("banded", True, reason, t.where(cls))
                     route = BandedRoute(t, cls, row, node.out, blocks)
-                    yield from candidates(t, "banded", [([route], use)])
+                    yield from candidates(t, "banded", [([route], [use])])
                     break
 
     def _blocks(

@@ -8,6 +8,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
+from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.usage_records import RouteUse
@@ -31,7 +32,7 @@ class OneClass:
 def candidates(
     t: TermGraph,
     name: str,
-    groups: Sequence[tuple[Sequence[Any], RouteUse]],
+    groups: Sequence[tuple[Sequence[Any], Sequence[RouteUse]]],
     opens: bool = False,
 ) -> list[Candidate]:
     """Candidates of makers of classes: those of a group are taken together or not at all.
@@ -53,7 +54,7 @@ def candidates(
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
     out = []
-    for makers, use in groups:
+    for makers, (use, *more) in groups:
         gives = {c for m in makers for c in m.gives()}
         inside = {c for m in makers for c in m.classes()} - gives
         dear = {c for m in makers for c in getattr(m, "dear", set)()}
@@ -64,6 +65,7 @@ def candidates(
                 use.where,
                 use.reason,
                 count=use.count,
+                also=tuple((u.reason, u.where) for u in more),
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
                 dear=frozenset(v for c in dear for v in t.values_of(c)),
             )
@@ -77,7 +79,7 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
     Returns:
         By class, the value of those that the program has no value of, and of those held wider.
     """
-    read = {c for m in makers for own in m.gives() for c in m.needs(own) if c not in m.gives()}
+    read = _read(t, makers)
     links: dict[int, int] = {}
     wide: dict[int, int] = {}
     for m in makers:
@@ -90,6 +92,20 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
                 aval = jax_internals.array_aval(info.sizes, info.dtype)
                 links[c] = t.program.new_value(aval)
     return links, wide
+
+
+def _read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
+    """The classes that makers read, also through classes that no value of the program holds."""
+    given = {c for m in makers for c in m.gives()}
+    stack = [c for m in makers for own in m.gives() for c in m.needs(own)]
+    read: set[int] = set()
+    while stack:
+        c = stack.pop()
+        if c not in read:
+            read.add(c)
+            if c not in given and c not in t.leaf_value and not t.values_of(c):
+                stack += [a.cls for a in node_of(t.graph, c).args]
+    return read
 
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:

@@ -200,7 +200,7 @@ class PartialSorts:
                 yield Refusal(self.name, reason, e.where())
             else:
                 use = RouteUse(self.name, True, reason, e.where())
-                yield from candidates(t, self.name, [([route], use)])
+                yield from candidates(t, self.name, [([route], [use])])
 
 
 Reading = tuple[SelectionRoute | str, str] | None

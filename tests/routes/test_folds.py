@@ -274,7 +274,7 @@ def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
         specs.append(spec)
         return fold(spec, *operands, **options)
 
-    monkeypatch.setattr("symjax_rewrite.fold_route.fold", counted)
+    monkeypatch.setattr("symjax_rewrite.kernel_selection.folds.builder.fold", counted)
     points, values = draw(N, D) * 0.3, draw(M, D, seed=1) * 0.3
     for fun, args, folds in ((energy, (points, values), 1), (attend, (points, values, values), 2)):
         specs: list[FoldSpec] = []

@@ -129,7 +129,7 @@ def operands(batch=B):
 def small_blocks(monkeypatch):
     """Folds are cut as if they were large, so that nothing of a whole tile's size is made."""
     cut = lambda spec: Blocks(min(16, spec.rows), min(12, spec.cols))  # noqa: E731
-    monkeypatch.setattr("symjax_rewrite.pallas_kernels.fold_xla.xla_blocks", cut)
+    monkeypatch.setattr("symjax_rewrite.pallas_kernels.fold.xla.xla_blocks", cut)
 
 
 @pytest.mark.usefixtures("small_blocks")

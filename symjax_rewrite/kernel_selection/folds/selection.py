@@ -170,16 +170,14 @@ class _FoldSelection:
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
     """A candidate for each cluster that becomes folds."""
-    taken = [(group, use) for group, use in zip(groups, uses, strict=True) if group]
+    taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
     return [*refusals(uses), *candidates(t, "fold", taken)]
 
 
 def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
     """One candidate for folds of scores that are stated again."""
     taken = [use for use in uses if use.taken]
-    reason = "; ".join(dict.fromkeys(use.reason for use in taken))
-    use = RouteUse("fold", True, reason, taken[0].where, len(taken))
-    return [*refusals(uses), *candidates(t, "fold", [(routes, use)])]
+    return [*refusals(uses), *candidates(t, "fold", [(routes, taken)])]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:

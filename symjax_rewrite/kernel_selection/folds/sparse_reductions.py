@@ -316,7 +316,7 @@ class SparseReductions:
         by_source: dict[Sparse, list[SparseRoute]] = {}
         for route in routes:
             by_source.setdefault(route.source, []).append(route)
-        groups = [(group, _use(terms.t, source)) for source, group in by_source.items()]
+        groups = [(group, [_use(terms.t, source)]) for source, group in by_source.items()]
         yield from candidates(terms.t, self.name, groups)
 
 

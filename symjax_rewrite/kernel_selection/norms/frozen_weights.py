@@ -208,7 +208,7 @@ class FrozenWeights:
             route = FrozenRoute(products, join)
             reason = f"folded into {len(members)} frozen weights, once"
             use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-            yield from candidates(t, self.name, [([route], use)], opens=not join)
+            yield from candidates(t, self.name, [([route], [use])], opens=not join)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:

@@ -107,7 +107,7 @@ class _NormSelection:
             made, reason = self._group(t, need, members)
             if made:
                 use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-                out += candidates(t, NAME, [(made, use)])
+                out += candidates(t, NAME, [(made, [use])])
             else:
                 note(uses, t, members[0].cls, False, reason)
         return [*out, *refusals(uses)]
