@@ -118,7 +118,8 @@ class TermPart:
         classes = (*self.makers, *self.forms, *self.own, *self.shared)
         homes = {self.value_of(cls) for cls in self.shared}
         values = (v for cls in dict.fromkeys(classes) for v in self.t.values_of(cls))
-        exchanged = (by[c] for by in (self.links, self.wide) for c in self.makers if c in by)
+        mine = (*self.makers, *self.own)
+        exchanged = (by[c] for by in (self.links, self.wide) for c in mine if c in by)
         self.gives = (*(v for v in values if v not in homes), *exchanged)
 
     def needs(self, value: int) -> list[int]:
@@ -130,7 +131,7 @@ class TermPart:
             c = stack.pop()
             if c in self.makers:
                 more = self.makers[c].needs(c)
-            elif (link := self.wide.get(c, self.links.get(c))) is not None:
+            elif c not in self.own and (link := self.wide.get(c, self.links.get(c))) is not None:
                 found[link] = None
                 continue
             elif c in self.forms:
@@ -148,7 +149,7 @@ class TermPart:
     def class_of(self, value: int) -> int:
         """The class that a value holds, or that parts exchange by it."""
         for by in (self.links, self.wide):
-            for cls in self.makers:
+            for cls in (*self.makers, *self.own):
                 if by.get(cls) == value:
                     return cls
         return self.t.view(value).cls
@@ -274,7 +275,7 @@ class TermReader:
             dtype = np.dtype(self.t.graph.classes[cls].dtype)
             made = self._exchanged(cls, self.part.wide[cls])
             return made._replace(data=made.data.astype(dtype))
-        if cls in self.part.links:
+        if cls in self.part.links and cls not in self.part.own:
             return self._exchanged(cls, self.part.links[cls])
         if cls in self.part.forms:
             form, ref = self.part.forms[cls]

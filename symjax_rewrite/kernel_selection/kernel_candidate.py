@@ -10,6 +10,7 @@ from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype
+from symjax_rewrite.ir.term import SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.usage_records import RouteUse
 
@@ -53,15 +54,20 @@ def candidates(
         by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
+    shown = _shown(t, [m for makers, _ in groups for m in makers])
+    links.update((c, t.program.new_value(_aval(t, c))) for c in shown)
     out = []
     for makers, (use, *more) in groups:
         gives = {c for m in makers for c in m.gives()}
+        first = {c for m in makers for own in m.gives() for c in m.needs(own)} & shown
+        reads = [frozenset({c}) for c in sorted(first)]
+        shown -= first
         inside = {c for m in makers for c in m.classes()} - gives
         dear = {c for m in makers for c in getattr(m, "dear", set)()}
         out.append(
             Candidate(
                 name,
-                tuple(map(part, makers)),
+                (*map(part, makers), *(TermPart(t, own=own, links=links) for own in reads)),
                 use.where,
                 use.reason,
                 count=use.count,
@@ -89,9 +95,23 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
                 aval = jax_internals.array_aval(info.sizes, held_dtype(info.dtype))
                 wide[c] = t.program.new_value(aval)
             elif not t.values_of(c):
-                aval = jax_internals.array_aval(info.sizes, info.dtype)
-                links[c] = t.program.new_value(aval)
+                links[c] = t.program.new_value(_aval(t, c))
     return links, wide
+
+
+def _aval(t: TermGraph, cls: int) -> Any:
+    info = t.graph.classes[cls]
+    return jax_internals.array_aval(info.sizes, info.dtype)
+
+
+def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
+    """Parts of arrays that makers read and no value holds: equations for later passes to see.
+
+    A sum that reads four places of each row of a sort must not hide that nobody reads the others.
+    """
+    given = {c for m in makers for c in m.gives()}
+    read = {c for m in makers for own in m.gives() for c in m.needs(own)} - given
+    return {c for c in read if node_of(t.graph, c).op == SLICE and not t.values_of(c)}
 
 
 def _read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
