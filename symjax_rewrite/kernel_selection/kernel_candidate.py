@@ -85,7 +85,7 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
     Returns:
         By class, the value of those that the program has no value of, and of those held wider.
     """
-    read = _read(t, makers)
+    read, value_of = classes_read(t, makers), TermPart(t).value_of
     links: dict[int, int] = {}
     wide: dict[int, int] = {}
     for m in makers:
@@ -94,7 +94,7 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
             if c in getattr(m, "wide_classes", set)():
                 aval = jax_internals.array_aval(info.sizes, held_dtype(info.dtype))
                 wide[c] = t.program.new_value(aval)
-            elif not t.values_of(c):
+            elif value_of(c) is None:
                 links[c] = t.program.new_value(_aval(t, c))
     return links, wide
 
@@ -114,8 +114,9 @@ def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
     return {c for c in read if node_of(t.graph, c).op == SLICE and not t.values_of(c)}
 
 
-def _read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
-    """The classes that makers read, also through classes that no value of the program holds."""
+def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
+    """The classes that makers read, also through classes that no value holds as they are."""
+    value_of = TermPart(t).value_of
     given = {c for m in makers for c in m.gives()}
     stack = [c for m in makers for own in m.gives() for c in m.needs(own)]
     read: set[int] = set()
@@ -123,7 +124,7 @@ def _read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
         c = stack.pop()
         if c not in read:
             read.add(c)
-            if c not in given and c not in t.leaf_value and not t.values_of(c):
+            if c not in given and value_of(c) is None:
                 stack += [a.cls for a in node_of(t.graph, c).args]
     return read
 

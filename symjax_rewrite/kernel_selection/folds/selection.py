@@ -37,7 +37,7 @@ from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates, refusals
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.usage_records import RouteUse
 
@@ -118,8 +118,13 @@ class _FoldSelection:
         groups = [made.get(number, []) for number in range(len(found))]
         return groups, [_use(t, c, group) for c, group in zip(found, groups, strict=True)]
 
-    def _decided(self, t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, list[Route]]:
-        """The routes of every cluster in play; none at all where one of these is refused."""
+    def _decided(
+        self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
+    ) -> dict[int, list[Route]]:
+        """The routes of every cluster in play; none at all where one of these is refused.
+
+        also: row values that folds must give though no fold reads them as they are.
+        """
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
         wide = wide_rows(t, need, [*asked.values()])
@@ -128,6 +133,7 @@ class _FoldSelection:
             for n, c in zip(asked, asked.values(), strict=True)
         }
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
+        read.update(also)
         made: dict[int, list[Route]] = {}
         for number in sorted(asked, key=lambda n: -asked[n].pairs):
             cluster = asked[number]
@@ -141,9 +147,14 @@ class _FoldSelection:
             _refuse_in_conflict(cluster, found)
         if len(made) != len(asked):
             return {}
-        computed = {c for routes in made.values() for r in routes for c in r.classes()}
-        last = max(made, default=0)
-        made.setdefault(last, []).extend(WideRow(t, c) for c in sorted(wide.rows - computed))
+        folds = [r for routes in made.values() for r in routes]
+        computed = {c for r in folds for c in r.classes()}
+        rows = [WideRow(t, c) for c in sorted(wide.rows - computed)]
+        hidden = computed - {c for r in folds for c in r.gives()}
+        wanted = hidden & classes_read(t, [*folds, *rows])
+        if not wanted <= also:
+            return self._decided(t, need, found, also | wanted)
+        made.setdefault(max(made, default=0), []).extend(rows)
         return made
 
     def _decide(
