@@ -115,10 +115,10 @@ class _TwoModes:
 
         def pull(residuals: Sequence[Array], cotangents: list[Array]) -> list[Array]:
             given = iter(cotangents)
-            full = [
-                next(given) if m else np.zeros(a.shape, jax.dtypes.float0)
-                for m, a in zip(self.moving(live), self.closed.out_avals, strict=True)
-            ]
+            full: list[Any] = []
+            for m, a in zip(self.moving(live), self.closed.out_avals, strict=True):
+                cotangent = next(given) if m else np.zeros(a.shape, jax.dtypes.float0)
+                full.append(jnp.zeros(a.shape, a.dtype) if cotangent is None else cotangent)
             return list(jax.tree.unflatten(tree, residuals)(tuple(full)))
 
         return list(outs), residuals, pull

@@ -32,9 +32,8 @@ class Candidate:
     rule behind it; none for a kernel. before, after: of the values, as written and so; None where
     the pass has compared them by itself. key: what names it in a plan. group: what is told alike by
     this stands at several places and is weighed as one. share: True if it must gain a share of the
-    whole program's time. hidden: values that must not be needed any more. dear: values inside that
-    cost more to make again for a gradient than to keep. count: places that it stands for.
-    also: further reasons and lines, of parts that are taken together with the first.
+    whole program's time. hidden: values that must not be needed any more. count: places that it
+    stands for. also: further reasons and lines, of parts that are taken together with the first.
     repeated_s: seconds of work repeated for copies of an operand, which no term counts. bodies:
     results of the bodies of loops and branches in it, and how often each runs.
     """
@@ -50,7 +49,6 @@ class Candidate:
     group: object = None
     share: bool = False
     hidden: frozenset[int] = frozenset()
-    dear: frozenset[int] = frozenset()
     count: int = 1
     also: tuple[tuple[str, str], ...] = ()
     repeated_s: float = 0.0
@@ -88,12 +86,7 @@ class Stopped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DifferentiatedKernel:
-    """A loop that stays has a kernel where it is differentiated."""
-
-
-Found = Candidate | Refusal | Crossover | Stopped | DifferentiatedKernel
+Found = Candidate | Refusal | Crossover | Stopped
 
 
 class Pass(Protocol):

@@ -36,8 +36,10 @@ class Differentiable(Protocol):
         """Results and their tangents, where only the inputs `live` have tangents."""
         ...
 
-    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
-        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
+    def vjp(
+        self, primals: Sequence[Any], live: list[int]
+    ) -> tuple[list[Any], list[Any], Any] | None:
+        """Results, residuals, and `pull(residuals, cotangents or None)`; None: as JAX does."""
         ...
 
     def moving(self, live: list[int]) -> list[bool]:
@@ -63,8 +65,10 @@ _pullback_p = _core.Primitive("sym_pullback")
 _pullback_p.multiple_results = True
 
 
-def batched(closed: ClosedJaxpr, axis: Any, dims: Any) -> tuple[ClosedJaxpr, Any]:
-    """A program under vmap, and the batch dimensions of its results."""
+def batched(closed: ClosedJaxpr, axis: Any, dims: Any, out: Any = None) -> tuple[ClosedJaxpr, Any]:
+    """A program under vmap, and the batch dimensions of its results: those of `out`, if given."""
+    if out is not None:
+        return _batching.batch_jaxpr_axes(closed, axis, tuple(dims), tuple(out))[0], out
     return _batching.batch_jaxpr2(closed, axis, tuple(dims))
 
 
@@ -138,7 +142,10 @@ def _linearize_call(
     source: Differentiable = params["source"]
     floats = [_core.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0 for p in primals]
     live = [k for k, nz in enumerate(nonzero) if nz and floats[k]]
-    outs, residuals, pull = source.vjp(primals, live)
+    found = source.vjp(primals, live)
+    if found is None:
+        return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
+    outs, residuals, pull = found
     moving = source.moving(live)
     avals = tuple(
         [_core.typeof(o).to_tangent_aval() for o, m in zip(outs, moving, strict=True) if m]
@@ -174,7 +181,7 @@ _HAS_STRUCTURED_RESIDUALS = hasattr(_ad, "vjp_node")  # since jax 0.12
 
 
 def _transpose_pullback(cotangents: Any, *operands: Any, count: int, pull: Any, **_: Any) -> Any:
-    given = [_ad.instantiate_zeros(c) for c in cotangents]
+    given = [None if type(c) is _Zero else c for c in cotangents]
     return [None] * count + list(pull(operands[:count], given))
 
 

@@ -27,6 +27,7 @@ ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
 Atom = Any  # Var | Literal
 Tracer = _core.Tracer
+jaxpr_as_fun = jex_core.jaxpr_as_fun  # weak types of results follow the arguments
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:

@@ -14,7 +14,6 @@ from symjax_rewrite.candidates import (
     Candidate,
     Context,
     Crossover,
-    DifferentiatedKernel,
     Found,
     OutOfTimeError,
     Pass,
@@ -27,7 +26,7 @@ from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.loop_optimizer import LOOPS, TREES, has_loops
+from symjax_rewrite.loops.loop_optimizer import TREES, has_loops
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
@@ -44,24 +43,21 @@ from symjax_rewrite.usage_records import (
 class Result:
     """What the optimiser decided about one jaxpr.
 
-    program: what is emitted; None where the jaxpr is emitted as it is. base: the program that its
-    values are numbered in, before kernels and rules. sample: the sizes symbolic names are priced
-    at. keys: of what was taken, for plans. dear: values inside kernels that cost more to make again
-    for a gradient than to keep. has_gradients: whether a loop that stays has a kernel where it is
-    differentiated. spent: which limit of the budget kept the program, or a body in it, as written.
+    program: what is emitted; None where the jaxpr is emitted as it is. sample: the sizes symbolic
+    names are priced at. keys: of what was taken, for plans. repeated_s: seconds of work repeated
+    for copies of an operand, which no term counts. finished: whether the whole was looked at.
+    spent: which limit of the budget kept the program, or a body in it, as written.
     """
 
     closed: ClosedJaxpr
     program: Program | None = None
-    base: Program | None = None
     rules: dict[str, RuleUse] = field(default_factory=dict)
     routes: list[RouteUse] = field(default_factory=list)
     crossovers: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
-    dear: set[int] = field(default_factory=set)
     repeated_s: float = 0.0
-    has_gradients: bool = False
+    finished: bool = True
     spent: str = ""
     stop: str = "nothing to do"
     time_s: float = 0.0
@@ -105,7 +101,6 @@ class Result:
             if c.where not in use.where:
                 log("rules", "%s at %s", name, c.where)
                 use.where.append(c.where)
-        self.dear |= c.dear
         self.repeated_s += c.repeated_s
         for body, times in c.bodies:
             self.absorb(body, times)
@@ -199,7 +194,7 @@ class Optimiser:
 
 def _kept(closed: ClosedJaxpr, why: str) -> Result:
     """A program that a limit of the budget keeps as written."""
-    return Result(closed, stop=why, spent=why)
+    return Result(closed, stop=why, spent=why, finished=False)
 
 
 class _Run:
@@ -216,8 +211,6 @@ class _Run:
         result = self.result
         for each in passes:
             self._run(each)
-            if each.name == LOOPS and result.base is None:
-                result.base = self.program
         if self.program is not self.first:
             result.program = self.program
         result.sample = self.context.sample
@@ -258,8 +251,6 @@ class _Run:
                     self.result.crossovers.append(f.text)
             case Stopped():
                 self.stops.add(f.reason)
-            case DifferentiatedKernel():
-                self.result.has_gradients = True
 
 
 def _flat(closed: ClosedJaxpr) -> Program:

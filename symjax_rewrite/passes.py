@@ -24,8 +24,8 @@ from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 
 
-def _kernel(loop: Loop, context: Context, gradient: bool) -> tuple[Any, str]:
-    return loop_kernel(loop, context.options, context.device, gradient)
+def _kernel(loop: Loop, context: Context) -> tuple[Any, str]:
+    return loop_kernel(loop, context.options, context.device)
 
 
 PASSES: tuple[Pass, ...] = (

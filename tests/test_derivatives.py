@@ -77,6 +77,130 @@ def test_the_largest_of_a_row_is_found_where_rows_are_made_again(fun):
     chex.assert_trees_all_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+def energy(x, m):
+    d = jnp.sum((x[:, None] - x[None]) ** 2, -1)
+    return -jnp.sum(m[:, None] * m[None] * jax.lax.rsqrt(d + 1e-2))
+
+
+def kernel_product(x, v):
+    return jnp.sum(jnp.sin(jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, -1)) @ v))
+
+
+def low_rank(u, v, x):
+    return jnp.sum(jnp.sin((u @ v) @ x))
+
+
+def draw(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
+
+
+BOTH_WAYS = {
+    "low-rank weights": (adapted, (X, W, A, B)),
+    "chain": (low_rank, (draw(512, 8), draw(8, 512), draw(512, 4))),
+    "attention": (attend, (draw(512, 32), draw(512, 32), draw(512, 32))),
+    "kernel matrix": (kernel_product, (draw(512, 8), draw(512, 4))),
+    "energy": (energy, (draw(512, 3), draw(512))),
+    "nothing to gain": (lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2), (X, W)),
+}
+
+
+def flops(compiled):
+    costs = compiled.cost_analysis()
+    assert costs is not None
+    return costs["flops"]
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_both_ways_to_a_gradient_reach_equal_programs(name):
+    """The gradient of the optimised function, and the optimised gradient of the function."""
+    fun, args = BOTH_WAYS[name]
+    numbers = tuple(range(len(args)))
+    outside = jax.jit(jax.value_and_grad(sym_optimize(fun), numbers))
+    inside = sym_optimize(jax.value_and_grad(fun, numbers))
+    plain = jax.jit(jax.value_and_grad(fun, numbers))
+    chex.assert_trees_all_close(outside(*args), plain(*args), rtol=2e-3, atol=2e-3)
+    both = [f.lower(*args).compile() for f in (outside, inside)]
+    costs = [flops(c) for c in both]
+    memory = [m.temp_size_in_bytes for c in both if (m := c.memory_analysis()) is not None]
+    assert costs[0] <= 1.15 * costs[1] + 1e4
+    assert memory[0] <= 1.15 * memory[1] + 2e5
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_no_more_is_kept_than_by_plain_reverse_mode(name):
+    fun, args = BOTH_WAYS[name]
+    kept = [
+        sum(x.size for x in jax.tree.leaves(jax.vjp(f, *map(jnp.asarray, args))[1]))
+        for f in (sym_optimize(fun), fun)
+    ]
+    inputs = sum(x.size for x in args)
+    assert kept[0] - inputs <= 1.05 * max(kept[1] - inputs, 0)
+
+
+def test_results_do_not_wait_for_cotangents():
+    """One fold could compute a result together with what reads its cotangent: it may not."""
+    x, m = draw(512, 3), draw(512)
+    value, pullback = jax.vjp(sym_optimize(energy), x, m)
+    assert max(x.size for x in jax.tree.leaves(pullback)) < 512 * 512
+    np.testing.assert_allclose(value, energy(x, m), rtol=1e-4)
+    chex.assert_trees_all_close(pullback(2.0), jax.vjp(energy, x, m)[1](2.0), rtol=1e-3, atol=1e-3)
+
+
+def test_a_second_derivative_is_of_the_original():
+    """What the optimised forward half keeps has no derivative of its own: `stop_gradient` stays."""
+
+    def stopped(x, w, a, b):
+        y = jax.lax.stop_gradient(x) @ (w + a @ b)
+        return jnp.sum(jnp.where(y > 0, jnp.sqrt(jnp.where(y > 0, y, 1)), 0) * jnp.tanh(x @ w))
+
+    def second(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x, W, A, B) ** 2))(jnp.asarray(X))
+
+    chex.assert_trees_all_close(
+        second(sym_optimize(stopped)), second(stopped), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_a_plan_is_of_the_function_alone():
+    plan = sym_optimize(adapted).explain(X, W, A, B).plan
+    ours = jax.grad(sym_optimize(adapted, plan=plan))(X, W, A, B)
+    np.testing.assert_allclose(ours, jax.grad(adapted)(X, W, A, B), rtol=1e-3, atol=1e-4)
+
+
+def test_gradients_under_vmap_share_what_the_halves_keep():
+    """Both halves are batched as they run: what one keeps is what the other reads."""
+    f = lambda w, x: jnp.sum(jnp.sin(attend(x, x @ w, x)))  # noqa: E731
+    w, xs = draw(16, 16), draw(3, 64, 16)
+    for kernels in ("auto", "always"):
+        ours, theirs = (
+            jax.vmap(jax.value_and_grad(g, (0, 1)), (None, 0))(w, xs)
+            for g in (sym_optimize(f, kernels=kernels), f)
+        )
+        chex.assert_trees_all_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_results_that_nobody_differentiates_cost_nothing():
+    """A second result of an optimised function has a zero cotangent: no product reads it."""
+
+    def two(x, w, a, b):
+        y = x @ (w + a @ b)
+        return jnp.sum(jnp.tanh(y)), jnp.sin(y @ jnp.cos(w).T) - x
+
+    def first(f):
+        gradient = jax.jit(jax.grad(lambda *args: f(*args)[0], argnums=(0, 1)))
+        return gradient.lower(X, W, A, B).compile()
+
+    assert flops(first(sym_optimize(two))) < 1.05 * flops(first(two))
+    for k, pick in enumerate((lambda o: o[0], lambda o: o[1].sum(), lambda o: o[0] + o[1].sum())):
+        ours, theirs = (
+            jax.grad(lambda *args, f=f, pick=pick: pick(f(*args)), (0, 1, 2, 3))(X, W, A, B)
+            for f in (sym_optimize(two), two)
+        )
+        for mine, its in zip(ours, theirs, strict=True):
+            scale = float(jnp.abs(its).max())
+            np.testing.assert_allclose(mine, its, rtol=1e-3, atol=1e-4 * scale, err_msg=str(k))
+
+
 def test_what_is_not_differentiated_costs_nothing():
     """Results that no live input reaches, integers and flags keep symbolic zeros."""
 

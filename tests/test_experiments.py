@@ -43,6 +43,7 @@ weights = load("minilm/weights")
         "deferred_norm",
         "dispatch",
         "folds",
+        "gradients",
         "linear_algebra",
         "minilm",
         "optimiser_time",

@@ -2,62 +2,76 @@
 
 Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
 subgradients at kinks), so differentiation never sees the rewritten program: it acts on the
-original, and the programs it gives are optimised again. Reverse mode saves no value that the
-optimised forward pass was spared; such values are computed again where they are needed.
+original. Reverse mode traces the original and its derivative as one program, optimises that like
+any other, and cuts it into a forward and a backward half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from symjax_rewrite import jax_calls, jax_internals
+from symjax_rewrite.api.joint_gradient import (
+    Half,
+    Halves,
+    Original,
+    is_differentiable,
+    plain_halves,
+    trace_joint,
+)
 from symjax_rewrite.api.unread_arguments import with_ones
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.loop_optimizer import before_derivatives
-from symjax_rewrite.loops.rematerialization import made_again
-from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.optimizer import Optimiser
 
-CHOOSERS = frozenset({"max", "min", "reduce_max", "reduce_min"})  # differentiated by comparing
-MOVES = frozenset({"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose"})
 
-Stage = Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
+class Worker(Protocol):
+    """Optimises programs and stages them out."""
+
+    def optimised(self, closed: ClosedJaxpr) -> ClosedJaxpr | None:
+        """Return the optimised program, or None where nothing is written differently."""
+        ...
+
+    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+        """Stage out a program, optimised."""
+        ...
+
+    def optimiser(self) -> Optimiser:
+        """Return what decides."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One optimised program in place of the original.
+    """One program in place of another that computes the same values.
 
-    result: what was decided. closed: the original program, or what is left of it where some
-    outputs are not used. stage_program: stages out another program, optimised likewise.
-    optimiser: what decided.
+    closed: the program that derivatives are taken of. runs: the program that gives the values.
+    worker: optimises what transformations give.
     """
 
-    result: Result
     closed: ClosedJaxpr
-    stage_program: Stage
-    optimiser: Optimiser
+    runs: ClosedJaxpr
+    worker: Worker
+    is_half: bool = False
 
     def __repr__(self) -> str:
         return f"the original of {len(self.closed.jaxpr.eqns)} equations"
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Stage out the optimised program, a call of the inputs that are read.
+        """Stage out the program that gives the values, a call of the inputs that are read.
 
         Nobody else can tell which these are: of an equation every operand counts as read.
         """
-        made = jax_internals.make_jaxpr(self.result.emit(), *values)[0]
         used = [True] * len(self.closed.jaxpr.outvars)
-        closed = with_ones(self.closed, values, jax_internals.live_part(made, used)[1])
-        whole = Call(self.result, closed, self.stage_program, self.optimiser)
-        call, made, read = whole.narrowed(made, used)
-        return jax_calls.bind_call(made, call, [x for x, r in zip(values, read, strict=True) if r])
+        closed = with_ones(self.closed, values, jax_internals.live_part(self.runs, used)[1])
+        whole = Call(closed, self.runs, self.worker, self.is_half)
+        call, runs, read = whole.narrowed(self.runs, used)
+        return jax_calls.bind_call(runs, call, [x for x, r in zip(values, read, strict=True) if r])
 
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
@@ -68,72 +82,96 @@ class Call:
         if all(used) and all(read):
             return self, made, read
         closed = jax_internals.live_part(self.closed, used, read)[0]
-        call = Call(self.result, closed, self.stage_program, self.optimiser)
-        return call, jax_internals.live_part(made, used, read)[0], read
-
-    def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        """Stage out another program, optimised likewise."""
-        return self.stage_program(closed, values)
+        runs = jax_internals.live_part(made, used, read)[0]
+        return Call(closed, runs, self.worker, self.is_half), runs, read
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
-        """Stage out the original under vmap, optimised likewise."""
-        batched, out_dims = jax_calls.batched(self.closed, axis, dims)
-        return self.stage(batched, values), out_dims
+        """Stage out the original under vmap, optimised likewise.
+
+        The halves of a derivative agree on what one keeps for the other: as they run under vmap.
+        """
+        if not self.is_half:
+            batched, out_dims = jax_calls.batched(self.closed, axis, dims)
+            return self.worker.stage(batched, values), out_dims
+        runs, run_dims = jax_calls.batched(self.runs, axis, dims)
+        _, own_dims = jax_calls.batched(self.closed, axis, dims)
+        each = zip(run_dims, own_dims, strict=True)
+        out_dims = [0 if mine is None and its is not None else mine for mine, its in each]
+        closed, runs = (
+            jax_calls.batched(p, axis, dims, out_dims)[0] for p in (self.closed, self.runs)
+        )
+        runs = self.worker.optimised(runs) or runs
+        return Call(closed, runs, self.worker, True).bind(values), out_dims
 
     def moving(self, live: list[int]) -> list[bool]:
         """Which results are floats that read one of the inputs `live`."""
         jaxpr = self.closed.jaxpr
         reached = {jaxpr.invars[k] for k in live}
         for eqn in jaxpr.eqns:
-            if any(not jax_internals.is_literal(v) and v in reached for v in eqn.invars):
+            reads = any(not jax_internals.is_literal(v) and v in reached for v in eqn.invars)
+            if reads and eqn.primitive.name != "stop_gradient":
                 reached.update(eqn.outvars)
         return [
-            not jax_internals.is_literal(v) and v in reached and _is_differentiable(v.aval)
+            not jax_internals.is_literal(v) and v in reached and is_differentiable(v.aval)
             for v in jaxpr.outvars
         ]
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
         """Results and tangents of the original, where the inputs `live` have tangents."""
-        return jax.jvp(self._of(self.closed, primals, live), [primals[k] for k in live], tangents)
+        function, moved = Original(self.closed, live, self.moving(live)).at(primals)
+        return jax.jvp(function, moved, tangents)
 
-    def vjp(self, primals: Sequence[Any], live: list[int]) -> tuple[list[Any], list[Any], Any]:
-        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs."""
-        moving = self.moving(live)
-        count = len(moving)
-        trees = []
-        original = self._kept_small()
+    def vjp(
+        self, primals: Sequence[Any], live: list[int]
+    ) -> tuple[list[Any], list[Any], Any] | None:
+        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs.
 
-        def forward(again: set[tuple], *values: Any) -> list[Any]:
-            fun = self._spared(self._of(original, values, live), again)
-            outs, pullback = jax.vjp(fun, *[values[k] for k in live])
-            leaves, tree = jax.tree.flatten(pullback)
-            trees.append(tree)
-            return [*outs, *leaves]
-
-        closed, _ = jax_internals.make_jaxpr(partial(forward, set()), *primals)
-        again = set() if self.closed.effects else made_again(closed, count, self.optimiser.device)
-        if again:
-            closed, _ = jax_internals.make_jaxpr(partial(forward, again), *primals)
-        kept, read = _forwarded(_without_remat(closed))
-        made = self.stage(kept, primals)
+        A cotangent that is None is zero. Returns None where the optimiser leaves the program and
+        its derivative as they are written.
+        """
+        found = self._halves(primals, live)
+        if found is None:
+            return None
+        halves, stage = found
+        forward = halves.forward
+        closed, read = _forwarded(forward.closed, forward.runs)
+        runs, _ = _forwarded(forward.runs, forward.runs)
+        made = stage(Half(closed, runs), primals)
         flat = [primals[k] if k < len(primals) else made[k - len(primals)] for k in read]
+        count = len(self.closed.jaxpr.outvars)
 
         def pull(residuals: Sequence[Any], cotangents: list[Any]) -> list[Any]:
-            def backward(*both: Any) -> list[Any]:
-                leaves, given = both[: len(residuals)], iter(both[len(residuals) :])
-                pullback = jax.tree.unflatten(trees[-1], leaves)
-                full = [
-                    next(given) if m else _no_cotangent(v.aval)
-                    for v, m in zip(self.closed.jaxpr.outvars, moving, strict=True)
-                ]
-                return list(pullback(full))
-
-            values = [*residuals, *cotangents]
-            return self.stage(
-                _without_remat(jax_internals.make_jaxpr(backward, *values)[0]), values
-            )
+            given = [c for c in cotangents if c is not None]
+            return stage(halves.back(residuals, cotangents), [*residuals, *given])
 
         return flat[:count], flat[count:], pull
+
+    def _halves(self, primals: Sequence[Any], live: list[int]) -> tuple[Halves, Any] | None:
+        """Return the halves of the derivative, and what stages each out.
+
+        Effects keep their order and their number where halves are as JAX makes them.
+        """
+        moving = self.moving(live)
+        if self.closed.effects:
+            return plain_halves(Original(self.closed, live, moving), primals), self._apart
+        original = Original(self._kept_small(), live, moving)
+        joint = trace_joint(original, primals)
+        if not joint.closed.effects:
+            optimised = self.worker.optimised(joint.closed)
+            if optimised is None and original.closed is self.closed:
+                return None
+            halves = joint.halves(optimised or joint.closed, primals)
+            if halves is not None:
+                return halves, self._as_is
+        return plain_halves(original, primals), self._apart
+
+    def _as_is(self, half: Half, values: Sequence[Any]) -> list[Any]:
+        """Stage out a half of which the optimiser has seen the whole."""
+        return Call(half.closed, half.runs, self.worker, True).bind(values)
+
+    def _apart(self, half: Half, values: Sequence[Any]) -> list[Any]:
+        """Stage out a half, optimised by itself."""
+        return self.worker.stage(half.closed, values)
 
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
@@ -144,188 +182,41 @@ class Call:
         def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:
             rest = iter(known)
             fixed = [None if k in linear else next(rest) for k in range(len(self.closed.in_avals))]
-            original = self._of(self.closed, fixed, list(linear))
-            return list(jax.linear_transpose(original, *specs)(list(cotangents)))
+            function, _ = Original(self.closed, list(linear), []).at(fixed)
+            return list(jax.linear_transpose(function, *specs)(list(cotangents)))
 
         given = (list(known), list(cotangents))
-        return self.stage(jax_internals.make_jaxpr(backward, *given)[0], [*known, *cotangents])
+        return self.worker.stage(
+            jax_internals.make_jaxpr(backward, *given)[0], [*known, *cotangents]
+        )
 
     def _kept_small(self) -> ClosedJaxpr:
         """The original with its loops as they keep least for a gradient."""
-        optimiser = self.optimiser
-        if self.closed.effects or not optimiser.options.numerics.permits("reassoc"):
-            return self.closed
+        optimiser = self.worker.optimiser()
         options, device = optimiser.options, optimiser.device
+        if not options.numerics.permits("reassoc"):
+            return self.closed
         kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
         return before_derivatives(self.closed, device, kernel)
 
-    def _of(
-        self, closed: ClosedJaxpr, primals: Sequence[Any], live: list[int]
-    ) -> Callable[..., list[Any]]:
-        """A program as a function of the inputs `live`."""
 
-        def original(*moving: Any) -> list[Any]:
-            full = list(primals)
-            for k, value in zip(live, moving, strict=True):
-                full[k] = value
-            return jax_internals.eval_jaxpr(closed, *full)
-
-        return original
-
-    def _spared(
-        self, original: Callable[..., list[Any]], again: set[tuple]
-    ) -> Callable[..., list[Any]]:
-        """The same, where some results are no residuals.
-
-        These are what the optimised program does not make, and what equations of the kinds `again`
-        make. All stay in programs with complex values, for which `jax.checkpoint` has no rounding.
-        """
-        spares = leaves_out(self.result)
-        if self.closed.effects or not (spares or again) or _has_complex(self.closed):
-            return original
-        spared = not_made(self.result)
-
-        def may_save(primitive: Any, *avals: Any, **_: Any) -> bool:
-            kinds = tuple(map(jax_internals.kind_of, avals))
-            if not avals or (primitive.name, *kinds) in again:
-                return False  # an iota is not worth its memory
-            return not (spares and spared(primitive.name, kinds))
-
-        return jax.checkpoint(original, policy=may_save, prevent_cse=False)
-
-
-def _made(result: Result) -> set[int]:
-    """The values of the base program that the emitted program makes, or keeps for a gradient."""
-    program = result.program or result.base
-    assert program is not None
-    return {v for e in program.equations for v in e.outvals} | program.given | result.dear
-
-
-def leaves_out(result: Result) -> bool:
-    """True if some equation of the program is not among those emitted."""
-    if not result.taken or result.base is None:
-        return False
-    made = _made(result)
-    return any(made.isdisjoint(e.outvals) for e in result.base.equations)
-
-
-def not_made(result: Result) -> Callable[[str, tuple[tuple, ...]], bool]:
-    """Return a predicate: is a primitive on operands of some kinds left out of what is emitted?
-
-    So it is for an equation whose results the optimised program does not make, and for whatever
-    differentiation adds that reads arrays of a shape of which it makes none. A maximum whose
-    derivative asks which operand it equals is not kept either where these are made again, rounded
-    otherwise.
-    """
-    program, mine = result.base, _made(result)
-    assert program is not None
-    keys: dict[bool, set[tuple]] = {True: set(), False: set()}
-    shapes: dict[bool, set[Any]] = {True: set(), False: set()}
-    kind = jax_internals.kind_of
-    shapes[True].update(kind(program.avals[v])[0] for v in program.inputs)
-    there = {*mine, *program.inputs, *program.consts}
-    kind_of = lambda name, kinds: (name, *(kinds[:1] if name == "sort" else kinds))  # noqa: E731
-    moving, compared = program.moving(), set()  # kinds of maxima that are made again
-    for e in program.equations:
-        made = any(v in mine for v in e.outvals)
-        shapes[made].update(kind(v.aval)[0] for v in e.eqn.outvars)
-        if (
-            e.name in CHOOSERS
-            and e.outvals[0] in moving
-            and not there.issuperset(v for v in e.invals if isinstance(v, int))
-        ):
-            made = False
-            compared.add(kind(e.eqn.outvars[0].aval))
-        keys[made].add(kind_of(e.name, [kind(v.aval) for v in e.eqn.invars]))
-    unmade = shapes[False] - shapes[True]
-
-    def left_out(name: str, operands: tuple[tuple, ...]) -> bool:
-        key = kind_of(name, operands)  # a sort's derivative carries the places along
-        if name in MOVES and operands[0] in compared:
-            return True
-        if key in keys[False] or key in keys[True]:
-            return key in keys[False]
-        return any(k[0] in unmade for k in operands)
-
-    return left_out
-
-
-def _has_complex(closed: ClosedJaxpr) -> bool:
-    return any(
-        any(_is_complex(v.aval) for v in e.outvars)
-        or any(map(_has_complex, jax_internals.bodies(e)))
-        for e in closed.jaxpr.eqns
-    )
-
-
-def _is_complex(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jax.numpy.issubdtype(dtype, jax.numpy.complexfloating))
-
-
-def _is_differentiable(aval: Any) -> bool:
-    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
-
-
-def _no_cotangent(aval: Any) -> Any:
-    if _is_differentiable(aval):
-        return jax.numpy.zeros(aval.shape, aval.dtype)
-    return np.zeros(aval.shape, jax.dtypes.float0)
-
-
-def _forwarded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
-    """The program without outputs that are inputs or other outputs.
+def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
+    """Return a program without the outputs that in `runs` are inputs or other outputs.
 
     Returns:
         The program, and for each old output its number among the inputs and new outputs.
     """
-    place = {v: k for k, v in enumerate(closed.jaxpr.invars)}
+    place = {v: k for k, v in enumerate(runs.jaxpr.invars)}
     keep, read = [], []
-    for v in closed.jaxpr.outvars:
+    for v in runs.jaxpr.outvars:
         known = None if jax_internals.is_literal(v) else place.get(v)
         keep.append(known is None)
         if known is None:
-            known = len(closed.jaxpr.invars) + sum(keep) - 1
+            known = len(runs.jaxpr.invars) + sum(keep) - 1
             if not jax_internals.is_literal(v):
                 place[v] = known
         read.append(known)
     return jax_internals.prune_outputs(closed, keep), read
-
-
-def _without_remat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with the bodies of its own remat equations in their place.
-
-    For programs that only recompute: nothing stands beside them that XLA could merge them with.
-    Nor is what they keep rounded to the precision that it has: that would be a copy of it.
-    """
-
-    def run(*args: Any) -> list[Any]:
-        env = dict(zip(closed.jaxpr.invars, args, strict=True))
-        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        for eqn in closed.jaxpr.eqns:
-            if _rounds_nothing(eqn):
-                env[eqn.outvars[0]] = env[eqn.invars[0]]
-                continue
-            if eqn.primitive.name not in jax_internals.REMAT:
-                jax_internals.run_equations([eqn], env)
-                continue
-            invals = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
-            outs = jax_internals.eval_jaxpr(ClosedJaxpr(eqn.params["jaxpr"], ()), *invals)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [v.val if jax_internals.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
-
-    eqns = closed.jaxpr.eqns
-    if not any(eqn.primitive.name in jax_internals.REMAT or _rounds_nothing(eqn) for eqn in eqns):
-        return closed
-    return jax_internals.make_avals_jaxpr(run, closed.in_avals)
-
-
-def _rounds_nothing(eqn: jax_internals.JaxprEqn) -> bool:
-    """Whether an equation rounds float32 or wider, which is computed as it is, to itself."""
-    if eqn.primitive.name != "reduce_precision" or jax_internals.is_literal(eqn.invars[0]):
-        return False
-    own, p = jax.numpy.finfo(jax_internals.kind_of(eqn.invars[0].aval)[1]), eqn.params
-    return own.bits >= 32 and (p["exponent_bits"], p["mantissa_bits"]) == (own.nexp, own.nmant)
 
 
 def closing_over_nothing(
@@ -349,3 +240,14 @@ def closing_over_nothing(
 
     over = [closed.consts[k] for k in traced]
     return jax_internals.make_jaxpr(opened, values, over)[0], [*values, *over]
+
+
+def has_derivatives(closed: ClosedJaxpr) -> bool:
+    """True if a program without effects has inputs and results with tangents."""
+    jaxpr = closed.jaxpr
+    sides = (jaxpr.invars, jaxpr.outvars)
+    return not closed.effects and all(any(_may_move(v.aval) for v in side) for side in sides)
+
+
+def _may_move(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and is_differentiable(aval)

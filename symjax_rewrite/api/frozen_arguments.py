@@ -10,6 +10,7 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
+from symjax_rewrite.api.program_partition import Parts, split
 from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -132,7 +133,8 @@ class _Cases:
         closed, values = closing_over_nothing(closed, [*known, *leaves])
         result = self.optimiser.run(closed, frozenset(range(len(known))))
         emitted = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
-        once, run = split(emitted, len(known))
+        parts = _in_two(emitted, len(known))
+        once, run = parts.run_first, parts.run_last
         if any(isinstance(x, jax_internals.Tracer) for x in known):
             constants = list(jax.jit(once)(known))
         else:  # now, though the call itself may be part of a trace
@@ -198,13 +200,13 @@ def prepare(
 
 def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
     """What is left to run of a program once its frozen part is computed."""
-    once, run = split(closed, known)
+    parts = _in_two(closed, known)
     avals = closed.in_avals
     constants = jax.eval_shape(
-        once, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]]
+        parts.run_first, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]]
     )
     moving = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[known:]]
-    return jax_internals.make_jaxpr(run, list(constants), moving)[0]
+    return jax_internals.make_jaxpr(parts.run_last, list(constants), moving)[0]
 
 
 def _spec(x: Any) -> Any:
@@ -229,53 +231,12 @@ def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
     return fun(*args, **kwargs)
 
 
-def split(closed: ClosedJaxpr, known: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two functions: known inputs to constants, and (constants, other inputs) to outputs.
+def _in_two(closed: ClosedJaxpr, known: int) -> Parts:
+    """Cut a program after what depends on its known inputs alone.
 
     Equations that only spread a known value out (broadcasts) run with the rest: keeping their
     result would cost memory and save nothing.
     """
-    jaxpr = closed.jaxpr
-    fixed = {*jaxpr.invars[:known], *jaxpr.constvars}
-    first, rest = [], []
-    for eqn in jaxpr.eqns:
-        reads = [v for v in eqn.invars if not jax_internals.is_literal(v)]
-        if not eqn.effects and all(v in fixed for v in reads):
-            first.append(eqn)
-            fixed.update(eqn.outvars)
-        else:
-            rest.append(eqn)
-    wanted = {v for e in rest for v in e.invars if not jax_internals.is_literal(v)}
-    wanted |= {v for v in jaxpr.outvars if not jax_internals.is_literal(v)}
-    for eqn in reversed(list(first)):
-        if eqn.primitive.name in CHEAP and any(v in wanted for v in eqn.outvars):
-            first.remove(eqn)
-            rest.insert(0, eqn)
-            wanted.update(v for v in eqn.invars if not jax_internals.is_literal(v))
-            wanted.difference_update(eqn.outvars)
-    made_later = {v for e in rest for v in e.outvars} | set(jaxpr.invars[known:])
-    kept = sorted((v for v in wanted if v not in made_later), key=_order(jaxpr))
-    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-
-    def once(values: list[Any]) -> list[Any]:
-        env = {**consts, **dict(zip(jaxpr.invars[:known], values, strict=True))}
-        jax_internals.run_equations(first, env)
-        return [env[v] for v in kept]
-
-    def run(constants: list[Any], values: list[Any]) -> list[Any]:
-        env = dict(zip(kept, constants, strict=True))
-        env.update(zip(jaxpr.invars[known:], values, strict=True))
-        jax_internals.run_equations(rest, env)
-        return [v.val if jax_internals.is_literal(v) else env[v] for v in jaxpr.outvars]
-
-    return once, run
-
-
-def _order(jaxpr: Any) -> Callable[[Any], int]:
-    rank: dict[Any, int] = {}
-    for v in (*jaxpr.constvars, *jaxpr.invars):
-        rank[v] = len(rank)
-    for eqn in jaxpr.eqns:
-        for v in eqn.outvars:
-            rank[v] = len(rank)
-    return rank.__getitem__
+    parts = split(closed, known, lambda eqn: eqn.primitive.name in CHEAP)
+    assert parts is not None  # no result has to come before the rest
+    return parts

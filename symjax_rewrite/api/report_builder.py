@@ -46,7 +46,7 @@ def _side(closed: ClosedJaxpr, result: Result, optimiser: Optimiser) -> Side:
     """One program and its price; a program that was too large to look at has none."""
     device = optimiser.device
     moved: Traffic = UNKNOWN
-    if result.base is not None or not closed.jaxpr.eqns:
+    if result.finished or not closed.jaxpr.eqns:
         moved = traffic(closed, device, result.sample)
     peak, largest = memory(closed, device) or (None, None)
     return Side(closed, flops(closed, device), moved.bytes, moved.seconds, peak, largest)

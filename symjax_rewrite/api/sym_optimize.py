@@ -14,7 +14,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api import autotuning
-from symjax_rewrite.api.differentiation import Call, closing_over_nothing
+from symjax_rewrite.api.differentiation import Call, closing_over_nothing, has_derivatives
 from symjax_rewrite.api.frozen_arguments import prepare
 from symjax_rewrite.api.output_check import Verified
 from symjax_rewrite.api.report import Report
@@ -313,17 +313,35 @@ class _Worker:
         return traced
 
     def stage(self, closed: jax_internals.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        """Stage out what was decided; the original where that fails."""
+        """Stage out what was decided; the original where that fails.
+
+        What stays as written is a call too where it can be differentiated: its gradient may have
+        a cheaper form that it does not have itself.
+        """
         closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
-        if result.taken or result.has_gradients:
-            try:
-                return Call(result, closed, self.stage, self.optimiser()).bind(values)
-            except SymjaxError:
-                raise
-            except Exception as error:
-                self._keep_or_raise(error)
-        return jax_internals.eval_jaxpr(closed, *values)
+        made = self._emitted(result) if result.taken else None
+        if made is None and not (result.finished and has_derivatives(closed)):
+            return jax_internals.eval_jaxpr(closed, *values)
+        return Call(closed, made or closed, self).bind(values)
+
+    def optimised(self, closed: jax_internals.ClosedJaxpr) -> jax_internals.ClosedJaxpr | None:
+        """Return the optimised program, or None where nothing is written differently.
+
+        A plan is of the function, not of its derivatives: these stay as written under one.
+        """
+        result = None if self.options.plan is not None else self.decide(closed)
+        return self._emitted(result) if result is not None and result.taken else None
+
+    def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
+        """Return the program that was decided on, or None where that fails."""
+        try:
+            return jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)[0]
+        except SymjaxError:
+            raise
+        except Exception as error:
+            self._keep_or_raise(error)
+            return None
 
     def _keep_or_raise(self, error: Exception) -> str:
         """Log an error of ours and say why the original is kept, unless errors were asked for."""
@@ -347,7 +365,8 @@ class _Worker:
                 reason = self._keep_or_raise(error)
         elif self.options.on_unsupported == "error":
             raise UnsupportedError(reason)
-        return Result(closed, stop=reason, time_s=time.perf_counter() - start)
+        took = time.perf_counter() - start
+        return Result(closed, stop=reason, finished=False, time_s=took)
 
     def _check_budget(self, result: Result) -> None:
         """Raise where the budget kept a program or a body, if errors were asked for."""

@@ -61,7 +61,6 @@ class Program:
 
     saved: values that implementations for several platforms may make each in its own way.
     has_rules: whether calls with derivatives of their own stand in it as they are.
-    given: values that passes make another way, though other numbers may stand for them now.
     """
 
     closed: ClosedJaxpr
@@ -72,20 +71,11 @@ class Program:
     outputs: list[Value] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     has_rules: bool = False
-    given: set[int] = field(default_factory=set)
 
     def new_value(self, aval: Any) -> int:
         """A fresh value of this aval."""
         self.avals.append(aval)
         return len(self.avals) - 1
-
-    def moving(self) -> set[int]:
-        """The values that results are differentiated through."""
-        moving = {v for v in self.outputs if isinstance(v, int)}
-        for e in reversed(self.equations):
-            if e.name != "stop_gradient" and not moving.isdisjoint(e.outvals):
-                moving.update(v for v in e.invals if isinstance(v, int))
-        return moving
 
 
 def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
@@ -185,8 +175,8 @@ def _one_implementation(
     return ()
 
 
-RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-CALLS = RULED | {"jit", "pjit", "sym_call", "closed_call"}
+RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "sym_call"})
+CALLS = RULED | {"jit", "pjit", "closed_call"}
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

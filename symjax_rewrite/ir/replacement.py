@@ -211,7 +211,6 @@ class _Rebuilt:
             avals=list(program.avals),
             consts=dict(program.consts),
             equations=[],
-            given=set(program.given),
         )
         self.name: dict[int, Value] = {}  # what stands for a value now
 
@@ -223,8 +222,6 @@ class _Rebuilt:
                 self._open(unit.maker, unit)
             else:
                 self._close(unit.maker, unit)
-            if not isinstance(unit.maker, Equation):
-                self.new.given.update(unit.makes)
         self.new.outputs = [self._of(v) for v in self.old.outputs]
         return self.new
 

@@ -63,7 +63,6 @@ def candidates(
         reads = [frozenset({c}) for c in sorted(first)]
         shown -= first
         inside = {c for m in makers for c in m.classes()} - gives
-        dear = {c for m in makers for c in getattr(m, "dear", set)()}
         out.append(
             Candidate(
                 name,
@@ -73,7 +72,6 @@ def candidates(
                 count=use.count,
                 also=tuple((u.reason, u.where) for u in more),
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
-                dear=frozenset(v for c in dear for v in t.values_of(c)),
             )
         )
     return out

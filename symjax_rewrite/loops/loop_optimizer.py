@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, DifferentiatedKernel, Found, Refusal
+from symjax_rewrite.candidates import Candidate, Context, Found, Refusal
 from symjax_rewrite.codegen.emission import staged
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
@@ -143,17 +143,16 @@ class AffineTrees:
 class ImprovedLoops:
     """Loops that compute less in each step, or run as kernels (a pass).
 
-    route: gives a kernel for a loop, or None, and why; `gradient`: one to be differentiated.
+    route: gives a kernel for a loop, or None, and why.
     """
 
-    route: Callable[[Loop, Context, bool], tuple[Route | None, str]]
+    route: Callable[[Loop, Context], tuple[Route | None, str]]
     name: str = LOOPS
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """The loops of a program that have a cheaper form."""
         if not has_loops(program):
             return
-        differentiated: list[Loop] = []
 
         def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
             found = context.optimise(body)
@@ -161,18 +160,13 @@ class ImprovedLoops:
             return jax_internals.make_avals_jaxpr(emit, body.in_avals) if found.taken else None
 
         def route(loop: Loop) -> tuple[Route | None, str]:
-            kernel, why = self.route(loop, context, False)
-            if kernel is None and self.route(loop, context, True)[0] is not None:
-                differentiated.append(loop)
-            return kernel, why
+            return self.route(loop, context)
 
         passes = context.rules.passes
         device, reorders = context.device, context.reorders()
         known = context.loops
         loops = improve_loops(program, device, reorders, passes, optimise, route, known)
         yield from _found(loops)
-        if differentiated:
-            yield DifferentiatedKernel()
 
 
 def _found(loops: Loops) -> Iterator[Found]:

@@ -19,9 +19,8 @@ from jax import lax
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
-from symjax_rewrite.ir.flat_program import Equation, Value, flatten
+from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
-from symjax_rewrite.jax_internals import ClosedJaxpr, kind_of
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loops.loop import Carry, Loop, Read, Source, read_loop, read_starts, stage
 from symjax_rewrite.loops.normalization import clean
@@ -162,32 +161,6 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
         own = equation_seconds(e.eqn, device)
         step += own / FUSED if e.name in FUSED_KINDS else own
     return there.length * step <= moved
-
-
-def made_again(closed: ClosedJaxpr, results: int, device: Device) -> set[tuple]:
-    """Kinds of the equations in loops that should make again what they keep for a gradient.
-
-    Args:
-        closed: a forward pass: its results, then what it keeps.
-        results: how many are results.
-        device: where it runs.
-    """
-    program = flatten(closed)
-    public, stored = _numbers(program.outputs[:results]), _numbers(program.outputs[results:])
-    around = Surroundings(program)
-    kinds: set[tuple] = set()
-    for e in program.equations:
-        loop = read_loop(e) if e.name == "scan" and not e.eqn.effects else None
-        if loop is None or not isinstance(loop.length, int) or loop.length < MIN_LENGTH:
-            continue
-        made = list(enumerate(loop.makes[len(loop.carries) :]))
-        kept = [k for k, v in made if v in stored - public and v not in around.users]
-        kept_bytes = sum(around.bytes(loop.makes[len(loop.carries) + k]) for k in kept)
-        if _pays(loop, kept, kept_bytes, device):
-            kinds |= {
-                (x.name, *(kind_of(v.aval) for v in x.eqn.invars)) for x in loop.body.equations
-            }
-    return kinds
 
 
 def _numbers(values: Iterable[Value]) -> set[int]:

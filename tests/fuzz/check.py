@@ -117,6 +117,10 @@ def _vmapped(f: Callable, args: list[Any]) -> Callable:
     return lambda *xs: jax.vmap(f)(*(jnp.stack([x, x]) for x in xs))
 
 
+def _per_example(f: Callable, args: list[Any]) -> Callable:
+    return _vmapped(_gradient(f, args), args)
+
+
 def _plain(f: Callable, args: list[Any]) -> Callable:
     return f
 
@@ -129,6 +133,7 @@ TRANSFORMS: dict[str, Transform] = {
     "jvp": _jvp,
     "second": _second,
     "vmap": _vmapped,
+    "vmap_grad": _per_example,
     "in_grad": _gradient,
     "in_jvp": _jvp,
     "in_vmap": _vmapped,
@@ -304,10 +309,12 @@ def _unread(closed: Any, closed2: Any) -> list[int]:
 
 
 def _inner_text(closed: Any) -> str:
-    """The text of the jaxpr inside the jit that sym_optimize makes."""
+    """The text of the jaxpr inside the jit and the call that sym_optimize makes."""
     eqns = closed.jaxpr.eqns
-    if len(eqns) == 1 and eqns[0].primitive.name in ("jit", "pjit"):
-        return str(eqns[0].params["jaxpr"].jaxpr)
+    for inner in ("jaxpr", "call_jaxpr"):
+        if len(eqns) == 1 and inner in eqns[0].params:
+            closed = eqns[0].params[inner]
+            eqns = closed.jaxpr.eqns
     return str(closed.jaxpr)
 
 

@@ -121,6 +121,13 @@ def test_a_kernel_asked_for_by_name_is_differentiated_like_any():
         np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+def test_results_of_a_kernel_need_no_cotangents():
+    """The last state is not differentiated: its cotangent is absent, not an array of zeros."""
+    kernel, whole, operands = KERNELS["selective_scan"]
+    ours, theirs = (jax.grad(lambda x, f=f: f(x, *operands[1:])[0].sum()) for f in (kernel, whole))
+    np.testing.assert_allclose(ours(operands[0]), theirs(operands[0]), rtol=1e-4, atol=1e-5)
+
+
 def test_a_band_that_decides_how_long_a_loop_is_has_a_reverse_mode(monkeypatch):
     """Several blocks of columns, of which each block of rows reads its own."""
     monkeypatch.setattr(fold_xla, "xla_blocks", lambda spec: Blocks(32, 32, spec.batch))

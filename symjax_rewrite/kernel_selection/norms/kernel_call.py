@@ -109,10 +109,6 @@ class NormRoute:
         """Those of them that others may read."""
         return {p.exit.cls for p in self.parts}
 
-    def dear(self) -> set[int]:
-        """Those that cost more to make again for a gradient than to keep: the products."""
-        return {m.cls for p in self.parts for m in p.members}
-
     def needs(self, cls: int) -> list[int]:
         """Classes that must be there before the call."""
         del cls

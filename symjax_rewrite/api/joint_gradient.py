@@ -1,0 +1,293 @@
+"""Reverse mode of a program as two programs, cut from one (a pass).
+
+The program and its derivative are traced as one program, the joint program: primals and cotangents
+to results and cotangents of the live inputs. It is optimised whole, then cut: equations that read
+no cotangent are the forward half, the rest is the backward half. A half is differentiated as it
+was written: the backward half then reads the primals alone, so that values that the optimised
+forward half keeps have no derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api.linear_zeros import with_zero
+from symjax_rewrite.api.program_partition import Parts, split
+from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+
+FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
+CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
+MEMORY = 1.05  # times the bytes that plain reverse mode keeps may be kept
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A program to be differentiated.
+
+    closed: the program. live: numbers of the inputs that have tangents. moving: for each result,
+    whether it has a cotangent.
+    """
+
+    closed: ClosedJaxpr
+    live: list[int]
+    moving: list[bool]
+
+    def at(self, primals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+        """Return the program as a function of its live inputs, and these."""
+
+        def function(*moving: Any) -> list[Any]:
+            full = list(primals)
+            for k, value in zip(self.live, moving, strict=True):
+                full[k] = value
+            return jax_internals.eval_jaxpr(self.closed, *full)
+
+        return function, [primals[k] for k in self.live]
+
+    def vjp(self, primals: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Return the results, and what pulls the cotangents of the moving ones back."""
+        function, moved = self.at(primals)
+        return jax.vjp(function, *moved)
+
+    def pull(self, pullback: Any, cotangents: Sequence[Any]) -> list[Any]:
+        """Pull cotangents of the moving results back to the live inputs."""
+        given = iter(cotangents)
+        outvars = self.closed.jaxpr.outvars
+        full = [
+            next(given) if moves else _no_cotangent(v.aval)
+            for v, moves in zip(outvars, self.moving, strict=True)
+        ]
+        return list(pullback(full))
+
+    def cotangent_avals(self) -> list[Any]:
+        """Return the avals of the cotangents of the moving results."""
+        outvars = zip(self.closed.jaxpr.outvars, self.moving, strict=True)
+        return [v.aval.to_ct_aval() for v, moves in outvars if moves]
+
+
+def is_differentiable(aval: Any) -> bool:
+    """True if a value of this aval can have a tangent."""
+    return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
+
+
+def _no_cotangent(aval: Any) -> Any:
+    if is_differentiable(aval):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """A program, and the program that it is for derivatives.
+
+    closed: what derivatives are taken of. runs: what gives the values, optimised already.
+    """
+
+    closed: ClosedJaxpr
+    runs: ClosedJaxpr
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The forward half (primals to results and residuals) and the backward half.
+
+    back: gives the backward half at residuals and cotangents, of which those that are None are
+    zero and no inputs.
+    """
+
+    forward: Half
+    back: Callable[[Sequence[Any], Sequence[Any]], Half]
+
+
+def plain_halves(original: Original, primals: Sequence[Any]) -> Halves:
+    """Return the halves of a program as JAX differentiates it."""
+    trees = []
+
+    def forward(*values: Any) -> list[Any]:
+        outs, pullback = original.vjp(values)
+        leaves, tree = jax.tree.flatten(pullback)
+        trees.append(tree)
+        return [*outs, *leaves]
+
+    closed, _ = jax_internals.make_jaxpr(forward, *primals)
+
+    def back(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Half:
+        def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            full = map(with_zero, cotangents, original.cotangent_avals())
+            return original.pull(jax.tree.unflatten(trees[-1], residuals), list(full))
+
+        closed, _ = jax_internals.make_jaxpr(backward, list(residuals), list(cotangents))
+        return Half(closed, closed)
+
+    return Halves(Half(closed, closed), back)
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A program and its derivative as one program.
+
+    closed: primals, then cotangents, to results, then cotangents of the live inputs. known: the
+    number of primals. results: the number of results. plain_bytes: what plain reverse mode keeps
+    beside primals and results. A barrier lets the cotangents wait for the results.
+    """
+
+    closed: ClosedJaxpr
+    known: int
+    results: int
+    plain_bytes: float
+
+    def halves(self, optimised: ClosedJaxpr, primals: Sequence[Any]) -> Halves | None:
+        """Cut the optimised joint program; None where a result depends on a cotangent there."""
+        written, optimised = (_without_barrier(p, self.known) for p in (self.closed, optimised))
+        count = len(written.jaxpr.outvars)
+        first, given = _needed_part(written, [k < self.results for k in range(count)])
+        pull, used = _needed_part(written, [k >= self.results for k in range(count)])
+        reads = [k for k in used if k < self.known]
+        parts = self._parts(optimised, reads)
+        if parts is None:
+            return None
+        backward = _Backward(pull, used, parts, reads)
+
+        def runs(*primals: Any) -> list[Any]:
+            values = parts.run_first(primals)
+            outs, kept = values[: self.results], values[self.results :]
+            return [*outs, *backward.residuals(primals, kept)]
+
+        def original(*primals: Any) -> list[Any]:
+            outs = jax_internals.eval_jaxpr(first, *[primals[k] for k in given])
+            fixed = runs(*map(jax.lax.stop_gradient, primals))[self.results :]
+            return [*outs, *[primals[k] for k in backward.reads], *fixed[len(backward.reads) :]]
+
+        forward = Half(*(jax_internals.make_jaxpr(f, *primals)[0] for f in (original, runs)))
+        return Halves(forward, backward.half)
+
+    def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> Parts | None:
+        """Cut at the fewest bytes, computing again no more than the memory asks for."""
+        jaxpr = optimised.jaxpr
+        free = {jaxpr.invars[k] for k in reads}
+        free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))
+        parts = None
+        for again in (_is_fused, _is_cheap, _is_any):
+            parts = split(optimised, self.known, again, self.results, free)
+            if parts is None:
+                return None
+            kept = sum(aval_bytes(v.aval) for v in parts.kept if v not in free)
+            if kept <= MEMORY * self.plain_bytes:
+                break
+        return parts
+
+
+def _needed_part(closed: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr, list[int]]:
+    """Return the program of some outputs, and the numbers of the inputs that it reads."""
+    part, read = jax_internals.live_part(closed, used)
+    return part, [k for k, is_read in enumerate(read) if is_read]
+
+
+def _without_barrier(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
+    """Return the program with the barrier that its inputs after the first `known` pass gone."""
+    jaxpr = closed.jaxpr
+    late = set(jaxpr.invars[known:])
+
+    def run(*values: Any) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "optimization_barrier" and late.intersection(
+                v for v in eqn.invars if not jax_internals.is_literal(v)
+            ):
+                passed = zip(eqn.outvars, eqn.invars, strict=True)
+                env.update((o, v.val if jax_internals.is_literal(v) else env[v]) for o, v in passed)
+            else:
+                jax_internals.run_equations([eqn], env)
+        return [v.val if jax_internals.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    return jax_internals.make_jaxpr(run, *closed.in_avals)[0]
+
+
+def _is_fused(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in FUSED
+
+
+def _is_cheap(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in CHEAP
+
+
+def _is_any(eqn: JaxprEqn) -> bool:
+    return True
+
+
+class _Backward:
+    """The backward half at any residuals.
+
+    pull: as written, of the primals and cotangents `used`. parts: as optimised. reads: numbers of
+    the primals that are residuals; the other residuals are kept values that are no primals.
+    """
+
+    def __init__(
+        self, pull: ClosedJaxpr, used: Sequence[int], parts: Parts, reads: Sequence[int]
+    ) -> None:
+        self.pull, self.used, self.parts = pull, used, parts
+        place = {v: k for k, v in enumerate(parts.closed.jaxpr.invars)}
+        self.sources = [place.get(v) for v in parts.kept]
+        also = [k for k in self.sources if k is not None and k not in reads]
+        self.reads = [*reads, *also]
+
+    def residuals(self, primals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """Return the primals that are read, then the kept values that are none of them."""
+        made = [x for x, k in zip(kept, self.sources, strict=True) if k is None]
+        return [*[primals[k] for k in self.reads], *made]
+
+    def half(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Half:
+        """Trace the backward half."""
+
+        def written(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            primals, _ = self._taken_apart(residuals)
+            full = list(map(with_zero, cotangents, late))
+            args = [primals[k] if k < known else full[k - known] for k in self.used]
+            return jax_internals.jaxpr_as_fun(self.pull)(*args)
+
+        def runs(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            primals, made = self._taken_apart(residuals)
+            kept = [next(made) if k is None else primals[k] for k in self.sources]
+            outs = self.parts.run_last(kept, cotangents)
+            return list(map(jax_internals.with_aval, outs, closed.out_avals))
+
+        known = self.parts.known
+        late = [v.aval for v in self.parts.closed.jaxpr.invars[known:]]
+        values = (list(residuals), list(cotangents))
+        closed, _ = jax_internals.make_jaxpr(written, *values)
+        return Half(closed, jax_internals.make_jaxpr(runs, *values)[0])
+
+    def _taken_apart(self, residuals: Sequence[Any]) -> tuple[dict[int, Any], Any]:
+        count = len(self.reads)
+        return dict(zip(self.reads, residuals[:count], strict=True)), iter(residuals[count:])
+
+
+def trace_joint(original: Original, primals: Sequence[Any]) -> Joint:
+    """Trace a program and its derivative as one program.
+
+    Cotangents are not there before the results: a barrier says so, lest one kernel compute results
+    together with what reads cotangents.
+    """
+    known = len(primals)
+    plain_bytes = 0.0
+
+    def joint(*values: Any) -> list[Any]:
+        nonlocal plain_bytes
+        outs, pullback = original.vjp(values[:known])
+        there = {id(x) for x in (*values, *outs)}
+        leaves = {id(x): x for x in jax.tree.leaves(pullback) if id(x) not in there}
+        plain_bytes = sum(aval_bytes(jax.typeof(x)) for x in leaves.values())
+        after = [x for x in outs if not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)]
+        _, cotangents = jax.lax.optimization_barrier((after, values[known:]))
+        return [*outs, *original.pull(pullback, cotangents)]
+
+    closed, _ = jax_internals.make_jaxpr(joint, *primals, *original.cotangent_avals())
+    return Joint(closed, known, len(original.moving), plain_bytes)

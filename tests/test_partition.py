@@ -1,0 +1,75 @@
+"""Programs cut in two: what is kept is the least that gives the rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite.api.joint_gradient import _is_fused
+from symjax_rewrite.api.program_partition import split
+from symjax_rewrite.cost.equation_cost import aval_bytes
+
+X, Y = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8), np.ones(8, np.float32)
+
+
+def spread(x, y):
+    """A broadcast is made again from the sum that it spreads."""
+    return jnp.broadcast_to(jnp.sin(x).sum(0), x.shape) * y
+
+
+def chain(x, y):
+    """Of a chain of cheap steps behind a product one value is kept."""
+    p = x @ x
+    return (p * 2 + 1) * (p - 3) * y
+
+
+def masked(x, y):
+    """A mask is made again: it reads nothing."""
+    return jnp.where(lax.iota(np.int32, 8) < 3, jnp.exp(x), 0) * y
+
+
+def narrowed(x, y):
+    """The narrow form of a value is kept, not the wide one."""
+    return jnp.exp(x).astype(jnp.bfloat16).astype(jnp.float32) * y
+
+
+@pytest.mark.parametrize(
+    ("fun", "kept"),
+    [(spread, 4 * 8), (chain, 4 * 64), (masked, 4 * 64), (narrowed, 2 * 64)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_the_least_is_kept(fun, kept):
+    closed = jax.make_jaxpr(fun)(X, Y)
+    parts = split(closed, 1, _is_fused)
+    assert parts is not None
+    assert sum(aval_bytes(v.aval) for v in parts.kept) == kept
+    once = parts.run_first([X])
+    np.testing.assert_allclose(parts.run_last(once, [Y])[0], fun(X, Y), rtol=1e-6)
+
+
+def test_what_results_do_not_need_is_computed_where_it_is_read():
+    def fun(x, y):
+        return x @ x, jnp.sin(x) @ x * y
+
+    parts = split(jax.make_jaxpr(fun)(X, Y), 1, lambda _: False, results=1)
+    assert parts is not None
+    assert parts.kept == parts.closed.jaxpr.invars[:1]
+    assert [e.primitive.name for e in parts.first] == ["dot_general"]
+
+
+def test_a_result_of_the_other_inputs_cannot_come_first():
+    closed = jax.make_jaxpr(lambda x, y: (x * y, y))(X, Y)
+    assert split(closed, 1, _is_fused, results=1) is None
+
+
+def test_what_is_free_is_kept():
+    def fun(x, y):
+        made = jnp.sin(x) + 1
+        return made, made * y
+
+    closed = jax.make_jaxpr(fun)(X, Y)
+    parts = split(closed, 1, _is_fused, 1, [closed.jaxpr.outvars[0]])
+    assert parts is not None
+    assert len(parts.kept) == 1
+    assert all(e.primitive.name != "sin" for e in parts.last)
