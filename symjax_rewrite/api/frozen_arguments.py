@@ -10,7 +10,7 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
-from symjax_rewrite.api.program_partition import Parts, split
+from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -231,7 +231,7 @@ def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
     return fun(*args, **kwargs)
 
 
-def _in_two(closed: ClosedJaxpr, known: int) -> Parts:
+def _in_two(closed: ClosedJaxpr, known: int) -> CutProgram:
     """Cut a program after what depends on its known inputs alone.
 
     Equations that only spread a known value out (broadcasts) run with the rest: keeping their

@@ -18,7 +18,7 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.linear_zeros import with_zero
-from symjax_rewrite.api.program_partition import Parts, split
+from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
@@ -169,7 +169,7 @@ class Joint:
         forward = Half(*(jax_internals.make_jaxpr(f, *primals)[0] for f in (original, runs)))
         return Halves(forward, backward.half)
 
-    def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> Parts | None:
+    def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> CutProgram | None:
         """Cut at the fewest bytes, computing again no more than the memory asks for."""
         jaxpr = optimised.jaxpr
         free = {jaxpr.invars[k] for k in reads}
@@ -231,7 +231,7 @@ class _Backward:
     """
 
     def __init__(
-        self, pull: ClosedJaxpr, used: Sequence[int], parts: Parts, reads: Sequence[int]
+        self, pull: ClosedJaxpr, used: Sequence[int], parts: CutProgram, reads: Sequence[int]
     ) -> None:
         self.pull, self.used, self.parts = pull, used, parts
         place = {v: k for k, v in enumerate(parts.closed.jaxpr.invars)}

@@ -20,7 +20,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CutProgram:
     """The two parts of a program.
 
     first: equations that read known inputs alone, last: the others, after those computed again.
@@ -65,7 +65,7 @@ def split(
     again: Callable[[JaxprEqn], bool],
     results: int = 0,
     free: Collection[Var] = (),
-) -> Parts | None:
+) -> CutProgram | None:
     """Cut a program by dependence on its inputs after the first `known` ones.
 
     Args:
@@ -99,7 +99,7 @@ def split(
     kept = [v for v in order if v in cut]
     outvars = [*jaxpr.outvars[:results], *kept]
     made = _needed(first, outvars, ())
-    return Parts(closed, known, made, [*recomputed, *last], list(jaxpr.outvars[:results]), kept)
+    return CutProgram(closed, known, made, [*recomputed, *last], list(jaxpr.outvars[:results]), kept)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:
