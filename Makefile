@@ -39,7 +39,7 @@ test-newest: .venv-newest/.dev
 	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 test-aot: .venv-aot/.aot
-	.venv-aot/bin/python $(PYTEST) -m lowering tests/kernels
+	.venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -20,6 +20,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from symjax_rewrite.api import sym_optimize  # noqa: E402
+from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of every folder
+    compile_h200,
+    compile_l4,
+    described_fixture,
+    lower_fixture,
+    shared_memory,
+)
 
 # Compilation makes deadlines meaningless; the same programs are tried in every run.
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
