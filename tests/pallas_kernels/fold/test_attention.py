@@ -85,11 +85,9 @@ def test_grid_of_jax(a):
     check_cell(a, backward=a.keys == 128)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("a", grid(WHOLE), ids=cell)
-def test_whole_grid_of_jax(a, request):
-    if "slow" not in request.config.option.markexpr:
-        pytest.skip("takes minutes: run with -m slow")
+def test_whole_grid_of_jax(a):
     check_cell(a, backward=a.heads < 8)
 
 

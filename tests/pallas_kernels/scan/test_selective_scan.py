@@ -53,7 +53,7 @@ def naive(x, dt, A, B, C, D=None, z=None, dt_bias=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("groups", [0, 1, 2])
-@pytest.mark.parametrize("length", [128, 256, 512])
+@pytest.mark.parametrize("length", [128, pytest.param(256, marks=pytest.mark.sweep), 512])
 @pytest.mark.parametrize("parts", [(), ("D", "z", "dt_bias")])
 def test_published_grid(length, groups, dtype, parts):
     operands = draw(length, dtype, groups)
