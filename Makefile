@@ -45,7 +45,7 @@ test-newest: .venv-newest/.dev
 	.venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 test-aot: .venv-aot/.aot
-	.venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection
+	.venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection/*/test_h200.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
