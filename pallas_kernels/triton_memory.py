@@ -4,7 +4,7 @@ Triton copies into shared memory what matmul instructions multiply: operands rea
 many buffers as its pipeline is deep, operands that stay, and tiles that were computed. Compute
 capability 9 multiplies from shared memory itself, so that it needs one buffer more. What the
 compiler shares between values that are not live together is not foreseen: these are upper bounds
-(`tests/kernels/test_small_gpu.py` compares them with what the compiler asks for).
+(`tests/pallas_kernels/test_triton_memory.py` compares them with what the compiler asks for).
 """
 
 from __future__ import annotations

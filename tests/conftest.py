@@ -1,4 +1,7 @@
-"""What every test stands on: one CPU that looks like eight devices, 32 bits, nothing random.
+"""Set up every test: one CPU that looks like eight devices, 32 bits, nothing random.
+
+Thousands of small programs are compiled, so XLA optimises them as little as it can; XLA_FLAGS that
+name an optimisation level are kept.
 
 The environment is set here, before JAX is imported. On a machine with a GPU:
 `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`.
@@ -10,16 +13,25 @@ import os
 DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    ).strip()
+for name, flag in (
+    ("xla_force_host_platform_device_count", DEVICES),
+    ("xla_backend_optimization_level", 0),
+):
+    if name not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{name}={flag}".strip()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from symjax_rewrite.api import sym_optimize  # noqa: E402
+from tests.pallas_kernels.gpu_compiler import (  # noqa: E402, F401  fixtures of every folder
+    compile_h200,
+    compile_l4,
+    described_fixture,
+    lower_fixture,
+    shared_memory,
+)
 
 # Compilation makes deadlines meaningless; the same programs are tried in every run.
 hypothesis.settings.register_profile("symjax", deadline=None, derandomize=True)
@@ -27,12 +39,17 @@ hypothesis.settings.load_profile("symjax")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/2`: of every test's parameters each second, from the first on."""
-    parser.addoption("--share", default="1/1", help="which part of each test's parameters: K/N")
+    """Add `--share 1/2` (every second test or parameter, from the first on) and `--every`."""
+    parser.addoption("--share", default="1/1", help="which part of the tests: K/N")
+    parser.addoption("--every", action="store_true", help="sweeps too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that asks for nothing is a `cpu` test; every test keeps its share of parameters."""
+    """Mark tests that need nothing as `cpu`; leave out sweeps and what is not of this share.
+
+    Parameters of a test are shared in turn, and so are tests without parameters of a file. Slow
+    tests are not shared: they run at one end of the support range.
+    """
     part, parts = map(int, str(config.getoption("--share")).split("/"))
     seen: collections.Counter[str] = collections.Counter()
     mine, others = [], []
@@ -40,9 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not any(item.get_closest_marker(name) for name in ("cpu", "lowering", "gpu")):
             item.add_marker(pytest.mark.cpu)
         test, parameters, _ = item.nodeid.partition("[")
-        shared = parameters and not item.get_closest_marker("slow")  # slow ones run at one end only
-        (others if shared and seen[test] % parts != part - 1 else mine).append(item)
-        seen[test] += 1
+        row = test if parameters else test.partition("::")[0]
+        swept = item.get_closest_marker("sweep") and not config.getoption("--every")
+        elsewhere = seen[row] % parts != part - 1 and not item.get_closest_marker("slow")
+        (others if swept or elsewhere else mine).append(item)
+        seen[row] += 1
     items[:] = mine
     config.hook.pytest_deselected(items=others)
 

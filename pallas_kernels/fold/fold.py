@@ -58,7 +58,7 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from symjax_rewrite.pallas_kernels.fold_spec import Extremum, Operand, Tile
+        >>> from symjax_rewrite.pallas_kernels.fold.spec import Extremum, Operand, Tile
         >>> distance = Tile(lambda dots, values, i, j: abs(values[0] - values[1]), reads=(0, 1))
         >>> spec = FoldSpec(
         ...     sizes=(("m", 2), ("n", 3)), batch=(), row="m", col="n",

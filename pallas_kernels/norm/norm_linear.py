@@ -59,7 +59,7 @@ def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from symjax_rewrite.pallas_kernels.norm_layer import NormLinear, forward
+        >>> from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
         >>> spec = forward(NormLinear(1, 4, 2, eps=0.0))
         >>> norm_linear(spec, jnp.array([[3.0, 4.0, 0.0, 0.0]]), jnp.ones((4, 2)))
         Array([[2.8, 2.8]], dtype=float32)

@@ -54,7 +54,7 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from symjax_rewrite.pallas_kernels.scan_spec import plain
+        >>> from symjax_rewrite.pallas_kernels.scan.spec import plain
         >>> average = plain(4, (), (), ("t",))  # one decay for all steps
         >>> scan(average, jnp.float32(0.5), jnp.ones(4))
         (Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32),)

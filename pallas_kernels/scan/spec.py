@@ -119,7 +119,7 @@ class ScanSpec:
         >>> spec = ScanSpec(
         ...     sizes=(("t", 3), ("d", 2)), time="t", state=("d",),
         ...     operands=(Operand(("d",)), Operand(("t", "d"))),
-        ...     coefficients=Program(lambda values, t: values, reads=(0, 1)), last=True,
+        ...     coefficients=ScanProgram(lambda values, t: values, reads=(0, 1)), last=True,
         ... )
         >>> spec.shape(1), spec.state_shape, result_axes(spec)
         ((3, 2), (2,), (('t', 'd'), ('d',)))

@@ -50,7 +50,7 @@ modes = st.builds(
 )
 
 
-@settings(max_examples=150, suppress_health_check=list(cast(Any, HealthCheck)))
+@settings(max_examples=60, suppress_health_check=list(cast(Any, HealthCheck)))
 @given(program=programs(), mode=modes)
 def test_drawn_program_means_the_same(program: Program, mode: Mode):
     try:

@@ -1,0 +1,41 @@
+"""Emission fails to the original program, and emits pieces in the order they are made in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import errors, sym_optimize
+
+
+@pytest.mark.internal_error
+def test_an_error_while_emitting_keeps_the_original(monkeypatch):
+    from symjax_rewrite.codegen import term_lowering
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    f = lambda a, b, x: (a @ b) @ x  # noqa: E731
+    args = (jnp.ones((256, 256)), jnp.ones((256, 256)), jnp.ones(256))
+    monkeypatch.setitem(term_lowering._LOWER, "contract", broken)
+    np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-6)
+    with pytest.raises(errors.UnsupportedError):
+        sym_optimize(f, on_unsupported="error")(*args)
+
+
+def test_pieces_are_joined_in_the_order_they_are_made():
+    """Gates of an LSTM were each transposed, joined and transposed back: ten times slower."""
+
+    def f(ws, xs):
+        def step(h, x):
+            gates = h @ jnp.concatenate(ws, 1) + x
+            i, o = jnp.split(jax.nn.sigmoid(gates), 2, -1)
+            return i * h + o, None
+
+        return jax.lax.scan(step, jnp.zeros((8, 256)), xs)[0]
+
+    args = ([jnp.ones((256, 256))] * 2, jnp.ones((16, 8, 512)))
+    report = sym_optimize(f).explain(*args)
+    assert [r.name for r in report.rules] == ["block_products"]
+    assert "transpose" not in str(report.after.jaxpr)
+    np.testing.assert_allclose(sym_optimize(f)(*args), f(*args), 1e-5)

@@ -1,0 +1,70 @@
+"""In which order products are emitted where the device cares how operands lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.ir.term import CONTRACT, Node, Ref
+
+PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
+
+
+def emitted(x, y, labels=((2, 0), (2, 1))):
+    operands = [(jnp.asarray(x), labels[0]), (jnp.asarray(y), labels[1])]
+    return term_lowering.transposed_apart(PRODUCT, operands)
+
+
+def drawn(rows: int, cols: int, dtype: str = "float32"):
+    return np.random.default_rng(rows + cols).standard_normal((rows, cols)).astype(dtype)
+
+
+@pytest.mark.parametrize(("m", "n", "turned"), [(16, 64, 0), (64, 16, 1), (64, 64, 0)])
+def test_the_narrower_operand_is_laid_along_the_grain(m, n, turned):
+    x, y = drawn(32, m), drawn(32, n)
+    operands = emitted(x, y)
+    assert [labels[0] != 2 for _, labels in operands] == [turned == 0, turned == 1]
+    sizes = (m, n, 32)
+    data, labels = term_lowering.lower_node(PRODUCT, operands, sizes, "float32", {})
+    got = np.asarray(data) if labels == (0, 1) else np.asarray(data).T
+    np.testing.assert_allclose(got, x.T @ y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "labels"),
+    [
+        (drawn(32, 4), drawn(32, 64), ((2, 0), (2, 1))),  # too narrow to pay
+        (drawn(16, 32), drawn(32, 64), ((0, 2), (2, 1))),  # along the grain already
+        (drawn(32, 16).astype(np.int32), drawn(32, 64).astype(np.int32), ((2, 0), (2, 1))),
+        (drawn(32, 16, "float16"), drawn(32, 64), ((2, 0), (2, 1))),
+    ],
+    ids=["narrow", "along", "integers", "half"],
+)
+def test_other_operands_stay(x, y, labels):
+    operands = emitted(x, y, labels)
+    assert [o[1] for o in operands] == list(labels)
+
+
+def test_only_a_device_that_is_slow_across_asks_for_it():
+
+    q = jnp.ones((1024, 64))
+    jaxpr = str(jax.make_jaxpr(sym_optimize(lambda q, k, v: (q @ k.T) @ v))(q, q, q))
+    assert ("optimization_barrier" in jaxpr) == CPU.slow_across
+
+
+def test_a_product_over_several_axes_rearranges_its_smaller_operand():
+    """A scale moved behind a linear layer made XLA transpose the weights, not the activations."""
+
+    def f(w, x):
+        pooled = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+        return w @ (0.25 * pooled).transpose(0, 3, 1, 2).reshape(4, -1).T
+
+    report = sym_optimize(f).explain(jnp.ones((128, 4096)), jnp.ones((4, 16, 16, 64)))
+    products = [e for e in report.after.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert len(products) == 1 and len(products[0].params["dimension_numbers"][0][0]) == 3
+    sides = zip(products[0].invars, products[0].params["dimension_numbers"][0], strict=True)
+    contracted = max(sides, key=lambda side: side[0].aval.size)[1]
+    assert list(contracted) == sorted(contracted)

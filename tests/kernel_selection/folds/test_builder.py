@@ -1,0 +1,74 @@
+"""What a fold reads, keeps and gives to others in programs with several reductions."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.equal_forms import CHOICES, agree, c64
+
+
+def test_complex_softmax_has_no_fold():
+    agree(lambda x: jax.nn.softmax(x * 0.5, -1), c64(6, 4), kernels="always")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_maximum_of_a_routed_fold_is_used_in_its_own_dtype(dtype):
+    """The row algebra around a fold met the maximum in the accumulator's dtype (TypeError)."""
+
+    def f(x, y):
+        s = x @ x.T * 0.3
+        return jax.nn.softmax(s) @ y + jnp.max(s, 1, keepdims=True), jax.nn.logsumexp(s, 1)
+
+    given = [jax.ShapeDtypeStruct(s, dtype) for s in ((4, 16), (4, 32))]
+    agree(f, *given, kernels="always")
+
+
+def test_what_a_fold_keeps_to_itself_is_read_by_no_other_route():
+    """A norm and product read part of a sum that a fold's epilogue had taken in (ValueError)."""
+
+    def f(a, b, mask, c):
+        p = jax.nn.softmax(a @ b.T / 2, where=mask > 0) @ a
+        return jnp.exp(c - jnp.max(c, 0)) @ p
+
+    shapes = [(6, 6)] * 4
+    agree(f, *shapes, transform="in_second", kernels="always", choices=CHOICES[:3])
+
+
+def test_pairs_that_a_fold_reads_whole_are_made():
+    """A fold did not give what only pairs read, and another fold read these pairs (ValueError)."""
+
+    def f(q, k, v):
+        s = q @ k.T
+        p = jax.nn.softmax(s) @ (v @ v.T)
+        return -jnp.sum((p[:, None] - s[None]) ** 2, -1)
+
+    shapes = (8, 8), (8, 8), (8, 9)
+    agree(f, *shapes, transform="in_second", kernels="always", choices=CHOICES[:1])
+
+
+def test_a_sum_over_a_product_in_a_tile():
+    """Inside a tile, the operands of a summed product were read without its sum (IndexError)."""
+
+    def f(x, y, w):
+        v = jnp.sum(jax.lax.dot(x, y), 1)
+        return jnp.sum(v @ w.T - w.T @ v[:, None])
+
+    agree(f, (96, 96), (96, 96), (96, 96), choices=CHOICES[:3])
+
+    def g(q, x, y, w):
+        return jax.nn.softmax(jnp.sum(x @ y, 1) * q) @ w
+
+    agree(g, (96,), (96, 96), (96, 96), (96, 4), kernels="always", choices=CHOICES[:2])
+    h = lambda q, k, w: jax.nn.softmax(jnp.sum(q[:, None] @ k, (1, 2))) @ w  # noqa: E731
+    agree(h, (32, 20), (32, 20, 24), (32, 4), kernels="always", choices=CHOICES[:2])
+
+
+def test_products_of_exponentials_stay_products():
+    """softmax(e^a)·e^a was summed as e^(e^a + a - max), where a is lost beside e^a."""
+
+    def f(a, b):
+        s = jnp.exp(8 * a @ b.T)
+        return jnp.sum(jax.nn.softmax(s) * s, 1)
+
+    for kernels in ("always", "auto"):
+        agree(f, (8, 8), (8, 8), kernels=kernels, choices=CHOICES[:2])

@@ -1,0 +1,334 @@
+"""Every reduction over a pairwise term becomes a fold, in the forward and the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.spec import ColumnSums, FoldSpec, Sums
+from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
+from tests.kernel_selection.folds.programs import (
+    FOLDS,
+    LEFT,
+    D,
+    H,
+    M,
+    N,
+    Program,
+    draw,
+    gradient,
+    induced,
+    log_sum_exp,
+    neighbours,
+)
+
+
+def named(program: Program) -> str:
+    return program.fun.__name__
+
+
+@pytest.mark.parametrize("program", FOLDS, ids=named)
+def test_pairs_are_never_made_whole(program):
+    routed = sym_optimize(program.fun, kernels="always")
+    report = routed.explain(*program.args)
+    assert {r.taken for r in report.routes if r.name == "fold"} == {True}, report
+    assert_no_intermediate(routed, *program.args, elements=program.pairs)
+    assert_equivalent(routed, program.fun, *program.args, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("fun", "reason"), LEFT, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_is_no_fold_stays(fun, reason):
+    args = draw(N, D) * 0.5, draw(M, D, seed=1) * 0.5
+    routed = sym_optimize(fun, kernels="always")
+    routes = [r for r in routed.explain(*args).routes if r.name == "fold"]
+    assert not any(r.taken for r in routes)
+    assert bool(routes) == (reason is not None)
+    assert all(reason in r.reason for r in routes), routes
+    assert_equivalent(routed, fun, *args)
+
+
+def test_blocks_of_rows_and_columns_with_64_bit_integers():
+    def attend(q, k, v):
+        return jax.nn.softmax(q @ k.mT, axis=-1) @ v
+
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(draw(2, 1100, D, seed=n), jnp.float64) for n in range(3))
+        for fun in (attend, jax.grad(lambda *qkv: jnp.sum(attend(*qkv) ** 2), argnums=(0, 1, 2))):
+            routed = sym_optimize(fun, kernels="always")
+            assert any(r.taken for r in routed.explain(q, k, v).routes)
+            assert_equivalent(routed, fun, q, k, v, rtol=1e-10)
+
+
+def test_lengths_of_64_bits():
+    def attend(q, k, v, lengths):
+        seen = jnp.arange(90) < lengths[:, None, None]
+        return jax.nn.softmax(jnp.where(seen, q @ k.mT, -jnp.inf), axis=-1) @ v
+
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(draw(3, 90, D, seed=n), jnp.float32) for n in range(3))
+        lengths = jnp.array([2**40, 5, 2**31])
+        assert lengths.dtype == jnp.int64
+        routed = sym_optimize(attend, kernels="always")
+        assert any(r.taken for r in routed.explain(q, k, v, lengths).routes)
+        assert_equivalent(routed, attend, q, k, v, lengths, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fun", [log_sum_exp, neighbours], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_dtypes(fun, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, y = (jnp.asarray(draw(n, D) * 0.5, dtype) for n in (70, 90))
+        ours, theirs = (f(x, y) for f in (sym_optimize(fun, kernels="always"), fun))
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(jax.tree.leaves(x)[0], np.float64) for x in (ours, theirs))
+        np.testing.assert_allclose(a, b, rtol={"float64": 1e-12}.get(dtype, 2e-2), atol=2e-2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_gives_the_same(bad):
+    x, y = draw(40, D), draw(50, D).at[3].set(bad)
+    for program in (log_sum_exp, lambda x, y: ((x @ y.T).max(-1), jnp.argmax(x @ y.T, -1))):
+        ours, theirs = (f(x, y) for f in (sym_optimize(program, kernels="always"), program))
+        jax.tree.map(np.testing.assert_allclose, ours, theirs)
+
+
+def test_integers_wrap_and_compare_as_written():
+    x, y = (jnp.arange(n * D, dtype=jnp.int32).reshape(n, D) * 7919 for n in (40, 50))
+
+    def fun(x, y):
+        s = jnp.maximum(x @ y.T, -5)
+        return s.max(-1), s.sum(-1), jnp.argmin(s, -1), jnp.argsort(s, -1)[:, :4]
+
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(x, y).routes if r.name == "fold"] == [True]
+    jax.tree.map(np.testing.assert_array_equal, routed(x, y), fun(x, y))
+
+
+def test_integers_are_multiplied_and_added_up_as_integers():
+    x, y = (jnp.arange(n * D, dtype=jnp.int32).reshape(n, D) % 13 for n in (40, 50))
+
+    def fun(x, y, w):
+        return -jnp.sum((x[:, None] - y[None]) ** 2, -1) @ w
+
+    w = jnp.arange(150, dtype=jnp.int32).reshape(50, 3) * 100_003
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(x, y, w).routes if r.name == "fold"] == [True]
+    np.testing.assert_array_equal(routed(x, y, w), fun(x, y, w))
+
+
+@pytest.mark.parametrize("label", [-1, -M - 1, M, 0])
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+def test_labels_out_of_range(label, mode):
+    def fun(h, w, label):
+        logits = jnp.exp(h @ w)
+        chosen = jnp.take_along_axis(logits, label[:, None], 1, mode=mode)[:, 0]
+        return jnp.log(logits.sum(-1)), chosen
+
+    args = draw(N, D), draw(D, M) * 0.3, jnp.full((N,), label, jnp.int32)
+    routed = sym_optimize(fun, kernels="always")
+    assert [r.taken for r in routed.explain(*args).routes if r.name == "fold"] == [True]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), routed(*args), fun(*args))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_small_and_empty(size):
+    x, y = draw(size, D), draw(3, D)
+    routed = sym_optimize(log_sum_exp, kernels="always")
+    np.testing.assert_allclose(routed(x, y), log_sum_exp(x, y), 1e-6)
+
+
+def test_small_sizes_are_left_alone(monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+    x = jax.ShapeDtypeStruct((256, D), jnp.float32)
+    assert not [r for r in sym_optimize(log_sum_exp).explain(x, x).routes if r.taken]
+
+
+def test_large_sizes_are_taken(monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+    x = jax.ShapeDtypeStruct((1 << 14, D), jnp.float32)
+    report = sym_optimize(log_sum_exp, device="cpu").explain(x, x)
+    assert [r.taken for r in report.routes if r.name == "fold"] == [True]
+    assert report.after.largest_intermediate < 0.05 * report.before.largest_intermediate
+
+
+@pytest.mark.parametrize("words", [60, 70])
+def test_pairs_that_a_fold_never_makes_are_read_by_no_other(words):
+    """The second fold's scores are a product of the probabilities that the first never makes."""
+
+    def fun(q, k, v, w):
+        p = jax.nn.softmax(q @ k.T)
+        return p @ v, jax.nn.logsumexp(p @ w, -1)
+
+    args = draw(90, 8), draw(70, 8), draw(70, 5), draw(70, words)
+    routed = sym_optimize(fun, kernels="always")
+    report = routed.explain(*args)
+    folds = [r for r in report.routes if r.name == "fold"]
+    assert sum(r.taken for r in folds) == 1
+    refused = [r.reason for r in folds if not r.taken]
+    assert refused == ["it reads pairs that another fold never makes"] * (words == 70)
+    assert_equivalent(routed, fun, *args, rtol=2e-5)
+
+
+def test_the_first_of_a_sorted_row_are_those_of_a_sort():
+    """NaN comes last and equal values in order, in every dtype."""
+
+    def fun(x):
+        s = jnp.maximum(x[:, None] - x[None], -1)
+        return jnp.argsort(s, -1)[:, 1:6], jnp.sort(s, -1)[:, 3]
+
+    x = jnp.round(draw(40) * 4).at[3].set(jnp.nan).at[5:8].set(jnp.inf)  # no rounding
+    for dtype in ("float32", "bfloat16", "float16"):
+        x = x.astype(dtype)
+        routed = sym_optimize(fun, kernels="always")
+        assert [r.taken for r in routed.explain(x).routes if r.name == "fold"] == [True]
+        for ours, written in zip(routed(x), fun(x), strict=True):
+            assert ours.dtype == written.dtype
+            ours, written = np.asarray(ours, np.float64), np.asarray(written, np.float64)
+            np.testing.assert_array_equal(ours, written)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_shift_that_matters_keeps_its_gradient(axis):
+    """With something added to the sum, or along another axis, the derivative by the shift stays."""
+
+    def fun(x, y):
+        s = jnp.tanh(x @ y.T) * 3
+        e = jnp.exp(s - s.max(-1, keepdims=True))
+        p = e / (e.sum(axis, keepdims=True) + 0.1 * axis)
+        return jnp.sin((p * jnp.linspace(0, 1, 40)[:, None]).sum(0) @ y).sum()
+
+    grad = jax.grad(fun, (0, 1))
+    assert_equivalent(sym_optimize(grad, kernels="always"), grad, draw(40, D), draw(50, D))
+
+
+def test_sums_that_a_fold_makes_are_not_written_out():
+    """The gradient of two attentions in a row took 27,000 equations when they were."""
+    qkv = tuple(draw(1, 40, H, D, seed=n) for n in range(3))
+    report = sym_optimize(gradient(induced, 3), kernels="always").explain(*qkv)
+    assert [r.taken for r in report.routes if r.name == "fold"] == [True, True]
+    assert str(report.after.jaxpr).count(" = ") < 2000
+
+
+def test_layers_of_folds_are_emitted_in_linear_time():
+    """What a fold waits for was looked for along every path: 2^24 of them here."""
+
+    def fun(x, memory):
+        for _ in range(24):
+            x = x + jax.nn.softmax(x @ memory.T) @ memory
+        return x
+
+    args = draw(30, 8), draw(40, 8)
+    report = sym_optimize(fun, kernels="always").explain(*args)
+    assert [r.count for r in report.routes if r.name == "fold" and r.taken]
+
+
+def test_what_lies_beside_the_diagonal_may_be_infinite():
+    """A unit matrix chooses: 0 · inf would be nan."""
+
+    def trace(a, b):
+        return jnp.einsum("bii->b", a @ b)
+
+    a, b = np.ones((2, 2, 4, 4), np.float32)
+    a[0, 0, 0] = np.inf
+    f = sym_optimize(trace, kernels="always")
+    assert [r.taken for r in f.explain(a, b).routes] == [True]
+    np.testing.assert_array_equal(f(a, b), [np.inf, 16])
+
+
+def test_one_place_of_the_scores_of_one_row():
+    def surprise(h, w, label):
+        scores = jnp.tanh(h @ w)
+        return jax.nn.logsumexp(scores) - jnp.take(scores, label, mode="clip")
+
+    args = draw(D), draw(D, N), jnp.int32(3)
+    f = sym_optimize(surprise, kernels="always", on_unsupported="error")
+    assert_equivalent(f, surprise, *args)
+    assert_equivalent(jax.grad(f), jax.grad(surprise), *args)
+
+
+def test_pairs_are_not_made_twice():
+    """Scores rounded in two ways: weights by the one, divided by the sum over the other."""
+
+    def f(x, y):
+        v = jax.nn.softmax(x @ x.T / jnp.sqrt(3.0)) @ x
+        return -jnp.sum((v[:, None] - y[None]) ** 2, -1)
+
+    x = 100 + np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
+    g = sym_optimize(f, kernels="always")
+    uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
+    assert uses[True] and uses[False] == "another fold reads its pairs"
+    np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
+
+
+def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
+    def energy(x, y):
+        return jnp.sum(jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, -1)) ** 1.5)
+
+    def attend(q, k, v):
+        return jnp.sum((jax.nn.softmax(q @ k.T, axis=-1) @ v) ** 2)
+
+    def counted(spec, *operands, **options):
+        specs.append(spec)
+        return fold(spec, *operands, **options)
+
+    monkeypatch.setattr("symjax_rewrite.kernel_selection.folds.builder.fold", counted)
+    points, values = draw(N, D) * 0.3, draw(M, D, seed=1) * 0.3
+    for fun, args, folds in ((energy, (points, values), 1), (attend, (points, values, values), 2)):
+        specs: list[FoldSpec] = []
+        gradient = jax.grad(fun, tuple(range(len(args))))
+        assert_equivalent(sym_optimize(gradient, kernels="xla"), gradient, *args, rtol=2e-5)
+        assert len(set(specs)) == folds
+        assert {type(o) for o in specs[-1].outputs} == {Sums, ColumnSums}
+        specs.clear()
+        routes = sym_optimize(gradient, kernels="always", device="h200").explain(*args).routes
+        assert any(r.taken for r in routes)
+        assert not any(isinstance(o, ColumnSums) for s in specs for o in s.outputs)
+
+
+@pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])
+def test_scores_that_lie_where_others_lay_take_no_memory(monkeypatch, queries, keys, taken):
+    monkeypatch.setattr(
+        jax_internals, "may_be_partitioned", lambda: False
+    )  # one CPU, as users have
+
+    def smooth(x, y, v):
+        weights = jnp.exp(-0.5 * ((x**2).sum(-1)[:, None] - 2 * x @ y.T + (y**2).sum(-1)))
+        return weights @ v / weights.sum(-1, keepdims=True)
+
+    shapes = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (queries, keys, keys)]
+    report = sym_optimize(smooth, device="cpu").explain(*shapes)
+    assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
+
+
+def test_sums_over_the_features_of_a_pair_are_slow_as_written(monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+    def differences(x, y):
+        return jnp.sum(jnp.abs(x[:, None] - y[None, :]), axis=-1).min(-1)
+
+    def product(x, y):
+        return jnp.maximum(x @ y.T, 0).sum(-1)
+
+    x = jax.ShapeDtypeStruct((2048, 8), jnp.float32)
+    for fun, taken in ((differences, True), (product, False)):
+        report = sym_optimize(fun, device="cpu").explain(x, x)
+        assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
+
+
+@pytest.mark.parametrize(
+    ("queries", "documents", "taken"),
+    [((32, 64), (128, 300), False), ((2, 8192), (2, 8192), True)],
+    ids=["many small pairs", "few large ones"],
+)
+def test_small_products_have_a_price_of_their_own(monkeypatch, queries, documents, taken):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+    def late_interaction(q, d):
+        return jnp.einsum("qid,kjd->qkij", q, d).max(-1).sum(-1)
+
+    shapes = [jax.ShapeDtypeStruct((*s, 128), jnp.float32) for s in (queries, documents)]
+    report = sym_optimize(late_interaction, device="cpu").explain(*shapes)
+    assert any(r.taken for r in report.routes if r.name == "fold") == taken, report

@@ -1,0 +1,174 @@
+"""Sums over the few places of each row that are not zero: gradients of the k nearest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
+from tests.kernel_selection.folds.programs import squares
+
+N, M, D, K = 600, 1101, 8, 4
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+
+
+X, Y = draw(N, D), draw(M, D, seed=1)
+
+
+def far(x, y):
+    """Distances that are no rounding away from each other."""
+    return jnp.sqrt(((x[:, None] - y) ** 2).sum(-1) + 1e-6)
+
+
+def one_row(x, y):
+    return jnp.log1p(-jax.lax.top_k(-((x - y) ** 2).sum(-1), K)[0]).sum()
+
+
+def masked(x, y):
+    keep = (jnp.arange(N)[:, None] + jnp.arange(M)) % 3 > 0
+    s = jnp.where(keep, jnp.tanh(0.1 * x @ y.T), -9.0)
+    return jnp.sin(jax.lax.top_k(s, K)[0]).sum()
+
+
+def batched(x, y):
+    s = jnp.einsum("bnd,bmd->bnm", x.reshape(3, -1, D), y[: M // 3 * 3].reshape(3, -1, D))
+    return jnp.sin(jax.lax.top_k(s, 2)[0]).sum()
+
+
+def along_rows(x, y):
+    return jnp.sin(jnp.sort(far(x, y), axis=0)[:K]).sum()
+
+
+def triplet(x, y):
+    """The hardest of the others, their places chosen without derivatives."""
+    d = far(x, x)
+    worst = jnp.argmin(jax.lax.stop_gradient(d) + 9 * jnp.eye(N), 1)
+    return jax.nn.relu(3.0 - jnp.take_along_axis(d, worst[:, None], 1)).sum() + 0 * y.sum()
+
+
+def chosen(x, y):
+    s = x @ y.T
+    return jnp.sin(s[jnp.arange(N), jnp.argmax(s, 1)]).sum()
+
+
+def weighted(x, y):
+    d, at = jax.lax.top_k(-squares(x, y), K)
+    return (jax.nn.softmax(d)[..., None] * y[at] * x[:, None]).sum()
+
+
+LOSSES: dict[str, Callable] = {
+    "top-k": lambda x, y: jnp.sin(jax.lax.top_k(-squares(x, y), K)[0]).sum(),
+    "of differences": lambda x, y: jnp.log1p(-jax.lax.top_k(-far(x, y), K)[0]).mean(),
+    "sorted": lambda x, y: jnp.sin(jnp.sort(squares(x, y), 1)[:, :K]).sum(),
+    "one of the sorted": lambda x, y: jnp.sin(jnp.sort(far(x, y), 1)[:, 3]).sum(),
+    "mapped": lambda x, y: jax.vmap(one_row, (0, None))(x, y).sum(),
+    "taken along": lambda x, y: jnp.sin(
+        jnp.take_along_axis(squares(x, y), jax.lax.top_k(-squares(x, y), K)[1], 1)
+    ).sum(),
+    "masked": masked,
+    "batched": batched,
+    "along rows": along_rows,
+    "triplet": triplet,
+    "chosen": chosen,
+    "weighted": weighted,
+}  # fmt: skip
+
+
+def taken(fun: Callable, *args: Any) -> list[bool]:
+    report = sym_optimize(fun, kernels="always").explain(*args)
+    return [r.taken for r in report.routes if r.name == "sparse"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_hold_no_pairs(name):
+    grad = jax.grad(LOSSES[name], (0, 1))
+    routed = sym_optimize(grad, kernels="always", on_unsupported="error")
+    assert taken(grad, X, Y) == [True]
+    pairs = {"batched": N * M // 9 * 3, "triplet": N * N}.get(name, N * M)
+    assert_no_intermediate(routed, X, Y, elements=pairs)
+    assert_equivalent(routed, grad, X, Y, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["top-k", "of differences", "batched", "sorted"])
+def test_gradients_of_what_is_optimised_hold_no_pairs(name):
+    fun = LOSSES[name]
+    grad = jax.grad(sym_optimize(fun, kernels="always"), (0, 1))
+    assert_no_intermediate(grad, X, Y, elements=N * M // (3 if name == "batched" else 1))
+    assert_equivalent(grad, jax.grad(fun, (0, 1)), X, Y, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, y = (jnp.asarray(np.round(z), dtype) for z in (X, Y))  # exact products
+        fun = jax.grad(lambda x, y: (jax.lax.top_k(x @ y.T, K)[0] ** 2).sum(), (0, 1))
+        assert taken(fun, x, y) == [True]
+        for ours, written in zip(sym_optimize(fun, kernels="always")(x, y), fun(x, y), strict=True):
+            assert ours.dtype == written.dtype
+            scale = np.abs(np.asarray(written, np.float64)).max()
+            error = np.abs(np.asarray(ours, np.float64) - np.asarray(written, np.float64)).max()
+            assert error <= scale * (1e-14 if dtype == "float64" else 2e-2)
+
+
+@pytest.mark.parametrize("mode", ["drop", "clip"])
+@pytest.mark.parametrize("to", ["rows", "columns"])
+def test_places_out_of_range_and_places_twice(mode, to):
+    at = jnp.asarray(np.random.default_rng(0).integers(-3 * M, 3 * M, (N, K)), jnp.int32)
+    at = at.at[:, 1].set(at[:, 0])
+
+    def fun(v, x, y):
+        rows = jnp.arange(N)[:, None]
+        s = jnp.zeros((N, M)).at[rows, at].add(v, mode=mode)
+        return s @ y if to == "rows" else s.T @ jnp.tanh(x)
+
+    args = draw(N, K), X, Y
+    assert taken(fun, *args) == [True]
+    assert_equivalent(sym_optimize(fun, kernels="always"), fun, *args)
+
+
+def test_zeros_by_position_are_not_multiplied():
+    """Beside the nearest a distance is zero: its derivative is infinite, times zero."""
+
+    def fun(x):
+        d = jnp.sqrt(((x[:, None] - x) ** 2).sum(-1))
+        return -jax.lax.top_k(-jnp.where(jnp.eye(N, dtype=bool), 9.0, d), K)[0].sum()
+
+    grad = sym_optimize(jax.grad(fun), kernels="always")
+    assert np.isfinite(grad(X)).all() and np.isnan(jax.grad(fun)(X)).any()
+
+
+def beside(x, y):
+    s = x @ y.T
+    return jax.lax.top_k(s, K)[0].sum() + jnp.exp(s / 9).sum()
+
+
+LEFT: dict[str, Callable] = {
+    "many places": lambda x, y: jax.lax.top_k(x @ y.T, M // 4)[0].sum(),
+    "all places": lambda x, y: (jnp.sort(x @ y.T, 1) * jnp.arange(M)).sum(),
+    "beside others": beside,
+    "onto what is not zero": lambda x, y: jnp.sin(
+        jnp.exp(x @ y.T).at[jnp.arange(N), jnp.arange(N)].add(1.0) @ y
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_others_stay(name):
+    grad = jax.grad(LEFT[name], (0, 1))
+    assert not any(taken(grad, X, Y))
+    assert_equivalent(sym_optimize(grad, kernels="always"), grad, X, Y, rtol=2e-5)
+
+
+def test_small_ones_stay():
+    assert not [
+        r
+        for r in sym_optimize(jax.grad(LOSSES["top-k"], (0, 1)), device="cpu").explain(X, Y).routes
+        if r.taken
+    ]

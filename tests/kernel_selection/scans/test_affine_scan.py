@@ -1,0 +1,309 @@
+"""Which loops are affine, what keeps the others from it, and kernels in place of affine loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import sym_optimize
+
+L, D, N = 20, 6, 4
+
+
+def draw(*shape: int, low: float = -1.0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).uniform(low, low + 1, shape), jnp.float32)
+
+
+X, DT, A = draw(L, D), draw(L, D, low=0.01), draw(D, N, low=-2.0)
+B, C, H = draw(L, N), draw(L, N, low=0), draw(D, N)
+
+
+def scan(step: Callable, start: Any = H, xs: Any = (X, DT, B, C), **options: Any) -> Any:
+    return lambda start, xs: lax.scan(step, start, xs, **options), (start, xs)
+
+
+def mamba(h, given):
+    x, dt, b, c = given
+    h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
+    return h, h @ c
+
+
+def by_sum(h, given):
+    x, dt, b, c = given
+    h = h * jnp.exp(jnp.einsum("d,dn->dn", jax.nn.softplus(dt), A)) + jnp.outer(dt * x, b)
+    return h, jnp.sum(h * c[None, :], axis=-1)
+
+
+def before(h, given):
+    x, dt, b, _ = given
+    return 0.9 * h - b * x[:, None], (h * dt[:, None]).sum(0)
+
+
+def choice(h, given):
+    x, _, b, _ = given
+    return jnp.where(x[:, None] > 0, h * b, h + 1), h.T
+
+
+def counted(carry, x):
+    h, i = carry
+    return (jnp.where(i == 3, x, 0.9 * h + i * x), i + 1), h
+
+
+def running(h, given):
+    return h + given[0][:, None], None
+
+
+AFFINE = {
+    "selective scan": scan(mamba),
+    "selective scan, by sums": scan(by_sum),
+    "state before the step": scan(before),
+    "what is made of the state before the step": scan(
+        lambda h, x: (h * x + 1, jnp.sin(h @ A)), draw(D), X
+    ),
+    "reversed": scan(mamba, reverse=True),
+    "a choice that is given": scan(choice),
+    "a running sum": scan(running),
+    "steps that are counted": (
+        lambda h, xs: lax.scan(counted, (h, 0), xs, reverse=True), (jnp.ones(D), X)
+    ),
+    "from zero": (lambda xs: lax.scan(mamba, jnp.zeros((D, N)), xs), ((X, DT, B, C),)),
+    "exponential average": scan(lambda h, x: (0.9 * h + 0.1 * x, h), jnp.zeros(D), X),
+    "one number": scan(lambda h, x: (h * x + 1, h), jnp.float32(1), X[:, 0]),
+    "half": scan(
+        lambda h, x: (h * x + x, h), jnp.zeros(D, jnp.bfloat16), X.astype(jnp.bfloat16)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_affine_loops_run_as_kernels(name: str) -> None:
+    fun, args = AFFINE[name]
+    optimised = sym_optimize(fun, kernels="xla", on_unsupported="error")
+    routes = [r for r in optimised.explain(*args).routes if r.name == "scan"]
+    assert [r.taken for r in routes] == [True], routes
+    tol = 2e-2 if name == "half" else 1e-5
+    for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_allclose(g.astype("f4"), w.astype("f4"), rtol=tol, atol=tol)
+
+
+def test_kernels_of_loops_by_index_and_batches() -> None:
+    def fun(x, a):
+        def step(i, carry):
+            h, out = carry
+            h = a[i] * h + x[i]
+            return h, out.at[i].set(h)
+
+        return lax.fori_loop(0, L, step, (jnp.zeros(D), jnp.zeros((L, D))))
+
+    twice = jax.tree.map(lambda v: jnp.stack([v, v + 1]), (H, (X, DT, B, C)))
+    for f, args in ((fun, (X, DT)), (jax.vmap(AFFINE["reversed"][0]), twice)):
+        optimised = sym_optimize(f, kernels="xla", on_unsupported="error")
+        assert any(r.name == "scan" and r.taken for r in optimised.explain(*args).routes)
+        for w, g in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_a_result_that_is_spread_over_an_axis() -> None:
+    def step(h, x):
+        h = 0.9 * h + x[:, None]
+        return h, (jnp.broadcast_to(h.sum(1, keepdims=True), h.shape), jnp.full((D, 3), h.sum()))
+
+    optimised = sym_optimize(lambda h, x: lax.scan(step, h, x), kernels="xla")
+    (route,) = [r for r in optimised.explain(H, X).routes if r.name == "scan"]
+    assert route.taken  # the kernel gives the sums, which are spread after it
+    for w, g in zip(lax.scan(step, H, X)[1], optimised(H, X)[1], strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
+def test_a_sum_over_an_axis_that_nothing_has() -> None:
+    def step(h, x):
+        h = 0.9 * h + x
+        return h, jnp.sum(jnp.broadcast_to(h[:, None], (D, 3)), 1)
+
+    optimised = sym_optimize(lambda h, x: lax.scan(step, h, x), kernels="xla")
+    start, xs = draw(D), X
+    for w, g in zip(lax.scan(step, start, xs), optimised(start, xs), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5)
+
+
+def test_what_is_made_of_results_is_made_after_the_kernel() -> None:
+    def step(h, given):
+        x, dt, b, c = given
+        h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
+        return h, ((h * c).sum(-1) + 3 * x) * jax.nn.silu(x)  # a skip and a gate
+
+    def greedy(h, given):
+        h, y = step(h, given)
+        return h, (y.sum(), (h * given[3]).max(-1))
+
+    fun, args = scan(step)
+    optimised = sym_optimize(fun, kernels="xla")
+    assert [r.taken for r in optimised.explain(*args).routes if r.name == "scan"] == [True]
+    for w, g in zip(jax.tree.leaves(fun(*args)), jax.tree.leaves(optimised(*args)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    fun, args = scan(greedy)
+    (route,) = sym_optimize(fun, kernels="xla").explain(*args).routes
+    assert not route.taken and "reduce in a result" in route.reason
+
+
+W = draw(D, D)
+OTHER = {
+    "tanh": (lambda h, x: (jnp.tanh(h + x), h), "tanh of the carry"),
+    "a gate of the carry": (lambda h, x: (jax.nn.sigmoid(x) * h * h, h), "with itself"),
+    "relu of a scaled carry": (lambda h, x: (jnp.maximum(0.5 * h + x, 0), h), "scaled carry"),
+    "a choice by the carry": (lambda h, x: (jnp.where(h > 0, h, x), h), "gt of the carry"),
+    "a quotient": (lambda h, x: (x / (h + 1), h), "quotient"),
+    "a matrix": (lambda h, x: (h @ W + x, h), "affine by a matrix"),
+    "max-plus": (lambda h, x: (jnp.maximum(h + x, x), h), "max-plus"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_others_are_left_with_the_reason(name: str) -> None:
+    step, why = OTHER[name]
+    optimised = sym_optimize(lambda x: lax.scan(step, x[0], x), kernels="xla")
+    (route,) = [r for r in optimised.explain(X).routes if r.name == "scan"]
+    assert not route.taken
+    assert why in route.reason
+    np.testing.assert_allclose(optimised(X)[1], lax.scan(step, X[0], X)[1], rtol=1e-5)
+
+
+def test_on_a_cpu_the_loop_stays() -> None:
+    fun, args = AFFINE["selective scan"]
+    report = sym_optimize(fun, device="cpu").explain(*args)
+    (route,) = report.routes
+    assert not route.taken
+    assert "affine" in route.reason
+
+
+def test_on_a_cpu_states_too_narrow_to_vectorise_are_turned() -> None:
+    def report(long: int, narrow: int, step: Callable = mamba) -> Any:
+        def fun(x, dt, A, b, c):
+            def inner(h, given):
+                x, dt, b, c = given
+                return step(jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b, c)
+
+            return lax.scan(inner, jnp.zeros(A.shape), (x, dt, b, c))[1]
+
+        sizes = ((256, long), (256, long), (long, narrow), (256, narrow), (256, narrow))
+        specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes]
+        (route,) = sym_optimize(fun, device="cpu").explain(*specs).routes
+        return route
+
+    assert report(256, 16, lambda h, c: (h, h @ c)).taken
+    for long, narrow in ((256, 64), (4, 4), (16, 16), (1, 16)):
+        assert not report(long, narrow, lambda h, c: (h, h @ c)).taken
+    assert not report(256, 16, lambda h, c: (h, jnp.tanh(h) @ c)).taken  # no product of states
+
+
+def test_wrapping_integers_and_exact_programs_have_no_kernel() -> None:
+    fun, _ = scan(lambda h, x: (h * x + x, h))
+    xs = jnp.arange(L * D, dtype=jnp.int32).reshape(L, D) * 99991
+    optimised = sym_optimize(fun, kernels="xla")
+    for w, g in zip(fun(xs[0], xs), optimised(xs[0], xs), strict=True):
+        np.testing.assert_array_equal(w, g)
+    exact = sym_optimize(fun, kernels="xla", numerics="exact")
+    assert not any(r.taken for r in exact.explain(X[0], X).routes)
+
+
+def gradients(step: Callable) -> tuple[Callable, Callable, tuple]:
+    """The gradient of a loop, that of the optimised loop, and arguments."""
+
+    def loss(x, dt, A, b, c):
+        def inner(h, given):
+            x, dt, b, c = given
+            return step(jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b, c)
+
+        last, y = lax.scan(inner, jnp.zeros(A.shape), (x, dt, b, c))
+        return jnp.sum(jnp.sin(y)) + jnp.sum(last)
+
+    args = (X, DT, A, B, C)
+    outside = jax.grad(sym_optimize(loss, kernels="xla", on_unsupported="error"), range(5))
+    return jax.grad(loss, range(5)), outside, args
+
+
+def test_gradients_make_states_again() -> None:
+    want, got, args = gradients(lambda h, c: (h, h @ c))
+    assert f"{L},{D},{N}" in str(jax.make_jaxpr(want)(*args))  # states of all steps
+    assert f"{L},{D},{N}" not in str(jax.make_jaxpr(got)(*args))
+    for w, g in zip(jax.jit(want)(*args), jax.jit(got)(*args), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [lax.stop_gradient, jax.nn.relu], ids=["stop", "relu"])
+def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
+    want, got, args = gradients(lambda h, c: (h, rule(h @ c) * rule(c[0] - c[0])))
+    for w, g in zip(jax.jit(want)(*args), jax.jit(got)(*args), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+PROJECTIONS = draw(D, 2, D)
+
+
+def projected_before(h, given):
+    return 0.9 * h + (given[0] @ PROJECTIONS[:, 0])[:, None] * A, h
+
+
+def projected_before_and_after(h, given):
+    h = (
+        jax.nn.sigmoid(given[1] @ PROJECTIONS[:, 0])[:, None] * h
+        + (PROJECTIONS[:, 1].T @ given[0])[:, None]
+    )
+    return h, (PROJECTIONS[:, 0] @ h) * (given[0] @ PROJECTIONS[:, 1])[:, None]
+
+
+@pytest.mark.parametrize("step", [projected_before, projected_before_and_after])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_products_that_leave_an_affine_loop_leave_a_scan(step: Callable, reverse: bool) -> None:
+    """The kernel was looked for only among loops as they are written."""
+    f, args = scan(step, reverse=reverse)
+    routed = sym_optimize(f, kernels="always", on_unsupported="error")
+    report = routed.explain(*args)
+    assert [(r.name, r.taken) for r in report.routes] == [("scan", True)]
+    for got, want in zip(jax.tree.leaves(routed(*args)), jax.tree.leaves(f(*args)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_products_that_leave_another_loop_leave_it_a_loop() -> None:
+    f, args = scan(lambda h, given: (jnp.tanh(h + (given[0] @ PROJECTIONS[:, 0])[:, None]), None))
+    report = sym_optimize(f, kernels="always").explain(*args)
+    assert [(r.name, r.taken) for r in report.routes] == [("scan", False)]
+    assert "loop_batching" in [r.name for r in report.rules]
+
+
+def test_a_loop_that_divides_by_zero_stays():
+    """c/0 three times was (1/0)³·c + 0, which is NaN where c/0/0/0 is infinite."""
+
+    def f(x):
+        return jax.lax.fori_loop(0, 3, lambda i, c: c / 0.0, x)
+
+    x = jnp.array([-1.0, 0.0, 2.0])
+    np.testing.assert_array_equal(sym_optimize(f, kernels="always")(x), jax.jit(f)(x))
+
+
+SCALED = {
+    "divided": lambda c, d: c / d,
+    "multiplied": lambda c, d: -(c * (1 / d)),
+    "chosen": lambda c, d: jnp.where(d > 1, c * 2, c / d),
+    "and added": lambda c, d: c / d + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_loops_that_divide_by_what_turns_out_zero(name):
+    """The carry plus nothing, divided by zero, was infinite plus 0/0."""
+
+    def f(x, d):
+        return jax.lax.fori_loop(0, 3, lambda i, c: SCALED[name](c, d), x)
+
+    x, d = jnp.array([-1.0, 1.0, 2.0]), jnp.array([0.0, -0.0, 4.0])
+    g = sym_optimize(f, kernels="always")
+    assert [r.taken for r in g.explain(x, d).routes if r.name == "scan"] == [True]
+    np.testing.assert_allclose(g(x, d), jax.jit(f)(x, d), rtol=1e-6)
+    as_written = sym_optimize(f, kernels="always", numerics="exact").explain(x, d)
+    assert str(as_written.after.jaxpr) == str(as_written.before.jaxpr)

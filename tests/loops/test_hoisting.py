@@ -1,0 +1,411 @@
+"""What leaves a loop, what stays, and that the values are those of the program as written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.loops import hoisting, loop_optimizer
+from tests.equal_forms import agree
+
+STEPS, ROWS, WIDTH = 24, 4, 64
+
+
+def draw(*shape: int, seed: int = 0, dtype: Any = np.float32) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape) / np.sqrt(shape[-1])
+    return jnp.asarray(values.astype(dtype))
+
+
+XS, WX, WH = draw(STEPS, ROWS, WIDTH), draw(WIDTH, WIDTH, seed=1), draw(WIDTH, WIDTH, seed=2)
+H0 = jnp.zeros((ROWS, WIDTH))
+
+
+def rnn(xs, wx, wh):
+    def step(h, x):
+        h = jnp.tanh(x @ wx + h @ wh)
+        return h, h
+
+    return lax.scan(step, H0, xs)
+
+
+def lstm(xs, wx, wh):
+    def step(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(x @ jnp.tile(wx, 4) + h @ jnp.tile(wh, 4), 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return lax.scan(step, (H0, H0), xs)
+
+
+def gru(xs, wx, wh):
+    def step(h, x):
+        z = jax.nn.sigmoid(x @ wx + h @ wh)
+        n = jnp.tanh(x @ wx.T + z * (h @ wh.T))
+        return (1 - z) * n + z * h, None
+
+    return lax.scan(step, H0, xs)[0]
+
+
+def backwards(xs, wx, wh):
+    def step(h, x):
+        h = jnp.tanh(x @ wx + h @ wh)
+        return h, h
+
+    return lax.scan(step, H0, xs, reverse=True)
+
+
+def by_index(xs, wx, wh):
+    def step(i, carry):
+        h, out = carry
+        h = jnp.tanh(jnp.sin(xs[i]) @ wx + h @ wh)
+        return h, out.at[i].set(h)
+
+    return lax.fori_loop(0, STEPS, step, (H0, jnp.zeros_like(xs)))
+
+
+def from_the_end(xs, wx, wh):
+    def step(i, h):
+        return jnp.tanh(jnp.sin(xs[STEPS - 1 - i]) @ wx + h @ wh)
+
+    return lax.fori_loop(0, STEPS, step, H0)
+
+
+def every_other(xs, wx, wh):
+    def step(i, carry):
+        h, out = carry
+        h = jnp.tanh(jnp.sin(xs[2 * i + 1]) @ wx + h @ wh)
+        return h, out.at[2 * i].set(h)
+
+    return lax.fori_loop(0, STEPS // 2, step, (H0, xs + 1))
+
+
+def counting_while(xs, wx, wh):
+    def step(carry):
+        i, h, out = carry
+        x = lax.dynamic_index_in_dim(xs, i, 0, keepdims=False)
+        h = jnp.tanh(jnp.sin(x) @ wx + h @ wh)
+        return i + 1, h, lax.dynamic_update_index_in_dim(out, h, i, 0)
+
+    return lax.while_loop(lambda c: c[0] <= STEPS - 3, step, (2, H0, xs * 0 + 7))
+
+
+def outputs(xs, wx, wh):
+    def step(h, x):
+        h = jnp.tanh(jnp.sin(x) + h @ wh)
+        return h, jax.nn.relu(h @ wx + 1)
+
+    return lax.scan(step, H0, xs)
+
+
+def twice_projected(xs, wx, wh):
+    def step(h, x):
+        h = jnp.tanh(jnp.tanh(x @ wx) @ wx + h @ wh)
+        return h, h
+
+    return lax.scan(step, H0, xs)
+
+
+def invariant(xs, wx, wh):
+    def step(h, x):
+        return jnp.tanh(h @ jnp.tanh(wx @ wh) + x), None
+
+    return lax.scan(step, H0, xs)[0]
+
+
+def until(xs, wx, wh):
+    def step(carry):
+        h, total = carry
+        h = jnp.tanh(h @ jnp.tanh(wx @ wh) + 0.1)
+        return h, total + jnp.abs(h).sum()
+
+    return lax.while_loop(lambda c: c[1] < 50, step, (H0, jnp.float32(0)))
+
+
+LEAVES = [rnn, gru, backwards, by_index, from_the_end, every_other, counting_while,
+          outputs, twice_projected, invariant, until]  # fmt: skip
+
+
+def inside(closed: Any, name: str, looped: bool = False) -> int:
+    """How many equations of that name stand inside loops."""
+    count = 0
+    for e in closed.jaxpr.eqns:
+        count += looped and e.primitive.name == name
+        inner = looped or e.primitive.name in ("scan", "while")
+        count += sum(inside(body, name, inner) for body in jax_internals.bodies(e))
+    return count
+
+
+def check_equal(fun: Callable, *args: Any, rtol: float = 2e-5, **options: Any) -> Any:
+    optimised = sym_optimize(fun, **options)
+    want, got = jax.jit(fun)(*args), optimised(*args)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_allclose(g, w, rtol=rtol, atol=rtol)
+    return optimised.explain(*args)
+
+
+@pytest.mark.parametrize("fun", LEAVES, ids=lambda f: f.__name__)
+def test_products_leave(fun: Callable) -> None:
+    report = check_equal(fun, XS, WX, WH)
+    before = inside(jax.make_jaxpr(fun)(XS, WX, WH), "dot_general")
+    assert inside(report.after.jaxpr, "dot_general") < before
+    assert {r.name for r in report.rules} & {"loop_invariant", "loop_batching"}
+
+
+def test_sums_that_are_cut_in_parts_keep_their_products() -> None:
+    """On a CPU only: there XLA reads the parts of a step's entry element by element."""
+    report = check_equal(lstm, XS, WX, WH)
+    assert inside(report.after.jaxpr, "dot_general") == 2
+    assert any("cut in parts" in r.reason for r in report.routes)
+    elsewhere = sym_optimize(lstm, device="h200", kernels="off").explain(XS, WX, WH)
+    assert inside(elsewhere.after.jaxpr, "dot_general") == 1
+
+
+WRAPPED = {
+    "jit": lambda f: jax.jit(f),
+    "vmap": lambda f: lambda xs, wx, wh: jax.vmap(f, (1, None, None))(xs[:, None], wx, wh),
+    "remat": lambda f: jax.checkpoint(f),
+    "scan": lambda f: (
+        lambda xs, wx, wh: lax.scan(lambda c, x: (c, f(x, wx, wh)), 0, jnp.stack([xs, xs]))
+    ),
+    "grad": lambda f: jax.grad(lambda *a: jax.tree.leaves(f(*a))[0].sum(), argnums=(0, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("fun", [rnn, outputs], ids=lambda f: f.__name__)
+def test_under_transformations(fun: Callable, name: str) -> None:
+    check_equal(WRAPPED[name](fun), XS, WX, WH, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int32"])
+def test_dtypes(dtype: str) -> None:
+    def fun(xs, wx, wh):
+        def step(h, x):
+            h = x @ wx + h @ wh
+            return h, h
+
+        return lax.scan(step, jnp.zeros((ROWS, WIDTH), dtype), xs)
+
+    args = [(x * 30).astype(dtype) if dtype == "int32" else x.astype(dtype) for x in (XS, WX, WH)]
+    rtol = {"int32": 0, "complex64": 1e-4}.get(dtype, 5e-2)
+    want, got = jax.jit(fun)(*args), sym_optimize(fun)(*args)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert w.dtype == g.dtype
+        wide = "complex64" if dtype == "complex64" else "float32"
+        if dtype == "int32":
+            np.testing.assert_array_equal(g, w)
+        else:
+            w, g = w.astype(wide), g.astype(wide)
+            np.testing.assert_allclose(g, w, rtol=rtol, atol=rtol * float(jnp.abs(w).max()))
+
+
+@pytest.mark.parametrize("length", [0, 1])
+@pytest.mark.parametrize("fun", [lstm, outputs], ids=lambda f: f.__name__)
+def test_few_steps(fun: Callable, length: int) -> None:
+    check_equal(fun, XS[:length], WX, WH)
+
+
+def test_exact_keeps_products_of_steps() -> None:
+    report = check_equal(rnn, XS, WX, WH, rtol=0, numerics="exact")
+    assert inside(report.after.jaxpr, "dot_general") == 2
+
+
+def test_what_would_be_written_is_bounded() -> None:
+    wide = draw(8, 4096)
+
+    def fun(xs, wide):
+        return lax.scan(lambda h, x: (h + jnp.sin(x @ wide).sum() * h, None), jnp.zeros(8), xs)[0]
+
+    report = check_equal(fun, draw(4096, 8), wide)
+    assert inside(report.after.jaxpr, "dot_general") == 1
+    assert any("too large" in r.reason for r in report.routes)
+
+
+def test_order_of_products_is_priced_first() -> None:
+    a, b, h = draw(200, 200), draw(200, 200, seed=1), draw(200, seed=2)
+
+    def fun(a, b, h):
+        return lax.scan(lambda h, _: (jnp.tanh((a @ b) @ h), None), h, None, length=3)[0]
+
+    report = check_equal(fun, a, b, h)
+    assert report.after.flops < report.before.flops / 50
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+def test_sums_of_products_are_one_product(dtype: str) -> None:
+    def sums(xs, ys, start):
+        def step(total, given):
+            x, y = given
+            return total + jnp.einsum("rd,re->ed", x, y), None
+
+        return lax.scan(step, start, (xs, ys), reverse=True)[0]
+
+    scale = 50 if dtype == "int32" else 1
+    args = [(scale * v).astype(dtype) for v in (XS, jnp.cos(XS), WX)]
+    optimised = sym_optimize(sums)
+    report = optimised.explain(*args)
+    assert inside(report.after.jaxpr, "dot_general") == 0
+    want, got = jax.jit(sums)(*args), optimised(*args)
+    assert (want.dtype, want.weak_type) == (got.dtype, got.weak_type)
+    tol = {"float32": 1e-5, "int32": 0, "bfloat16": 0.1}[dtype]
+    np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), rtol=tol, atol=tol)
+
+
+def test_gradients_of_weights_leave_the_loop() -> None:
+    def loss(wx, wh, xs):
+        return (rnn(xs, wx, wh)[1] ** 2).sum()
+
+    grad = jax.grad(loss, argnums=(0, 1))
+    report = check_equal(grad, WX, WH, XS, rtol=1e-4)
+    assert inside(report.after.jaxpr, "dot_general") == 2  # h·wh, and its transpose backwards
+
+
+def test_sums_that_are_read_on_the_way_stay() -> None:
+    def fun(xs, wx):
+        def step(total, x):
+            total = total + x.T @ jnp.sin(x)
+            return total, total[0]
+
+        return lax.scan(step, wx, xs)
+
+    report = check_equal(fun, XS, WX)
+    assert inside(report.after.jaxpr, "dot_general") == 1
+
+
+DECOYS = {
+    "elementwise": lambda h, x: (h * 0.5 + jnp.exp(x), h),
+    "carried": lambda h, x: (jnp.tanh(h @ WH), h),
+    "moving weights": lambda h, x: (jnp.tanh(h + x @ x.T @ x), h),
+}
+
+
+@pytest.mark.parametrize("name", DECOYS)
+def test_left_alone(name: str) -> None:
+    def fun(xs):
+        return lax.scan(DECOYS[name], H0, xs)
+
+    report = check_equal(fun, XS)
+    assert not {r.name for r in report.rules} & {"loop_invariant", "loop_batching"}
+
+
+def test_carries_that_are_equal_or_constant_are_found() -> None:
+    def fun(xs, wx, wh):
+        def step(carry, x):
+            h, same, weights, unused = carry
+            new = jnp.tanh(x @ weights + h @ wh)
+            other = jnp.tanh(x @ weights + same @ wh)
+            return (new, other, weights, unused + 1), new + other
+
+        (h, same, weights, _), ys = lax.scan(step, (H0, H0, wx, jnp.ones(5)), xs)
+        return h, same, weights, ys
+
+    report = check_equal(fun, XS, WX, WH)
+    assert inside(report.after.jaxpr, "dot_general") == 1
+
+
+def test_effects_keep_their_place(capfd: pytest.CaptureFixture) -> None:
+    def fun(xs, wx, wh):
+        def step(carry, x):
+            h, i = carry
+            h = jnp.tanh(x @ wx + h @ wh)
+            jax.debug.print("step {i} {s}", i=i, s=x[0, 0], ordered=True)
+            return (h, i + 1), h
+
+        return lax.scan(step, (H0, 0), xs)
+
+    def printed(run: Callable) -> str:
+        jax.block_until_ready(run(XS, WX, WH))
+        jax.effects_barrier()
+        return capfd.readouterr().out
+
+    want = printed(jax.jit(fun))
+    assert want.count("step") == STEPS
+    assert printed(sym_optimize(fun)) == want
+
+
+def test_mutable_arrays_stay() -> None:
+    def fun(xs, wx):
+        def step(c, x):
+            ref = jax.new_ref(jnp.zeros(()))
+            ref[...] = (x @ wx).sum()
+            return c + ref[...], None
+
+        return lax.scan(step, jnp.float32(0), xs)[0]
+
+    check_equal(fun, XS, WX, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16"])
+def test_small_floats_are_stacked_as_bits_on_a_cpu(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_optimizer, "MIN_STACKED", 1)
+
+    def fun(x):
+        def step(h, x):
+            h = (h.astype("float32") * 0.9 + x.astype("float32")).astype(dtype)
+            return h, (h, h.sum(dtype="float32"), x)
+
+        last, ys = lax.scan(step, x[0], x)
+        return last, ys, lax.fori_loop(0, 9, lambda i, y: y.at[i].set(x[i] + x[0]), x[:9])
+
+    x = jnp.linspace(-3, 3, 60).reshape(12, 5).astype(dtype)
+    optimised = sym_optimize(fun, device="cpu", on_unsupported="error")
+    names = [r.name for r in optimised.explain(x).rules]
+    assert ("loop_packing" in names) == (dtype != "float16")
+    for w, g in zip(jax.tree.leaves(fun(x)), jax.tree.leaves(optimised(x)), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        np.testing.assert_array_equal(w.astype("float32"), g.astype("float32"))
+
+
+def test_products_of_small_floats_may_leave_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hoisting, "_gains", lambda *_: True)
+    monkeypatch.setattr(hoisting, "MIN_SHARE", -1e9)
+
+    def fun(x, w):
+        step = lambda h, x: ((h + x) * 0.5, jnp.tanh(h @ w))  # noqa: E731
+        return lax.scan(step, x[0], x)
+
+    x, w = (jnp.ones(s, jnp.bfloat16) / 4 for s in ((64, 4, 128), (128, 128)))
+    optimised = sym_optimize(fun, device="cpu", on_unsupported="error")
+    assert "loop_batching" in [r.name for r in optimised.explain(x, w).rules]
+    for want, got in zip(fun(x, w), optimised(x, w), strict=True):
+        np.testing.assert_allclose(got.astype("f4"), want.astype("f4"), rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["xs", "fori"])
+def test_a_loop_of_a_named_length_gives_up_what_does_not_change(name):
+    """`lax.scan` refuses a length that is a name (InconclusiveDimensionOperation)."""
+    n = jax.export.symbolic_shape("n")[0]
+
+    def f(x, t):
+        if name == "xs":
+            return jax.lax.scan(lambda c, u: (c * 0.5 + t @ (x @ x.T) @ x, u), x[0], x)
+        return jax.lax.fori_loop(0, x.shape[0], lambda i, c: c * 0.5 + (t @ (x @ x.T)) @ x, x[0])
+
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((n, 4), (n,))]
+    g = sym_optimize(f, on_unsupported="error", assume="n >= 1", kernels="always")
+    args = [jnp.ones((5, 4)), jnp.arange(5.0)]
+    ours, theirs = (jax.export.export(jax.jit(h))(*specs).call(*args) for h in (g, f))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), ours, theirs)
+
+
+def test_a_batch_of_loops_ends_one_by_one():
+    """The condition of a batched `while` is no scalar (TypeError)."""
+
+    def f(x, w):
+        step = lambda c: c * 2 + 1 + 0 * (w @ w @ c)  # noqa: E731
+        return jax.lax.while_loop(lambda c: jnp.sum(c**2) < 50, step, x)
+
+    agree(f, (3,), (3, 3), transform="in_vmap")
+    agree(f, (3,), (3, 3), transform="vmap")

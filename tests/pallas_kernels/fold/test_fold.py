@@ -1,0 +1,252 @@
+"""Every fold of `cases`, on every backend that runs without a GPU, against its naive formula."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.cost import block_bytes, bytes_moved, flops, tile_bytes
+from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, cuda_backend, fold
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference, result_shapes
+from symjax_rewrite.pallas_kernels.fold.spec import Band, Contraction, ExpSums, one_way
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
+from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
+from tests.pallas_kernels.fold.cases import CASES, Case
+
+by_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def check(case: Case, run, rtol: float = 2e-4, atol: float = 2e-4):
+    operands = case.make(case.spec)
+    jitted = jax.jit(lambda *xs: run(case.spec, *xs))
+    got = jax.tree.leaves(jitted(*map(jnp.asarray, operands)))
+    shapes = jax.tree.leaves(result_shapes(case.spec))
+    for x, want, shape in zip(got, case.naive(*operands), shapes, strict=True):
+        assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
+        np.testing.assert_allclose(np.asarray(x, np.float64), want, rtol=rtol, atol=atol)
+
+
+@by_case
+def test_reference_is_the_naive_formula(case):
+    check(case, fold_reference)
+
+
+CUTS = {
+    "nothing even": lambda s: Blocks(min(7, s.rows), min(11, s.cols)),
+    "part of the batch": lambda s: Blocks(min(16, s.rows), min(32, s.cols), s.batch[:1]),
+}
+
+
+@by_case
+@pytest.mark.parametrize("cut", CUTS)
+def test_xla(case, cut):
+    check(case, lambda spec, *xs: fold_xla(spec, *xs, blocks=CUTS[cut](spec)))
+
+
+@by_case
+@pytest.mark.parametrize("splits", [1, 3])
+def test_triton_interpreted(case, splits):
+    if not (support := supports(case.spec)):
+        pytest.skip(f"not for triton: {support}")
+    blocks = TritonBlocks(16, 16, chunk=64, splits=splits)
+    check(case, lambda spec, *xs: fold_triton(spec, *xs, blocks=blocks, interpret=True))
+
+
+@by_case
+def test_auto_runs_here(case):
+    check(case, fold)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_half_precision(dtype, name):
+    spec = forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True, dtype=dtype))
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
+    wide = replace(forward(Attention(1, 48, 64, 2, 32, groups=2, causal=True)))
+    want = fold_reference(wide, *(x.astype(jnp.float32) for x in operands))
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    got = run(spec, *operands)
+    assert got[0].dtype == dtype
+    assert got[1].dtype == jnp.float32
+    tolerance = 2e-2 if dtype == "bfloat16" else 3e-3
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_tiles_that_are_not_rounded_meet_half_precision_weights(dtype, name):
+    spec = forward(Attention(1, 48, 64, 2, 32, dtype=dtype))
+    (sums,) = spec.outputs
+    assert isinstance(sums, ExpSums)
+    sums = replace(sums, terms=tuple(replace(t, round_to=None) for t in sums.terms))
+    spec = replace(spec, outputs=(sums,), epilogue=None)
+    rng = np.random.default_rng(0)
+    operands = [jnp.asarray(rng.normal(size=spec.shape(k)), dtype) for k in range(3)]
+    wide = replace(forward(Attention(1, 48, 64, 2, 32)), epilogue=None)
+    want = fold_reference(wide, *(x.astype(jnp.float32) for x in operands))
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    for x, y in zip(run(spec, *operands)[0], want[0], strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_nan_stays_in_its_rows(name):
+    spec = forward(Attention(1, 32, 32, 1, 16))
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=spec.shape(n)), jnp.float32) for n in range(3))
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    out, lse = run(spec, q.at[0, 3, 0, 0, 0].set(jnp.nan), k, v)
+    broken = np.isnan(np.asarray(out)).any((0, 2, 3, 4))
+    assert list(np.flatnonzero(broken)) == [3]
+    assert list(np.flatnonzero(np.isnan(np.asarray(lse)[0, 0, 0]))) == [3]
+
+
+def test_rows_of_two_blocks_are_summed_once():
+    case = next(c for c in CASES if c.name == "sums both ways")
+    x, *others = case.make(case.spec)
+    # of a row that two blocks hold no 0 * inf may come
+    x = np.where(np.arange(x.shape[0])[:, None, None] == 30, np.inf, x)
+    tile = replace(case.spec.tile, fun=lambda d, v, i, j: (0 * (i + j) + 1.0, 0 * (i + j) + 1))
+    spec = replace(case.spec, tile=tile)
+    (_, (count, sums, _)) = fold_xla(spec, x, *others, blocks=Blocks(16, 83))
+    np.testing.assert_array_equal(count, np.full(count.shape, x.shape[0]))
+    assert np.all(np.isposinf(sums))
+
+
+@pytest.mark.parametrize("band", [Band(), Band(upper=0), Band(-3, 20)], ids=str)
+def test_kernels_sum_rows_and_columns_in_turn(band):
+    case = next(c for c in CASES if c.name == "sums both ways")
+    inner = case.spec.tile
+    lower = -99 if band.lower is None else band.lower
+    upper = 99 if band.upper is None else band.upper
+
+    def inside(d, v, i, j):
+        seen = (i + lower <= j) & (j <= i + upper)
+        return tuple(jnp.where(seen, x, 0) for x in inner.fun(d, v, i, j))
+
+    spec = replace(case.spec, band=band, tile=replace(inner, fun=inside, key=(inner.key, band)))
+    operands = case.make(spec)
+    want, blocks = fold_reference(spec, *operands), TritonBlocks(16, 16, chunk=64)
+    for numbers, part in one_way(spec):
+        assert supports(part)
+        got = fold_triton(part, *operands, blocks=blocks, interpret=True)
+        for number, results in zip(numbers, got, strict=True):
+            for x, y in zip(results, want[number], strict=True):
+                np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("plain", "max and min")], ids=str)
+@pytest.mark.parametrize("empty", ["m", "n", "b"])
+def test_empty_axes(case, empty):
+    sizes = tuple((a, 0 if a == empty else n) for a, n in case.spec.sizes)
+    spec = replace(case.spec, sizes=sizes, epilogue=None)
+    operands = [jnp.ones(spec.shape(k)) for k in range(len(spec.operands))]
+    want = fold_reference(spec, *operands)
+    got = fold(spec, *operands)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_f64():
+    with jax.enable_x64(True):
+        case = next(c for c in CASES if c.name == "RBF matvec")
+        spec = replace(
+            case.spec,
+            operands=tuple(replace(o, dtype="float64") for o in case.spec.operands),
+            contractions=(replace(case.spec.contractions[0], dtype="float64"),),
+        )
+        case = replace(case, spec=spec)
+        for run in (fold_reference, fold_xla):
+            check(case, run, rtol=1e-12, atol=1e-12)
+        assert not supports(spec)
+
+
+@pytest.mark.parametrize("name", ["xla", "triton"])
+def test_lengths_of_64_bits(name):
+    run = {"xla": fold_xla, "triton": lambda *a: fold_triton(*a, interpret=True)}[name]
+    case = next(c for c in CASES if c.name == "length of a cache")
+    operands = (*case.spec.operands[:3], replace(case.spec.operands[3], dtype="int64"))
+    arrays = (*case.make(case.spec)[:3], np.array([2**40, 7, 2**31], np.int64))
+    spec = replace(case.spec, operands=operands)
+    case = replace(case, spec=spec, make=lambda spec: arrays)
+    with jax.enable_x64(True):
+        check(case, run)
+
+
+def test_vmap():
+    case = next(c for c in CASES if c.name == "grouped")
+    operands = [jnp.asarray(x) for x in case.make(case.spec)]
+    stacked = [jnp.stack([x, 2 * x]) for x in operands]
+    got = jax.vmap(lambda *xs: fold_xla(case.spec, *xs, blocks=Blocks(8, 16, ())))(*stacked)
+    want = fold_reference(case.spec, *(2 * x for x in operands))
+    np.testing.assert_allclose(got[0][1], want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_temporaries_are_linear():
+    temporaries = []
+    for size in (1024, 2048, 4096):
+        spec = forward(Attention(1, size, size, 4, 64))
+        avals = [jax.ShapeDtypeStruct(spec.shape(k), jnp.float32) for k in range(3)]
+        compiled = jax.jit(lambda *xs, spec=spec: fold_xla(spec, *xs)).lower(*avals).compile()
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        temporaries.append(memory.temp_size_in_bytes)
+    pairs = 4 * 4096 * 4096 * 4
+    assert temporaries[-1] < 0.05 * pairs
+    assert temporaries[2] - temporaries[1] < 3 * (temporaries[1] - temporaries[0] + 2**20)
+
+
+def test_no_quadratic_array_in_the_program():
+    spec = forward(Attention(1, 2048, 2048, 4, 64, causal=True))
+    avals = [jax.ShapeDtypeStruct(spec.shape(k), jnp.float32) for k in range(3)]
+    text = str(jax.make_jaxpr(lambda *xs: fold_xla(spec, *xs))(*avals))
+    assert "2048,2048" not in text
+
+
+def test_backends_say_why_not():
+    spec = next(c for c in CASES if c.name == "top-k").spec
+    assert "top-k" in str(BACKENDS["triton"].supports(spec))
+    assert "triton" in str(cuda_backend(spec))
+    operands = [jnp.ones(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
+    with pytest.raises(KernelError, match="no sort for top-k"):
+        fold(spec, *operands, backend="triton")
+    with pytest.raises(KernelError, match="no such backend"):
+        fold(spec, *operands, backend="cuda")
+    with pytest.raises(KernelError, match="do not fit"):
+        fold(spec, *operands[1:], operands[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"contractions": (Contraction(1, 0, ("d",)),)},
+        {"contractions": (Contraction(0, 1, ("e",)),)},
+        {"batch": ("b", "z")},
+        {"band": Band(length=0)},
+        {"row": "n"},
+    ],
+)
+def test_what_is_no_fold_is_refused(changes):
+    spec = next(c for c in CASES if c.name == "RBF matvec").spec
+    with pytest.raises(UsageError, match="not a fold"):
+        replace(spec, **changes)
+
+
+def test_specs_are_hashed_by_what_they_say():
+    a = Attention(1, 32, 32, 1, 16)
+    assert forward(a) == forward(a)
+    assert hash(forward(a)) == hash(forward(a))
+    assert forward(a) != forward(replace(a, causal=True))
+
+
+def test_costs():
+    spec = forward(Attention(2, 4096, 4096, 4, 64))
+    assert flops(spec) == 2 * 4 * 4 * 4096 * 4096 * 64
+    assert bytes_moved(spec) == 4 * 2 * 4096 * 4 * (4 * 64 + 1)
+    assert block_bytes(spec) < 0.02 * tile_bytes(spec)

@@ -1,0 +1,178 @@
+"""Kernels on GPUs with 99 KB of shared memory for a block (L4, A10, L40S, GeForce): smaller blocks.
+
+What a kernel is predicted to ask for is compared with what the compiler asks for, on an L4 and on
+an H200; the compiles need the CUDA compiler (`gpu_compiler.py`), no GPU.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.pallas_kernels.backend import Gpu, Reason, gpu_at_hand
+from symjax_rewrite.pallas_kernels.fold.attention import (
+    Attention,
+    backward_keys,
+    backward_queries,
+    forward,
+)
+from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend, fold
+from symjax_rewrite.pallas_kernels.fold.tiling import triton_blocks
+from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
+from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, backward_input, backward_weight
+from symjax_rewrite.pallas_kernels.norm.layer import forward as norm_forward
+from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
+from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
+from symjax_rewrite.pallas_kernels.norm.tiling import norm_blocks
+from symjax_rewrite.pallas_kernels.norm.triton import group_triton
+from symjax_rewrite.pallas_kernels.triton_memory import (
+    fold_bytes,
+    fold_cut,
+    norm_bytes,
+    norm_cut,
+)
+from tests.pallas_kernels.fold.cases import CASES
+
+pytestmark = [
+    pytest.mark.lowering,
+    # Pallas-Triton is deprecated from jax 0.11 on, and still there
+    pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
+]
+GPUS = {"L4": Gpu(101_376, 8.9), "H200": Gpu(232_448, 9.0)}
+
+
+def attention(width, dtype, **changes):
+    given = {"batch": 2, "queries": 1000, "keys": 1000, "heads": 4, "causal": True, **changes}
+    return Attention(width=width, dtype=dtype, **given)
+
+
+ATTENTIONS = {
+    **{f"{d} {w}": attention(w, d) for d in ("float32", "bfloat16") for w in (64, 96, 128, 256)},
+    "bias and mask": attention(
+        64, "bfloat16", causal=False, bias=("h", "g", "m", "n"), mask=("b", "n")
+    ),
+    "segments": attention(128, "bfloat16", segments=True),
+}
+FOLDS = {
+    f"{name} {make.__name__}": make(a)
+    for name, a in ATTENTIONS.items()
+    for make in (forward, backward_queries, backward_keys)
+}
+LAYERS = {
+    f"{dtype} {rows} {'gated' * gated} {'layer norm' * gain}": NormLinear(
+        rows, 1024, 1024, dtype=dtype, gated=gated, gain=gain, norm="layer" if gain else "rms"
+    )
+    for dtype in ("float32", "bfloat16")
+    for rows in (16, 64, 4096)
+    for gated in (False, True)
+    for gain in (False, True)
+}
+BACKWARD = [n for n, a in LAYERS.items() if a.rows == 4096 and not a.gated]
+NORMS = {
+    **{name: norm_forward(a) for name, a in LAYERS.items()},
+    **{f"{name} to x": backward_input(LAYERS[name]) for name in BACKWARD},
+    **{f"{name} to W": backward_weight(LAYERS[name]) for name in BACKWARD},
+}
+
+
+def avals(spec):
+    return [jax.ShapeDtypeStruct(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
+
+
+def norm_avals(spec):
+    return [jax.ShapeDtypeStruct(*a) for a in spec.shapes]
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_fold_compiles_for_an_l4(name, compile_l4):
+    spec = FOLDS[name]
+    compiled = compile_l4(lambda *xs: fold(spec, *xs), *avals(spec), may_spill=True)
+    assert "__gpu$xla.gpu.triton" in compiled.as_text()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_linear_compiles_for_an_l4(name, compile_l4):
+    spec = NORMS[name]
+    compiled = compile_l4(lambda *xs: norm_linear(spec, *xs), *norm_avals(spec), may_spill=True)
+    assert "__gpu$xla.gpu.triton" in compiled.as_text()
+
+
+SMALL = {str(c): c.spec for c in CASES if supports(c.spec)}
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize("name", [*FOLDS, *SMALL])
+def test_a_fold_asks_for_no_more_than_predicted(name, kind, shared_memory):
+    spec = {**FOLDS, **SMALL}[name]
+    blocks = triton_blocks(spec)
+    asked = shared_memory(kind, lambda *xs: fold_triton(spec, *xs, blocks=blocks), *avals(spec))
+    assert asked <= fold_bytes(spec, blocks, GPUS[kind])
+
+
+@pytest.mark.parametrize("kind", GPUS)
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_asks_for_no_more_than_predicted(name, kind, shared_memory):
+    group = NormGroup((NORMS[name],))
+    blocks = norm_blocks(group)
+
+    def run(*xs):
+        return group_triton(group, *xs, blocks=blocks)
+
+    asked = shared_memory(kind, run, *norm_avals(NORMS[name]))
+    assert asked <= norm_bytes(group, blocks, GPUS[kind])
+
+
+def test_attention_as_written_compiles_for_an_l4(compile_l4, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+    def attend(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, axis=-1), v)
+
+    optimised = sym_optimize(attend, device="l4")
+    aval = jax.ShapeDtypeStruct((2, 1024, 4, 128), jnp.float32)
+    text = compile_l4(optimised, *[aval] * 3, may_spill=True).as_text()
+    assert "__gpu$xla.gpu.triton" in text
+    assert "1024,1024" not in text
+
+
+# What follows compiles nothing.
+
+
+def test_the_gpu_is_that_of_the_mesh(described):
+    for kind, gpu in GPUS.items():
+        with described(kind):
+            assert gpu_at_hand() == gpu
+
+
+def test_blocks_of_an_h200_are_those_of_the_table(described):
+    with described("H200"):
+        for spec in FOLDS.values():
+            cut = fold_cut(spec)
+            assert not isinstance(cut, Reason)
+            assert dataclasses.replace(cut, splits=1) == triton_blocks(spec)
+        for spec in NORMS.values():
+            group = NormGroup((spec,))
+            assert norm_cut(group) == norm_blocks(group)
+
+
+def test_blocks_that_do_not_fit_become_smaller(described):
+    wide = FOLDS["float32 128 forward"]
+    with described("L4"):
+        cut = fold_cut(wide)
+        assert not isinstance(cut, Reason)
+        assert cut.rows * cut.cols < 64 * 64
+        assert fold_bytes(wide, cut, GPUS["L4"]) <= 101_376
+        narrow = FOLDS["bfloat16 64 forward"]
+        assert fold_cut(narrow) == triton_blocks(narrow)
+
+
+def test_what_no_block_fits_is_refused(described, monkeypatch):
+    monkeypatch.setattr(
+        "symjax_rewrite.pallas_kernels.triton_memory.gpu_at_hand", lambda: Gpu(8192, 8.9)
+    )
+    found = cuda_backend(FOLDS["float32 128 forward"])
+    assert isinstance(found, Reason)
+    assert "the device has 8192" in str(found)
