@@ -231,7 +231,7 @@ def _distributed(ctx: RuleContext, cls: int, p: Product, k: int, total: Node) ->
 def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     """The product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
     to = [*at.axes, *(p.out + len(p.bound) + j for j in range(len(inner.bound)))]
-    opened = tuple(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+    opened = tuple(f.over(to) for f in inner.factors)
     return Product(
         p.coefficient * inner.coefficient,
         p.factors[:k] + opened + p.factors[k + 1 :],
@@ -287,7 +287,7 @@ def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Re
         opened += 1
         within |= {ref.cls}
         for j, a in reversed(inner):
-            stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes)), within))
+            stack.append((k * j, a.over(ref.axes), within))
 
 
 def _inner_terms(

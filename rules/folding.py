@@ -45,8 +45,7 @@ def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     why = fold_scale.reason(cls)
     terms = []
     for arg in total.args:
-        over = Ref(arg.cls, tuple(other.axes[i] for i in arg.axes))
-        factors = (*scales, over)
+        factors = (*scales, arg.over(other.axes))
         terms.append(g.add(CONTRACT, p.precision, factors, c.sizes, (), c.dtype, why))
     coefficients = tuple(k * p.coefficient for k in total.attr)
     yield g.add(ADD, coefficients, tuple(terms), c.sizes, (), c.dtype, why)
@@ -104,14 +103,8 @@ def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if any(not set(s.axes) <= set(features) for s in scales):
             continue
         why = fold_into_kernel.reason(cls)
-        order = sorted(set(w.axes))
-        local = {i: n for n, i in enumerate(order)}
-        sizes = (*g.classes[other.cls].sizes, *conv.bound)
-        factors = [Ref(w.cls, tuple(local[i] for i in w.axes))]
-        factors += [Ref(s.cls, tuple(local[features[i]] for i in s.axes)) for s in scales]
-        kernel_sizes = tuple(sizes[i] for i in order)
-        folded = g.add(CONTRACT, None, tuple(factors), kernel_sizes, (), c.dtype, why)
-        kernel = Ref(folded.cls, tuple(order[i] for i in folded.axes))
         out_sizes = g.classes[other.cls].sizes
+        factors = (w, *(s.over(features) for s in scales))
+        kernel = g.term(CONTRACT, factors, (*out_sizes, *conv.bound), c.dtype, why)
         made = g.add(CONV, conv.attr, (x, kernel), out_sizes, conv.bound, c.dtype, why)
-        yield Ref(made.cls, tuple(other.axes[i] for i in made.axes))
+        yield made.over(other.axes)

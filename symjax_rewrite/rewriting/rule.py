@@ -18,7 +18,7 @@ from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref, identity
+from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
@@ -93,7 +93,7 @@ class RuleContext:
     def is_whole(self, cls: int) -> bool:
         """Return a predicate: would a sum lose digits if another sum or product opened it?"""
         g = self.g
-        return any(g.find(Ref(w, identity(len(g.classes[w].sizes)))).cls == cls for w in self.whole)
+        return any(g.find(g.ref(w)).cls == cls for w in self.whole)
 
     def is_zero(self, cls: int) -> bool:
         """Whether a class is the constant zero."""
