@@ -8,11 +8,14 @@ convolution or a linear layer disappears this way.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+from jax import lax
 
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.distributivity import sum_node
 
 
@@ -33,7 +36,12 @@ def _has_sum(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
-@axiom("s·(a + b) = s·a + s·b  (s frozen)", property=REDUNDANCY, on=(CONTRACT,))
+@axiom(
+    "s·(x·W + b) = s·(x·W) + s·b  (s, b frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(Sides("nd,*do,*o,*o", lambda x, W, b, s: (s * (x @ W + b), s * (x @ W) + s * b), "F"),),
+)
 def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen elementwise factor moves into a sum, towards the weights its terms hold."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -51,7 +59,12 @@ def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield g.add(ADD, coefficients, tuple(terms), c.sizes, (), c.dtype, why)
 
 
-@axiom("a + (b + c) = a + d,  d = b + c frozen", property=REDUNDANCY, on=(ADD,))
+@axiom(
+    "(x·W + b) + c = x·W + (b + c)  (b, c frozen)",
+    property=REDUNDANCY,
+    on=(ADD,),
+    sides=(Sides("nd,*do,*o,*o", lambda x, W, b, c: ((x @ W + b) + c, x @ W + (b + c))),),
+)
 def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Frozen terms of a sum are one term."""
     frozen = [k for k, a in enumerate(node.args) if ctx.frozen(a.cls)]
@@ -74,7 +87,12 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield g.add(ADD, coefficients, args, c.sizes, (), c.dtype, why)
 
 
-@axiom("s·(x·W) = x·(s·W)  (s, W frozen)", property=REDUNDANCY, on=(CONTRACT,))
+@axiom(
+    "s·(x·W) = x·(s·W)  (s, W frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(Sides("nd,*do,*o", lambda x, W, s: (s * (x @ W), x @ (s * W)), "F"),),
+)
 def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of a product scales the frozen weight in it."""
     found = _scaled_by_frozen(ctx, cls, node)
@@ -87,7 +105,25 @@ def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         yield ref
 
 
-@axiom("s·conv(x, w) = conv(x, s·w)  (s, w frozen)", property=REDUNDANCY, on=(CONTRACT,))
+def _convolve(x: Any, w: Any) -> Any:
+    return lax.conv(x, w, (1, 1), "SAME")
+
+
+@axiom(
+    "s·conv(x, w) = conv(x, s·w)  (s, w frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(
+        Sides(
+            "bchw,*fcrs,*f",
+            lambda x, w, s: (
+                s[:, None, None] * _convolve(x, w),
+                _convolve(x, s[:, None, None, None] * w),
+            ),
+            "F",
+        ),
+    ),
+)
 def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of the output features of a convolution scales its kernel."""
     g, c = ctx.g, ctx.g.classes[cls]

@@ -8,15 +8,36 @@ notation gives for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.numpy.linalg import inv, solve
 
 from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, expand_node, flattest, scaled
 from symjax_rewrite.ir.term import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, Sides, axiom
 
 
-@axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))
+def regular(a: Any) -> Any:
+    """Return a matrix plus so large a diagonal that it has an inverse, for the sides of laws."""
+    return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * jnp.eye(len(a), dtype=a.dtype)
+
+
+def _identity_of(a: Any) -> Any:
+    return jnp.eye(len(a), dtype=a.dtype)
+
+
+@axiom(
+    "solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹",
+    property=REDUNDANCY,
+    on=(SOLVE,),
+    sides=(
+        Sides("ii,ij", lambda a, b: (solve(regular(a), b), inv(regular(a)) @ b), "F"),
+        Sides("ii", lambda a: (solve(regular(a), _identity_of(a)), inv(regular(a))), "F"),
+    ),
+)
 def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve as a product, so that laws about products see it.
 
@@ -90,7 +111,14 @@ def _is_delta(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
-@axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True, needs=(INVERSE,))
+@axiom(
+    "A⁻¹·b = solve(A, b)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    again=True,
+    needs=(INVERSE,),
+    sides=(Sides("ii,ir", lambda a, b: (inv(regular(a)) @ b, solve(regular(a), b)), "F"),),
+)
 def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A product with an inverse is a solve: a third of the work, and backward stable."""
     g = ctx.g
@@ -141,7 +169,17 @@ def _inverse_of(ctx: RuleContext, f: Ref) -> Ref | None:
     return None
 
 
-@axiom("(A·B)⁻¹ = B⁻¹·A⁻¹", property=REDUNDANCY, on=(INVERSE,))
+def _inverted(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    a, b = regular(a), regular(b)
+    return inv(a @ b) @ c, inv(b) @ (inv(a) @ c)
+
+
+@axiom(
+    "(A·B)⁻¹·c = B⁻¹·(A⁻¹·c)",
+    property=REDUNDANCY,
+    on=(INVERSE,),
+    sides=(Sides("ii,ii,ir", _inverted, "F"),),
+)
 def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """The inverse of a product of square matrices, as the product of inverses.
 

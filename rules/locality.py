@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.ir.egraph import Justification
@@ -17,12 +18,18 @@ from symjax_rewrite.ir.products import Product, expand_node
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, Sides, axiom
 
 Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
 
 
-@axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,), again=True)
+@axiom(
+    "(a·b)[s] = a[s]·b",
+    property=LOCALITY,
+    on=(SLICE,),
+    again=True,
+    sides=(Sides("ij,jk", lambda a, b: ((a @ b)[1:3], a[1:3] @ b)),),
+)
 def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -73,7 +80,13 @@ def sliced(
     return ctx.g.term(SLICE, (arg,), sizes, ctx.g.classes[ref.cls].dtype, why, attr=attrs)
 
 
-@axiom("(f(a, b))[x] = f(a[x], b[x])", property=LOCALITY, on=(TAKE,), again=True)
+@axiom(
+    "(a·b)[x] = a[x]·b",
+    property=LOCALITY,
+    on=(TAKE,),
+    again=True,
+    sides=(Sides("r!7,ij,jk", lambda x, a, b: ((a @ b)[x], a[x] @ b)),),
+)
 def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A gather of a term is the term of gathers; what is missing out of range is put in last.
 
@@ -211,11 +224,20 @@ def _one_piece(ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry
 
 
 @axiom(
-    "Σ over [K₁;K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂",
+    "Σ over [K₁, K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂",
     property=LOCALITY,
     on=(CONTRACT,),
     again=True,
     needs=(CONCAT,),
+    sides=(
+        Sides(
+            "ij,ik,jl,kl",
+            lambda a, b, c, d: (
+                jnp.concatenate([a, b], 1) @ jnp.concatenate([c, d]),
+                a @ c + b @ d,
+            ),
+        ),
+    ),
 )
 def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax.numpy import linalg
+
 from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, contract, expand_node, flattest, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.inverses import reciprocal
 
 
@@ -44,11 +47,32 @@ class LowRank(NamedTuple):
         return self._replace(left=left, right=right)
 
 
+def _updated(u: Any, b: Any) -> tuple[Any, Any, Any]:
+    """Return d, the solution of (d·I + U·Uᵀ)·z = b, and the small matrix d·I + Uᵀ·U."""
+    d = 1 + jnp.sum(u * u)
+    large = d * jnp.eye(len(u), dtype=u.dtype) + u @ u.T
+    return d, linalg.solve(large, b), d * jnp.eye(u.shape[1], dtype=u.dtype) + u.T @ u
+
+
+def _refined(u: Any, b: Any) -> tuple[Any, Any]:
+    """Return both sides of Woodbury's law, the right one with a step of refinement."""
+    d, wanted, small = _updated(u, b)
+    w = linalg.solve(small, u.T @ b)
+    z = (b - u @ w) / d
+    return wanted, z + u @ linalg.solve(small, w - u.T @ z)
+
+
+def _read_through(u: Any, b: Any) -> tuple[Any, Any]:
+    _, z, small = _updated(u, b)
+    return u.T @ z, linalg.solve(small, u.T @ b)
+
+
 @axiom(
     "(d + c·U·Vᵀ)⁻¹·b = (b − c·U·w)/d,  w = (I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d",
     property=ASSOCIATIVITY,
     on=(SOLVE,),
     source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
+    sides=(Sides("ir,is", _refined, "F"),),
 )
 def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve with a diagonal plus a low-rank product is one of the size of the rank.
@@ -73,6 +97,7 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     again=True,
     needs=(SOLVE,),
     source="push-through identity: Henderson & Searle 1981",
+    sides=(Sides("ir,is", _read_through, "F"),),
 )
 def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve that is read through its own low-rank factor never leaves the small space."""

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
 
 from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, Sides, axiom
 from symjax_rewrite.rewriting.scales import scaled_factor
 from symjax_rewrite.rules.distributivity import sum_node
 
 
+def _distances(u: Any, v: Any) -> tuple[Any, Any]:
+    """Return both sides of the law, for one u against every v."""
+    mean = jnp.mean(v, 0)
+    a, b = u - mean, v - mean
+    left = jnp.sum((u[:, None] - v) ** 2, (1, 2))
+    return left, len(v) * jnp.sum(a**2, 1) + jnp.sum(b**2) - 2 * a @ jnp.sum(b, 0)
+
+
 @axiom(
-    "Σⱼ (uᵢ − vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
+    "Σⱼ (uᵢ−vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
+    sides=(
+        Sides("nd,md", _distances, "F"),
+        Sides("nd,md", lambda u, v: tuple(map(jnp.sum, _distances(u, v))), "F"),
+    ),
 )
 def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of squared differences over all pairs, or over all partners, emitted shifted by a mean.

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import nn
+
 from symjax_rewrite.ir.primitives import dtype_kind, holds
 from symjax_rewrite.ir.products import Product, expand_node, flattest, is_half
 from symjax_rewrite.ir.term import (
@@ -28,9 +31,14 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.value_analysis import shown_case
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.distributivity import splice
 from symjax_rewrite.rules.locality import zero_of
+
+
+def _row_or_zero(x: Any, W: Any) -> Any:
+    inside = (x >= 0) & (x < len(W))
+    return jnp.where(inside[:, None], W[jnp.clip(x, 0, len(W) - 1)], 0)
 
 
 @axiom(
@@ -38,6 +46,11 @@ from symjax_rewrite.rules.locality import zero_of
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA, TAKE),
+    sides=(
+        Sides(
+            "n!9,dk", lambda x, W: (nn.one_hot(x, len(W), dtype=W.dtype) @ W, _row_or_zero(x, W))
+        ),
+    ),
 )
 def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
@@ -185,7 +198,19 @@ def _gathered(
 
 
 @axiom(
-    "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)", property=SPARSITY, on=(CONTRACT,), needs=(MAP,)
+    "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)",
+    property=SPARSITY,
+    on=(CONTRACT,),
+    needs=(MAP,),
+    sides=(
+        Sides(
+            "i!9,ij,jk,kr",
+            lambda m, a, b, c: (
+                jnp.where(m[:, None] > 3, a @ b, 0) @ c,
+                jnp.where(m[:, None] > 3, a @ (b @ c), 0),
+            ),
+        ),
+    ),
 )
 def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A mask of rows is put on the rows of the result, and no longer stands between two products.
@@ -219,6 +244,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA,),
+    sides=(Sides("ij", lambda a: (jnp.tri(len(a), dtype=a.dtype) @ a, jnp.cumsum(a, 0, a.dtype))),),
 )
 def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
@@ -268,7 +294,9 @@ def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref
         """Return S where index `at` is what the entry says; a count of None is one element."""
         read = ref if count is not None else ref.moved(at, -1)
         attr = tuple([entry if k == slot else None for k in range(len(ref.axes))])
-        return g.term(SLICE, (read,), sizes | {at: count}, c.dtype, why, attr=attr)
+        return g.term(
+            SLICE, (read,), sizes if count is None else sizes | {at: count}, c.dtype, why, attr=attr
+        )
 
     summed = part((0, 1) if by > 0 else (count, 1), n - count)
     empty = (by > 0) != reverse
