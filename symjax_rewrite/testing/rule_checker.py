@@ -64,7 +64,7 @@ def _check_axiom(rule: Axiom, specimens: tuple[Specimen, ...]) -> int:
     raise RuleError(
         f"axiom {rule.name!r} fires in no generated program",
         where=line_of(rule),
-        remedy="give check_rule examples=, or add a specimen to symjax_rewrite/testing/rule_examples.py",
+        remedy="give check_rule examples=, or add a specimen to testing/rule_examples.py",
     )
 
 
