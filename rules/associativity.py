@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axiom
 
 
 @axiom(
@@ -21,6 +21,7 @@ from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
     property=ASSOCIATIVITY,
     on=(CONTRACT, ADD),
     source="Godbole 1973 (optimal matrix chains)",
+    sides=(Sides("ij,jk,kr", lambda a, b, c: ((a @ b) @ c, a @ (b @ c))),),
 )
 def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """The cheapest order of the flattened product; shared factors may stay whole."""

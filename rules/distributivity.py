@@ -21,14 +21,20 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, INVERSE, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
 from symjax_rewrite.rewriting.product_trees import count_unread, order_product, read_deltas
-from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, Sides, axiom
 from symjax_rewrite.rewriting.scales import apart, shared_power
 
 MAX_SHARED = 4  # common factors of which every subset is tried
 MOST_OPENED = 256  # sums within one term of a sum
 
 
-@axiom("Σ a·(b + c) = Σ a·b + Σ a·c", property=DISTRIBUTIVITY, on=(CONTRACT,), everywhere=True)
+@axiom(
+    "Σ a·(b + c) = Σ a·b + Σ a·c",
+    property=DISTRIBUTIVITY,
+    on=(CONTRACT,),
+    everywhere=True,
+    sides=(Sides("sd,do,dr,ro", lambda x, W, A, B: (x @ (W + A @ B), x @ W + (x @ A) @ B)),),
+)
 def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A sum inside a contraction, where every term but one is itself a rounded product.
 
@@ -214,12 +220,11 @@ def _distributed(ctx: RuleContext, cls: int, p: Product, k: int, total: Node) ->
     why = distribute.reason(cls)
     terms, coefficients = [], []
     for coefficient, arg in zip(total.attr, total.args, strict=True):
-        over = tuple(p.factors[k].axes[i] for i in arg.axes)
         inner = flattest(ctx.g, arg.cls)
         inner = with_scale(
             inner._replace(coefficient=inner.coefficient * coefficient), coefficient, c.dtype
         )
-        parted = apart(splice(p, k, Ref(arg.cls, over), inner))
+        parted = apart(splice(p, k, arg.over(p.factors[k].axes), inner))
         ref = order_product(ctx, parted[1], c.sizes, c.dtype, why) if parted else None
         if parted is None or ref is None:
             return None
@@ -231,7 +236,7 @@ def _distributed(ctx: RuleContext, cls: int, p: Product, k: int, total: Node) ->
 def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     """The product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
     to = [*at.axes, *(p.out + len(p.bound) + j for j in range(len(inner.bound)))]
-    opened = tuple(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+    opened = tuple(f.over(to) for f in inner.factors)
     return Product(
         p.coefficient * inner.coefficient,
         p.factors[:k] + opened + p.factors[k + 1 :],
@@ -243,7 +248,15 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
 
 
 @axiom(
-    "(a + b) + c = a + b + c; m·a + n·a = (m+n)·a; a + 0 = a", property=DISTRIBUTIVITY, on=(ADD,)
+    "(a + m·b) + n·b = a + (m+n)·b  (a, b ≥ 0); a + 0 = 1·a",
+    property=DISTRIBUTIVITY,
+    on=(ADD,),
+    sides=(
+        Sides(
+            "ij,ij", lambda a, b: ((a * a + 2 * (b * b)) + 3 * (b * b), a * a + 5 * (b * b)), "F"
+        ),
+        Sides("ij", lambda a: (a + 0, 1 * a)),
+    ),
 )
 def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of sums used once are one sum; like terms of one sign are counted.
@@ -287,7 +300,7 @@ def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Re
         opened += 1
         within |= {ref.cls}
         for j, a in reversed(inner):
-            stack.append((k * j, Ref(a.cls, tuple(ref.axes[i] for i in a.axes)), within))
+            stack.append((k * j, a.over(ref.axes), within))
 
 
 def _inner_terms(
@@ -342,6 +355,7 @@ def _is_positive(coefficient: Any) -> bool:
     property=DISTRIBUTIVITY,
     on=(ADD,),
     not_after=("distribute", "factor"),
+    sides=(Sides("nd,do,do", lambda a, b, c: (a @ b + a @ c, a @ (b + c))),),
 )
 def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Factors that several products of a sum share are taken out of it.
@@ -350,8 +364,6 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     unless it depends on frozen weights alone. Never adds up before a solve: of right-hand sides
     that are large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) has lost.
     """
-    if len(node.args) < 2:
-        return
     terms, dtype = [], ctx.g.classes[cls].dtype
     for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):
         if ctx.g.classes[arg.cls].dtype != dtype:
@@ -406,7 +418,7 @@ def _shared_factors(
 def _anchored(
     terms: list[SumTerm], first: int, anchor: int, cls: int, axes: tuple
 ) -> Iterator[tuple[list[SumTerm], Match]]:
-    group, maps, rows = [terms[first]], [_identity(axes)], [[anchor]]
+    group, maps, rows = [terms[first]], [{i: i for i in axes}], [[anchor]]
     for t in terms[first + 1 :]:
         for k, (other, theirs) in enumerate(t.factors):
             mapping = _match_axes(axes, theirs, {}) if other == cls else None
@@ -433,10 +445,6 @@ def _anchored(
             yield group, subset
 
 
-def _identity(axes: tuple) -> dict:
-    return {i: i for i in axes}
-
-
 def _match_axes(mine: tuple, theirs: tuple, known: dict) -> dict | None:
     """The renaming of my indices to theirs; outputs must be the same ones."""
     out = dict(known)
@@ -454,7 +462,7 @@ def _extend(
     group: list[SumTerm], maps: list[dict], shared: list, k: int, cls: int, axes: tuple
 ) -> tuple[int, ...] | None:
     row = [k]
-    new_maps = [{**maps[0], **_identity(axes)}]
+    new_maps = [{**maps[0], **{i: i for i in axes}}]
     for n, t in enumerate(group[1:], start=1):
         taken = {s[n] for s in shared}
         for j, (other, theirs) in enumerate(t.factors):
@@ -499,10 +507,9 @@ def _factored(
         return None
     index = {i: i for i in range(len(c.sizes))}
     index.update({b: len(c.sizes) + n for n, b in enumerate(common_bound)})
-    factors = [Ref(f, tuple(index[i] for i in a)) for f, a in common]
-    factors.append(Ref(rest.cls, tuple(rest.axes)))
+    factors = (*(Ref(f, a).over(index) for f, a in common), rest)
     bound = tuple(lead.sizes[b] for b in common_bound)
-    p = Product(1, tuple(factors), len(c.sizes), bound, lead.inner.precision)
+    p = Product(1, factors, len(c.sizes), bound, lead.inner.precision)
     product = order_product(ctx, p, c.sizes, c.dtype, why)
     if product is None:
         return None
@@ -548,7 +555,7 @@ def _remainder(
         index: dict[Any, int] = {i: i for i in range(len(c.sizes))}
         index.update({b: len(out_sizes) + k for k, b in enumerate(own)})
         index.update({b: place[maps[n][b]] for b in t.sizes if maps[n].get(b) in place})
-        factors = tuple(Ref(f, tuple(index[i] for i in a)) for f, a in left)
+        factors = tuple(Ref(f, a).over(index) for f, a in left)
         p = Product(1, factors, len(out_sizes), tuple(t.sizes[b] for b in own), t.inner.precision)
         coefficient = t.coefficient if power == 1 else t.coefficient / power
         if not factors:

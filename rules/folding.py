@@ -8,11 +8,14 @@ convolution or a linear layer disappears this way.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+from jax import lax
 
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.distributivity import sum_node
 
 
@@ -33,7 +36,12 @@ def _has_sum(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
-@axiom("s·(a + b) = s·a + s·b  (s frozen)", property=REDUNDANCY, on=(CONTRACT,))
+@axiom(
+    "s·(x·W + b) = s·(x·W) + s·b  (s, b frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(Sides("nd,*do,*o,*o", lambda x, W, b, s: (s * (x @ W + b), s * (x @ W) + s * b), "F"),),
+)
 def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen elementwise factor moves into a sum, towards the weights its terms hold."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -45,14 +53,18 @@ def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     why = fold_scale.reason(cls)
     terms = []
     for arg in total.args:
-        over = Ref(arg.cls, tuple(other.axes[i] for i in arg.axes))
-        factors = (*scales, over)
+        factors = (*scales, arg.over(other.axes))
         terms.append(g.add(CONTRACT, p.precision, factors, c.sizes, (), c.dtype, why))
     coefficients = tuple(k * p.coefficient for k in total.attr)
     yield g.add(ADD, coefficients, tuple(terms), c.sizes, (), c.dtype, why)
 
 
-@axiom("a + (b + c) = a + d,  d = b + c frozen", property=REDUNDANCY, on=(ADD,))
+@axiom(
+    "(x·W + b) + c = x·W + (b + c)  (b, c frozen)",
+    property=REDUNDANCY,
+    on=(ADD,),
+    sides=(Sides("nd,*do,*o,*o", lambda x, W, b, c: ((x @ W + b) + c, x @ W + (b + c))),),
+)
 def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Frozen terms of a sum are one term."""
     frozen = [k for k, a in enumerate(node.args) if ctx.frozen(a.cls)]
@@ -75,7 +87,12 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield g.add(ADD, coefficients, args, c.sizes, (), c.dtype, why)
 
 
-@axiom("s·(x·W) = x·(s·W)  (s, W frozen)", property=REDUNDANCY, on=(CONTRACT,))
+@axiom(
+    "s·(x·W) = x·(s·W)  (s, W frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(Sides("nd,*do,*o", lambda x, W, s: (s * (x @ W), x @ (s * W)), "F"),),
+)
 def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of a product scales the frozen weight in it."""
     found = _scaled_by_frozen(ctx, cls, node)
@@ -88,7 +105,25 @@ def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         yield ref
 
 
-@axiom("s·conv(x, w) = conv(x, s·w)  (s, w frozen)", property=REDUNDANCY, on=(CONTRACT,))
+def _convolve(x: Any, w: Any) -> Any:
+    return lax.conv(x, w, (1, 1), "SAME")
+
+
+@axiom(
+    "s·conv(x, w) = conv(x, s·w)  (s, w frozen)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    sides=(
+        Sides(
+            "bchw,*fcrs,*f",
+            lambda x, w, s: (
+                s[:, None, None] * _convolve(x, w),
+                _convolve(x, s[:, None, None, None] * w),
+            ),
+            "F",
+        ),
+    ),
+)
 def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A frozen scale of the output features of a convolution scales its kernel."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -104,14 +139,8 @@ def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if any(not set(s.axes) <= set(features) for s in scales):
             continue
         why = fold_into_kernel.reason(cls)
-        order = sorted(set(w.axes))
-        local = {i: n for n, i in enumerate(order)}
-        sizes = (*g.classes[other.cls].sizes, *conv.bound)
-        factors = [Ref(w.cls, tuple(local[i] for i in w.axes))]
-        factors += [Ref(s.cls, tuple(local[features[i]] for i in s.axes)) for s in scales]
-        kernel_sizes = tuple(sizes[i] for i in order)
-        folded = g.add(CONTRACT, None, tuple(factors), kernel_sizes, (), c.dtype, why)
-        kernel = Ref(folded.cls, tuple(order[i] for i in folded.axes))
         out_sizes = g.classes[other.cls].sizes
+        factors = (w, *(s.over(features) for s in scales))
+        kernel = g.term(CONTRACT, factors, (*out_sizes, *conv.bound), c.dtype, why)
         made = g.add(CONV, conv.attr, (x, kernel), out_sizes, conv.bound, c.dtype, why)
-        yield Ref(made.cls, tuple(other.axes[i] for i in made.axes))
+        yield made.over(other.axes)

@@ -8,15 +8,36 @@ notation gives for nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.numpy.linalg import inv, solve
 
 from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, expand_node, flattest, scaled
 from symjax_rewrite.ir.term import CONTRACT, DELTA, INVERSE, MAP, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, Sides, axiom
 
 
-@axiom("solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹", property=REDUNDANCY, on=(SOLVE,))
+def regular(a: Any) -> Any:
+    """Return a matrix plus so large a diagonal that it has an inverse, for the sides of laws."""
+    return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * jnp.eye(len(a), dtype=a.dtype)
+
+
+def _identity_of(a: Any) -> Any:
+    return jnp.eye(len(a), dtype=a.dtype)
+
+
+@axiom(
+    "solve(A, b) = A⁻¹·b; solve(A, I) = A⁻¹",
+    property=REDUNDANCY,
+    on=(SOLVE,),
+    sides=(
+        Sides("ii,ij", lambda a, b: (solve(regular(a), b), inv(regular(a)) @ b), "F"),
+        Sides("ii", lambda a: (solve(regular(a), _identity_of(a)), inv(regular(a))), "F"),
+    ),
+)
 def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve as a product, so that laws about products see it.
 
@@ -29,11 +50,10 @@ def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         return
     why = solve_is_inverse.reason(cls)
     made = _inverse(ctx, matrix.cls, c.dtype, why)
-    inverse = Ref(made.cls, tuple(matrix.axes[s] for s in made.axes))
+    inverse = made.over(matrix.axes)
     if _is_delta(ctx, right.cls):
         i, j = right.axes
-        stays = i if j == node.out else j
-        yield Ref(inverse.cls, tuple(stays if a == node.out else a for a in inverse.axes))
+        yield inverse.moved(node.out, i if j == node.out else j)
     else:
         yield g.add(CONTRACT, None, (inverse, right), c.sizes, node.bound, c.dtype, why)
 
@@ -75,7 +95,7 @@ def _simple_inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justificatio
     inner = main[0]
     if not diagonal:
         made = g.add(INVERSE, (0, 1), (Ref(inner.cls, (0, 1)),), sizes, (), dtype, why)
-        inner = Ref(made.cls, tuple(inner.axes[s] for s in made.axes))
+        inner = made.over(inner.axes)
     factors = (inner, *(reciprocal(ctx, f, dtype, why) for f in rest))
     if len(factors) > 1:
         inner = g.add(CONTRACT, None, factors, sizes, (), dtype, why)
@@ -83,18 +103,22 @@ def _simple_inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justificatio
 
 
 def reciprocal(ctx: RuleContext, f: Ref, dtype: str, why: Justification) -> Ref:
-    """1/f, elementwise."""
-    sizes = ctx.g.classes[f.cls].sizes
-    own = Ref(f.cls, tuple(range(len(sizes))))
-    made = ctx.g.add(MAP, ("reciprocal", ()), (own,), sizes, (), dtype, why)
-    return Ref(made.cls, tuple(f.axes[s] for s in made.axes))
+    """Return 1/f, elementwise."""
+    return ctx.g.apply(MAP, ("reciprocal", ()), (f,), dtype, why)
 
 
 def _is_delta(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
-@axiom("A⁻¹·b = solve(A, b)", property=REDUNDANCY, on=(CONTRACT,), again=True, needs=(INVERSE,))
+@axiom(
+    "A⁻¹·b = solve(A, b)",
+    property=REDUNDANCY,
+    on=(CONTRACT,),
+    again=True,
+    needs=(INVERSE,),
+    sides=(Sides("ii,ir", lambda a, b: (inv(regular(a)) @ b, solve(regular(a), b)), "F"),),
+)
 def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A product with an inverse is a solve: a third of the work, and backward stable."""
     g = ctx.g
@@ -120,30 +144,17 @@ def _solved(ctx: RuleContext, cls: int, p: Product, k: int, matrix: Ref, summed:
     why = solve_instead.reason(cls)
     free = next(i for i in matrix.axes if i != summed)
     rest = [f for j, f in enumerate(p.factors) if j != k]
-    if any(free in f.axes for f in rest) or not any(summed in f.axes for f in rest):
+    if free >= p.out or any(free in f.axes for f in rest):
         return None
-    # The other factors over the outputs, with the summed index in the place of the free one.
-    others = [i for i in range(p.out + len(p.bound)) if i not in (summed, free)]
-    outs = [i for i in range(p.out) if i != free]
-    index = {i: n for n, i in enumerate([*outs, summed])}
-    index.update({i: len(index) + n for n, i in enumerate(x for x in others if x >= p.out)})
-    sizes = (*c.sizes, *p.bound)
-    inner = Product(
-        1,
-        tuple(Ref(f.cls, tuple(index[i] for i in f.axes)) for f in rest),
-        len(outs) + 1,
-        tuple(sizes[i] for i in others if i >= p.out),
-        p.precision,
-    )
-    right = order_product(ctx, inner, tuple(sizes[i] for i in [*outs, summed]), c.dtype, why)
-    if right is None or free >= p.out:
+    if not any(summed in f.axes for f in rest):
         return None
-    back = [*outs, p.out]
-    args = (
-        Ref(matrix.cls, tuple(p.out if i == summed else i for i in matrix.axes)),
-        Ref(right.cls, tuple(back[i] for i in right.axes)),
-    )
-    return g.add(SOLVE, None, args, c.sizes, (sizes[summed],), c.dtype, why)
+    # The other factors, with the summed index in the place of the free one, which is as long.
+    inner = p._replace(coefficient=1, factors=tuple(f.moved(summed, free) for f in rest), scales=())
+    right = order_product(ctx, inner.without(summed), c.sizes, c.dtype, why)
+    if right is None:
+        return None
+    args = (matrix.moved(summed, p.out), right.moved(free, p.out))
+    return g.add(SOLVE, None, args, c.sizes, (c.sizes[free],), c.dtype, why)
 
 
 def _is_inverse(ctx: RuleContext, cls: int) -> bool:
@@ -154,11 +165,21 @@ def _inverse_of(ctx: RuleContext, f: Ref) -> Ref | None:
     """The matrix A of a factor C, read over the factor's indices."""
     for n in ctx.g.classes[f.cls].nodes:
         if n.op == INVERSE and len(n.args[0].axes) == 2:
-            return Ref(n.args[0].cls, tuple(f.axes[i] for i in n.args[0].axes))
+            return n.args[0].over(f.axes)
     return None
 
 
-@axiom("(A·B)⁻¹ = B⁻¹·A⁻¹", property=REDUNDANCY, on=(INVERSE,))
+def _inverted(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
+    a, b = regular(a), regular(b)
+    return inv(a @ b) @ c, inv(b) @ (inv(a) @ c)
+
+
+@axiom(
+    "(A·B)⁻¹·c = B⁻¹·(A⁻¹·c)",
+    property=REDUNDANCY,
+    on=(INVERSE,),
+    sides=(Sides("ii,ii,ir", _inverted, "F"),),
+)
 def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """The inverse of a product of square matrices, as the product of inverses.
 
@@ -182,5 +203,5 @@ def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         for a in inner.args:
             axes = tuple(index[i] for i in a.axes)
             made = _inverse(ctx, a.cls, c.dtype, why)
-            factors.append(Ref(made.cls, tuple(axes[s] for s in made.axes)))
+            factors.append(made.over(axes))
         yield g.add(CONTRACT, inner.attr, tuple(factors), c.sizes, inner.bound, c.dtype, why)

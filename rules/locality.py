@@ -6,9 +6,10 @@ concatenated index is the sum of contractions over its pieces (block matrices).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.ir.egraph import Justification
@@ -17,12 +18,18 @@ from symjax_rewrite.ir.products import Product, expand_node
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SLICE, TAKE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, Sides, axiom
 
 Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
 
 
-@axiom("(f(a, b))[s] = f(a[s], b[s])", property=LOCALITY, on=(SLICE,), again=True)
+@axiom(
+    "(a·b)[s] = a[s]·b",
+    property=LOCALITY,
+    on=(SLICE,),
+    again=True,
+    sides=(Sides("ij,jk", lambda a, b: ((a @ b)[1:3], a[1:3] @ b)),),
+)
 def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A slice of a term is the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
@@ -61,24 +68,25 @@ def sliced(
     ctx: RuleContext,
     ref: Ref,
     entries: dict[int, Entry],
-    sizes: tuple[Dim, ...],
+    sizes: Sequence[Dim] | Mapping[int, Dim],
     why: Justification,
 ) -> Ref:
-    """`ref` with every index it reads sliced and renamed as `entries` says."""
+    """Return `ref` with every index it reads sliced and renamed as `entries` says."""
     ref = ctx.g.find(ref)
-    attrs = tuple(entries[i][0] for i in ref.axes)
+    attrs, axes = zip(*(entries[i] for i in ref.axes), strict=True) if ref.axes else ((), ())
+    arg = Ref(ref.cls, axes)
     if all(a is None for a in attrs):
-        return Ref(ref.cls, tuple(entries[i][1] for i in ref.axes))
-    used = sorted({entries[i][1] for i in ref.axes if entries[i][1] >= 0})
-    local = {i: n for n, i in enumerate(used)}
-    local[-1] = -1
-    arg = Ref(ref.cls, tuple(local[entries[i][1]] for i in ref.axes))
-    dtype = ctx.g.classes[ref.cls].dtype
-    made = ctx.g.add(SLICE, attrs, (arg,), tuple(sizes[i] for i in used), (), dtype, why)
-    return Ref(made.cls, tuple(used[a] for a in made.axes))
+        return arg
+    return ctx.g.term(SLICE, (arg,), sizes, ctx.g.classes[ref.cls].dtype, why, attr=attrs)
 
 
-@axiom("(f(a, b))[x] = f(a[x], b[x])", property=LOCALITY, on=(TAKE,), again=True)
+@axiom(
+    "(a·b)[x] = a[x]·b",
+    property=LOCALITY,
+    on=(TAKE,),
+    again=True,
+    sides=(Sides("r!7,ij,jk", lambda x, a, b: ((a @ b)[x], a[x] @ b)),),
+)
 def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A gather of a term is the term of gathers; what is missing out of range is put in last.
 
@@ -92,14 +100,15 @@ def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     for inner, reason in list(g.classes[source.cls].nodes.items()):
         if reason.rule == "contraction_order" or inner.op not in (CONTRACT, ADD, MAP, REDUCE):
             continue
-        out = len(c.sizes)
-        # Selected indices are called -1-j: none of the result's, nor of the inner sum's.
-        selected = {-1 - j: x for j, x in enumerate(values)}
-        read = [i if i < node.out else node.out - 1 - i for i in source.axes]
-        to = [*read, *(out + k for k in range(len(inner.bound)))]
-        sizes = ((*c.sizes, *inner.bound), node.bound)
+        # Indices: of the result, of the inner sum, and those that the gather selects.
+        out, bound = len(c.sizes), inner.bound
+        beyond = out + len(bound)
+        selected = {beyond + j: x for j, x in enumerate(values)}
+        read = [i if i < node.out else beyond + i - node.out for i in source.axes]
+        to = [*read, *range(out, beyond)]
+        sizes = (*c.sizes, *bound, *node.bound)
         args = tuple(
-            _gathered(ctx, a, to, inside, selected, sizes, why) for a in map(g.find, inner.args)
+            _gathered(ctx, g.find(a).over(to), inside, selected, sizes, why) for a in inner.args
         )
         if inner.op == CONTRACT and inner.bound:
             p = Product(1, args, out, inner.bound, inner.attr)
@@ -115,40 +124,30 @@ def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 def _gathered(
     ctx: RuleContext,
     a: Ref,
-    to: list[int],
     attr: tuple,
     selected: dict[int, Ref],
-    sizes: tuple[tuple[Dim, ...], tuple[Dim, ...]],
+    sizes: tuple[Dim, ...],
     why: Justification,
 ) -> Ref:
-    """An operand of what is gathered, read where the gather reads it.
-
-    to: what each index of the inner term is now; those of `selected` are read at its values.
-    sizes: of the indices there are now, and of the selected ones.
-    """
-    reads = [to[i] for i in a.axes]
-    chosen = [k for k in selected if k in reads]
-    if not chosen:
-        return Ref(a.cls, tuple(reads))
+    """Return an operand of what is gathered, read at the values of the `selected` indices."""
     mode, fill, windows = attr
-    window = [windows[-1 - k] for k in chosen]
-    outs = {i for i in (*reads, *window) if i is not None and i >= 0}
-    outs.update(i for k in chosen for i in selected[k].axes)
-    used = sorted(outs)
-    local = {i: n for n, i in enumerate(used)}
-    local.update({k: len(used) + n for n, k in enumerate(chosen)})
-    first = Ref(a.cls, tuple(local[i] for i in reads))
-    values = [Ref(selected[k].cls, tuple(local[i] for i in selected[k].axes)) for k in chosen]
-    made = ctx.g.add(
+    window_of = dict(zip(selected, windows, strict=True))
+    chosen = [k for k in selected if k in a.axes]
+    if not chosen:
+        return a
+    window = tuple(window_of[k] for k in chosen)
+    args = (a, *(selected[k] for k in chosen))
+    out = {i for x in args for i in x.axes} | {w for w in window if w is not None}
+    return ctx.g.term(
         TAKE,
-        (mode, fill, tuple(None if w is None else local[w] for w in window)),
-        (first, *values),
-        tuple(sizes[0][i] for i in used),
-        tuple(sizes[1][-1 - k] for k in chosen),
+        args,
+        sizes,
         ctx.g.classes[a.cls].dtype,
         why,
+        attr=(mode, fill, window),
+        out=sorted(out - set(chosen)),
+        summed=chosen,
     )
-    return Ref(made.cls, tuple(used[i] for i in made.axes))
 
 
 def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) -> Ref | None:
@@ -161,25 +160,13 @@ def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) 
         dtype = g.classes[x.cls].dtype
         if not isinstance(last, int) or not 0 <= last <= np.iinfo(dtype).max:
             return None
-        sizes = tuple(c.sizes[i] for i in x.axes)
-        own = Ref(x.cls, tuple(range(len(x.axes))))
         for name, bound in (("ge", 0), ("le", last)):
             end = g.add(CONST, (bound, dtype, repr(bound)), (), (), (), dtype, why)
-            made = g.add(MAP, (name, ()), (own, end), sizes, (), "bool", why)
-            made = Ref(made.cls, tuple(x.axes[i] for i in made.axes))
-            test = made if test is None else _both(ctx, test, made, c.sizes, why)
+            made = g.apply(MAP, (name, ()), (x, end), "bool", why)
+            test = g.apply(MAP, ("and", ()), (test, made), "bool", why) if test else made
     assert test is not None
     outside = g.add(CONST, fill, (), (), (), c.dtype, why)
     return g.add(MAP, ("select_n", ()), (test, outside, ref), c.sizes, (), c.dtype, why)
-
-
-def _both(ctx: RuleContext, a: Ref, b: Ref, sizes: tuple[Dim, ...], why: Justification) -> Ref:
-    used = sorted({*a.axes, *b.axes})
-    local = {i: n for n, i in enumerate(used)}
-    args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r in (a, b))
-    over = tuple(sizes[i] for i in used)
-    made = ctx.g.add(MAP, ("and", ()), args, over, (), "bool", why)
-    return Ref(made.cls, tuple(used[i] for i in made.axes))
 
 
 def _compose(ctx: RuleContext, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
@@ -237,11 +224,20 @@ def _one_piece(ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry
 
 
 @axiom(
-    "Σ over [K₁;K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂",
+    "Σ over [K₁, K₂] of a·b = Σ_K₁ a₁·b₁ + Σ_K₂ a₂·b₂",
     property=LOCALITY,
     on=(CONTRACT,),
     again=True,
     needs=(CONCAT,),
+    sides=(
+        Sides(
+            "ij,ik,jl,kl",
+            lambda a, b, c, d: (
+                jnp.concatenate([a, b], 1) @ jnp.concatenate([c, d]),
+                a @ c + b @ d,
+            ),
+        ),
+    ),
 )
 def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""
@@ -352,14 +348,11 @@ def _piece_product(
     dtype: str,
     why: Justification,
 ) -> Ref | None:
-    bound = tuple(sizes[p.out :])
     if sizes[index] == 1:
-        gone = {index}
         factors = [f if index not in f.axes else _drop(ctx, f, index, dtype, why) for f in factors]
-        if index >= p.out:
-            bound = tuple(s for n, s in enumerate(bound) if n + p.out not in gone)
-            factors = [Ref(f.cls, tuple(i - (i > index) for i in f.axes)) for f in factors]
-    piece = p._replace(factors=tuple(factors), bound=bound)
+    piece = p._replace(factors=tuple(factors), bound=tuple(sizes[p.out :]))
+    if sizes[index] == 1 and index >= p.out:
+        piece = piece.without(index)
     return order_product(ctx, piece, tuple(sizes[: p.out]), dtype, why)
 
 
@@ -368,8 +361,7 @@ def _drop(ctx: RuleContext, f: Ref, index: int, dtype: str, why: Justification) 
     entries: dict[int, Entry] = {i: (None, i) for i in f.axes}
     entries[index] = (0, -1)
     sizes = dict(zip(f.axes, ctx.g.classes[f.cls].sizes, strict=True))
-    full = tuple(sizes.get(i, 1) for i in range(max(f.axes) + 1))
-    return sliced(ctx, f, entries, full, why)
+    return sliced(ctx, f, entries, sizes, why)
 
 
 def _zero(ctx: RuleContext, dtype: str, why: Justification) -> Ref:

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax.numpy import linalg
+
 from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, contract, expand_node, flattest, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.inverses import reciprocal
 
 
@@ -40,8 +43,28 @@ class LowRank(NamedTuple):
     def transposed(self) -> LowRank:
         """The same matrix with its slots exchanged."""
         to = {0: 1, 1: 0, 2: 2}
-        left, right = (Ref(f.cls, tuple(to[i] for i in f.axes)) for f in (self.right, self.left))
+        left, right = (f.over(to) for f in (self.right, self.left))
         return self._replace(left=left, right=right)
+
+
+def _updated(u: Any, b: Any) -> tuple[Any, Any, Any]:
+    """Return d, the solution of (d·I + U·Uᵀ)·z = b, and the small matrix d·I + Uᵀ·U."""
+    d = 1 + jnp.sum(u * u)
+    large = d * jnp.eye(len(u), dtype=u.dtype) + u @ u.T
+    return d, linalg.solve(large, b), d * jnp.eye(u.shape[1], dtype=u.dtype) + u.T @ u
+
+
+def _refined(u: Any, b: Any) -> tuple[Any, Any]:
+    """Return both sides of Woodbury's law, the right one with a step of refinement."""
+    d, wanted, small = _updated(u, b)
+    w = linalg.solve(small, u.T @ b)
+    z = (b - u @ w) / d
+    return wanted, z + u @ linalg.solve(small, w - u.T @ z)
+
+
+def _read_through(u: Any, b: Any) -> tuple[Any, Any]:
+    _, z, small = _updated(u, b)
+    return u.T @ z, linalg.solve(small, u.T @ b)
 
 
 @axiom(
@@ -49,6 +72,7 @@ class LowRank(NamedTuple):
     property=ASSOCIATIVITY,
     on=(SOLVE,),
     source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
+    sides=(Sides("ir,is", _refined, "F"),),
 )
 def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve with a diagonal plus a low-rank product is one of the size of the rank.
@@ -73,6 +97,7 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     again=True,
     needs=(SOLVE,),
     source="push-through identity: Henderson & Searle 1981",
+    sides=(Sides("ir,is", _read_through, "F"),),
 )
 def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A solve that is read through its own low-rank factor never leaves the small space."""
@@ -105,19 +130,13 @@ def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Ite
         w = None if m is None else solve.small_solution(ctx.g.find(node.args[1]))
         if m is None or w is None:
             continue
-        over = tuple(m if i == solve.free else f.axes[i] for i in w.axes)
+        read = dict(enumerate(f.axes)) | {solve.free: m}
         rest = [x for j, x in enumerate(p.factors) if j not in readers]
-        bound = tuple(s for j, s in enumerate(p.bound, p.out) if j != q)
-        made = p._replace(factors=_without((Ref(w.cls, over), *rest), q), bound=bound)
+        made = p._replace(factors=(w.over(read), *rest)).without(q)
         c = ctx.g.classes[cls]
         ref = order_product(ctx, made, c.sizes, c.dtype, why)
         if ref is not None:
             yield ref
-
-
-def _without(factors: tuple[Ref, ...], gone: int) -> tuple[Ref, ...]:
-    """The factors over the indices that are left when one that none of them reads is removed."""
-    return tuple(Ref(f.cls, tuple(i - (i > gone) for i in f.axes)) for f in factors)
 
 
 def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
@@ -178,13 +197,13 @@ def _products(ctx: RuleContext, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]
     for node in list(g.classes[term.cls].nodes):
         if node.op == ADD and len(node.args) == 1:
             inner = g.find(node.args[0])
-            over = Ref(inner.cls, tuple(term.axes[i] for i in inner.axes))
+            over = inner.over(term.axes)
             for k, left, right, rank in _products(ctx, over):
                 yield node.attr[0] * k, left, right, rank
         if node.op != CONTRACT or len(node.args) != 2 or len(node.bound) != 1:
             continue
         to = [*term.axes, 2]
-        sides = [Ref(a.cls, tuple(to[i] for i in a.axes)) for a in map(g.find, node.args)]
+        sides = [a.over(to) for a in map(g.find, node.args)]
         sides.sort(key=lambda f: 1 in f.axes)
         if set(sides[0].axes) == {0, 2} and set(sides[1].axes) == {1, 2}:
             yield 1, sides[0], sides[1], node.bound[0]
@@ -219,8 +238,8 @@ class _Solve:
         self.number = not any(f.axes for f in form.diagonal)
         self.weight = () if self.number else self.inverse
         self.scale = 1 if self.number else 1 / form.scale
-        self.left = Ref(form.left.cls, self._over(form.left, {0: free, 2: self.summed}))
-        self.right = Ref(form.right.cls, self._over(form.right, {1: self.summed, 2: free}))
+        self.left = form.left.over({0: free, 2: self.summed})
+        self.right = form.right.over({1: self.summed, 2: free})
 
     def small_solution(self, right: Ref) -> Ref | None:
         """w = S⁻¹·Vᵀ·weight·b over the outputs, of which `free` counts the rank."""
@@ -232,7 +251,7 @@ class _Solve:
         inner = flattest(self.ctx.g, right.cls)
         here = len(self.sizes) + 1
         to = [*right.axes, *range(here, here + len(inner.bound))]
-        factors = [Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors]
+        factors = [f.over(to) for f in inner.factors]
         readers = [f for f in factors if self.summed in f.axes]
         m = _index_beside(readers[0], self.form.left, 0, self.summed) if len(readers) == 1 else None
         if m is None or m == self.free:
@@ -241,10 +260,10 @@ class _Solve:
         if m < self.summed:  # U itself, or one with its columns scaled: x is the identity
             square = (self.form.rank, self.form.rank)
             delta = self.ctx.g.add(DELTA, None, (), square, (), self.dtype, self.why)
-            rest.append(Ref(delta.cls, tuple((self.free, m)[i] for i in delta.axes)))
+            rest.append(delta.over((self.free, m)))
         index = {i: i - (i > self.summed) - (i > m > self.summed) for i in range(here + len(to))}
         index[m] = self.free if m > self.summed else m
-        over = tuple(Ref(f.cls, tuple(index[i] for i in f.axes)) for f in rest)
+        over = tuple(f.over(index) for f in rest)
         bound = tuple(s for i, s in enumerate(inner.bound, here) if i != m)
         if not over:
             return None
@@ -255,7 +274,7 @@ class _Solve:
         """The result over the outputs, by the difference and one correction of it."""
         g, form = self.ctx.g, self.form
         w = self.small_solution(right)
-        there = self._moved(right, self.summed, self.free)
+        there = right.moved(self.summed, self.free)
         taken = (
             self._product((self.left, self._thin(w)), self.sizes, (form.rank,), 1) if w else None
         )
@@ -265,7 +284,7 @@ class _Solve:
         first = self._product((rest, *self._at(self.inverse, self.free)), self.sizes, (), 1)
         assert first is not None
         first = scaled(g, first, 1 / form.scale, self.sizes, self.why)
-        again = (self.right, self._moved(first, self.free, self.summed))
+        again = (self.right, first.moved(self.free, self.summed))
         read = self._product(again, self.thin, (self.n,), 1)
         if read is None:
             return None
@@ -284,7 +303,7 @@ class _Solve:
         inner = self._small()
         if inner is None or right is None:
             return None
-        small = Ref(inner.cls, tuple((self.summed, self.free)[i] for i in inner.axes))
+        small = inner.over((self.summed, self.free))
         args, rank = (small, self._thin(right)), self.form.rank
         return self.ctx.g.add(SOLVE, None, args, self.thin, (rank,), self.dtype, self.why)
 
@@ -299,9 +318,7 @@ class _Solve:
         """small·I + c·Vᵀ·weight·U over (k, l)."""
         g, form = self.ctx.g, self.form
         square = (form.rank, form.rank)
-        left, right = (Ref(f.cls, self._over(f, to)) for f, to in (
-            (form.left, {0: 2, 2: 1}), (form.right, {1: 2, 2: 0})
-        ))  # fmt: skip
+        left, right = form.left.over({0: 2, 2: 1}), form.right.over({1: 2, 2: 0})
         made = self._product((right, *self._at(self.weight, 2), left), square, (self.n,), 1)
         one = g.add(DELTA, None, (), square, (), self.dtype, self.why)
         if made is None:
@@ -314,19 +331,11 @@ class _Solve:
         return g.add(ADD, k, (one, made), square, (), self.dtype, self.why)
 
     def _thin(self, ref: Ref) -> Ref:
-        return self._moved(ref, self.free, self.summed)
-
-    @staticmethod
-    def _moved(ref: Ref, old: int, new: int) -> Ref:
-        return Ref(ref.cls, tuple(new if i == old else i for i in ref.axes))
+        return ref.moved(self.free, self.summed)
 
     @staticmethod
     def _at(factors: tuple[Ref, ...], index: int) -> tuple[Ref, ...]:
         return tuple(Ref(f.cls, (index,) * len(f.axes)) for f in factors)
-
-    @staticmethod
-    def _over(f: Ref, to: dict[int, int]) -> tuple[int, ...]:
-        return tuple(to[i] for i in f.axes)
 
     def _product(
         self, factors: tuple[Ref, ...], sizes: tuple[Dim, ...], bound: tuple[Dim, ...], k: Any

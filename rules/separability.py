@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
 
 from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, Sides, axiom
 from symjax_rewrite.rewriting.scales import scaled_factor
 from symjax_rewrite.rules.distributivity import sum_node
 
 
+def _distances(u: Any, v: Any) -> tuple[Any, Any]:
+    """Return both sides of the law, for one u against every v."""
+    mean = jnp.mean(v, 0)
+    a, b = u - mean, v - mean
+    left = jnp.sum((u[:, None] - v) ** 2, (1, 2))
+    return left, len(v) * jnp.sum(a**2, 1) + jnp.sum(b**2) - 2 * a @ jnp.sum(b, 0)
+
+
 @axiom(
-    "Σⱼ (uᵢ − vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
+    "Σⱼ (uᵢ−vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
+    sides=(
+        Sides("nd,md", _distances, "F"),
+        Sides("nd,md", lambda u, v: tuple(map(jnp.sum, _distances(u, v))), "F"),
+    ),
 )
 def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Sums of squared differences over all pairs, or over all partners, emitted shifted by a mean.
@@ -38,7 +53,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     total = sum_node(ctx, d.cls)
     if total is None or len(total.args) != 2 or sum(total.attr) != 0:
         return
-    u, v = (Ref(a.cls, tuple(d.axes[i] for i in a.axes)) for a in total.args)
+    u, v = (a.over(d.axes) for a in total.args)
     if len(set(u.axes)) != len(u.axes) or len(set(v.axes)) != len(v.axes):
         return
     only_u = [i for i in u.axes if i not in v.axes]
@@ -69,8 +84,10 @@ def _separated(
     if not n_u or not n_v:
         return
     u, v = (scaled_factor(ctx.g, a, inside, why) for a in (u, v))
-    mean = _mean(ctx, u, only_u, n_u, sizes, c.dtype, why)
-    su, sv = (_shifted(ctx, a, mean, sizes, c.dtype, why) for a in (u, v))
+    total = ctx.g.term(CONTRACT, (u,), sizes, c.dtype, why, summed=only_u)
+    mean = ctx.g.apply(ADD, (1 / n_u,), (total,), c.dtype, why)
+    su, sv = (ctx.g.apply(ADD, (1, -1), (a, mean), c.dtype, why) for a in (u, v))
+    ctx.whole.update((su.cls, sv.cls))
     terms = []
     for factors in ((su, su), (sv, sv), (su, sv)):
         q = Product(1, factors, p.out, p.bound, p.precision)
@@ -88,41 +105,3 @@ def _whole(sizes) -> int:
             return 0
         out *= s
     return out
-
-
-def _mean(ctx: RuleContext, u: Ref, over: list, count: int, sizes: tuple, dtype: str, why) -> Ref:
-    kept = [i for i in u.axes if i not in over]
-    local = {i: n for n, i in enumerate([*kept, *over])}
-    total = ctx.g.add(
-        CONTRACT,
-        None,
-        (Ref(u.cls, tuple(local[i] for i in u.axes)),),
-        tuple(sizes[i] for i in kept),
-        tuple(sizes[i] for i in over),
-        dtype,
-        why,
-    )
-    total = Ref(total.cls, tuple(kept[i] for i in total.axes))
-    return _over(ctx, (1 / count,), (total,), sizes, dtype, why)
-
-
-def _shifted(ctx: RuleContext, a: Ref, mean: Ref, sizes: tuple, dtype: str, why) -> Ref:
-    ref = _over(ctx, (1, -1), (a, mean), sizes, dtype, why)
-    ctx.whole.add(ref.cls)
-    return ref
-
-
-def _over(ctx: RuleContext, coefficients: tuple, args: tuple, sizes: tuple, dtype: str, why) -> Ref:
-    """A linear combination over just the indices its terms read."""
-    used = sorted({i for a in args for i in a.axes})
-    local = {i: n for n, i in enumerate(used)}
-    ref = ctx.g.add(
-        ADD,
-        coefficients,
-        tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in args),
-        tuple(sizes[i] for i in used),
-        (),
-        dtype,
-        why,
-    )
-    return Ref(ref.cls, tuple(used[i] for i in ref.axes))

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import nn
+
 from symjax_rewrite.ir.primitives import dtype_kind, holds
 from symjax_rewrite.ir.products import Product, expand_node, flattest, is_half
 from symjax_rewrite.ir.term import (
@@ -28,9 +31,14 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.value_analysis import shown_case
 from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, axiom
+from symjax_rewrite.rewriting.rule import SPARSITY, RuleContext, Sides, axiom
 from symjax_rewrite.rules.distributivity import splice
 from symjax_rewrite.rules.locality import zero_of
+
+
+def _row_or_zero(x: Any, W: Any) -> Any:
+    inside = (x >= 0) & (x < len(W))
+    return jnp.where(inside[:, None], W[jnp.clip(x, 0, len(W) - 1)], 0)
 
 
 @axiom(
@@ -38,6 +46,11 @@ from symjax_rewrite.rules.locality import zero_of
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA, TAKE),
+    sides=(
+        Sides(
+            "n!9,dk", lambda x, W: (nn.one_hot(x, len(W), dtype=W.dtype) @ W, _row_or_zero(x, W))
+        ),
+    ),
 )
 def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
@@ -55,7 +68,7 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if ref is not None:
             product = Product(1, tuple(ref), p.out, p.bound, p.precision)
             found = order_product(
-                ctx, _without(product, index), c.sizes, c.dtype, one_hot.reason(cls)
+                ctx, product.without(index), c.sizes, c.dtype, one_hot.reason(cls)
             )
             if found is not None and p.coefficient == 1:
                 yield found
@@ -79,7 +92,7 @@ def tests(ctx: RuleContext, f: Ref) -> Iterator[Test]:
         for inner in ctx.g.classes[outer.args[0].cls].nodes:
             if inner.op == MAP and inner.attr[0] in ("eq", "ge", "gt", "le", "lt"):
                 axes = [f.axes[i] for i in outer.args[0].axes]
-                left, right = (Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in inner.args)
+                left, right = (a.over(axes) for a in inner.args)
                 yield Test(left, inner.attr[0], right, negated)
 
 
@@ -139,7 +152,7 @@ def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
         columns = [i for i in matrix.axes if i < n.out]
         identity = any(m.op == DELTA for m in ctx.g.classes[matrix.cls].nodes)
         if identity and len(columns) == 1 and columns[0] not in x.axes:
-            label = Ref(x.cls, tuple(f.axes[i] for i in x.axes))
+            label = x.over(f.axes)
             return label, f.axes[columns[0]], (mode, fill, (None,))
     return None
 
@@ -177,32 +190,27 @@ def _gathered(
             continue
         if f.axes.count(index) != 1 or set(f.axes) & set(label.axes):
             return None
-        kept = [i for i in dict.fromkeys((*f.axes, *label.axes)) if i != index]
-        local = {i: n for n, i in enumerate([*kept, index])}
-        made = ctx.g.add(
-            TAKE,
-            beyond or ("fill", zero_of(ctx.g.classes[f.cls].dtype), (None,)),
-            (
-                Ref(f.cls, tuple(local[i] for i in f.axes)),
-                Ref(label.cls, tuple(local[i] for i in label.axes)),
-            ),
-            tuple(sizes[i] for i in kept),
-            (sizes[index],),
-            ctx.g.classes[f.cls].dtype,
-            one_hot.reason(cls),
-        )
-        out.append(Ref(made.cls, tuple(kept[i] for i in made.axes)))
+        dtype, why = ctx.g.classes[f.cls].dtype, one_hot.reason(cls)
+        attr = beyond or ("fill", zero_of(dtype), (None,))
+        made = ctx.g.term(TAKE, (f, label), sizes, dtype, why, attr=attr, summed=(index,))
+        out.append(made)
     return out
 
 
-def _without(p: Product, index: int) -> Product:
-    bound = p.bound[: index - p.out] + p.bound[index - p.out + 1 :]
-    factors = tuple(Ref(f.cls, tuple(i - (i > index) for i in f.axes)) for f in p.factors)
-    return p._replace(factors=factors, bound=bound)
-
-
 @axiom(
-    "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)", property=SPARSITY, on=(CONTRACT,), needs=(MAP,)
+    "Σₖ (c ? a : 0)·b = c ? Σₖ a·b : 0  (k ∉ c)",
+    property=SPARSITY,
+    on=(CONTRACT,),
+    needs=(MAP,),
+    sides=(
+        Sides(
+            "i!9,ij,jk,kr",
+            lambda m, a, b, c: (
+                jnp.where(m[:, None] > 3, a @ b, 0) @ c,
+                jnp.where(m[:, None] > 3, a @ (b @ c), 0),
+            ),
+        ),
+    ),
 )
 def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A mask of rows is put on the rows of the result, and no longer stands between two products.
@@ -219,8 +227,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             if shown is None or ctx.g.classes[f.cls].dtype != c.dtype:
                 continue
             which, case = (
-                Ref(a.cls, tuple([f.axes[i] for i in a.axes]))
-                for a in (ctx.g.find(mask.args[0]), ctx.g.find(mask.args[shown]))
+                a.over(f.axes) for a in (ctx.g.find(mask.args[0]), ctx.g.find(mask.args[shown]))
             )
             if any(i >= p.out for i in which.axes):
                 continue
@@ -237,6 +244,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA,),
+    sides=(Sides("ij", lambda a: (jnp.tri(len(a), dtype=a.dtype) @ a, jnp.cumsum(a, 0, a.dtype))),),
 )
 def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
@@ -256,28 +264,21 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
             continue
         # The prefix runs over j, which takes the place of output i.
-        swapped = tuple(Ref(g.cls, tuple(i if a == j else a for a in g.axes)) for g in rest)
+        swapped = tuple(g.moved(j, i) for g in rest)
         size = c.sizes[i]
         if size != p.bound[j - p.out] or p.coefficient != 1:
             continue
         if shift and not (isinstance(size, int) and abs(shift) < size):
             continue
-        inner = _without(Product(1, swapped, p.out, p.bound, p.precision), j)
+        inner = Product(1, swapped, p.out, p.bound, p.precision).without(j)
         ref = order_product(ctx, inner, c.sizes, c.dtype, triangular_prefix.reason(cls))
         if ref is None or i not in ref.axes:
             continue
-        at = ref.axes.index(i)
-        made = _prefix(ctx, ref.cls, at, reverse)
+        why = triangular_prefix.reason(cls)
+        made = ctx.g.apply(CUMSUM, (i, reverse), (ref,), c.dtype, why)
         if shift:
-            made = _shifted(ctx, made, at, -shift if reverse else shift, reverse)
-        yield Ref(made.cls, tuple(ref.axes[a] for a in made.axes))
-
-
-def _prefix(ctx: RuleContext, cls: int, at: int, reverse: bool) -> Ref:
-    c = ctx.g.classes[cls]
-    over = (Ref(cls, tuple(range(len(c.sizes)))),)
-    why = triangular_prefix.reason(cls)
-    return ctx.g.add(CUMSUM, (at, reverse), over, c.sizes, (), c.dtype, why)
+            made = _shifted(ctx, made, i, -shift if reverse else shift, reverse)
+        yield made
 
 
 def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
@@ -286,19 +287,16 @@ def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref
     c = g.classes[ref.cls]
     slot, count = ref.axes.index(at), abs(by)
     n = c.sizes[slot]
+    sizes: dict[int, Any] = dict(zip(ref.axes, c.sizes, strict=True))
     assert isinstance(n, int)
 
-    def part(entry: Any, size: int | None) -> Ref:
-        """S where index `at` is what the entry says."""
-        kept = [i for i in range(len(ref.axes)) if i != at or size is not None]
-        local = {i: k for k, i in enumerate(kept)}
-        sizes = {i: c.sizes[k] for k, i in enumerate(ref.axes)} | (
-            {} if size is None else {at: size}
-        )
+    def part(entry: Any, count: int | None) -> Ref:
+        """Return S where index `at` is what the entry says; a count of None is one element."""
+        read = ref if count is not None else ref.moved(at, -1)
         attr = tuple([entry if k == slot else None for k in range(len(ref.axes))])
-        arg = Ref(ref.cls, tuple([local.get(i, -1) for i in ref.axes]))
-        made = g.add(SLICE, attr, (arg,), tuple([sizes[i] for i in kept]), (), c.dtype, why)
-        return Ref(made.cls, tuple([kept[i] for i in made.axes]))
+        return g.term(
+            SLICE, (read,), sizes if count is None else sizes | {at: count}, c.dtype, why, attr=attr
+        )
 
     summed = part((0, 1) if by > 0 else (count, 1), n - count)
     empty = (by > 0) != reverse
@@ -308,6 +306,5 @@ def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref
         else part(n - 1 if by < 0 else 0, None)
     )
     pieces = [(count, rest), (n - count, summed)][:: 1 if by > 0 else -1]
-    whole = tuple([n if i == at else c.sizes[ref.axes.index(i)] for i in range(len(ref.axes))])
     attr = (at, tuple([size for size, _ in pieces]))
-    return g.add(CONCAT, attr, tuple([r for _, r in pieces]), whole, (), c.dtype, why)
+    return g.term(CONCAT, [r for _, r in pieces], sizes, c.dtype, why, attr=attr)

@@ -7,6 +7,7 @@ the rule that made it. A class that turns out not to depend on an index loses th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,6 +93,10 @@ class EGraph:
             edge = self.parent[cls]
         return Ref(cls, axes)
 
+    def ref(self, cls: int) -> Ref:
+        """Return the value of a class over its own slots."""
+        return Ref(cls, identity(len(self.classes[cls].sizes)))
+
     def add(
         self,
         op: str,
@@ -122,6 +127,63 @@ class EGraph:
         for arg in node.args:
             self.uses[arg.cls].append((cls, node))
         return Ref(cls, outs)
+
+    def term(
+        self,
+        op: str,
+        args: Sequence[Ref],
+        sizes: Sequence[Dim] | Mapping[int, Dim],
+        dtype: str,
+        reason: Justification = ORIGINAL,
+        *,
+        attr: Any = None,
+        out: Iterable[int] | None = None,
+        summed: Sequence[int] = (),
+    ) -> Ref:
+        """Add a term over named indices; return its value over the same names.
+
+        Args:
+            op: the kind of term.
+            args: operands over indices of any names from 0 on; -1 is no index, as in a slice.
+            sizes: the size of every name.
+            dtype: of the result.
+            reason: why it is added.
+            attr: as a node has it; an index in it is a name too.
+            out: the names of the outputs; default: those that the operands read.
+            summed: the names of the bound indices.
+
+        Example:
+            >>> g = EGraph()
+            >>> a, b = (g.add("leaf", k, (), (3, 3), (), "float32").cls for k in (0, 1))
+            >>> i, k, j = 4, 7, 9  # Σ_k a[i, k]·b[k, j]
+            >>> product = [Ref(a, (i, k)), Ref(b, (k, j))]
+            >>> g.term("contract", product, {4: 3, 7: 3, 9: 3}, "float32", summed=[k]).axes
+            (4, 9)
+        """
+        if out is None:
+            out = sorted({i for a in args for i in a.axes if i >= 0}.difference(summed))
+        names = tuple(out)
+        local = {i: n for n, i in enumerate((*names, *summed))}
+        local[-1] = -1
+        made = self.add(
+            op,
+            _rename_attr(op, attr, local),
+            tuple([a.over(local) for a in args]),
+            tuple([sizes[i] for i in names]),
+            tuple([sizes[i] for i in summed]),
+            dtype,
+            reason,
+        )
+        return made.over(names)
+
+    def apply(
+        self, op: str, attr: Any, args: Sequence[Ref], dtype: str, reason: Justification = ORIGINAL
+    ) -> Ref:
+        """Add an elementwise term of values; return it over the indices that they read."""
+        sizes = {
+            i: size for a in args for i, size in zip(a.axes, self.classes[a.cls].sizes, strict=True)
+        }
+        return self.term(op, args, sizes, dtype, reason, attr=attr)
 
     def canonical_args(
         self, op: str, attr: Any, args: tuple[Ref, ...]
@@ -249,7 +311,7 @@ class EGraph:
 
     def add_to(self, cls: int, ref: Ref, reason: Justification) -> bool:
         """Union class `cls` with a reference over its own slots."""
-        return self.union(Ref(cls, identity(len(self.classes[cls].sizes))), ref, reason)
+        return self.union(self.ref(cls), ref, reason)
 
     def live(self) -> list[int]:
         """Classes that were not merged away."""
@@ -265,17 +327,14 @@ def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
         return node
     index = order + list(range(node.out, node.out + len(node.bound)))
     args = tuple(Ref(a.cls, tuple([index[i] if i >= 0 else i for i in a.axes])) for a in node.args)
-    return Node(node.op, _rename_attr(node, order), args, node.out, node.bound)
+    return Node(node.op, _rename_attr(node.op, node.attr, order), args, node.out, node.bound)
 
 
-def _rename_attr(node: Node, order: list[int]) -> object:
-    if node.op == CONCAT:
-        index, sizes = node.attr
-        return (order[index], sizes)
-    if node.op == CUMSUM:
-        index, reverse = node.attr
-        return (order[index], reverse)
-    if node.op == TAKE:
-        mode, fill, windows = node.attr
-        return (mode, fill, tuple([None if w is None else order[w] for w in windows]))
-    return node.attr
+def _rename_attr(op: str, attr: Any, index: Sequence[int] | Mapping[int, int]) -> Any:
+    """Return an attribute with every index in it renamed."""
+    if op in (CONCAT, CUMSUM):
+        return (index[attr[0]], attr[1])
+    if op == TAKE:
+        mode, fill, windows = attr
+        return (mode, fill, tuple([None if w is None else index[w] for w in windows]))
+    return attr

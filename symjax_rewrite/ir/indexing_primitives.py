@@ -63,15 +63,11 @@ def _sliced(
         else:
             return None
     axes = s.refs[0].axes
+    arg = Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))
     if all(entry[i][0] is None for i in axes):
-        return [Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))]
-    used = sorted({entry[i][1] for i in axes if entry[i][1] >= 0})
-    local = {i: n for n, i in enumerate(used)}
-    local[-1] = -1
-    arg = Ref(s.refs[0].cls, tuple(local[entry[i][1]] for i in axes))
-    sizes = tuple(s.outs[k].sizes[i] for i in used)
-    ref = s.g.add(SLICE, tuple(entry[i][0] for i in axes), (arg,), sizes, (), s.dtype[k])
-    return [Ref(ref.cls, tuple(used[a] for a in ref.axes))]
+        return [arg]
+    attr = tuple(entry[i][0] for i in axes)
+    return [s.g.term(SLICE, (arg,), s.outs[k].sizes, s.dtype[k], attr=attr)]
 
 
 def _stack(s: Site) -> list[Ref] | None:
@@ -83,7 +79,7 @@ def _stack(s: Site) -> list[Ref] | None:
         to = _positions(s, k, dict(zip(range(len(s.ins[k].groups)), rest, strict=True)))
         if to is None:
             return None
-        args.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+        args.append(ref.over(to))
     if not s.outs[0].groups[d]:
         return args
     return [s.add(CONCAT, (s.outs[0].groups[d][0], (1,) * len(args)), tuple(args))]
@@ -118,7 +114,7 @@ def _tile(s: Site) -> list[Ref] | None:
         if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in last]:
             return None
         to.update(zip(mine, last, strict=True))
-    return [Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))]
+    return [s.refs[0].over(to)]
 
 
 def _concatenate(s: Site) -> list[Ref] | None:
@@ -141,7 +137,7 @@ def _concatenate(s: Site) -> list[Ref] | None:
                 return None
             else:
                 to.update(zip(src, dst, strict=True))
-        args.append(Ref(ref.cls, tuple(to[i] for i in ref.axes)))
+        args.append(ref.over(to))
     return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
 
 
@@ -208,7 +204,7 @@ def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
         inner = [(1, node.args[1 + bool(decided(g, node.args[0].cls))])]
     start, stride, index = 0, 0, -1
     for k, a in inner:
-        part = line(g, Ref(a.cls, tuple([ref.axes[i] for i in a.axes])))
+        part = line(g, a.over(ref.axes))
         if part is None or (index >= 0 and part[2] not in (-1, index)):
             return None
         start, stride = start + k * part[0], stride + k * part[1]
@@ -311,15 +307,9 @@ def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) 
         seen.add(index)
         axes.append(index)
         spec.append(attrs.get(i))
-    used = sorted({i for i in axes if i >= 0})
-    local = {i: n for n, i in enumerate(used)} | {-1: -1}
-    arg = Ref(source.cls, tuple([local[i] for i in axes]))
-    if all(a is None for a in spec):
-        made = Ref(source.cls, tuple(axes))
-    else:
-        over = tuple([sizes[i] for i in used])
-        made = s.g.add(SLICE, tuple(spec), (arg,), over, (), s.dtype[0])
-        made = Ref(made.cls, tuple([used[i] for i in made.axes]))
+    made = Ref(source.cls, tuple(axes))
+    if any(a is not None for a in spec):
+        made = s.g.term(SLICE, (made,), sizes, s.dtype[0], attr=tuple(spec))
     made = Ref(made.cls, tuple([meets.get(i, i) for i in made.axes]))
     return s.add(CONTRACT, None, (made,)) if meets else made
 
@@ -404,7 +394,7 @@ def _index_value(
         return None
     if last and last[0] in ref.axes:
         ref = _component(s.g, ref, last[0], list(start_index_map).index(axis))
-    return Ref(ref.cls, tuple([over[i] for i in ref.axes]))
+    return ref.over(over)
 
 
 def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
@@ -413,16 +403,11 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
     single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
     if single and ref.axes[node.attr[0]] == position:
         piece = node.args[k]
-        return Ref(piece.cls, tuple([ref.axes[i] for i in piece.axes]))
+        return piece.over(ref.axes)
     c = g.classes[ref.cls]
-    rest = [i for i in ref.axes if i != position]
     attr = tuple([k if i == position else None for i in ref.axes])
-    arg = Ref(ref.cls, tuple([-1 if i == position else rest.index(i) for i in ref.axes]))
-    sizes: tuple[Dim, ...] = tuple(
-        [size for i, size in zip(ref.axes, c.sizes, strict=True) if i != position]
-    )
-    made = g.add(SLICE, attr, (arg,), sizes, (), c.dtype)
-    return Ref(made.cls, tuple([rest[i] for i in made.axes]))
+    sizes = dict(zip(ref.axes, c.sizes, strict=True))
+    return g.term(SLICE, (ref.moved(position, -1),), sizes, c.dtype, attr=attr)
 
 
 def _pad(s: Site) -> list[Ref] | None:
@@ -448,7 +433,7 @@ def _pad(s: Site) -> list[Ref] | None:
         else:
             padded.append((theirs[0], low, high, s.ins[0].sizes[mine[0]] if mine else 1))
         to.update(zip(mine, theirs, strict=False))
-    ref = Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))
+    ref = s.refs[0].over(to)
     sizes = list(s.outs[0].sizes)
     for target, _, _, size in padded:
         sizes[target] = size

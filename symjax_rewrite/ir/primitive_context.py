@@ -79,7 +79,7 @@ class Site:
                 if [mine.ids[q] for q in here] != [ids[q] for q in there]:
                     return None
                 to.update(zip(here, there, strict=True))
-            made.append(Ref(ref.cls, tuple([to[i] for i in ref.axes])))
+            made.append(ref.over(to))
         return made
 
 

@@ -274,12 +274,7 @@ def _dot_general(s: Site) -> list[Ref] | None:
     ids = (*[left.ids[q] for q in kept], *[right.ids[q] for q in added])
     if ids != s.outs[0].ids or [left.ids[q] for q in summed] != [right.ids[q] for q in with_]:
         return None
-    args = tuple(
-        [
-            Ref(ref.cls, tuple([index[i] for i in ref.axes]))
-            for ref, index in zip(s.refs, indices, strict=True)
-        ]
-    )
+    args = tuple([ref.over(index) for ref, index in zip(s.refs, indices, strict=True)])
     bound = tuple([left.sizes[q] for q in summed])
     return [s.add(CONTRACT, precision_key(p.get("precision")), args, bound)]
 
@@ -340,7 +335,7 @@ def _reduce(monoid: str) -> Row:
         kept, lost, to = _reduced(of.groups, tuple(s.params["axes"]))
         if tuple([of.ids[q] for q in kept]) != s.outs[0].ids:
             return None
-        arg = Ref(s.refs[0].cls, tuple([to[i] for i in s.refs[0].axes]))
+        arg = s.refs[0].over(to)
         bound = tuple([of.sizes[q] for q in lost])
         if monoid == "sum":
             if dtype_kind(s.dtype[0]) not in RING:
@@ -423,8 +418,8 @@ def _conv(s: Site) -> list[Ref] | None:
     to.update({i: out + len(left) + n for n, i in enumerate(rest)})
     right = [to[i] for i in range(len(s.ins[1].ids))]
     args = (
-        Ref(s.refs[0].cls, tuple(left[i] for i in s.refs[0].axes)),
-        Ref(s.refs[1].cls, tuple(right[i] for i in s.refs[1].axes)),
+        s.refs[0].over(left),
+        s.refs[1].over(right),
     )
     bound = (*s.ins[0].sizes, *(s.ins[1].sizes[i] for i in rest))
     attr = (key, tuple(left), tuple(right), tuple(s.ins[0].shape), tuple(s.ins[1].shape))
@@ -448,8 +443,8 @@ def _linear_solve(s: Site) -> list[Ref] | None:
     at = groups[vector][0]
     # The matrix maps column to row, so the right side's axis is its row, the result's its column.
     place = {s.ins[0].groups[row][0]: out, s.ins[0].groups[column][0]: at}
-    left = Ref(a.cls, tuple(place[i] for i in a.axes))
-    right = Ref(b.cls, tuple(out if i == at else i for i in b.axes))
+    left = a.over(place)
+    right = b.moved(at, out)
     return [s.add(SOLVE, None, (left, right), (n,))]
 
 

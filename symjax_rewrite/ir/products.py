@@ -48,6 +48,12 @@ class Product(NamedTuple):
     precision: object = None
     scales: tuple[Scale, ...] = ()
 
+    def without(self, gone: int) -> Product:
+        """Return the product less a bound index that no factor reads."""
+        k = gone - self.out
+        factors = tuple([f.without(gone) for f in self.factors])
+        return self._replace(factors=factors, bound=self.bound[:k] + self.bound[k + 1 :])
+
 
 def is_half(dtype: str) -> bool:
     """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
@@ -67,8 +73,7 @@ def ends_early(dtype: str) -> bool:
 
 def own_product(g: EGraph, cls: int) -> Product:
     """The class as a product of itself alone."""
-    n = len(g.classes[cls].sizes)
-    return Product(1, (Ref(cls, tuple(range(n))),), n, ())
+    return Product(1, (g.ref(cls),), len(g.classes[cls].sizes), ())
 
 
 def expand(
@@ -173,7 +178,7 @@ def _open(
         scales += inner.scales
         to = [*arg.axes, *(node.out + len(bound) + k for k in range(len(inner.bound)))]
         bound.extend(inner.bound)
-        factors.extend(Ref(f.cls, tuple(to[i] for i in f.axes)) for f in inner.factors)
+        factors.extend(f.over(to) for f in inner.factors)
     p = Product(coefficient, tuple(factors), node.out, tuple(bound), precision, scales)
     return with_scale(p, node.attr[0], dtype) if node.op == ADD else p
 

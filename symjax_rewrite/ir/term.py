@@ -10,7 +10,7 @@ read twice.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, permutations
 from typing import Any, NamedTuple
 
@@ -20,10 +20,28 @@ Axes = tuple[int, ...]
 
 
 class Ref(NamedTuple):
-    """A value: class `cls`, whose slot s reads index `axes[s]` of the surrounding term."""
+    """A value: class `cls`, whose slot s reads index `axes[s]` of the surrounding term.
+
+    Example:
+        >>> x = Ref(7, (0, 2))
+        >>> x.over({0: 5, 2: 6}), x.moved(2, 9), x.without(1)
+        (Ref(cls=7, axes=(5, 6)), Ref(cls=7, axes=(0, 9)), Ref(cls=7, axes=(0, 1)))
+    """
 
     cls: int
     axes: Axes
+
+    def over(self, index: Sequence[int] | Mapping[int, int]) -> Ref:
+        """Return the value with every index i called `index[i]`."""
+        return Ref(self.cls, tuple([index[i] for i in self.axes]))
+
+    def moved(self, old: int, new: int) -> Ref:
+        """Return the value with one index called another."""
+        return Ref(self.cls, tuple([new if i == old else i for i in self.axes]))
+
+    def without(self, gone: int) -> Ref:
+        """Return the value over the indices that are left when an unread one is removed."""
+        return Ref(self.cls, tuple([i - (i > gone) for i in self.axes]))
 
 
 class Node(NamedTuple):

@@ -111,7 +111,7 @@ class LogLinear(NamedTuple):
 
     def over(self, axes: tuple[int, ...]) -> LogLinear:
         """The same form with slot s read at index axes[s]."""
-        move = lambda ref: Ref(ref.cls, tuple(axes[i] for i in ref.axes))  # noqa: E731
+        move = lambda ref: ref.over(axes)  # noqa: E731
         return LogLinear(
             tuple((move(r), p) for r, p in self.factors),
             tuple((move(r), c) for r, c in self.exponent),
@@ -172,10 +172,7 @@ def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
     log-sum-exp); nothing else is taken apart. `s + (1 - mask)·(-1e9)` written as
     `(s + 1e9·mask) - 1e9` would lose every digit of s.
     """
-    return [
-        (Ref(term.cls, tuple([ref.axes[i] for i in term.axes])), scale * k)
-        for term, k in _terms_of(g, ref.cls, 0).items()
-    ]
+    return [(term.over(ref.axes), scale * k) for term, k in _terms_of(g, ref.cls, 0).items()]
 
 
 def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
@@ -196,7 +193,7 @@ def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[
 
     def opened(ref: Ref, scale: float) -> dict[Ref, float]:
         inner = _terms_of(g, ref.cls, depth + 1).items()
-        return {Ref(t.cls, tuple([ref.axes[i] for i in t.axes])): scale * k for t, k in inner}
+        return {t.over(ref.axes): scale * k for t, k in inner}
 
     if len(parts) == 1:
         inner = opened(*parts[0])
@@ -213,12 +210,13 @@ def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[
 
 def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
     """The sum of some terms as a class of its own."""
+    # Names of indices may be of several types here.
     used = sorted({i for r, _ in parts for i in r.axes}, key=str)
     size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
     args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
     sizes, dtype = tuple(size_of[i] for i in used), g.classes[parts[0][0].cls].dtype
     found = g.add(ADD, tuple(c for _, c in parts), args, sizes, (), dtype)
-    return Ref(found.cls, tuple(used[i] for i in found.axes))
+    return found.over(used)
 
 
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:

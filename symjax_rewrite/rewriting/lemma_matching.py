@@ -136,10 +136,10 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     of a projection for heads and features. A product of matrices matches from either end, since
     its factors have no order: one of the two right sides may be what is written.
     """
-    n = len(ctx.g.classes[cls].sizes)
-    if len(pattern.left.axes) > n:
+    target = ctx.g.ref(cls)
+    if len(pattern.left.axes) > len(target.axes):
         return
-    found = _match(ctx, pattern, pattern.left, Ref(cls, tuple(range(n))), {}, {})
+    found = _match(ctx, pattern, pattern.left, target, {}, {})
     for groups, binding in list(islice(found, MAX_MATCHES)):  # building adds nodes
         if all(_dtype(ctx, b) in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
             ref = _build(ctx, pattern, binding, cls, groups)
@@ -262,7 +262,7 @@ def _over(ctx: RuleContext, product: Product, ref: Ref) -> tuple[Any, list[Ref],
     """Coefficient, factors over the reference's indices, and fresh names of bound indices."""
     bound = [next(ctx.fresh) for _ in product.bound]
     axes = [*ref.axes, *bound]
-    factors = [Ref(f.cls, tuple(axes[i] for i in f.axes)) for f in product.factors]
+    factors = [f.over(axes) for f in product.factors]
     return product.coefficient, factors, bound
 
 
@@ -300,8 +300,8 @@ def _match_node(
     fresh = [next(ctx.fresh) for _ in pnode.bound]
     paxes, taxes = [*pref.axes, *fresh], [*tref.axes, *fresh]
     groups = {**groups, **{i: (i,) for i in fresh}}
-    mine = [Ref(a.cls, tuple(paxes[i] for i in a.axes)) for a in pnode.args]
-    theirs = [Ref(a.cls, tuple(taxes[i] for i in a.axes)) for a in tnode.args]
+    mine = [a.over(paxes) for a in pnode.args]
+    theirs = [a.over(taxes) for a in tnode.args]
     if pnode.op != ADD:
         states: list[State] = [(groups, binding)]
         for a, b in zip(mine, theirs, strict=True):

@@ -52,56 +52,41 @@ def _order(
 
 
 def read_deltas(ctx: RuleContext, p: Product) -> Product:
-    """Σ_j δ_ij f(j) = f(i): a bound index of a delta is another name for the other one."""
-    factors, bound = list(p.factors), list(p.bound)
-    changed = True
-    while changed:
-        changed = False
-        for k, f in enumerate(factors):
-            if ctx.g.find(f).cls != f.cls or not _is_delta(ctx, f.cls):
-                continue
+    """Return a product without its deltas: Σ_j δ_ij f(j) = f(i), for every bound index j."""
+    while (k := _redundant_delta(ctx, p)) is not None:
+        stays, gone = sorted(p.factors[k].axes)
+        rest = (*p.factors[:k], *p.factors[k + 1 :])
+        p = p._replace(factors=rest)
+        if stays != gone:
+            p = p._replace(factors=tuple([f.moved(gone, stays) for f in rest])).without(gone)
+    return p
+
+
+def _redundant_delta(ctx: RuleContext, p: Product) -> int | None:
+    """Return the number of a delta whose two indices are one, or may be."""
+    for k, f in enumerate(p.factors):
+        if ctx.g.find(f).cls == f.cls and _is_delta(ctx, f.cls):
             i, j = f.axes
-            if i == j:
-                del factors[k]
-            elif max(i, j) >= p.out and len(factors) > 1:
-                gone, stays = max(i, j), min(i, j)
-                del factors[k]
-                factors = [_rename(g, gone, stays) for g in factors]
-                factors, bound = _drop_index(factors, bound, gone, p.out)
-            else:
-                continue
-            changed = True
-            break
-    return p._replace(factors=tuple(factors), bound=tuple(bound))
+            if i == j or (max(i, j) >= p.out and len(p.factors) > 1):
+                return k
+    return None
 
 
 def _is_delta(ctx: RuleContext, cls: int) -> bool:
     return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
 
 
-def _rename(f: Ref, old: int, new: int) -> Ref:
-    return Ref(f.cls, tuple(new if i == old else i for i in f.axes))
-
-
-def _drop_index(factors: list[Ref], bound: list[Dim], gone: int, out: int) -> tuple[list, list]:
-    """Remove a bound index that nothing reads any more."""
-    moved = [Ref(f.cls, tuple(i - 1 if i > gone else i for i in f.axes)) for f in factors]
-    return moved, bound[: gone - out] + bound[gone - out + 1 :]
-
-
 def count_unread(p: Product, dtype: str) -> Product | None:
-    """Σ_k a = |k|·a for every bound index k that no factor reads."""
+    """Return a product over the indices that are read: Σ_k a = |k|·a if no factor reads k."""
     read = {i for f in p.factors for i in f.axes}
-    factors, bound, coefficient = list(p.factors), list(p.bound), p.coefficient
-    for i in range(p.out + len(bound) - 1, p.out - 1, -1):
+    for i in range(p.out + len(p.bound) - 1, p.out - 1, -1):
         if i in read:
             continue
-        size = bound[i - p.out]
+        size = p.bound[i - p.out]
         if not isinstance(size, int) or size == 0 or (is_half(dtype) and size > 1):
             return None
-        coefficient = coefficient * size
-        factors, bound = _drop_index(factors, bound, i, p.out)
-    return p._replace(coefficient=coefficient, factors=tuple(factors), bound=tuple(bound))
+        p = p._replace(coefficient=p.coefficient * size).without(i)
+    return p
 
 
 class _TreeBuilder:
@@ -144,19 +129,16 @@ class _TreeBuilder:
         mine = sorted({i for f in args for i in f.axes}, key=lambda i: (not kept >> i & 1, i))
         to = {i: n for n, i in enumerate(mine)}
         out = sum(kept >> i & 1 for i in mine)
-        over = tuple([Ref(f.cls, tuple([to[i] for i in f.axes])) for f in args])
+        over = tuple([f.over(to) for f in args])
         bound = tuple([self.all_sizes[i] for i in mine[out:]])
         return canonical(CONTRACT, self.p.precision, over, out, bound)[0]
 
     def _in_dtype(self, f: Ref) -> Ref:
         """A factor that is left alone is cast as the sum over it would have been."""
-        c = self.ctx.g.classes[f.cls]
-        if c.dtype == self.dtype:
+        if self.ctx.g.classes[f.cls].dtype == self.dtype:
             return f
         cast = ("convert_element_type", (("new_dtype", self.dtype),))
-        over = (Ref(f.cls, tuple(range(len(c.sizes)))),)
-        ref = self.ctx.g.add(MAP, cast, over, c.sizes, (), self.dtype, self.why)
-        return Ref(ref.cls, tuple(f.axes[i] for i in ref.axes))
+        return self.ctx.g.apply(MAP, cast, (f,), self.dtype, self.why)
 
     def _sum_private(self, k: int, scale: Any = 1) -> Ref:
         """Σ over the bound indices that only factor k reads, scaled within the sum."""
@@ -176,17 +158,16 @@ class _TreeBuilder:
         lost = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and not needed >> i & 1]
         if len(args) == 1 and not lost:
             return args[0]
-        local = {i: n for n, i in enumerate([*kept, *lost])}
-        ref = self.ctx.g.add(
+        return self.ctx.g.term(
             CONTRACT,
-            self.p.precision,
-            tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in args),
-            tuple(self.all_sizes[i] for i in kept),
-            tuple(self.all_sizes[i] for i in lost),
+            args,
+            self.all_sizes,
             self.dtype,
             self.why,
+            attr=self.p.precision,
+            out=kept,
+            summed=lost,
         )
-        return Ref(ref.cls, tuple(kept[i] for i in ref.axes))
 
     def _scaled(self, f: Ref, scale: Any) -> Ref:
         return scaled_factor(self.ctx.g, f, scale, self.why)

@@ -18,7 +18,7 @@ from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref, identity
+from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
@@ -93,7 +93,7 @@ class RuleContext:
     def is_whole(self, cls: int) -> bool:
         """Return a predicate: would a sum lose digits if another sum or product opened it?"""
         g = self.g
-        return any(g.find(Ref(w, identity(len(g.classes[w].sizes)))).cls == cls for w in self.whole)
+        return any(g.find(g.ref(w)).cls == cls for w in self.whole)
 
     def is_zero(self, cls: int) -> bool:
         """Whether a class is the constant zero."""
@@ -120,10 +120,30 @@ Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
 
 
 @dataclass(frozen=True, slots=True)
+class Sides:
+    """The two sides of a law as JAX functions of the same arguments.
+
+    shapes: one word per argument, one letter per axis, as of a specimen: `n!9` are indices, `*do`
+    is frozen; r and s are small. both: a function of arrays that returns (left, right). kinds: of
+    dtypes at which it holds: float, complex, int, or Float of at least 32 bits.
+    """
+
+    shapes: str
+    both: Callable[..., tuple[Any, Any]]
+    kinds: str = "fci"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The shapes of the arguments, one word each."""
+        return tuple(self.shapes.split(","))
+
+
+@dataclass(frozen=True, slots=True)
 class Axiom:
     """A law of the calculus.
 
-    name: as mathematics calls it. law: the equation, for a person. property: which of the six
+    name: as mathematics calls it. law: the equations, for a person, between `;`. sides: the same
+    equations as programs. property: which of the six
     properties it is. on: kinds of nodes it looks at. needs: kinds of which the e-graph must hold
     one for the law to apply anywhere. numerics: the level it needs.
     """
@@ -139,6 +159,7 @@ class Axiom:
     everywhere: bool = False
     not_after: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
+    sides: tuple[Sides, ...] = ()
 
     def reason(self, cls: int) -> Justification:
         """The explanation of what this rule adds at a class."""
@@ -156,6 +177,7 @@ def axiom(
     everywhere: bool = False,
     not_after: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
+    sides: tuple[Sides, ...] = (),
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
@@ -169,6 +191,7 @@ def axiom(
         everywhere: whether it also looks at products that their user opens anyway.
         not_after: rules whose results it would only undo.
         needs: kinds of nodes without any of which the law cannot apply.
+        sides: both sides of each equation of the law as programs, which `check_rule` compares.
 
     Raises:
         RuleError: the property or the numerics level is unknown.
@@ -189,6 +212,7 @@ def axiom(
             everywhere,
             not_after,
             frozenset(needs),
+            sides,
         )
 
     return make

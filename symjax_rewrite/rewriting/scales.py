@@ -208,11 +208,10 @@ def scaled_inside(
     args = (*args[:k], scaled_factor(g, args[k], scale, why), *args[k + 1 :])
     attr, bound = nodes[0].attr, nodes[0].bound
     made = g.add(CONTRACT, attr, args, g.classes[ref.cls].sizes, bound, dtype, why)
-    return Ref(made.cls, tuple(ref.axes[i] for i in made.axes))
+    return made.over(ref.axes)
 
 
 def scaled_factor(g: EGraph, f: Ref, scale: Any, why: Justification) -> Ref:
     """A factor of a term times a number, over the indices of the term."""
-    sizes = g.classes[f.cls].sizes
-    made = scaled(g, Ref(f.cls, tuple(range(len(sizes)))), scale, sizes, why)
-    return Ref(made.cls, tuple(f.axes[i] for i in made.axes))
+    made = scaled(g, g.ref(f.cls), scale, g.classes[f.cls].sizes, why)
+    return made.over(f.axes)

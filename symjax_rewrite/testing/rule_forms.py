@@ -1,0 +1,380 @@
+"""Every form that rules make of a program, and the value of each.
+
+The rules saturate the regions of a program. *Every* node they add is emitted and evaluated, not
+only the one extraction would choose, and compared with its class: exactly for integers, and for
+floats within a multiple of the error bound of what was written (a running error analysis), so
+that a form that cancels is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.codegen import emission, term_lowering
+from symjax_rewrite.codegen.emission import Array, TermPart, TermReader
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.term_cost import CostModel
+from symjax_rewrite.ir.dataflow import Needed, needed
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    CUMSUM,
+    DELTA,
+    IOTA,
+    LEAF,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+)
+from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.options import Budget, Numerics
+from symjax_rewrite.rewriting.algebra import storage
+from symjax_rewrite.rewriting.contraction_order import Pairs
+from symjax_rewrite.rewriting.lemma_matching import Pattern
+from symjax_rewrite.rewriting.region_partition import Region, find_regions, region_graph
+from symjax_rewrite.rewriting.region_solver import Frozen
+from symjax_rewrite.rewriting.rule import Axiom, RuleContext
+from symjax_rewrite.rewriting.saturation import saturate
+from symjax_rewrite.testing.numpy_evaluator import evaluate
+from symjax_rewrite.testing.rule_examples import Sizes, Specimen
+
+DTYPES = ("float64", "float32", "int32", "complex128", "bfloat16", "float16")
+SCALES = ((1.0, 0.0), (1e-3, 0.0), (1e3, 0.0), (1.0, 1e4))  # factor and offset of float64 samples
+SLACK = {"float64": 1e3, "complex128": 1e3, "float32": 100.0, "bfloat16": 4.0, "float16": 4.0}
+BUDGET = Budget(nodes=1_000, rounds=6)
+
+
+@dataclass(slots=True)
+class Forms:
+    """One region of a program after saturation: every class with every way to compute it.
+
+    roots: the classes that the rest of the program reads. frozen: those known beforehand.
+    """
+
+    t: TermGraph
+    region: Region
+    g: EGraph
+    stop: str
+    roots: tuple[int, ...]
+    frozen: Frozen
+
+    def made_by(self, rule: str) -> bool:
+        """Whether a rule added a node or a union."""
+        nodes = (r.rule for c in self.g.live() for r in self.g.classes[c].nodes.values())
+        return rule in nodes or any(why.rule == rule for _, _, why in self.g.unions)
+
+
+class Difference(NamedTuple):
+    """A node whose value is not that of its class."""
+
+    rule: str
+    node: str
+    error: float
+    allowed: float
+
+
+def all_forms(
+    fun: Any,
+    avals: Iterable[Any],
+    axioms: tuple[Axiom, ...],
+    patterns: tuple[Pattern, ...] = (),
+    numerics: str = "reassoc",
+    frozen: Iterable[int] = (),
+) -> list[Forms]:
+    """Trace, cut into regions and saturate, keeping everything that was found."""
+    closed, _ = jax_internals.make_jaxpr(fun, *avals)
+    t = build(flatten(closed))
+    need = needed(t)
+    out = []
+    known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
+    for region in find_regions(t, need, lambda c: (known(c), storage(t, c)), bool(known.leaves)):
+        g, to = region_graph(t, region)
+        ctx = context(t, need, region, g, to, numerics, known)
+        stop = saturate(ctx, axioms, patterns, BUDGET)
+        fixed = Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)})
+        roots = tuple(dict.fromkeys(g.find(to[c]).cls for c in region.roots))
+        out.append(Forms(t, region, g, stop, roots, fixed))
+    return out
+
+
+def whole_form(
+    fun: Any, avals: Iterable[Any], axioms: tuple[Axiom, ...], frozen: Iterable[int] = ()
+) -> tuple[Forms, list[Ref]]:
+    """Saturate a program as one region; return its forms and its outputs in them."""
+    closed, _ = jax_internals.make_jaxpr(fun, *avals)
+    t = build(flatten(closed))
+    need = needed(t)
+    known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
+    leaves = [c for c in need.order if t.graph.classes[c].first.op == LEAF]
+    number = {c: k for k, c in enumerate(leaves)}
+    views = [t.view(v) for v in t.program.outputs]
+    region = Region(need.order, list(dict.fromkeys(v.cls for v in views)), leaves=leaves)
+    g, to = EGraph(), dict[int, Ref]()
+    for c in need.order:
+        info, node = t.graph.classes[c], t.graph.classes[c].first
+        args = tuple(to[a.cls].over(a.axes) for a in node.args)
+        attr = number.get(c, node.attr)
+        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
+    stop = saturate(context(t, need, region, g, to, "reassoc", known), axioms, (), BUDGET)
+    ends = [g.find(to[v.cls].over(v.axes)) for v in views]
+    roots = tuple(dict.fromkeys(ref.cls for ref in ends))
+    fixed = Frozen(g, {g.find(to[c]).cls for c in leaves if known(c)})
+    return Forms(t, region, g, stop, roots, fixed), ends
+
+
+def context(
+    t: TermGraph,
+    need: Needed,
+    region: Region,
+    g: EGraph,
+    to: dict[int, Any],
+    numerics: str,
+    known: Frozen,
+) -> RuleContext:
+    """Return the context of the rules in one region."""
+    back = {g.find(ref).cls: c for c, ref in to.items()}
+    uses = {r: need.uses.get(c, 1) for r, c in back.items()}
+    stored = {g.find(to[c]).cls: storage(t, c) for c in region.leaves}
+    return RuleContext(
+        g=g,
+        model=CostModel(CPU, lambda d: value(d, {})),
+        numerics=Numerics.of(numerics),
+        uses=lambda c: uses.get(c, 1),
+        frozen=Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)}),
+        storage=lambda c: stored.get(c) or g.classes[c].dtype,
+        pairs=Pairs.of(20_000),
+    )
+
+
+def differences(
+    forms: list[Forms], fun_avals: list[Any], samples: Iterable[Any]
+) -> list[Difference]:
+    """Nodes that do not compute what their class is, at some of the samples."""
+    if not forms:
+        return []
+    rows: list[tuple[str, str, str]] = []
+
+    def everything(*args: Any) -> list[Any]:
+        rows.clear()
+        t = forms[0].t
+        made = emission.values(t.program, args)
+        reader = TermReader(TermPart(t), lambda v: made[v] if isinstance(v, int) else v.val)
+        return [x for f in forms for x in _Values(f, reader).compare(rows)]
+
+    closed = jax.make_jaxpr(everything)(*fun_avals)
+    out = []
+    for arrays in samples:
+        values = evaluate(closed, arrays)
+        for k, (rule, text, dtype) in enumerate(rows):
+            wanted, bound, got = values[3 * k : 3 * k + 3]
+            found = difference(wanted, bound, got, dtype)
+            if found is not None:
+                out.append(Difference(rule, text, *found))
+    return out
+
+
+def difference(
+    wanted: np.ndarray, bound: np.ndarray, got: np.ndarray, dtype: str
+) -> tuple[float, float] | None:
+    """Return an error and the error allowed, if the first is larger."""
+    if not wanted.size:
+        return None
+    if dtype_kind(dtype) in "iub":
+        wrong = int(np.sum(wanted != got))
+        return (float(wrong), 0.0) if wrong else None
+    wide = np.complex128 if dtype_kind(dtype) == "c" else np.float64
+    wanted, got = wanted.astype(wide), got.astype(wide)
+    if not np.isfinite(wanted).all():
+        return None  # overflow in what was written: nothing is promised
+    with np.errstate(all="ignore"):
+        error = float(np.max(np.abs(wanted - got)))
+    eps = _eps(dtype)
+    allowed = SLACK.get(dtype, 100.0) * (float(np.max(bound)) + eps * float(np.max(np.abs(wanted))))
+    return None if error <= allowed else (error, allowed)
+
+
+def _eps(dtype: str) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+class _Values:
+    """The value of every class as written, with a bound on its rounding error (traced)."""
+
+    def __init__(self, forms: Forms, reader: TermReader) -> None:
+        self.forms, self.g = forms, forms.g
+        self.reader = reader
+        self.value: dict[int, Array] = {}
+        self.error: dict[int, Array] = {}
+        waiting = self.g.live()
+        while waiting:
+            left = [c for c in waiting if not self._try(c)]
+            assert len(left) < len(waiting), "a class has no node that does not need itself"
+            waiting = left
+
+    def compare(self, rows: list[tuple[str, str, str]]) -> Iterator[Any]:
+        """For every node and symmetry of a class: the class, its error bound, and the node."""
+        for cls in self.g.live():
+            c = self.g.classes[cls]
+            wanted = self._plain(self.value[cls], c.sizes)
+            bound = self._plain(self.error[cls], c.sizes)
+            for node, why in list(c.nodes.items())[1:]:
+                if node.op == LEAF:
+                    continue
+                rows.append((why.rule, f"{node.op} {node.attr}", c.dtype))
+                yield from (wanted, bound, self._plain(self._lower(cls, node), c.sizes))
+            for order in c.symmetric:
+                rows.append(("symmetry", str(order), c.dtype))
+                yield from (wanted, bound, lax.transpose(wanted, order))
+
+    @staticmethod
+    def _plain(array: Array, sizes: tuple[Any, ...]) -> Any:
+        return term_lowering.arrange(array.data, array.slots, tuple(range(len(sizes))), sizes)
+
+    def _try(self, cls: int) -> bool:
+        for node in self.g.classes[cls].nodes:
+            if node.op == LEAF:
+                self.value[cls] = self.reader.array(self.forms.region.leaves[node.attr])
+                zero = jnp.zeros(self.value[cls].data.shape, _wide())
+                self.error[cls] = Array(zero, self.value[cls].slots)
+                return True
+            if all(self.g.find(a).cls in self.value for a in node.args):
+                self.value[cls] = self._lower(cls, node)
+                self.error[cls] = self._bound(cls, node)
+                return True
+        return False
+
+    def _lower(self, cls: int, node: Node) -> Array:
+        operands = [self._operand(a, self.value) for a in node.args]
+        return self._write(cls, node, operands, self.g.classes[cls].dtype)
+
+    def _operand(self, ref: Any, source: dict[int, Array]) -> tuple[Any, tuple[int, ...]]:
+        ref = self.g.find(ref)
+        array = source[ref.cls]
+        axes = [
+            ref.axes[s] if ref.axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots
+        ]
+        return array.data, tuple(axes)
+
+    def _write(self, cls: int, node: Node, operands: list, dtype: str) -> Array:
+        c = self.g.classes[cls]
+        deltas = [
+            any(n.op == DELTA for n in self.g.classes[self.g.find(a).cls].nodes) for a in node.args
+        ]
+        guards = frozenset(k for k, d in enumerate(deltas) if d and node.op == CONTRACT)
+        sizes = (*c.sizes, *node.bound)
+        primitives = self.forms.t.primitives
+        return Array(*term_lowering.lower_node(node, operands, sizes, dtype, primitives, guards))
+
+    def _bound(self, cls: int, node: Node) -> Array:
+        """First-order rounding error of a node whose operands have theirs."""
+        value, c = self.value[cls], self.g.classes[cls]
+        if dtype_kind(c.dtype) not in "fc" or node.op in (CONST, DELTA, IOTA):
+            return Array(jnp.zeros(value.data.shape, _wide()), value.slots)
+        eps = _eps(c.dtype)
+        errors = [self._operand(a, self.error) for a in node.args]
+        plain = [(_size(x), i) for x, i in (self._operand(a, self.value) for a in node.args)]
+        if node.op == CONTRACT:
+            terms = [plain[:k] + [errors[k]] + plain[k + 1 :] for k in range(len(plain))]
+            bare = node._replace(attr=None)
+            made = [self._write(cls, bare, term, str(_wide())) for term in terms]
+            return self._total(
+                [*made, _times(self._write(cls, bare, plain, str(_wide())), eps)], c.sizes
+            )
+        if node.op == ADD:
+            absolute = node._replace(attr=tuple(abs(k) for k in node.attr))
+            once = len(node.args) < 3 and all(k == 1 for k in absolute.attr)
+            own = Array(_size(value.data), value.slots)
+            own = own if once else self._write(cls, absolute, plain, str(_wide()))
+            return self._total(
+                [self._write(cls, absolute, errors, str(_wide())), _times(own, eps)], c.sizes
+            )
+        if node.op in (SLICE, CONCAT):
+            return self._write(cls, node, errors, str(_wide()))
+        if node.op == TAKE:
+            values = [self._operand(a, self.value) for a in node.args[1:]]
+            bare = node._replace(attr=("clip", None, node.attr[2]))
+            return self._write(cls, bare, [errors[0], *values], str(_wide()))
+        if node.op == CUMSUM:
+            own = _times(self._write(cls, node, plain, str(_wide())), eps)
+            return self._total([self._write(cls, node, errors, str(_wide())), own], c.sizes)
+        pairs = zip(errors, plain, strict=True)
+        relative = sum(_largest(e) / (_largest(x) + 1e-30) for (e, _), (x, _) in pairs)
+        size = _size(value.data)
+        return Array((eps + 8 * relative) * _largest(size) + 0 * size, value.slots)
+
+    def _total(self, arrays: list[Array], sizes: tuple[Any, ...]) -> Array:
+        total = self._plain(arrays[0], sizes)
+        for a in arrays[1:]:
+            total = total + self._plain(a, sizes)
+        return Array(total, tuple(range(len(sizes))))
+
+
+def _size(data: Any) -> Any:
+    if dtype_kind(str(data.dtype)) in "fc":
+        data = lax.abs(data)
+    return lax.convert_element_type(data, _wide())
+
+
+def _wide() -> Any:
+    """The widest real dtype of the x64 mode at hand: what error bounds are computed in."""
+    return jnp.result_type(float)
+
+
+def _largest(data: Any) -> Any:
+    return jnp.max(data, initial=0.0)
+
+
+def _times(array: Array, factor: float) -> Array:
+    return Array(array.data * factor, array.slots)
+
+
+def fires(
+    rule: Axiom,
+    specimen: Specimen,
+    sizes: Sizes | None = None,
+    dtype: str = "float64",
+    numerics: str = "",
+    axioms: tuple[Axiom, ...] = (),
+) -> bool:
+    """Whether a rule adds anything to a program.
+
+    Args:
+        rule: the axiom.
+        specimen: the program.
+        sizes: its named sizes; default: distinct ones.
+        dtype: of its float arguments.
+        numerics: the level allowed; default: what the rule asks for.
+        axioms: what to run; default: the rule alone.
+    """
+    if not specimen.takes(dtype):
+        return False
+    level = numerics or rule.numerics
+    with mode(dtype):
+        avals = specimen.avals(sizes, dtype)
+        forms = all_forms(specimen.fun, avals, axioms or (rule,), (), level, specimen.frozen())
+    return any(f.made_by(rule.name) for f in forms)
+
+
+def mode(dtype: str) -> Any:
+    """64 bits only for dtypes that need them: sums of int32 are int64 there."""
+    return jax.enable_x64(dtype in ("float64", "complex128"))
+
+
+def scales(dtype: str) -> tuple[tuple[float, float], ...]:
+    """Return the factors and offsets of samples of a dtype."""
+    return SCALES if dtype == "float64" else SCALES[:1]
