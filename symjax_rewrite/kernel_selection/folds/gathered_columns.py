@@ -13,10 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.kernel_selection.folds.builder import read_operand, read_over
 from symjax_rewrite.kernel_selection.folds.gather_patterns import Choice
-from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder, run_steps
+from symjax_rewrite.kernel_selection.folds.tile_program import (
+    COLUMN,
+    ROW,
+    TileBuilder,
+    tile_handlers,
+)
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 
 Named = tuple[Any, tuple[str, ...]]
@@ -51,7 +57,7 @@ class Columns:
         dots = tuple(self._dot(c, blocks) for c in b.contractions)
         i = self.spread(jnp.arange(sizes[ROW], dtype=jnp.int32), (ROW,))
         j = self.spread(place.astype(jnp.int32), over)
-        return run_steps(b.steps, dots, values, i, j, emitter.t.primitives)
+        return run(b.steps, tile_handlers(dots, values, i, j, emitter.t.primitives))
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
