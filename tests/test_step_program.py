@@ -52,7 +52,7 @@ def test_values_of_steps():
     p, root = _difference()
     square = p.add("apply", (CONTRACT, None), (root, root), "float32")
     p.add("apply", (MAP, ("reciprocal", ())), (square,), "float32")
-    values = np.float32([[5.0], [3.0]])
+    values = np.asarray([[5.0], [3.0]], np.float32)
     made = run(p.steps, handlers({}, value=lambda number, args, dtype: values[number]))
     assert [float(np.squeeze(x)) for x in made] == [7.0, 5.0, 3.0, 2.0, 4.0, 0.25]
 

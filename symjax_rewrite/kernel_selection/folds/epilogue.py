@@ -1,4 +1,4 @@
-"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp (a face).
+"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp.
 
 An exit is a fold's results times row algebra; what follows it elementwise (a normaliser, a cast)
 is row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the
@@ -102,7 +102,7 @@ class _RowSteps(StepProgram):
     reads: list[Ref] = field(default_factory=list)
 
     def value(self, ref: Ref, names: dict[Any, str] | None = None) -> int | None:
-        """The step of an operand, its indices called by `names`; None if it is no row value."""
+        """Return the step of an operand with indices called by `names`; None if no row value."""
         axes: Any = ref.axes if names is None else tuple(names.get(i, "") for i in ref.axes)
         if ref.cls in self.number:
             return self.number[ref.cls] if axes == self.names[ref.cls] else None
@@ -181,7 +181,7 @@ class _RowSteps(StepProgram):
         return True
 
     def _applied(self, cls: int, args: list[int]) -> int:
-        """The step of an elementwise class whose operands are there."""
+        """Return the step of an elementwise class whose operands are there."""
         g = self.t.graph
         node, dtype = node_of(g, cls), g.classes[cls].dtype
         if self.wide is not None:
@@ -191,7 +191,7 @@ class _RowSteps(StepProgram):
         return self.add("apply", (node.op, node.attr), tuple(args), dtype)
 
     def result(self, value: Value) -> int:
-        """The step of what leaves the fold, in the dtype that it is stored in."""
+        """Return the step of what leaves the fold, in the dtype that it is stored in."""
         step = self.number[value]
         if self.wide is None or not isinstance(value, int):
             return step
@@ -208,7 +208,7 @@ class _RowSteps(StepProgram):
 
 
 def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
-    """The needed classes that depend on any of `roots`, and these."""
+    """Return the needed classes that depend on any of `roots`, and these."""
     found = set(roots)
     for cls in need.order:
         if any(a.cls in found for a in node_of(g, cls).args):
@@ -219,7 +219,7 @@ def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
 def row_algebra(
     around: FoldSurroundings, served: dict[int, Served], tiles: TileBuilder
 ) -> Rows | None:
-    """The row algebra around a fold's exits as its epilogue.
+    """Return the row algebra around a fold's exits as its epilogue.
 
     Args:
         around: the program around it.
@@ -254,7 +254,7 @@ def row_algebra(
 
 
 def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
-    """The classes taken in that are read by something that is not."""
+    """Return the classes taken in that are read by something that is not."""
 
     def leaves(cls: int) -> bool:
         users = around.need.users.get(cls, ())
@@ -266,7 +266,7 @@ def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
 
 
 def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[int]:
-    """The classes taken in that make what leaves the fold smaller."""
+    """Return the classes taken in that make what leaves the fold smaller."""
 
     def weight(inside: set[int]) -> int:
         classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
@@ -287,7 +287,7 @@ def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[
 
 
 def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: Value) -> Names:
-    """The axes of a result in the order in which the program holds it last."""
+    """Return the axes of a result in the order in which the program holds it last."""
     names = program.names[value]
     order = list(names)
     for v in range(len(t.views) - 1, -1, -1):
@@ -326,7 +326,7 @@ def _function(
 
 
 def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
-    """A result times e^(shift + Σ coefficient·term) · Π factor^power."""
+    """Return a result times e^(shift + Σ coefficient·term) · Π factor^power."""
     shift, coefficients, powers, coefficient = data
     top = None if shift is None else results[shift[0]][shift[1]]
     terms, factors = args[1 : 1 + len(coefficients)], args[1 + len(coefficients) :]

@@ -66,21 +66,21 @@ class TileBuilder(StepProgram):
         self.pair = like.of(ROW, COLUMN, None if like.single is None else space, like.inside)
 
     def build(self, ref: Ref) -> int:
-        """The number of the step that computes a reference."""
+        """Return the number of the step that computes a reference."""
         found = self.number.get(ref)
         if found is None:
             found = self.number[ref] = self._build(ref)
         return found
 
     def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
-        """The step that multiplies factors to powers of 1 or -1."""
+        """Return the step that multiplies factors to powers of 1 or -1."""
         made = [self._power(self.build(ref), power) for ref, power in factors]
         if len(made) == 1:
             return made[0]
         return self._times(None, made, self._widest(made))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
-        """The step that multiplies; what a unit matrix takes out may be infinite."""
+        """Return the step that multiplies; what a unit matrix takes out may be infinite."""
         rest = [f for f in factors if self.steps[f].kind != "delta"]
         product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
         if len(rest) in (0, len(factors)):
@@ -89,7 +89,7 @@ class TileBuilder(StepProgram):
         return self.add("diagonal", None, (self._cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
-        """The step that gives each value an integer in the order of a sort."""
+        """Return the step that gives each value an integer in the order of a sort."""
         dtype = np.dtype(self.steps[step].dtype)
         made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
         return self.add("rank", None, (step,), str(made.dtype))
@@ -105,16 +105,16 @@ class TileBuilder(StepProgram):
         return self._held(str(jnp.result_type(*dtypes)))
 
     def _held(self, dtype: str) -> str:
-        """The dtype in which tiles hold values of a dtype."""
+        """Return the dtype in which tiles hold values of a dtype."""
         return dtype if self.wide is None else held_dtype(dtype)
 
     def dtype_of(self, cls: int) -> str:
-        """The dtype in which a class is read."""
+        """Return the dtype in which a class is read."""
         dtype = self.t.graph.classes[cls].dtype
         return held_dtype(dtype) if cls in (self.wide or ()) else dtype
 
     def as_written(self, step: int, cls: int) -> int:
-        """A step rounded as the program rounds a class."""
+        """Return a step rounded as the program rounds a class."""
         return self._cast(step, self.t.graph.classes[cls].dtype)
 
     def _build(self, ref: Ref) -> int:
@@ -172,13 +172,13 @@ class TileBuilder(StepProgram):
         return self._cast(self.add("lookup", data, tuple(made), held), dtype)
 
     def key_of(self, place: Ref, counted: bool) -> int:
-        """The step of integers that something is looked up or added up at."""
+        """Return the step of integers that something is looked up or added up at."""
         if counted:
             return self.build(place)
         return self._read(place, self.t.graph.classes[place.cls].dtype)
 
     def _narrow(self, ref: Ref, rank: int) -> bool:
-        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
+        """Return True if a term is elementwise in indices and smaller operands."""
         node = node_of(self.t.graph, ref.cls)
         if node.op == CONST or len(ref.axes) < rank:
             return True
@@ -196,11 +196,11 @@ class TileBuilder(StepProgram):
         return self.add("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
-        """Where an operand stands among those that the tile reads."""
+        """Return the place of an operand among those that the tile reads."""
         return place_in(self.reads, self.operand(ref))
 
     def _stored(self, ref: Ref) -> Ref | None:
-        """The integers that an exact cast widens."""
+        """Return the integers that an exact cast widens."""
         g = self.t.graph
         node = node_of(g, ref.cls)
         if node.op != MAP or node.attr[0] != "convert_element_type":
@@ -211,7 +211,7 @@ class TileBuilder(StepProgram):
         return arg if exact else None
 
     def operand(self, ref: Ref, of_row: bool = False) -> int:
-        """The number of an operand, every axis of which has a name or is at one place.
+        """Return the number of an operand, every axis of which has a name or is at one place.
 
         of_row: it is contracted as the operand of rows, so a single row's gets its axis here.
         """
@@ -258,7 +258,7 @@ class TileBuilder(StepProgram):
         return self._cast(total, dtype)
 
     def _along(self, found: Opened, dtype: str) -> int:
-        """A row value from whole rows of the tile."""
+        """Return a row value from whole rows of the tile."""
         monoid, of_row = found.data
         wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
         args = [self._cast(self.build(a), wide) for a in found.args]
@@ -278,7 +278,7 @@ class TileBuilder(StepProgram):
 
 
 def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
-    """The dtypes in which kernels take the operands of an elementwise node and give its result.
+    """Return the dtypes of an elementwise node's operands and result as kernels hold them.
 
     Half precision is held in f32. A cast rounds as it is written, and a comparison compares what
     the program compares: rounded values may be equal where others are not.
@@ -296,7 +296,7 @@ def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str
 
 
 def feature(cls: int, slot: int) -> str:
-    """The name of a slot of a column operand that only this operand and its partner have."""
+    """Return the name of a slot of a column operand that only this operand and its partner have."""
     return f"c{cls}_{slot}"
 
 
@@ -305,7 +305,7 @@ def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
 
 
 def unwidened(g: EGraph, ref: Ref) -> Ref:
-    """The half-precision value that a cast to f32 widens: products with it are the same."""
+    """Return the half-precision value that a cast to f32 widens: products with it are the same."""
     node = node_of(g, ref.cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return ref
@@ -316,7 +316,7 @@ def unwidened(g: EGraph, ref: Ref) -> Ref:
 
 
 def precision_name(attr: Any) -> str | None:
-    """A dot's precision as `lax.dot` takes it by name."""
+    """Return a dot's precision as `lax.dot` takes it by name."""
     if attr is None:
         return None
     if isinstance(attr, tuple):
@@ -383,7 +383,7 @@ def tile_handlers(
 
 
 def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
-    """A table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
+    """Return a table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
 
     fill: what is read out of range; None for what is nearest.
     """
@@ -411,7 +411,7 @@ def _along_last(table: Any, at: Any) -> Any:
 
 
 def _reduced(data: tuple, x: Any, i: Any, j: Any) -> Any:
-    """A tile reduced along all of its rows or columns."""
+    """Return a tile reduced along all of its rows or columns."""
     monoid, of_row = data
     axis = -2 if of_row else -1
     x = jnp.broadcast_to(x, jnp.broadcast_shapes(jnp.shape(x), (i + j).shape))

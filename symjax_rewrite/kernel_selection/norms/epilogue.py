@@ -1,4 +1,4 @@
-"""What follows a normalised product elementwise: bias, activation, gate, residual (a face)."""
+"""Elementwise terms that follow a normalised product: bias, activation, gate, residual."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NormEpilogue:
     rows: frozenset[int]
 
     def build(self, b: ProgramBuilder, made: dict[int, int]) -> int:
-        """The step of the result; `made` are the steps of the products."""
+        """Return the step of the result; `made` are the steps of the products."""
         known: dict[Ref, int] = {}
 
         def step(ref: Ref) -> int:
@@ -56,7 +56,7 @@ class NormEpilogue:
 
 
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
-    """The longest elementwise chain behind a product that nothing else looks into.
+    """Return the longest elementwise chain behind a product that nothing else looks into.
 
     Other members that meet it are products of the same kernel.
     """
@@ -135,6 +135,6 @@ def _is_real(g: EGraph, cls: int) -> bool:
 
 
 def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
-    """Whether another product, read so, has its rows and outputs where the first has them."""
+    """Return True if another product, read so, has the rows and outputs of the first."""
     rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
     return rows == first.rows and ends == first.ends

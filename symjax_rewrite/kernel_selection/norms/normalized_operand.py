@@ -1,4 +1,4 @@
-"""The normal form of a normalised operand: row factors, one value, columns, shifts (a face).
+"""The normal form of a normalised operand: row factors, one value, columns, shifts.
 
     A[m, k] = Σ_t c_t · Π rows(m) · x[m, k] · Π columns(k)  +  Σ_s c_s · Π rows(m) · Π columns(k)
 
@@ -91,7 +91,7 @@ class Opener:
     depth: int = 0
 
     def parts(self, ref: Ref) -> list[OperandPart]:
-        """The terms of a reference; itself alone where it has no such structure."""
+        """Return the terms of a reference; itself alone where it has no such structure."""
         found = self.known.get(ref)
         if found is None:
             self.depth += 1
@@ -154,14 +154,14 @@ def _cancel(parts: list[OperandPart]) -> bool:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node multiplies element by element; a diagonal reads one index twice."""
+    """Return True if a node multiplies element by element; a diagonal reads one index twice."""
     if node.op != CONTRACT or node.bound:
         return False
     return all(len(set(a.axes)) == len(a.axes) for a in node.args)
 
 
 def is_cast(g: EGraph, cls: int) -> bool:
-    """Whether a class is another floating-point class in another dtype."""
+    """Return True if a class is another floating-point class in another dtype."""
     node = node_of(g, cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return False
@@ -169,13 +169,13 @@ def is_cast(g: EGraph, cls: int) -> bool:
 
 
 def as_stored(g: EGraph, ref: Ref) -> Ref:
-    """What an exact cast to f32 widens: a kernel widens what it reads by itself."""
+    """Return the value that an exact cast to f32 widens: a kernel widens what it reads."""
     found = unwidened(g, ref)
     return found if g.classes[found.cls].dtype in HALF else ref
 
 
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
-    """Whether a sum is among what a class is computed from."""
+    """Return True if a sum is among what a class is computed from."""
     order, stack = [], [cls]
     while stack:
         c = stack.pop()
@@ -254,7 +254,7 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 def _value(
     g: EGraph, parts: list[OperandPart], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
-    """The one factor x of all parts that have any, or why there is none."""
+    """Return the one factor x of all parts that have any, or why there is none."""
     found: set[Ref] = set()
     for p in parts:
         mine = [f for f in p.factors if set(f.axes) & bound]
@@ -306,7 +306,7 @@ def _collect(
 
 
 def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> str | None:
-    """The reason if a norm is there behind an elementwise function."""
+    """Return the reason if a norm is there behind an elementwise function."""
     stack, seen = [a], {a}
     while stack and len(seen) < 4 * MAX_PARTS:
         ref = stack.pop()
@@ -331,7 +331,7 @@ def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bo
 
 
 def _other_axis(g: EGraph, parts: list[OperandPart], bound: set[int], rows: set[int]) -> str | None:
-    """The reason if a column factor is a statistic of the value over an axis that stays."""
+    """Return the reason if a column factor is a statistic of the value over an axis that stays."""
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]

@@ -1,4 +1,4 @@
-"""Row algebra and epilogues of a normalised product as programs over its sums (a face).
+"""Row algebra and epilogues of a normalised product as programs over its sums.
 
 The terms between the sums and the results are evaluated as they are written. What the sums are is
 found by algebra: `Σ_k (a·x + b)(c·x + d)` with a, b, c, d of the rows alone is a polynomial in
@@ -50,14 +50,14 @@ class ProgramBuilder(StepProgram):
     )
 
     def operand(self, kind: str, ref: Ref) -> int:
-        """The step that reads an operand."""
+        """Return the step that reads an operand."""
         return self.add(kind, place_in(self.operands[kind], as_stored(self.g, ref)))
 
     def constant(self, value: float) -> int:
         return self.add("const", float(value))
 
     def times(self, *args: int) -> int:
-        """The product of steps; 0 and 1 are recognised."""
+        """Return the product of steps; 0 and 1 are recognised."""
         kept = [a for a in args if not self.equals(a, 1.0)]
         if any(self.equals(a, 0.0) for a in kept):
             return self.constant(0)
@@ -79,18 +79,18 @@ class ProgramBuilder(StepProgram):
         return self.add("plus", tuple(c for c, _ in kept), tuple(a for _, a in kept))
 
     def equals(self, a: int, value: float) -> bool:
-        """Whether a step is this constant."""
+        """Return True if a step is this constant."""
         kind, data, _, _ = self.steps[a]
         return kind == "const" and data == value
 
     def is_of_mean(self, a: int) -> bool:
-        """Whether a step is computed of x's mean and constants alone."""
+        """Return True if a step is computed of x's mean and constants alone."""
         kind, data, args, _ = self.steps[a]
         combines = kind in ("times", "plus") or (kind == "apply" and data[0] in (ADD, CONTRACT))
         return kind in (CENTRE, "const") or (combines and all(map(self.is_of_mean, args)))
 
     def row(self, ref: Ref) -> int:
-        """A value of the rows, over x's slots."""
+        """Return a value of the rows, over x's slots."""
         if ref not in self.number:
             self.number[ref] = self._row(ref)
         return self.number[ref]
@@ -112,7 +112,7 @@ class ProgramBuilder(StepProgram):
         return self.apply(node, args, dtype)
 
     def apply(self, node: Node, args: list[int], dtype: str) -> int:
-        """An elementwise node on steps."""
+        """Return an elementwise node on steps."""
         dtypes = tuple(self.g.classes[a.cls].dtype for a in node.args)
         return self.add("apply", (node.op, node.attr, dtypes), tuple(args), dtype)
 
@@ -148,7 +148,7 @@ class ProgramBuilder(StepProgram):
         )
 
     def _factors(self, ref: Ref, bound: set[int]) -> list[Ref]:
-        """The factors of a summand, products opened and casts looked through."""
+        """Return the factors of a summand, products opened and casts looked through."""
         node = node_of(self.g, ref.cls)
         if ref.cls == self.x.cls or not set(ref.axes) & bound:
             return [ref]
@@ -177,7 +177,7 @@ class ProgramBuilder(StepProgram):
         return a, self.plus(*start)
 
     def _is_x(self, ref: Ref, node: Node, value: Ref) -> bool:
-        """Whether a factor of a sum is x itself, read along the rows and summed as contracted."""
+        """Return True if a factor of a sum is x itself, summed as it is contracted."""
         if value.cls != self.x.cls or len(set(value.axes)) < len(value.axes):
             return False
         for slot, i in enumerate(value.axes):

@@ -1,4 +1,4 @@
-"""From an affine loop to a scan kernel (a face).
+"""From an affine loop to a scan kernel.
 
 The body is read as index terms, where axes of size one, transpositions and broadcasts are gone. One
 carry moves as h ← a·h + b over its own indices: the kernel is given the body itself, run with pairs
@@ -75,7 +75,7 @@ class AffinePair(NamedTuple):
 
 
 def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
-    """A scan, differentiated through its own steps."""
+    """Return a scan, differentiated through its own steps."""
     return scan(spec, *operands, backend=backend)
 
 
@@ -97,7 +97,7 @@ class ScanRoute:
     run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
 
     def run(self, read: Read) -> list[Any]:
-        """What the loop gives, made by the kernel."""
+        """Return the results of the loop, computed by the kernel."""
         loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
         final = self.advance(known, steps, read)
@@ -129,7 +129,7 @@ class ScanRoute:
 
 
 def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """A scan kernel for a loop, or why there is none.
+    """Return a scan kernel for a loop, or why there is none.
 
     Args:
         loop: a clean loop of a known number of steps.
@@ -150,7 +150,7 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
 def scan_of(
     loop: Loop, kernels: str, device: str, beside_s: float = 0.0
 ) -> tuple[ScanRoute | None, str]:
-    """A loop of one affine carry as a scan kernel where one is best, and why.
+    """Return a loop of one affine carry as a scan kernel where one is best, and why.
 
     Args:
         loop: a loop; `kernels` and `device` as for `route_loop`.
@@ -185,7 +185,7 @@ def scan_of(
 def route_differentiated(
     loop: Loop, kernels: str, device: str
 ) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """A kernel for a loop that is to be differentiated in reverse mode, or why there is none.
+    """Return a kernel for a loop that is differentiated in reverse mode, or why there is none.
 
     What is read as terms is without rules of derivatives: a body that has any is left.
     """
@@ -224,13 +224,13 @@ class _ScanBuilder:
     def route(
         self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
     ) -> ScanRoute:
-        """The loop as a scan that was built."""
+        """Return the loop as a scan that was built."""
         return ScanRoute(
             self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
         )
 
     def build(self) -> ScanSpec:
-        """The scan, with where its operands come from, what it gives and what is made of that."""
+        """Return the scan; note its operands, its readouts and the equations after it."""
         loop = self.loop
         groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
@@ -337,7 +337,7 @@ class _ScanBuilder:
         return made
 
     def _readout(self, y: int, out: Ref) -> Readout:
-        """A result of every step as a sum over axes of the state."""
+        """Return a result of every step as a sum over axes of the state."""
         view, g = self.t.view(y), self.t.graph
         dtype = g.classes[view.cls].dtype
         node = node_of(g, view.cls)
@@ -381,7 +381,7 @@ class _ScanBuilder:
         return found
 
     def _factors(self, refs: list[Ref], after: Ref) -> list[Ref]:
-        """What a product is of, where some of its operands are products themselves."""
+        """Return the factors of a product whose operands may be products themselves."""
         found, classes = [], self.t.graph.classes
         for ref in refs:
             node = node_of(self.t.graph, ref.cls)
@@ -394,7 +394,7 @@ class _ScanBuilder:
         return found
 
     def _factor(self, refs: list[Ref], after: Ref) -> ScanProgram | None:
-        """What the state after a step is multiplied by, where a product is that."""
+        """Return the factor of the state after a step, where a product has one such operand."""
         rest = [r for r in refs if r != after]
         dtypes = {self.t.graph.classes[r.cls].dtype for r in refs}
         if len(rest) != len(refs) - 1 or not rest or len(dtypes) > 1:
@@ -497,7 +497,7 @@ def _coefficients(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable
 
 
 def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
-    """A counter at the steps of these numbers."""
+    """Return a counter at the steps of these numbers."""
     if isinstance(counted, int):
         return t == counted
     first, step = counted
