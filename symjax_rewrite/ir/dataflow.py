@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from symjax_rewrite.ir.egraph import EGraph
@@ -26,6 +27,32 @@ class Needed:
 def node_of(g: EGraph, cls: int) -> Node:
     """The original node of a class."""
     return g.classes[cls].first
+
+
+def depends(g: EGraph, cls: int, on: Collection[int]) -> bool:
+    """Return True if a class is in `on` or computed from one: operands have smaller numbers."""
+    least = min(on, default=cls)
+    stack, seen = [cls], set()
+    while stack:
+        c = stack.pop()
+        if c in on:
+            return True
+        if c > least and c not in seen:
+            seen.add(c)
+            stack.extend(a.cls for a in node_of(g, c).args)
+    return False
+
+
+def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
+    """Return some classes and all that they are computed from."""
+    stack = list(classes)
+    seen = set(stack)
+    while stack:
+        for a in node_of(g, stack.pop()).args:
+            if a.cls not in seen:
+                seen.add(a.cls)
+                stack.append(a.cls)
+    return seen
 
 
 def needed(t: TermGraph) -> Needed:

@@ -44,6 +44,11 @@ class Ref(NamedTuple):
         return Ref(self.cls, tuple([i - (i > gone) for i in self.axes]))
 
 
+def over(ref: Ref, arg: Ref) -> Ref:
+    """Return an operand of an unbound node of `ref`'s class, read over `ref`'s indices."""
+    return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
+
+
 class Node(NamedTuple):
     """One e-node.
 

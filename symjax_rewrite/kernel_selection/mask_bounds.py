@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.ir.primitives import NUMPY, dtype_kind
+from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 
-Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 SCAN_LIMIT = 1 << 28  # constants of more elements are not read
 LOW = 0.7  # a fill below -LOW times the greatest number of its dtype is below every score
 INTEGERS = {"float32": 1 << 24, "bfloat16": 1 << 8, "float16": 1 << 11, "float64": 1 << 53}

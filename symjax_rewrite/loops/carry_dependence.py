@@ -52,7 +52,7 @@ class Group:
 
 def groups_of(loop: Loop) -> list[Group]:
     """The carries of a loop by groups that depend on each other, first solved first."""
-    reads = _dependencies(loop)
+    reads = dependencies(loop)
     found: list[Group] = []
     for group in _components(reads):
         degrees = _degrees(loop, {loop.carries[k].inner for k in group})
@@ -87,8 +87,8 @@ def is_zero(start: Value) -> bool:
     return not np.any(start.val) and not np.any(np.signbit(start.val))
 
 
-def _dependencies(loop: Loop) -> dict[int, set[int]]:
-    """For every carry, the carries that its next value reads."""
+def dependencies(loop: Loop) -> dict[int, set[int]]:
+    """Return for every carry the carries that its next value reads."""
     number = {c.inner: k for k, c in enumerate(loop.carries)}
     reads: dict[Value, set[int]] = {v: {k} for v, k in number.items()}
     for e in loop.body.equations:

@@ -19,11 +19,10 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api import differentiation
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir import egraph, indexing_primitives, primitives
+from symjax_rewrite.ir import egraph, indexing_primitives, primitives, step_program
 from symjax_rewrite.ir.primitive_context import Site
 from symjax_rewrite.ir.term import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
 from symjax_rewrite.kernel_selection.folds import epilogue as folds_epilogue
-from symjax_rewrite.kernel_selection.folds import tile_program
 from symjax_rewrite.loops import loop
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.rewriting import product_trees
@@ -66,11 +65,11 @@ def _count_is_dropped(right: Any) -> Any:
 
 
 def _fill_is_changed(right: Any) -> Any:
-    def step(self: Any, kind: str, data: Any, args: tuple, dtype: str) -> int:
+    def add(self: Any, kind: str, data: Any = None, args: tuple = (), dtype: str = "") -> int:
         masked = kind == "const" and not isinstance(data, complex) and data < -1e3
         return right(self, kind, -2.0 if masked else data, args, dtype)
 
-    return step
+    return add
 
 
 def _out_of_range_is_clipped(right: Any) -> Any:
@@ -282,7 +281,7 @@ MUTATIONS: dict[str, Mutation] = {
         (edges.counted,),
     ),
     "the fill of a mask is changed": Mutation(
-        [(tile_program.TileBuilder, "_step", _fill_is_changed)], _scores
+        [(step_program.StepProgram, "add", _fill_is_changed)], _scores
     ),
     "exponents are not shifted": Mutation(
         [

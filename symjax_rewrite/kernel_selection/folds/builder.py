@@ -15,6 +15,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype, is_half
+from symjax_rewrite.ir.step_program import Step, place_in
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
@@ -32,7 +33,6 @@ from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
     ROW,
-    Step,
     TileBuilder,
     feature,
     precision_name,
@@ -298,9 +298,7 @@ class FoldBuilder:
         return rows | {c for c, _ in self.tiles.inputs}
 
     def _root(self, step: int) -> int:
-        if step not in self.roots:
-            self.roots.append(step)
-        return self.roots.index(step)
+        return place_in(self.roots, step)
 
     def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
         """What a piece is a result of, which result, and its feature axes."""
@@ -330,9 +328,7 @@ class FoldBuilder:
             key, factor = (kind, self._root(factor), 0), None
         term, features = self._term(served, piece, factor)
         terms = self.outputs.setdefault(key, [])
-        if term not in terms:
-            terms.append(term)
-        return key, terms.index(term) + (piece.kind == "exp"), features
+        return key, place_in(terms, term) + (piece.kind == "exp"), features
 
     def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
         """What a sum by key is a result of."""

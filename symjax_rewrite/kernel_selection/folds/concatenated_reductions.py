@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.extremum_ties import opposed
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise, over
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 
 _JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}

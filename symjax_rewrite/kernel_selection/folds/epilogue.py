@@ -1,4 +1,4 @@
-"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp (a face).
+"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp.
 
 An exit is a fold's results times row algebra; what follows it elementwise (a normaliser, a cast)
 is row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the
@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen.step_evaluation import handlers
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.products import held_dtype
+from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, pruned, run
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, Piece
 from symjax_rewrite.kernel_selection.folds.reductions import Exit
-from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, apply, held_dtypes
+from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
 
@@ -32,7 +34,6 @@ ROW_MAPS = frozenset(
     """abs ceil clamp convert_element_type cos div eq exp exp2 floor ge gt is_finite le log log1p
     logistic lt max min ne not or and pow reciprocal rsqrt select_n sign sin sqrt tanh""".split()
 )
-Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 Names = tuple[str, ...]
 Place = tuple[int, int]  # output of a fold, and which of its results
 Value = int | tuple[int, int]  # a class, or (exit, piece): a piece before what comes after it
@@ -85,7 +86,7 @@ class FoldSurroundings:
 
 
 @dataclass(slots=True)
-class _Program:
+class _RowSteps(StepProgram):
     """The steps of an epilogue under construction, and what they read.
 
     wide: as in `TileBuilder`.
@@ -97,33 +98,23 @@ class _Program:
     late: set[int]
     wide: frozenset[int] | None
     names: dict[Value, Names] = field(default_factory=dict)
-    steps: list[Step] = field(default_factory=list)
     number: dict[Value, int] = field(default_factory=dict)
     reads: list[Ref] = field(default_factory=list)
 
-    def step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
-        new = (kind, data, args, dtype)
-        if new not in self.steps:
-            self.steps.append(new)
-        return self.steps.index(new)
-
     def value(self, ref: Ref, names: dict[Any, str] | None = None) -> int | None:
-        """The step of an operand, its indices called by `names`; None if it is no row value."""
+        """Return the step of an operand with indices called by `names`; None if no row value."""
         axes: Any = ref.axes if names is None else tuple(names.get(i, "") for i in ref.axes)
         if ref.cls in self.number:
             return self.number[ref.cls] if axes == self.names[ref.cls] else None
         node, dtype = node_of(self.t.graph, ref.cls), self.t.graph.classes[ref.cls].dtype
         if node.op == CONST:
-            return self.step("const", node.attr[0], (), dtype)
+            return self.add("const", node.attr[0], (), dtype)
         if ref.cls in self.after or ref.cls in self.late:
             return None
         if len(set(axes)) != len(axes) or not set(axes) <= {*self.lead}:
             return None
-        read = Ref(ref.cls, axes)
-        if read not in self.reads:
-            self.reads.append(read)
         dtype = held_dtype(dtype) if ref.cls in (self.wide or ()) else dtype
-        return self.step("read", self.reads.index(read), (), dtype)
+        return self.add("read", place_in(self.reads, Ref(ref.cls, axes)), (), dtype)
 
     def serve(self, served: Served) -> bool:
         """Take in an exit: the fold's results times their row algebra."""
@@ -149,7 +140,7 @@ class _Program:
             return True
         total = made[0]
         if len(made) > 1:
-            total = self.step("apply", (ADD, (1,) * len(made)), tuple(made), dtype)
+            total = self.add("apply", (ADD, (1,) * len(made)), tuple(made), dtype)
         slots = range(len(self.t.graph.classes[cls].sizes))
         self.number[cls], self.names[cls] = total, tuple(served.names[i] for i in slots)
         return True
@@ -157,16 +148,16 @@ class _Program:
     def _scaled(
         self, piece: Piece, place: tuple[Place, Place | None, Names], dtype: str
     ) -> int | None:
-        state = self.step("state", place[0], (), "")
+        state = self.add("state", place[0], (), "")
         if piece.kind not in ("exp", "sum"):
-            return self.step("cast", None, (state,), dtype)
+            return self.add("cast", None, (state,), dtype)
         terms = [self.value(r) for r, _ in piece.exponent]
         factors = [self.value(r) for r, _ in piece.factors]
         if None in terms or None in factors:
             return None
         powers = tuple(p for _, p in piece.factors)
         data = (place[1], tuple(c for _, c in piece.exponent), powers, piece.coefficient)
-        return self.step("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
+        return self.add("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
 
     def follow(self, cls: int) -> bool:
         """Take in a class that is elementwise in what is in already."""
@@ -190,23 +181,17 @@ class _Program:
         return True
 
     def _applied(self, cls: int, args: list[int]) -> int:
-        """The step of an elementwise class whose operands are there."""
+        """Return the step of an elementwise class whose operands are there."""
         g = self.t.graph
         node, dtype = node_of(g, cls), g.classes[cls].dtype
         if self.wide is not None:
             wanted, held = held_dtypes(node, [g.classes[a.cls].dtype for a in node.args], dtype)
             dtype = held_dtype(dtype) if cls in self.wide else held
             args = [self.cast(a, d) for a, d in zip(args, wanted, strict=True)]
-        return self.step("apply", (node.op, node.attr), tuple(args), dtype)
-
-    def cast(self, step: int, dtype: str) -> int:
-        """A step in another dtype."""
-        if self.steps[step][3] == dtype:
-            return step
-        return self.step("cast", None, (step,), dtype)
+        return self.add("apply", (node.op, node.attr), tuple(args), dtype)
 
     def result(self, value: Value) -> int:
-        """The step of what leaves the fold, in the dtype that it is stored in."""
+        """Return the step of what leaves the fold, in the dtype that it is stored in."""
         step = self.number[value]
         if self.wide is None or not isinstance(value, int):
             return step
@@ -214,26 +199,16 @@ class _Program:
         return self.cast(step, held_dtype(dtype) if value in self.wide else dtype)
 
     def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
-        """The steps that some are made of, these, and what is read: an attempt may leave others."""
-        live = set(used)
-        for n in range(len(self.steps) - 1, -1, -1):
-            if n in live:
-                live.update(self.steps[n][2])
-        steps: list[Step] = []
-        reads: list[Ref] = []
-        to: dict[int, int] = {}
-        for n in sorted(live):
-            kind, data, args, dtype = self.steps[n]
-            if kind == "read":
-                reads.append(self.reads[data])
-                data = len(reads) - 1
-            to[n] = len(steps)
-            steps.append((kind, data, tuple([to[a] for a in args]), dtype))
-        return tuple(steps), tuple([to[n] for n in used]), reads
+        """Return the steps that some need, these, and what they read: attempts may leave others."""
+        steps, roots = pruned(self.steps, used)
+        numbers = [step.data for step in steps if step.kind == "read"]
+        place = iter(range(len(numbers)))
+        kept = tuple([s._replace(data=next(place)) if s.kind == "read" else s for s in steps])
+        return kept, roots, [self.reads[n] for n in numbers]
 
 
 def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
-    """The needed classes that depend on any of `roots`, and these."""
+    """Return the needed classes that depend on any of `roots`, and these."""
     found = set(roots)
     for cls in need.order:
         if any(a.cls in found for a in node_of(g, cls).args):
@@ -244,7 +219,7 @@ def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
 def row_algebra(
     around: FoldSurroundings, served: dict[int, Served], tiles: TileBuilder
 ) -> Rows | None:
-    """The row algebra around a fold's exits as its epilogue.
+    """Return the row algebra around a fold's exits as its epilogue.
 
     Args:
         around: the program around it.
@@ -259,7 +234,7 @@ def row_algebra(
     if others:
         return None  # some are sums over rows: there is no row for them
     after = dependents(t.graph, need, set(served))
-    program = _Program(t, lead, after, around.late, tiles.wide)
+    program = _RowSteps(t, lead, after, around.late, tiles.wide)
     for cls in need.order:
         if cls in served:
             if not program.serve(served[cls]):
@@ -273,13 +248,13 @@ def row_algebra(
     steps, used, refs = program.finish([program.result(value) for value in exits])
     reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
-    key = ("rows", tuple((k, repr(d), a, x) for k, d, a, x in steps), used)
+    key = ("rows", key_of(steps), used)
     names = {value: program.names[value] for value in exits}
     return Rows(Epilogue(fun, axes, reads, key), exits, names, inside, axes)
 
 
 def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
-    """The classes taken in that are read by something that is not."""
+    """Return the classes taken in that are read by something that is not."""
 
     def leaves(cls: int) -> bool:
         users = around.need.users.get(cls, ())
@@ -290,8 +265,8 @@ def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
     return [cls for cls in inside if leaves(cls)]
 
 
-def _kept(around: FoldSurroundings, program: _Program, exits: set[int]) -> set[int]:
-    """The classes taken in that make what leaves the fold smaller."""
+def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[int]:
+    """Return the classes taken in that make what leaves the fold smaller."""
 
     def weight(inside: set[int]) -> int:
         classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
@@ -311,8 +286,8 @@ def _kept(around: FoldSurroundings, program: _Program, exits: set[int]) -> set[i
             return inside
 
 
-def _stored(t: TermGraph, program: _Program, served: dict[int, Served], value: Value) -> Names:
-    """The axes of a result in the order in which the program holds it last."""
+def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: Value) -> Names:
+    """Return the axes of a result in the order in which the program holds it last."""
     names = program.names[value]
     order = list(names)
     for v in range(len(t.views) - 1, -1, -1):
@@ -334,31 +309,24 @@ def _stored(t: TermGraph, program: _Program, served: dict[int, Served], value: V
 def _function(
     steps: tuple[Step, ...], used: tuple[int, ...], primitives: dict[str, Any]
 ) -> Callable[[tuple, tuple], tuple]:
-    """The steps as a function of a fold's results and the values read."""
+    """Return the steps as a function of a fold's results and the values read."""
 
     def epilogue(results: tuple, values: tuple) -> tuple:
-        made: list[Any] = []
-        for kind, data, args, dtype in steps:
-            if kind == "const":
-                made.append(np.asarray(data).astype(np.dtype(dtype)))
-            elif kind == "read":
-                made.append(values[data])
-            elif kind == "state":
-                made.append(results[data[0]][data[1]])
-            elif kind == "cast":
-                made.append(made[args[0]].astype(np.dtype(dtype)))
-            elif kind == "scale":
-                scaled = _scaled(data, [made[a] for a in args], results)
-                made.append(scaled.astype(np.dtype(dtype)))
-            else:
-                made.append(apply(data, [made[a] for a in args], dtype, primitives))
+        def scale(data: tuple, args: list[Any], dtype: str) -> Any:
+            return _scaled(data, args, results).astype(np.dtype(dtype))
+
+        def state(place: Place, args: list[Any], dtype: str) -> Any:
+            return results[place[0]][place[1]]
+
+        read = lambda number, args, dtype: values[number]  # noqa: E731
+        made = run(steps, handlers(primitives, read=read, state=state, scale=scale))
         return tuple([made[n] for n in used])
 
     return epilogue
 
 
 def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
-    """A result times e^(shift + Σ coefficient·term) · Π factor^power."""
+    """Return a result times e^(shift + Σ coefficient·term) · Π factor^power."""
     shift, coefficients, powers, coefficient = data
     top = None if shift is None else results[shift[0]][shift[1]]
     terms, factors = args[1 : 1 + len(coefficients)], args[1 + len(coefficients) :]

@@ -12,8 +12,8 @@ from typing import Any
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import product
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product, over
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref, over
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product
 
 Along = frozenset[int]  # slots of a class that a maximum in it is taken along
 Sweep = tuple[frozenset[int], Along]  # the indices of a tie, and along which

@@ -1,4 +1,4 @@
-"""One column of a pairwise term for each row, computed from that row and column alone (a face).
+"""One column of a pairwise term for each row, computed from that row and column alone.
 
 The label's logit in a cross-entropy, `(h @ W)[m, label[m]]`, needs one product per row. The term
 is evaluated by the same tile program as in a fold, with the column operands gathered first.
@@ -13,10 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.kernel_selection.folds.builder import read_operand, read_over
 from symjax_rewrite.kernel_selection.folds.gather_patterns import Choice
-from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder, run_steps
+from symjax_rewrite.kernel_selection.folds.tile_program import (
+    COLUMN,
+    ROW,
+    TileBuilder,
+    tile_handlers,
+)
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 
 Named = tuple[Any, tuple[str, ...]]
@@ -34,11 +40,11 @@ class Columns:
     names: tuple[str, ...]
 
     def operands(self) -> list[int]:
-        """The classes that the tile program reads."""
+        """Return the classes that the tile program reads."""
         return [c for c, _ in self.builder.inputs]
 
     def steps(self, emitter: Any, place: Any, over: tuple[str, ...]) -> list[Any]:
-        """The value of every step, over the names or broadcastable.
+        """Return the value of every step, over the names or broadcastable.
 
         Args:
             emitter: of the program.
@@ -51,7 +57,7 @@ class Columns:
         dots = tuple(self._dot(c, blocks) for c in b.contractions)
         i = self.spread(jnp.arange(sizes[ROW], dtype=jnp.int32), (ROW,))
         j = self.spread(place.astype(jnp.int32), over)
-        return run_steps(b.steps, dots, values, i, j, emitter.t.primitives)
+        return run(b.steps, tile_handlers(dots, values, i, j, emitter.t.primitives))
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
@@ -60,7 +66,7 @@ class Columns:
         return take(data, axes, place, over) if COLUMN in axes else (data, axes)
 
     def spread(self, data: Any, axes: tuple[str, ...]) -> Any:
-        """An array with its axes in the order of the names, of size 1 where it has none."""
+        """Return an array with its axes in the order of the names, of size 1 where it has none."""
         order = sorted(range(len(axes)), key=lambda k: self.names.index(axes[k]))
         data = jax.lax.transpose(data, order)
         return jax.lax.expand_dims(data, [k for k, n in enumerate(self.names) if n not in axes])
@@ -99,7 +105,7 @@ class ChoiceRoute(OneClass):
         return [*self.columns.operands(), self.choice.place.cls]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value over the class's indices, and its slots."""
+        """Return the value over the class's indices, and its slots."""
         info, names = emitter.t.graph.classes[cls], self.columns.names
         sizes = tuple(int(s) for s in info.sizes)
         limit = int(self.choice.size)  # pyright: ignore[reportArgumentType]
@@ -135,7 +141,7 @@ def take(data: Any, axes: tuple[str, ...], place: Any, over: tuple[str, ...]) ->
 
 
 def _fill(fill: Any, dtype: Any) -> Any:
-    """What a gather gives out of range (`lax.GatherScatterMode.FILL_OR_DROP`)."""
+    """Return the value that a gather reads out of range (`lax.GatherScatterMode.FILL_OR_DROP`)."""
     if fill is not None:
         return fill
     if dtype == jnp.bool_:

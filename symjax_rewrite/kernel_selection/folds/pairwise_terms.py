@@ -29,6 +29,7 @@ from symjax_rewrite.ir.term import (
     TAKE,
     Node,
     Ref,
+    over,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
@@ -42,11 +43,6 @@ MOST_STEPS = 512  # of one tile, its sums written out
 COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
 )
-
-
-def over(ref: Ref, arg: Ref) -> Ref:
-    """An operand of a reference's node, over the indices the reference reads."""
-    return Ref(arg.cls, tuple([ref.axes[i] for i in arg.axes]))
 
 
 def _over_slots(ref: Ref, value: Ref) -> Ref:

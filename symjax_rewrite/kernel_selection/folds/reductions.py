@@ -13,10 +13,9 @@ from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import CONTRACT, IOTA, MAP, NATIVE, REDUCE, SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir.term import CONTRACT, IOTA, MAP, NATIVE, REDUCE, SLICE, TAKE, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import over
 
 LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}

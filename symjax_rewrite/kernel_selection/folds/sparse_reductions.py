@@ -23,7 +23,19 @@ from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, LEAF, MAP, NATIVE, SLICE, Node, Ref
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    LEAF,
+    MAP,
+    NATIVE,
+    SLICE,
+    Node,
+    Ref,
+    over,
+)
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.builder import named, read_over
@@ -36,7 +48,6 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     explore,
     is_elementwise,
     is_test_like,
-    over,
 )
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates

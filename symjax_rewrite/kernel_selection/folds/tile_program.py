@@ -1,4 +1,4 @@
-"""Pairwise terms as the tile program of a fold (a face).
+"""Pairwise terms as the tile program of a fold.
 
 References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for what rows and
 columns have in common, `At(k)` for one element of an axis that is written out.
@@ -6,7 +6,7 @@ columns have in common, `At(k)` for one element of an axis that is written out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.codegen.step_evaluation import handlers
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref
+from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, key_of, place_in, run
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     COMPARISONS,
@@ -29,7 +30,6 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     Opened,
     Pair,
     is_elementwise,
-    over,
 )
 from symjax_rewrite.kernel_selection.folds.sort_keys import ranks
 from symjax_rewrite.pallas_kernels.fold.spec import Contraction, Operand
@@ -37,11 +37,10 @@ from symjax_rewrite.pallas_kernels.fold.tile import numbered
 
 ROW, COLUMN = "m", "n"
 READ_NARROW = ("int8", "int32")  # integers that every backend reads as they are
-Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 
 
 @dataclass(slots=True)
-class TileBuilder:
+class TileBuilder(StepProgram):
     """Collects the steps, operands and contractions of a fold's tiles.
 
     like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
@@ -52,14 +51,12 @@ class TileBuilder:
 
     t: TermGraph
     like: Pair
-    steps: list[Step] = field(default_factory=list)
     inputs: list[tuple[int, tuple[Any, ...]]] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     number: dict[Ref, int] = field(default_factory=dict)
-    known: dict[tuple, int] = field(default_factory=dict)
     whole: str | None = None
     wide: frozenset[int] | None = None
     pair: Pair = field(init=False)
@@ -69,71 +66,64 @@ class TileBuilder:
         self.pair = like.of(ROW, COLUMN, None if like.single is None else space, like.inside)
 
     def build(self, ref: Ref) -> int:
-        """The number of the step that computes a reference."""
+        """Return the number of the step that computes a reference."""
         found = self.number.get(ref)
         if found is None:
             found = self.number[ref] = self._build(ref)
         return found
 
     def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
-        """The step that multiplies factors to powers of 1 or -1."""
+        """Return the step that multiplies factors to powers of 1 or -1."""
         made = [self._power(self.build(ref), power) for ref, power in factors]
         if len(made) == 1:
             return made[0]
         return self._times(None, made, self._widest(made))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
-        """The step that multiplies; what a unit matrix takes out may be infinite."""
-        rest = [f for f in factors if self.steps[f][0] != "delta"]
+        """Return the step that multiplies; what a unit matrix takes out may be infinite."""
+        rest = [f for f in factors if self.steps[f].kind != "delta"]
         product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
         if len(rest) in (0, len(factors)):
-            return self._step(*product)
-        value = rest[0] if len(rest) == 1 else self._step(*product)
-        return self._step("diagonal", None, (self._cast(value, dtype),), dtype)
+            return self.add(*product)
+        value = rest[0] if len(rest) == 1 else self.add(*product)
+        return self.add("diagonal", None, (self._cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
-        """The step that gives each value an integer in the order of a sort."""
-        dtype = np.dtype(self.steps[step][3])
+        """Return the step that gives each value an integer in the order of a sort."""
+        dtype = np.dtype(self.steps[step].dtype)
         made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
-        return self._step("rank", None, (step,), str(made.dtype))
+        return self.add("rank", None, (step,), str(made.dtype))
 
     def _power(self, step: int, power: Fraction) -> int:
         if power == 1:
             return step
-        dtype = self._held(self.steps[step][3])
-        return self._step("apply", (MAP, ("reciprocal", ())), (self._cast(step, dtype),), dtype)
+        dtype = self._held(self.steps[step].dtype)
+        return self.add("apply", (MAP, ("reciprocal", ())), (self._cast(step, dtype),), dtype)
 
     def _widest(self, steps: list[int]) -> str:
-        dtypes = [np.dtype(self.steps[s][3]) for s in steps]
+        dtypes = [np.dtype(self.steps[s].dtype) for s in steps]
         return self._held(str(jnp.result_type(*dtypes)))
 
     def _held(self, dtype: str) -> str:
-        """The dtype in which tiles hold values of a dtype."""
+        """Return the dtype in which tiles hold values of a dtype."""
         return dtype if self.wide is None else held_dtype(dtype)
 
     def dtype_of(self, cls: int) -> str:
-        """The dtype in which a class is read."""
+        """Return the dtype in which a class is read."""
         dtype = self.t.graph.classes[cls].dtype
         return held_dtype(dtype) if cls in (self.wide or ()) else dtype
 
     def as_written(self, step: int, cls: int) -> int:
-        """A step rounded as the program rounds a class."""
+        """Return a step rounded as the program rounds a class."""
         return self._cast(step, self.t.graph.classes[cls].dtype)
-
-    def _step(self, kind: str, data: Any, args: tuple[int, ...], dtype: str) -> int:
-        key = (kind, repr(data), args, dtype)  # the text tells 0.0 from -0.0
-        if key not in self.known:
-            self.known[key] = len(self.steps)
-            self.steps.append((kind, data, args, dtype))
-        return self.known[key]
 
     def _build(self, ref: Ref) -> int:
         g = self.t.graph
         node, dtype = node_of(g, ref.cls), g.classes[ref.cls].dtype
         if node.op == CONST:
-            return self._step("const", node.attr[0], (), dtype)
+            return self.add("const", node.attr[0], (), dtype)
         if node.op == IOTA and ref.axes[0] in (ROW, COLUMN):
-            return self._step("index", ref.axes[0] == ROW, (), dtype)
+            return self.add("index", ref.axes[0] == ROW, (), dtype)
         if ref.cls in self.pair.inside and not self.pair.holds(ref):
             found = self.pair.reduced(ref)
         elif not self.pair.holds(ref):
@@ -146,7 +136,7 @@ class TileBuilder:
         if found.kind == "apply":
             return self._applied(node, found, dtype)
         if found.kind == "dot":
-            return self._step("dot", self._contraction(found, held), (), held)
+            return self.add("dot", self._contraction(found, held), (), held)
         if found.kind == "sum":
             return self._written_out(found, held)
         if found.kind == "along":
@@ -154,9 +144,9 @@ class TileBuilder:
         if found.kind in ("hit", "pieces"):
             place, *values = found.args
             args = [self._cast(self.build(a), held) for a in values]
-            return self._step(found.kind, found.data, (self.build(place), *args), held)
+            return self.add(found.kind, found.data, (self.build(place), *args), held)
         if found.kind == "delta":
-            return self._step("delta", None, (), dtype)
+            return self.add("delta", None, (), dtype)
         if found.kind == "lookup":
             return self._lookup(found, dtype)
         if found.kind in ("part", "chosen"):
@@ -171,7 +161,7 @@ class TileBuilder:
             args = [self._cast(a, d) for a, d in zip(args, wanted, strict=True)]
         if node.op == CONTRACT:
             return self._times(found.data, args, dtype)
-        return self._step("apply", (node.op, found.data), tuple(args), dtype)
+        return self.add("apply", (node.op, found.data), tuple(args), dtype)
 
     def _lookup(self, found: Opened, dtype: str) -> int:
         table, *places = found.args
@@ -179,16 +169,16 @@ class TileBuilder:
         made = [self.key_of(p, c) for p, c in zip(places, found.data.counted, strict=True)]
         data = (self._place_of(_renamed(table, name)), len(places), found.data.fill)
         held = self.t.graph.classes[table.cls].dtype
-        return self._cast(self._step("lookup", data, tuple(made), held), dtype)
+        return self._cast(self.add("lookup", data, tuple(made), held), dtype)
 
     def key_of(self, place: Ref, counted: bool) -> int:
-        """The step of integers that something is looked up or added up at."""
+        """Return the step of integers that something is looked up or added up at."""
         if counted:
             return self.build(place)
         return self._read(place, self.t.graph.classes[place.cls].dtype)
 
     def _narrow(self, ref: Ref, rank: int) -> bool:
-        """Whether a term of rows or columns is elementwise in indices and smaller operands."""
+        """Return True if a term is elementwise in indices and smaller operands."""
         node = node_of(self.t.graph, ref.cls)
         if node.op == CONST or len(ref.axes) < rank:
             return True
@@ -203,17 +193,14 @@ class TileBuilder:
         if stored is not None:  # integers are widened in the kernel
             return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
         dtype = self.dtype_of(ref.cls)
-        return self._step("value", self._place_of(ref), (), dtype)
+        return self.add("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
-        """Where an operand stands among those that the tile reads."""
-        number = self.operand(ref)
-        if number not in self.reads:
-            self.reads.append(number)
-        return self.reads.index(number)
+        """Return the place of an operand among those that the tile reads."""
+        return place_in(self.reads, self.operand(ref))
 
     def _stored(self, ref: Ref) -> Ref | None:
-        """The integers that an exact cast widens."""
+        """Return the integers that an exact cast widens."""
         g = self.t.graph
         node = node_of(g, ref.cls)
         if node.op != MAP or node.attr[0] != "convert_element_type":
@@ -224,7 +211,7 @@ class TileBuilder:
         return arg if exact else None
 
     def operand(self, ref: Ref, of_row: bool = False) -> int:
-        """The number of an operand, every axis of which has a name or is at one place.
+        """Return the number of an operand, every axis of which has a name or is at one place.
 
         of_row: it is contracted as the operand of rows, so a single row's gets its axis here.
         """
@@ -253,9 +240,7 @@ class TileBuilder:
         exact = dtype == "float64" or dtype_kind(dtype) != "f"
         accumulate = dtype if exact else "float32"
         made = Contraction(row, col, tuple([name[i] for i in tokens]), accumulate, precision)
-        if made not in self.contractions:
-            self.contractions.append(made)
-        return self.contractions.index(made)
+        return place_in(self.contractions, made)
 
     def _written_out(self, found: Opened, dtype: str) -> int:
         token, count = found.data
@@ -268,32 +253,32 @@ class TileBuilder:
             ]
             made = [self._cast(self.build(a), wide) for a in at]
             product = ("apply", (CONTRACT, None), tuple(made), wide)
-            terms.append(made[0] if len(made) == 1 else self._step(*product))
-        total = self._step("apply", (ADD, (1,) * count), tuple(terms), wide)
+            terms.append(made[0] if len(made) == 1 else self.add(*product))
+        total = self.add("apply", (ADD, (1,) * count), tuple(terms), wide)
         return self._cast(total, dtype)
 
     def _along(self, found: Opened, dtype: str) -> int:
-        """A row value from whole rows of the tile."""
+        """Return a row value from whole rows of the tile."""
         monoid, of_row = found.data
         wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
         args = [self._cast(self.build(a), wide) for a in found.args]
         product = args[0] if len(args) == 1 else self._times(None, args, wide)
         self.whole = ROW if of_row else COLUMN
-        return self._cast(self._step("along", (monoid, of_row), (product,), wide), dtype)
+        return self._cast(self.add("along", (monoid, of_row), (product,), wide), dtype)
 
     def _cast(self, step: int, dtype: str) -> int:
-        if self.steps[step][3] == dtype:
+        if self.steps[step].dtype == dtype:
             return step
         cast = (MAP, ("convert_element_type", (("new_dtype", dtype),)))
-        return self._step("apply", cast, (step,), dtype)
+        return self.add("apply", cast, (step,), dtype)
 
     def key(self, roots: tuple[int, ...]) -> tuple:
-        """What tells two tile programs apart."""
-        return ("route", roots, tuple((k, repr(d), a, x) for k, d, a, x in self.steps))
+        """Return what tells two tile programs apart."""
+        return ("route", roots, key_of(self.steps))
 
 
 def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
-    """The dtypes in which kernels take the operands of an elementwise node and give its result.
+    """Return the dtypes of an elementwise node's operands and result as kernels hold them.
 
     Half precision is held in f32. A cast rounds as it is written, and a comparison compares what
     the program compares: rounded values may be equal where others are not.
@@ -311,7 +296,7 @@ def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str
 
 
 def feature(cls: int, slot: int) -> str:
-    """The name of a slot of a column operand that only this operand and its partner have."""
+    """Return the name of a slot of a column operand that only this operand and its partner have."""
     return f"c{cls}_{slot}"
 
 
@@ -320,7 +305,7 @@ def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
 
 
 def unwidened(g: EGraph, ref: Ref) -> Ref:
-    """The half-precision value that a cast to f32 widens: products with it are the same."""
+    """Return the half-precision value that a cast to f32 widens: products with it are the same."""
     node = node_of(g, ref.cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return ref
@@ -331,7 +316,7 @@ def unwidened(g: EGraph, ref: Ref) -> Ref:
 
 
 def precision_name(attr: Any) -> str | None:
-    """A dot's precision as `lax.dot` takes it by name."""
+    """Return a dot's precision as `lax.dot` takes it by name."""
     if attr is None:
         return None
     if isinstance(attr, tuple):
@@ -340,61 +325,65 @@ def precision_name(attr: Any) -> str | None:
 
 
 def tile_function(
-    steps: list[Step], roots: tuple[int, ...], primitives: dict[str, Any]
+    steps: Sequence[Step], roots: tuple[int, ...], primitives: dict[str, Any]
 ) -> Callable[..., Any]:
-    """The steps as a function of contractions, operands and index numbers that broadcasts."""
+    """Return the steps as a function of contractions, operands and index numbers."""
 
     def tile(dots: tuple, values: tuple, i: Any, j: Any) -> Any:
-        made = run_steps(steps, dots, values, i, j, primitives)
+        made = run(steps, tile_handlers(dots, values, i, j, primitives))
         return tuple([made[r] for r in roots])
 
     return tile
 
 
-def run_steps(
-    steps: list[Step], dots: Any, values: Any, i: Any, j: Any, primitives: dict[str, Any]
-) -> list[Any]:
-    """The value of every step."""
-    made: list[Any] = []
-    for kind, data, args, dtype in steps:
-        if kind == "const":
-            made.append(np.asarray(data).astype(np.dtype(dtype)))
-        elif kind == "index":
-            made.append((i if data else j).astype(np.dtype(dtype)))
-        elif kind == "delta":
-            made.append((i == j).astype(np.dtype(dtype)))
-        elif kind == "hit":
-            place, value = (made[a] for a in args)
-            is_row, limit = data
-            place = place if limit is None else jnp.clip(place, 0, limit - 1)
-            here = place == (i if is_row else j)
-            made.append(jnp.where(here, value, jnp.zeros((), value.dtype)))
-        elif kind == "pieces":
-            place, piece, *others = (made[a] for a in args)
-            for start, other in zip(data, others, strict=True):
-                piece = jnp.where(place >= start, other, piece)
-            made.append(piece)
-        elif kind == "diagonal":
-            (value,) = (made[a] for a in args)
-            made.append(jnp.where(i == j, value, jnp.zeros((), value.dtype)))
-        elif kind == "value":
-            made.append(values[data])
-        elif kind == "lookup":
-            place, count, fill = data
-            made.append(looked_up(values[place], [made[a] for a in args[:count]], fill))
-        elif kind == "rank":
-            made.append(ranks(made[args[0]]))
-        elif kind == "along":
-            made.append(_reduced(data, made[args[0]], i, j))
-        elif kind == "dot":
-            made.append(dots[data].astype(np.dtype(dtype)))
-        else:
-            made.append(apply(data, [made[a] for a in args], dtype, primitives))
-    return made
+def tile_handlers(
+    dots: Any, values: Any, i: Any, j: Any, primitives: Mapping[str, Any]
+) -> Handlers:
+    """Return handlers of a tile's steps, whose values broadcast.
+
+    Args:
+        dots: the contractions.
+        values: the operands read.
+        i: row numbers.
+        j: column numbers.
+        primitives: those that the program brings, by name.
+    """
+
+    def only(here: Any, value: Any) -> Any:
+        return jnp.where(here, value, jnp.zeros((), value.dtype))
+
+    def hit(data: tuple, args: list[Any], dtype: str) -> Any:
+        (is_row, limit), (place, value) = data, args
+        place = place if limit is None else jnp.clip(place, 0, limit - 1)
+        return only(place == (i if is_row else j), value)
+
+    def pieces(starts: tuple, args: list[Any], dtype: str) -> Any:
+        place, piece, *others = args
+        for start, other in zip(starts, others, strict=True):
+            piece = jnp.where(place >= start, other, piece)
+        return piece
+
+    def lookup(data: tuple, args: list[Any], dtype: str) -> Any:
+        place, count, fill = data
+        return looked_up(values[place], args[:count], fill)
+
+    return handlers(
+        primitives,
+        index=lambda of_row, args, dtype: (i if of_row else j).astype(np.dtype(dtype)),
+        delta=lambda data, args, dtype: (i == j).astype(np.dtype(dtype)),
+        diagonal=lambda data, args, dtype: only(i == j, args[0]),
+        value=lambda number, args, dtype: values[number],
+        dot=lambda number, args, dtype: dots[number].astype(np.dtype(dtype)),
+        rank=lambda data, args, dtype: ranks(args[0]),
+        along=lambda data, args, dtype: _reduced(data, args[0], i, j),
+        hit=hit,
+        pieces=pieces,
+        lookup=lookup,
+    )
 
 
 def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
-    """A table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
+    """Return a table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
 
     fill: what is read out of range; None for what is nearest.
     """
@@ -422,25 +411,8 @@ def _along_last(table: Any, at: Any) -> Any:
 
 
 def _reduced(data: tuple, x: Any, i: Any, j: Any) -> Any:
-    """A tile reduced along all of its rows or columns."""
+    """Return a tile reduced along all of its rows or columns."""
     monoid, of_row = data
     axis = -2 if of_row else -1
     x = jnp.broadcast_to(x, jnp.broadcast_shapes(jnp.shape(x), (i + j).shape))
     return jnp.expand_dims(jax_internals.reduce_monoid(monoid, x, (x.ndim + axis,)), axis)
-
-
-def apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
-    """One elementwise term on arrays that broadcast."""
-    op, attr = what
-    if op == ADD:
-        total: Any = None
-        for coefficient, x in zip(attr, args, strict=True):
-            term = x if coefficient == 1 else x * term_lowering.literal(coefficient, dtype)
-            total = term if total is None else total + term
-        return total
-    if op == CONTRACT:
-        total = args[0]
-        for x in args[1:]:
-            total = total * x
-        return total
-    return term_lowering.in_kernel(attr, args, dtype, primitives)

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import over
 
 MAX_TERMS = 32  # of a sum that is multiplied out
 MAX_DEPTH = 40

@@ -1,14 +1,14 @@
-"""What follows a normalised product elementwise: bias, activation, gate, residual (a face)."""
+"""Elementwise terms that follow a normalised product: bias, activation, gate, residual."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, depends, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
-from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed, over
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
+from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed
 from symjax_rewrite.kernel_selection.norms.row_statistics import ProgramBuilder
 
 MAX_INSIDE = 24  # classes of one epilogue
@@ -30,7 +30,7 @@ class NormEpilogue:
     rows: frozenset[int]
 
     def build(self, b: ProgramBuilder, made: dict[int, int]) -> int:
-        """The step of the result; `made` are the steps of the products."""
+        """Return the step of the result; `made` are the steps of the products."""
         known: dict[Ref, int] = {}
 
         def step(ref: Ref) -> int:
@@ -56,7 +56,7 @@ class NormEpilogue:
 
 
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
-    """The longest elementwise chain behind a product that nothing else looks into.
+    """Return the longest elementwise chain behind a product that nothing else looks into.
 
     Other members that meet it are products of the same kernel.
     """
@@ -122,7 +122,7 @@ def _joined(
                 return None
             added[a.cls] = read
         elif (
-            _is_after(g, a.cls, axes)
+            depends(g, a.cls, axes)
             or not set(read) & set(first.ends)
             or (set(read) & set(first.rows) and set(read) != set(range(count)))
         ):
@@ -135,20 +135,6 @@ def _is_real(g: EGraph, cls: int) -> bool:
 
 
 def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
-    """Whether another product, read so, has its rows and outputs where the first has them."""
+    """Return True if another product, read so, has the rows and outputs of the first."""
     rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
     return rows == first.rows and ends == first.ends
-
-
-def _is_after(g: EGraph, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
-    """Whether a class depends on what is inside."""
-    least = min(inside)
-    stack, seen = [cls], set()
-    while stack:
-        c = stack.pop()
-        if c in inside:
-            return True
-        if c > least and c not in seen:
-            seen.add(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    return False

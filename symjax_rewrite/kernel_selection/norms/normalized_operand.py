@@ -1,4 +1,4 @@
-"""The normal form of a normalised operand: row factors, one value, columns, shifts (a face).
+"""The normal form of a normalised operand: row factors, one value, columns, shifts.
 
     A[m, k] = Σ_t c_t · Π rows(m) · x[m, k] · Π columns(k)  +  Σ_s c_s · Π rows(m) · Π columns(k)
 
@@ -9,15 +9,15 @@ factors that do or do not depend on k. Nothing here knows of any norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import depends, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import HALF, is_half
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.tile_program import unwidened
 
 MAX_DEPTH = 24  # levels of nested products and sums that are opened
@@ -75,11 +75,6 @@ class Normed:
         return (self.x.cls, slots, self.scale, self.gain, self.shifts, self.dtype)
 
 
-def over(ref: Ref, arg: Ref) -> Ref:
-    """An operand of an unbound node of `ref`'s class, read over `ref`'s indices."""
-    return Ref(arg.cls, tuple(ref.axes[i] for i in arg.axes))
-
-
 @dataclass(slots=True)
 class Opener:
     """Multiplies an operand out into parts; `is_full` says which references are looked into.
@@ -96,7 +91,7 @@ class Opener:
     depth: int = 0
 
     def parts(self, ref: Ref) -> list[OperandPart]:
-        """The terms of a reference; itself alone where it has no such structure."""
+        """Return the terms of a reference; itself alone where it has no such structure."""
         found = self.known.get(ref)
         if found is None:
             self.depth += 1
@@ -159,14 +154,14 @@ def _cancel(parts: list[OperandPart]) -> bool:
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node multiplies element by element; a diagonal reads one index twice."""
+    """Return True if a node multiplies element by element; a diagonal reads one index twice."""
     if node.op != CONTRACT or node.bound:
         return False
     return all(len(set(a.axes)) == len(a.axes) for a in node.args)
 
 
 def is_cast(g: EGraph, cls: int) -> bool:
-    """Whether a class is another floating-point class in another dtype."""
+    """Return True if a class is another floating-point class in another dtype."""
     node = node_of(g, cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return False
@@ -174,38 +169,13 @@ def is_cast(g: EGraph, cls: int) -> bool:
 
 
 def as_stored(g: EGraph, ref: Ref) -> Ref:
-    """What an exact cast to f32 widens: a kernel widens what it reads by itself."""
+    """Return the value that an exact cast to f32 widens: a kernel widens what it reads."""
     found = unwidened(g, ref)
     return found if g.classes[found.cls].dtype in HALF else ref
 
 
-def depends(g: EGraph, cls: int, on: int) -> bool:
-    """Whether a class is computed from another; operands have smaller numbers than their users."""
-    stack, seen = [cls], set()
-    while stack:
-        c = stack.pop()
-        if c == on:
-            return True
-        if c > on and c not in seen:
-            seen.add(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    return False
-
-
-def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
-    """Some classes and all they are computed from."""
-    stack = list(classes)
-    seen = set(stack)
-    while stack:
-        for a in node_of(g, stack.pop()).args:
-            if a.cls not in seen:
-                seen.add(a.cls)
-                stack.append(a.cls)
-    return seen
-
-
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
-    """Whether a sum is among what a class is computed from."""
+    """Return True if a sum is among what a class is computed from."""
     order, stack = [], [cls]
     while stack:
         c = stack.pop()
@@ -239,7 +209,7 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
 
 def _is_of_value(g: EGraph, m: Normed) -> bool:
     """Whether the row factors are computed from the value, not from what it is a multiple of."""
-    return any(depends(g, f.cls, m.x.cls) for f in m.scale)
+    return any(depends(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 
 def _side(
@@ -284,14 +254,14 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 def _value(
     g: EGraph, parts: list[OperandPart], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
-    """The one factor x of all parts that have any, or why there is none."""
+    """Return the one factor x of all parts that have any, or why there is none."""
     found: set[Ref] = set()
     for p in parts:
         mine = [f for f in p.factors if set(f.axes) & bound]
         if rows:
             mine = [f for f in mine if set(f.axes) & rows]
         else:
-            mine = [f for f in mine if any(depends(g, s.cls, f.cls) for s in scaled)]
+            mine = [f for f in mine if any(depends(g, s.cls, (f.cls,)) for s in scaled)]
         if len(mine) > 1:
             partial = any(set(f.axes) < bound | rows for f in mine)
             return "the norm is not over the contracted axes alone" if partial else None
@@ -327,7 +297,7 @@ def _collect(
     dtypes = {g.classes[a.cls].dtype for a in node.args}
     if len(dtypes) != 1:
         return "the operands of the product have two dtypes"
-    if any(depends(g, f.cls, x.cls) for c in gain for f in c.columns):
+    if any(depends(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
         return "the statistics run over an axis that stays"
     (scale,) = scales
     opened = frozenset(opener.opened - {x.cls})
@@ -336,7 +306,7 @@ def _collect(
 
 
 def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> str | None:
-    """The reason if a norm is there behind an elementwise function."""
+    """Return the reason if a norm is there behind an elementwise function."""
     stack, seen = [a], {a}
     while stack and len(seen) < 4 * MAX_PARTS:
         ref = stack.pop()
@@ -361,11 +331,11 @@ def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bo
 
 
 def _other_axis(g: EGraph, parts: list[OperandPart], bound: set[int], rows: set[int]) -> str | None:
-    """The reason if a column factor is a statistic of the value over an axis that stays."""
+    """Return the reason if a column factor is a statistic of the value over an axis that stays."""
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]
-        if len(full) == 1 and any(depends(g, c.cls, full[0].cls) for c in columns):
+        if len(full) == 1 and any(depends(g, c.cls, (full[0].cls,)) for c in columns):
             return "the statistics run over an axis that stays"
         if len(full) > 1 and any(set(f.axes) < bound | rows for f in full):
             return "the norm is not over the contracted axes alone"

@@ -1,4 +1,4 @@
-"""Row algebra and epilogues of a normalised product as programs over its sums (a face).
+"""Row algebra and epilogues of a normalised product as programs over its sums.
 
 The terms between the sums and the results are evaluated as they are written. What the sums are is
 found by algebra: `Σ_k (a·x + b)(c·x + d)` with a, b, c, d of the rows alone is a polynomial in
@@ -7,7 +7,7 @@ found by algebra: `Σ_k (a·x + b)(c·x + d)` with a, b, c, d of the rows alone 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -15,25 +15,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.codegen.step_evaluation import elementwise
+from symjax_rewrite.ir.dataflow import depends, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
+from symjax_rewrite.ir.step_program import Handler, Step, StepProgram, place_in, run
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Opener,
     as_stored,
     is_cast,
     is_product,
-    over,
 )
 from symjax_rewrite.pallas_kernels.norm.spec import RowSums
 
 CENTRE, SUM, SQUARES = "centre", "sum", "squares"
-Step = tuple[str, Any, tuple[int, ...], str]  # kind, data, earlier steps, dtype
 
 
 @dataclass(slots=True)
-class ProgramBuilder:
+class ProgramBuilder(StepProgram):
     """Steps over the sums of one contraction of x, whose slots `contracted` are summed.
 
     count: elements of those. centred: x's mean is taken from it. operands: by kind ("rows",
@@ -45,39 +44,26 @@ class ProgramBuilder:
     contracted: tuple[int, ...]
     count: int
     centred: bool
-    steps: list[Step] = field(default_factory=list)
-    number: dict[Any, int] = field(default_factory=dict)
+    number: dict[Ref, int] = field(default_factory=dict)
     operands: dict[str, list[Ref]] = field(
         default_factory=lambda: {"rows": [], "ends": [], "fulls": []}
     )
 
-    def step(self, kind: str, data: Any, args: tuple[int, ...] = (), dtype: str = "") -> int:
-        """The number of a step; equal steps are one."""
-        entry = (kind, data, args, dtype)
-        key = ("step", *entry[:1], repr(data), *entry[2:])
-        if key not in self.number:
-            self.number[key] = len(self.steps)
-            self.steps.append(entry)
-        return self.number[key]
-
     def operand(self, kind: str, ref: Ref) -> int:
-        """The step that reads an operand."""
-        known, ref = self.operands[kind], as_stored(self.g, ref)
-        if ref not in known:
-            known.append(ref)
-        return self.step(kind, known.index(ref))
+        """Return the step that reads an operand."""
+        return self.add(kind, place_in(self.operands[kind], as_stored(self.g, ref)))
 
     def constant(self, value: float) -> int:
-        return self.step("const", float(value))
+        return self.add("const", float(value))
 
     def times(self, *args: int) -> int:
-        """The product of steps; 0 and 1 are recognised."""
+        """Return the product of steps; 0 and 1 are recognised."""
         kept = [a for a in args if not self.equals(a, 1.0)]
         if any(self.equals(a, 0.0) for a in kept):
             return self.constant(0)
         if not kept:
             return self.constant(1)
-        return kept[0] if len(kept) == 1 else self.step("times", None, tuple(sorted(kept)))
+        return kept[0] if len(kept) == 1 else self.add("times", None, tuple(sorted(kept)))
 
     def plus(self, *terms: tuple[float, int]) -> int:
         """Σ coefficient·step, like steps collected; a sum that cancels exactly is 0."""
@@ -90,21 +76,21 @@ class ProgramBuilder:
             return self.constant(0)
         if len(kept) == 1 and kept[0][0] == 1:
             return kept[0][1]
-        return self.step("plus", tuple(c for c, _ in kept), tuple(a for _, a in kept))
+        return self.add("plus", tuple(c for c, _ in kept), tuple(a for _, a in kept))
 
     def equals(self, a: int, value: float) -> bool:
-        """Whether a step is this constant."""
+        """Return True if a step is this constant."""
         kind, data, _, _ = self.steps[a]
         return kind == "const" and data == value
 
     def is_of_mean(self, a: int) -> bool:
-        """Whether a step is computed of x's mean and constants alone."""
+        """Return True if a step is computed of x's mean and constants alone."""
         kind, data, args, _ = self.steps[a]
         combines = kind in ("times", "plus") or (kind == "apply" and data[0] in (ADD, CONTRACT))
         return kind in (CENTRE, "const") or (combines and all(map(self.is_of_mean, args)))
 
     def row(self, ref: Ref) -> int:
-        """A value of the rows, over x's slots."""
+        """Return a value of the rows, over x's slots."""
         if ref not in self.number:
             self.number[ref] = self._row(ref)
         return self.number[ref]
@@ -118,32 +104,20 @@ class ProgramBuilder:
             return self.operand("rows", ref) if made is None else made
         if node.op not in (MAP, ADD) and not is_product(node):
             return self.operand("rows", ref)
-        if not self.reads_statistics(ref.cls):
+        if not depends(self.g, ref.cls, (self.x.cls,)):
             return self.operand("rows", ref)
         args = [self.row(over(ref, a)) for a in node.args]
         if node.op == ADD and len(args) == 1 and self._is_mean(node, args[0]):
-            return self.step(CENTRE, None)
+            return self.add(CENTRE, None)
         return self.apply(node, args, dtype)
 
     def apply(self, node: Node, args: list[int], dtype: str) -> int:
-        """An elementwise node on steps."""
+        """Return an elementwise node on steps."""
         dtypes = tuple(self.g.classes[a.cls].dtype for a in node.args)
-        return self.step("apply", (node.op, node.attr, dtypes), tuple(args), dtype)
-
-    def reads_statistics(self, cls: int) -> bool:
-        """Whether a class of the rows is computed from a sum over x."""
-        stack, seen = [cls], set()
-        while stack:
-            c = stack.pop()
-            if c == self.x.cls:
-                return True
-            if c > self.x.cls and c not in seen:
-                seen.add(c)
-                stack.extend(a.cls for a in node_of(self.g, c).args)
-        return False
+        return self.add("apply", (node.op, node.attr, dtypes), tuple(args), dtype)
 
     def _is_mean(self, node: Node, arg: int) -> bool:
-        total = self.plus((self.count, self.step(CENTRE, None)))
+        total = self.plus((self.count, self.add(CENTRE, None)))
         scale = node.attr[0]
         return self.centred and arg == total and abs(scale * self.count - 1) < 1e-6
 
@@ -158,14 +132,14 @@ class ProgramBuilder:
             return None
         scale = self.times(*(b for a, b in linear if self.equals(a, 0.0)))
         zero, count = self.constant(0), float(self.count)
-        total = zero if self.centred else self.step("sides", SUM)
+        total = zero if self.centred else self.add("sides", SUM)
         if not slopes:  # a sum over other indices than x's, maybe
             return self.plus((float(prod(int(str(n)) for n in node.bound)), scale))
         if len(slopes) == 1:
             (a, b) = slopes[0]
             return self.plus((1, self.times(scale, a, total)), (count, self.times(scale, b)))
         (a, b), (c, d) = slopes
-        squares = self.step("sides", SQUARES)
+        squares = self.add("sides", SQUARES)
         return self.plus(
             (1, self.times(scale, a, c, squares)),
             (1, self.times(scale, a, d, total)),
@@ -174,7 +148,7 @@ class ProgramBuilder:
         )
 
     def _factors(self, ref: Ref, bound: set[int]) -> list[Ref]:
-        """The factors of a summand, products opened and casts looked through."""
+        """Return the factors of a summand, products opened and casts looked through."""
         node = node_of(self.g, ref.cls)
         if ref.cls == self.x.cls or not set(ref.axes) & bound:
             return [ref]
@@ -199,11 +173,11 @@ class ProgramBuilder:
                 return None
         a = self.plus(*slope)
         if self.centred:
-            start.append((1, self.times(a, self.step(CENTRE, None))))
+            start.append((1, self.times(a, self.add(CENTRE, None))))
         return a, self.plus(*start)
 
     def _is_x(self, ref: Ref, node: Node, value: Ref) -> bool:
-        """Whether a factor of a sum is x itself, read along the rows and summed as contracted."""
+        """Return True if a factor of a sum is x itself, summed as it is contracted."""
         if value.cls != self.x.cls or len(set(value.axes)) < len(value.axes):
             return False
         for slot, i in enumerate(value.axes):
@@ -213,80 +187,41 @@ class ProgramBuilder:
                 return False
         return len(node.bound) == len(self.contracted)
 
-    def prune(self, roots: tuple[int, ...]) -> tuple[list[Step], tuple[int, ...]]:
-        """The steps that some numbers need, renumbered."""
-        needed, stack = set(), list(roots)
-        while stack:
-            a = stack.pop()
-            if a not in needed:
-                needed.add(a)
-                stack.extend(self.steps[a][2])
-        order = sorted(needed)
-        to = {a: n for n, a in enumerate(order)}
-        steps = [
-            (kind, data, tuple(to[a] for a in args), dtype)
-            for kind, data, args, dtype in (self.steps[a] for a in order)
-        ]
-        return steps, tuple(to[r] for r in roots)
-
 
 def program(
-    steps: list[Step], root: int, primitives: dict[str, Any], sides: tuple[str, ...]
+    steps: Sequence[Step], root: int, primitives: dict[str, Any], sides: tuple[str, ...]
 ) -> Callable[[RowSums], Any]:
-    """The steps as a function of the sums; values broadcast to [m, n]."""
+    """Return the steps as a function of the sums; values broadcast to [m, n]."""
 
-    def run(s: RowSums) -> Any:
-        made: list[Any] = []
+    def finish(s: RowSums) -> Any:
         total = s.centre.dtype
-        for kind, data, args, dtype in steps:
-            xs = [made[a] for a in args]
-            if kind == "const":
-                made.append(np.asarray(data, total))
-            elif kind == CENTRE:
-                made.append(s.centre)
-            elif kind == "sides":
-                made.append(s.sides[sides.index(data)])
-            elif kind == "product":
-                made.append(s.products[data])
-            elif kind == "column":
-                made.append(s.columns[data[0]][data[1]])
-            elif kind in ("rows", "ends", "fulls"):
-                made.append(getattr(s, kind)[data].astype(total))
-            elif kind == "times":
-                made.append(_product(xs))
-            elif kind == "plus":
-                made.append(_sum(data, xs, total))
-            elif kind == "cast":
-                made.append(xs[0].astype(np.dtype(dtype)).astype(total))
-            else:
-                made.append(_apply(data, xs, dtype, primitives))
+
+        def applied(what: tuple, args: list[Any], dtype: str) -> Any:
+            dtypes = map(np.dtype, what[2])  # as written
+            xs = [jnp.asarray(x).astype(t) for x, t in zip(args, dtypes, strict=True)]
+            return elementwise(what[:2], xs, dtype, primitives)
+
+        def read(kind: str) -> Handler:
+            return lambda number, args, dtype: getattr(s, kind)[number].astype(total)
+
+        def sums(op: str) -> Handler:
+            return lambda data, args, dtype: elementwise((op, data), args, total, primitives)
+
+        made = run(
+            steps,
+            {
+                "const": lambda value, args, dtype: np.asarray(value, total),
+                CENTRE: lambda data, args, dtype: s.centre,
+                "sides": lambda name, args, dtype: s.sides[sides.index(name)],
+                "product": lambda number, args, dtype: s.products[number],
+                "column": lambda place, args, dtype: s.columns[place[0]][place[1]],
+                "times": sums(CONTRACT),
+                "plus": sums(ADD),
+                "cast": lambda data, args, dtype: args[0].astype(np.dtype(dtype)).astype(total),
+                "apply": applied,
+            }
+            | {kind: read(kind) for kind in ("rows", "ends", "fulls")},
+        )
         return made[root]
 
-    return run
-
-
-def _product(xs: list[Any]) -> Any:
-    out = xs[0]
-    for x in xs[1:]:
-        out = out * x
-    return out
-
-
-def _sum(coefficients: tuple, xs: list[Any], dtype: Any) -> Any:
-    out: Any = None
-    for c, x in zip(coefficients, xs, strict=True):
-        term = x if c == 1 else x * np.asarray(c, dtype)
-        out = term if out is None else out + term
-    return out
-
-
-def _apply(what: tuple, args: list[Any], dtype: str, primitives: dict[str, Any]) -> Any:
-    """An elementwise node as written, in its own dtypes."""
-    op, attr, dtypes = what
-    xs = [jnp.asarray(x).astype(np.dtype(t)) for x, t in zip(args, dtypes, strict=True)]
-    if op == ADD:
-        literals = tuple(1 if c == 1 else term_lowering.literal(c, dtype) for c in attr)
-        return _sum(literals, xs, np.dtype(dtype))
-    if op == CONTRACT:
-        return _product(xs)
-    return term_lowering.in_kernel(attr, xs, dtype, primitives)
+    return finish

@@ -17,9 +17,10 @@ from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.errors import KernelError
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, depends, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
 from symjax_rewrite.ir.term import (
     ADD,
     CONCAT,
@@ -42,8 +43,6 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
     Normed,
     Shift,
-    cone,
-    depends,
     normal_form,
 )
 from symjax_rewrite.kernel_selection.norms.row_statistics import (
@@ -161,7 +160,7 @@ class _NormSelection:
         size = lambda c: itemsize(t.graph.classes[c].dtype) * _elements(t, c)  # noqa: E731
         value = itemsize(members[0].dtype) * _elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
-        own = any(depends(t.graph, r.cls, x) for r in factors)
+        own = any(depends(t.graph, r.cls, (x,)) for r in factors)
         norm = (size(x) + value) / d.bytes_per_s + d.launch_s if own else 0.0
         again = _read_elsewhere(t, need, members[0], made)
         before, after = norm, norm if again else 0.0
@@ -170,7 +169,7 @@ class _NormSelection:
             before += sum(self._written(t, p, value, size) for p in parts)
             work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts) / KERNEL_SHARE
             after += max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
-            rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, x)}
+            rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, (x,))}
             after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
@@ -289,20 +288,14 @@ class _NormBuilder:
         self.given: list[tuple[tuple[Column, ...] | None, int]] = []
 
     def column(self, terms: tuple[Column, ...]) -> int:
-        if terms not in self.columns:
-            self.columns.append(terms)
-        return self.columns.index(terms)
+        return place_in(self.columns, terms)
 
     def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
         """The step of `Σ_k terms·W_k` (None: γ·W_k), computed before or inside the kernel."""
         if self.folded:
-            if (terms, k) not in self.given:
-                self.given.append((terms, k))
-            return self.program.step("given", self.given.index((terms, k)))
+            return self.program.add("given", place_in(self.given, (terms, k)))
         number = None if terms is None else self.column(terms)
-        if number not in self.sums:
-            self.sums.append(number)
-        return self.program.step("column", (self.sums.index(number), k))
+        return self.program.add("column", (place_in(self.sums, number), k))
 
     def part(self) -> NormPart | str:
         m, b = self.first, self.program
@@ -314,15 +307,15 @@ class _NormBuilder:
         gain = None if trivial or self.folded else self.column(m.gain)
         made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
         root = self.exit.build(b, made)
-        steps, (root,) = b.prune((root,))
-        used = {data for kind, data, _, _ in steps if kind == "sides"}
+        steps, (root,) = pruned(b.steps, (root,))
+        used = {step.data for step in steps if step.kind == "sides"}
         sides = tuple(s for s in (SUM, SQUARES) if s in used)
         return self._finished(steps, root, sides, gain)
 
     def moved(self) -> int:
         """The step of what x is moved by beside its mean."""
         m, b = self.first, self.program
-        offset = [(1.0, b.step(CENTRE, None))] if b.centred else []
+        offset = [(1.0, b.add(CENTRE, None))] if b.centred else []
         for s in m.shifts:
             rest = without(s.rows, m.scale)
             if _same_columns(m, s) and rest is not None:
@@ -334,7 +327,7 @@ class _NormBuilder:
         """The step of one contraction's value, in its dtype."""
         m, b = self.first, self.program
         scale = b.times(*(b.row(r) for r in m.scale))
-        inner = [(1.0, b.step("product", k))]
+        inner = [(1.0, b.add("product", k))]
         outer: list[tuple[float, int]] = []
         for s in m.shifts:
             if not _same_columns(m, s) or without(s.rows, m.scale) is None:
@@ -345,23 +338,24 @@ class _NormBuilder:
         if not b.equals(moved, 0.0):
             inner.append((1.0, b.times(moved, self.column_sum(None, k))))
         value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
-        return b.step("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
+        return b.add("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
 
     def _result_sizes(self) -> tuple:
         return tuple(s for m in self.members for s in self.t.graph.classes[m.cls].sizes)
 
-    def _finished(self, steps: list, root: int, sides: tuple, gain: int | None) -> NormPart:
+    def _finished(
+        self, steps: tuple[Step, ...], root: int, sides: tuple, gain: int | None
+    ) -> NormPart:
         g, m, operands = self.t.graph, self.first, self.program.operands
         centred = self.program.centred
         shift = len(self.given)
-        steps = [
-            ("ends", data if kind == "given" else data + shift, args, dtype)
-            if kind in ("given", "ends")
-            else (kind, data, args, dtype)
-            for kind, data, args, dtype in steps
-        ]
+        place = {"given": 0, "ends": shift}
+        steps = tuple(
+            s._replace(kind="ends", data=s.data + place[s.kind]) if s.kind in place else s
+            for s in steps
+        )
         dtype = lambda r: g.classes[r.cls].dtype  # noqa: E731
-        key = (tuple((k, repr(d), a, t) for k, d, a, t in steps), root, sides)
+        key = (key_of(steps), root, sides)
         outputs = math.prod(int(g.classes[m.cls].sizes[i]) for i in m.ends)  # pyright: ignore[reportArgumentType]
         accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
         across, down = axes_of(m)

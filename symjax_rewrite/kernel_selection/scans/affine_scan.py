@@ -1,4 +1,4 @@
-"""From an affine loop to a scan kernel (a face).
+"""From an affine loop to a scan kernel.
 
 The body is read as index terms, where axes of size one, transpositions and broadcasts are gone. One
 carry moves as h ← a·h + b over its own indices: the kernel is given the body itself, run with pairs
@@ -9,8 +9,9 @@ is done with those (skips, gates, projections) is done for all steps after the k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,13 +19,22 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.codegen.step_evaluation import handlers
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref
+from symjax_rewrite.ir.step_program import (
+    Handler,
+    Handlers,
+    Step,
+    StepProgram,
+    key_of,
+    place_in,
+    run,
+)
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.kernel_selection.folds.epilogue import apply
 from symjax_rewrite.kernel_selection.scans.matrix_scan import (
     MIN_GAIN,
     MatrixRoute,
@@ -65,7 +75,7 @@ class AffinePair(NamedTuple):
 
 
 def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
-    """A scan, differentiated through its own steps."""
+    """Return a scan, differentiated through its own steps."""
     return scan(spec, *operands, backend=backend)
 
 
@@ -87,7 +97,7 @@ class ScanRoute:
     run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
 
     def run(self, read: Read) -> list[Any]:
-        """What the loop gives, made by the kernel."""
+        """Return the results of the loop, computed by the kernel."""
         loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
         final = self.advance(known, steps, read)
@@ -119,7 +129,7 @@ class ScanRoute:
 
 
 def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """A scan kernel for a loop, or why there is none.
+    """Return a scan kernel for a loop, or why there is none.
 
     Args:
         loop: a clean loop of a known number of steps.
@@ -140,7 +150,7 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
 def scan_of(
     loop: Loop, kernels: str, device: str, beside_s: float = 0.0
 ) -> tuple[ScanRoute | None, str]:
-    """A loop of one affine carry as a scan kernel where one is best, and why.
+    """Return a loop of one affine carry as a scan kernel where one is best, and why.
 
     Args:
         loop: a loop; `kernels` and `device` as for `route_loop`.
@@ -175,7 +185,7 @@ def scan_of(
 def route_differentiated(
     loop: Loop, kernels: str, device: str
 ) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """A kernel for a loop that is to be differentiated in reverse mode, or why there is none.
+    """Return a kernel for a loop that is differentiated in reverse mode, or why there is none.
 
     What is read as terms is without rules of derivatives: a body that has any is left.
     """
@@ -214,13 +224,13 @@ class _ScanBuilder:
     def route(
         self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
     ) -> ScanRoute:
-        """The loop as a scan that was built."""
+        """Return the loop as a scan that was built."""
         return ScanRoute(
             self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
         )
 
     def build(self) -> ScanSpec:
-        """The scan, with where its operands come from, what it gives and what is made of that."""
+        """Return the scan; note its operands, its readouts and the equations after it."""
         loop = self.loop
         groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
@@ -243,8 +253,8 @@ class _ScanBuilder:
         self.carry = start.cls
         self.indices = start.axes
         names = tuple(f"s{i}" for i in range(len(sizes)))
-        number = None if is_zero(carry.start) else self._operand(start)
-        coefficients = self._program(out, None)
+        number = None if is_zero(carry.start) else self.operand(start)
+        coefficients = self._steps([out], None).coefficients()
         self._read_results(out)
         return ScanSpec(
             sizes=((TIME, loop.length), *zip(names, numbers, strict=True)),
@@ -293,8 +303,8 @@ class _ScanBuilder:
         if why is not None and written > MAX_GROWTH * given:
             raise why
 
-    def _operand(self, ref: Ref) -> int:
-        """The number of a leaf's operand, read over the indices of the state."""
+    def operand(self, ref: Ref) -> int:
+        """Return the number of a leaf's operand, read over the indices of the state."""
         v = self.t.leaf_value[ref.cls]
         view = self.t.view(v)
         slot_index = dict(enumerate(ref.axes))
@@ -305,12 +315,10 @@ class _ScanBuilder:
             raise NotAScanError("an operand has an axis that the states have not")
         steps = v in self.loop.sources or v in self.loop.counters
         axes = (*[TIME] * steps, *[f"s{i}" for i in order])
-        if (v, axes) not in self.operands:
-            self.operands.append((v, axes))
-        return self.operands.index((v, axes))
+        return place_in(self.operands, (v, axes))
 
-    def _counted(self, ref: Ref) -> tuple[int, int] | int | None:
-        """A counter as its start and step, or as the only step where it holds."""
+    def counted(self, ref: Ref) -> tuple[int, int] | int | None:
+        """Return a counter as its start and step, or as the only step where it holds."""
         numbers = self.loop.counters.get(self.t.leaf_value[ref.cls])
         if numbers is None or numbers.size != self.loop.length or numbers.dtype.kind not in "iub":
             return None
@@ -322,52 +330,14 @@ class _ScanBuilder:
         even = [first + k * step for k in range(len(numbers))] == numbers.tolist()
         return (first, step) if even and max(abs(first), abs(int(numbers[-1]))) < 1 << 31 else None
 
-    def _program(self, ref: Ref, after: Ref | None) -> ScanProgram:
-        """The term as a program of operands; `after` is the state it may read."""
-        steps: list[tuple] = []
-        known: dict[Ref, int] = {}
-        reads: list[int] = []
-        self._steps(ref, after, steps, known, reads)
-        key = ("scan", after is None, tuple((k, repr(d), a, x) for k, d, a, x in steps))
-        run = _coefficients if after is None else _reading
-        return ScanProgram(run(steps, self.t.primitives), tuple(reads), key=key)
-
-    def _steps(
-        self, ref: Ref, after: Ref | None, steps: list, known: dict[Ref, int], reads: list[int]
-    ) -> int:
-        """Number of the step that computes a reference over the state's indices."""
-        if ref in known:
-            return known[ref]
-        g = self.t.graph
-        node, dtype = node_of(g, ref.cls), g.classes[ref.cls].dtype
-        kind, data, args = "", None, ()
-        if after is not None and ref == after:
-            kind = "after"
-        elif ref.cls == self.carry:
-            if ref.axes != self.indices:
-                raise NotAScanError("states are read with their axes turned")
-            kind = "before"
-        elif node.op == CONST:
-            kind, data = "const", node.attr[0]
-        elif node.op == LEAF and (counted := self._counted(ref)) is not None:
-            kind, data = "count", counted
-        elif node.op == LEAF:
-            number = self._operand(ref)
-            if number not in reads:
-                reads.append(number)
-            kind, data = "value", reads.index(number)
-        elif node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
-            inner = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
-            args = tuple([self._steps(a, after, steps, known, reads) for a in inner])
-            kind, data = "apply", (node.op, node.attr)
-        else:
-            raise NotAScanError(f"{node.op} inside a step")
-        steps.append((kind, data, args, dtype))
-        known[ref] = len(steps) - 1
-        return known[ref]
+    def _steps(self, refs: list[Ref], after: Ref | None) -> _ScanSteps:
+        """Return the steps that compute some terms; `after` is the state they may read."""
+        made = _ScanSteps(self, after)
+        made.roots = tuple([made.build(ref) for ref in refs])
+        return made
 
     def _readout(self, y: int, out: Ref) -> Readout:
-        """A result of every step as a sum over axes of the state."""
+        """Return a result of every step as a sum over axes of the state."""
         view, g = self.t.view(y), self.t.graph
         dtype = g.classes[view.cls].dtype
         node = node_of(g, view.cls)
@@ -384,7 +354,7 @@ class _ScanBuilder:
             raise NotAScanError("a result, or what it sums, is the same along an axis")
         turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
         after = Ref(out.cls, out.axes)
-        program = self._product(turned, after, dtype)
+        program = self._steps(turned, after).product(dtype).reading()
         factor = self._factor(self._factors(turned, after), after) if bound else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
         left = tuple(f"s{place[i]}" for i in range(width))
@@ -404,94 +374,142 @@ class _ScanBuilder:
                 continue
             node = node_of(self.t.graph, ref.cls)
             if node.op in (MAP, ADD, CONTRACT) and not node.bound:
-                stack += [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
+                stack += [over(ref, a) for a in node.args]
         wanted = {i for ref in tops for i in ref.axes}
         if not wanted <= set(found) or len(set(found.values())) != len(found):
             raise NotAScanError("a result has an axis that the states have not")
         return found
 
-    def _product(self, refs: list[Ref], after: Ref, dtype: str) -> ScanProgram:
-        """The product of some terms as one program."""
-        steps: list[tuple] = []
-        known: dict[Ref, int] = {}
-        reads: list[int] = []
-        numbers = tuple(self._steps(r, after, steps, known, reads) for r in refs)
-        steps.append(("apply", (CONTRACT, None), numbers, dtype))
-        key = ("scan", False, tuple((k, repr(d), a, x) for k, d, a, x in steps))
-        return ScanProgram(_reading(steps, self.t.primitives), tuple(reads), key=key)
-
     def _factors(self, refs: list[Ref], after: Ref) -> list[Ref]:
-        """What a product is of, where some of its operands are products themselves."""
+        """Return the factors of a product whose operands may be products themselves."""
         found, classes = [], self.t.graph.classes
         for ref in refs:
             node = node_of(self.t.graph, ref.cls)
             dtypes = {classes[a.cls].dtype for a in (ref, *node.args)}
             if node.op == CONTRACT and not node.bound and ref != after and len(dtypes) == 1:
-                inner = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args]
+                inner = [over(ref, a) for a in node.args]
                 found += self._factors(inner, after)
             else:
                 found.append(ref)
         return found
 
     def _factor(self, refs: list[Ref], after: Ref) -> ScanProgram | None:
-        """What the state after a step is multiplied by, where a product is that."""
+        """Return the factor of the state after a step, where a product has one such operand."""
         rest = [r for r in refs if r != after]
         dtypes = {self.t.graph.classes[r.cls].dtype for r in refs}
         if len(rest) != len(refs) - 1 or not rest or len(dtypes) > 1:
             return None
-        steps: list[tuple] = []
-        known: dict[Ref, int] = {}
-        reads: list[int] = []
-        numbers = tuple(self._steps(r, after, steps, known, reads) for r in rest)
-        if any(kind in ("before", "after") for kind, *_ in steps):
+        steps = self._steps(rest, after)
+        if any(step.kind in ("before", "after") for step in steps.steps):
             return None
-        steps.append(("apply", (CONTRACT, None), numbers, dtypes.pop()))
-        key = ("factor", tuple((k, repr(d), a, x) for k, d, a, x in steps))
-        run = _reading(steps, self.t.primitives)
-        factor = lambda values, t: run((None, None), values, t)  # noqa: E731
-        return ScanProgram(factor, tuple(reads), key=key)
+        return steps.product(dtypes.pop()).factor()
 
 
-def _coefficients(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:
-    """The steps as `fun(values, t) -> (a, b)`."""
+@dataclass(slots=True)
+class _ScanSteps(StepProgram):
+    """Steps over the indices of a state.
 
-    def run(values: tuple, t: Any) -> tuple[Any, Any]:
-        made: list[AffinePair] = []
-        dtype = steps[-1][3]
-        for kind, data, args, dtype in steps:
-            if kind == "before":
-                made.append(AffinePair(np.ones((), dtype), None))
-            elif kind == "const":
-                made.append(AffinePair(None, np.asarray(data).astype(np.dtype(dtype))))
-            elif kind == "value":
-                made.append(AffinePair(None, values[data]))
-            elif kind == "count":
-                made.append(AffinePair(None, _count(data, t, dtype)))
-            else:
-                made.append(_apply_pairs(data, [made[a] for a in args], dtype, primitives))
-        zero = np.zeros((), dtype)
-        a, b = (zero if x is None else x for x in made[-1])
+    after: the state after the step, where it may be read. number: step of a reference. reads:
+    operands, by number. roots: steps of what was asked for.
+    """
+
+    scan: _ScanBuilder
+    after: Ref | None
+    number: dict[Ref, int] = field(default_factory=dict)
+    reads: list[int] = field(default_factory=list)
+    roots: tuple[int, ...] = ()
+
+    def build(self, ref: Ref) -> int:
+        """Return the number of the step that computes a reference."""
+        if ref not in self.number:
+            dtype = self.scan.t.graph.classes[ref.cls].dtype
+            self.number[ref] = self.add(*self._step(ref), dtype)
+        return self.number[ref]
+
+    def _step(self, ref: Ref) -> tuple[str, Any, tuple[int, ...]]:
+        scan, node = self.scan, node_of(self.scan.t.graph, ref.cls)
+        if self.after is not None and ref == self.after:
+            return "after", None, ()
+        if ref.cls == scan.carry:
+            if ref.axes != scan.indices:
+                raise NotAScanError("states are read with their axes turned")
+            return "before", None, ()
+        if node.op == CONST:
+            return "const", node.attr[0], ()
+        if node.op == LEAF and (counted := scan.counted(ref)) is not None:
+            return "count", counted, ()
+        if node.op == LEAF:
+            return "value", place_in(self.reads, scan.operand(ref)), ()
+        if node.op in (MAP, ADD) or (node.op == CONTRACT and not node.bound):
+            args = tuple([self.build(over(ref, a)) for a in node.args])
+            return "apply", (node.op, node.attr), args
+        raise NotAScanError(f"{node.op} inside a step")
+
+    def product(self, dtype: str) -> _ScanSteps:
+        """Add the product of what was asked for as the last step."""
+        self.add("apply", (CONTRACT, None), self.roots, dtype)
+        return self
+
+    def coefficients(self) -> ScanProgram:
+        """Return the last step as `fun(values, t) -> (a, b)`."""
+        return self._as(_coefficients(self.steps, self.scan.t.primitives), ("scan", True))
+
+    def reading(self) -> ScanProgram:
+        """Return the last step as `fun((before, after), values, t)`."""
+        return self._as(_reading(self.steps, self.scan.t.primitives), ("scan", False))
+
+    def factor(self) -> ScanProgram:
+        """Return the last step, which reads no state, as `fun(values, t)`."""
+        fun = _reading(self.steps, self.scan.t.primitives)
+        return self._as(lambda values, t: fun((None, None), values, t), ("factor",))
+
+    def _as(self, fun: Callable[..., Any], kind: tuple) -> ScanProgram:
+        return ScanProgram(fun, tuple(self.reads), key=(*kind, key_of(self.steps)))
+
+
+def _operands(values: tuple, t: Any, primitives: dict[str, Any], **states: Any) -> Handlers:
+    """Return handlers of steps that read operands and step numbers."""
+    return handlers(
+        primitives,
+        value=lambda number, args, dtype: values[number],
+        count=lambda counted, args, dtype: _count(counted, t, dtype),
+        **states,
+    )
+
+
+def _coefficients(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
+    """Return the steps as `fun(values, t) -> (a, b)`."""
+
+    def fun(values: tuple, t: Any) -> tuple[Any, Any]:
+        free = _operands(values, t, primitives)
+
+        def unmoved(handler: Handler) -> Handler:
+            return lambda data, args, dtype: AffinePair(None, handler(data, args, dtype))
+
+        pairs = {kind: unmoved(handler) for kind, handler in free.items()}
+        pairs["before"] = lambda data, args, dtype: AffinePair(np.ones((), dtype), None)
+        pairs["apply"] = partial(_apply_pairs, free["apply"])
+        zero = np.zeros((), steps[-1].dtype)
+        a, b = (zero if x is None else x for x in run(steps, pairs)[-1])
         return a, b
 
-    return run
+    return fun
 
 
 def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
-    """A counter at the steps of these numbers."""
+    """Return a counter at the steps of these numbers."""
     if isinstance(counted, int):
         return t == counted
     first, step = counted
     return (first + step * t).astype(dtype)
 
 
-def _apply_pairs(
-    what: tuple, args: list[AffinePair], dtype: str, primitives: dict[str, Any]
-) -> AffinePair:
-    """A term of a·h + b's: sums and products with what has no h go through both."""
+def _apply_pairs(handler: Handler, what: tuple, args: list[AffinePair], dtype: str) -> AffinePair:
+    """Return a term of a·h + b's: sums and products with what has no h go through both."""
     op, attr = what
 
     def of(values: list[Any]) -> Any:
-        return apply(what, values, dtype, primitives)
+        return handler(what, values, dtype)
 
     if all(p.a is None for p in args):
         return AffinePair(None, of([p.b for p in args]))
@@ -508,25 +526,13 @@ def _apply_pairs(
     return AffinePair(slope, None if any(p.b is None for p in args) else of([p.b for p in args]))
 
 
-def _reading(steps: list[tuple], primitives: dict[str, Any]) -> Callable[..., Any]:
-    """The steps as `fun((before, after), values, t)`."""
+def _reading(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable[..., Any]:
+    """Return the steps as `fun((before, after), values, t)`."""
 
-    def run(states: tuple, values: tuple, t: Any) -> Any:
-        before, after = states
-        made: list[Any] = []
-        for kind, data, args, dtype in steps:
-            if kind == "before":
-                made.append(before.astype(dtype))
-            elif kind == "after":
-                made.append(after.astype(dtype))
-            elif kind == "const":
-                made.append(np.asarray(data).astype(np.dtype(dtype)))
-            elif kind == "value":
-                made.append(values[data])
-            elif kind == "count":
-                made.append(_count(data, t, dtype))
-            else:
-                made.append(apply(data, [made[a] for a in args], dtype, primitives))
-        return made[-1]
+    def fun(states: tuple, values: tuple, t: Any) -> Any:
+        def state(k: int) -> Any:
+            return lambda data, args, dtype: states[k].astype(dtype)
 
-    return run
+        return run(steps, _operands(values, t, primitives, before=state(0), after=state(1)))[-1]
+
+    return fun

@@ -20,7 +20,14 @@ from symjax_rewrite.kernel_selection.scans.matrix_scan import (
     run_steps,
     stacked_result,
 )
-from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, Group, describe, groups_of
+from symjax_rewrite.loops.carry_dependence import (
+    DIAGONAL,
+    SUM,
+    Group,
+    dependencies,
+    describe,
+    groups_of,
+)
 from symjax_rewrite.loops.hoisting import GROWTH, is_heavy
 from symjax_rewrite.loops.loop import Loop, Read, Source
 from symjax_rewrite.pallas_kernels.scan.cost import MOVED_BYTES_PER_S, STEP_S
@@ -183,7 +190,7 @@ class _Splitter:
 
     def _order(self) -> list[tuple[int, ...]]:
         """The parts: scans, and loops of what is ready before and after them."""
-        reads = self._reads()
+        reads = dependencies(self.loop)
         done: set[int] = set()
         waiting = [g.carries for g in self.groups]
         found: list[tuple[int, ...]] = []
@@ -205,18 +212,6 @@ class _Splitter:
                 done |= {*carries}
                 waiting.remove(carries)
         return found
-
-    def _reads(self) -> dict[int, set[int]]:
-        """For every carry, those that its next value depends on."""
-        number = {c.inner: k for k, c in enumerate(self.loop.carries)}
-        depends: dict[int, set[int]] = {v: {k} for v, k in number.items()}
-        for e in self.loop.body.equations:
-            found = [depends.get(v, set()) for v in e.invals if isinstance(v, int)]
-            depends.update(dict.fromkeys(e.outvals, set().union(*found)))
-        return {
-            k: depends.get(c.out, set()) if isinstance(c.out, int) else set()
-            for k, c in enumerate(self.loop.carries)
-        }
 
     def _parts(self, pieces: list[CarryGroup]) -> dict[int, int]:
         """The part that every value is made in: the last one that it depends on."""

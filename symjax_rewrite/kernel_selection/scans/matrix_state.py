@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.loops.carry_dependence import holds
 from symjax_rewrite.loops.loop import Loop
@@ -329,7 +329,7 @@ class StateReader:
             node = node_of(self.t.graph, ref.cls)
             mixed = inner & set(ref.axes) and set(ref.axes) - inner
             mixed = mixed and node.op in (ADD, CONTRACT, MAP) and not node.bound
-            args = [Ref(a.cls, tuple(ref.axes[i] for i in a.axes)) for a in node.args if mixed]
+            args = [over(ref, a) for a in node.args if mixed]
             if mixed and node.op == CONTRACT:
                 stack += args
             elif mixed and node.op == ADD and len(args) == 1:
