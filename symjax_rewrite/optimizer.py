@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite import jax_internals, policy
+from symjax_rewrite.added_passes import AddedPass, with_added
 from symjax_rewrite.candidates import (
     Candidate,
     Context,
@@ -139,7 +140,7 @@ class Optimiser:
         passes: Sequence[Pass] | None = None,
     ) -> None:
         self.options, self.rules, self.device = options, rules, device
-        self.passes = PASSES if passes is None else passes
+        self.passes = with_added(rules.added, PASSES) if passes is None else passes
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
 
@@ -214,7 +215,10 @@ class _Run:
         """Run the passes."""
         result = self.result
         for each in passes:
+            before = self.program
             self._run(each)
+            if isinstance(each, AddedPass) and self.program is not before and result.base is None:
+                result.base = before
             if each.name == LOOPS and result.base is None:
                 result.base = self.program
         if self.program is not self.first:
