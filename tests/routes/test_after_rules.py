@@ -52,7 +52,7 @@ PAIRS = normal(96, 4), normal(80, 4), positive(96)
 FOUND = [
     (scaled_logsumexp, PAIRS, "fold", ["solve_is_inverse", "contraction_order"]),
     (scaled_attention, PAIRS, "fold", ["solve_is_inverse", "contraction_order"]),
-    (scaled_kernel_sum, PAIRS, "fold", ["solve_is_inverse", "contraction_order"]),
+    (scaled_kernel_sum, PAIRS, "fold", ["solve_is_inverse"]),
     (rms_norm_by_inverse, (normal(96, 64), normal(64, 64)), "norm_linear", ["contraction_order"]),
     (decay_by_diagonal, (1 / positive(40, 8), normal(40, 8)), "scan", ["contraction_order"]),
     (decay_by_solve, (positive(40, 8), normal(40, 8)), "scan", ["solve_is_inverse"]),
