@@ -9,15 +9,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 from jax import lax
-from jax.experimental import pallas as pl
 
 from symjax_rewrite import jax_kernels
 from symjax_rewrite.cost.device_profiles import LEAST_SHARED_BYTES, known_device
 from symjax_rewrite.errors import KernelError, UsageError
+
+if TYPE_CHECKING:
+    from jax.experimental import pallas as pl
 
 OLDEST_GPU = 8.0  # compute capability
 MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
@@ -200,6 +202,8 @@ def cost_estimate(
     """
     if flops is None:
         return None
+    from jax.experimental import pallas as pl  # slow to import: not before a kernel is built
+
     moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 

@@ -1,22 +1,88 @@
-"""A tensor-program optimiser for JAX: `@sym_optimize` makes what is traced cheap to run."""
+"""A tensor-program optimiser for JAX: `@sym_optimize` makes what is traced cheap to run.
 
-from importlib.metadata import PackageNotFoundError, version
+Public names are imported on first access (PEP 562), so that `import symjax_rewrite` adds next to
+nothing to the import of JAX. The package's README.md is the map of the code.
+"""
 
-from symjax_rewrite import errors as errors
-from symjax_rewrite import testing as testing
-from symjax_rewrite.api.report import Report as Report
-from symjax_rewrite.api.sym_optimize import bisect as bisect
-from symjax_rewrite.api.sym_optimize import keep as keep
-from symjax_rewrite.api.sym_optimize import sym_optimize as sym_optimize
-from symjax_rewrite.options import Budget as Budget
-from symjax_rewrite.options import Options as Options
-from symjax_rewrite.options import disabled as disabled
-from symjax_rewrite.rewriting.rule import RulePack as RulePack
-from symjax_rewrite.rewriting.rule import axiom as axiom
-from symjax_rewrite.rewriting.rule import lemma as lemma
-from symjax_rewrite.rules import packs as packs
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-try:
-    __version__ = version("symjax_rewrite")
-except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0+uninstalled"
+if _TYPE_CHECKING:
+    from symjax_rewrite import errors as errors
+    from symjax_rewrite import testing as testing
+    from symjax_rewrite.api.report import Report as Report
+    from symjax_rewrite.api.sym_optimize import bisect as bisect
+    from symjax_rewrite.api.sym_optimize import keep as keep
+    from symjax_rewrite.api.sym_optimize import sym_optimize as sym_optimize
+    from symjax_rewrite.options import Budget as Budget
+    from symjax_rewrite.options import Options as Options
+    from symjax_rewrite.options import disabled as disabled
+    from symjax_rewrite.rewriting.rule import RulePack as RulePack
+    from symjax_rewrite.rewriting.rule import axiom as axiom
+    from symjax_rewrite.rewriting.rule import lemma as lemma
+    from symjax_rewrite.rules import packs as packs
+
+    __version__: str
+
+# Where each public name is defined; None: the name is a module.
+_HOMES = {
+    "Budget": ("options", "Budget"),
+    "Options": ("options", "Options"),
+    "Report": ("api.report", "Report"),
+    "RulePack": ("rewriting.rule", "RulePack"),
+    "axiom": ("rewriting.rule", "axiom"),
+    "bisect": ("api.sym_optimize", "bisect"),
+    "disabled": ("options", "disabled"),
+    "errors": ("errors", None),
+    "keep": ("api.sym_optimize", "keep"),
+    "lemma": ("rewriting.rule", "lemma"),
+    "packs": ("rules.packs", None),
+    "sym_optimize": ("api.sym_optimize", "sym_optimize"),
+    "testing": ("testing", None),
+}
+
+__all__ = [
+    "Budget",
+    "Options",
+    "Report",
+    "RulePack",
+    "__version__",
+    "axiom",
+    "bisect",
+    "disabled",
+    "errors",
+    "keep",
+    "lemma",
+    "packs",
+    "sym_optimize",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on its first access."""
+    if name == "__version__":
+        found: object = _version()
+    elif name in _HOMES:
+        module, attribute = _HOMES[name]
+        home = _import_module(f"{__name__}.{module}")
+        found = home if attribute is None else getattr(home, attribute)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__all__)
+
+
+def _version() -> str:
+    """Return the version of the installed distribution."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "0+uninstalled"

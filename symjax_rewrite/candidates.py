@@ -7,20 +7,69 @@ what both ways cost. It takes none of them: `policy` does. Imports `ir`, `cost` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of
-from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.replacement import Part
+from symjax_rewrite.ir.flat_program import Program, Value
+from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.ir.sizes import Assumptions, value
 from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.options import Options
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replacement:
+    """Values of a program as a function of other values: the part that most passes need.
+
+    Args:
+        gives: numbers of the values that the function returns.
+        reads: the values that it takes; none may depend on one of `gives`.
+        fun: of the arrays of `reads`; returns the array of the one value it gives, or a sequence
+            of arrays, one per value, each with the shape and dtype of its value.
+        opens: True if later passes see the operations of `fun` instead of one equation.
+        source: the equation whose name scope and source line its operations get.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from symjax_rewrite import RulePack, packs, sym_optimize
+        >>> class ExpOfLog:
+        ...     name = "exp_of_log"  # exp(log(x)) = x where x > 0: the user says where
+        ...
+        ...     def candidates(self, program, context):
+        ...         made_by = {v: e for e in program.equations for v in e.outvals}
+        ...         for e in program.equations:
+        ...             inner = made_by.get(e.invals[0]) if e.name == "exp" else None
+        ...             if inner is not None and inner.name == "log":
+        ...                 same = Replacement(e.outvals, inner.invals, lambda x: x)
+        ...                 yield Candidate(self.name, (same,))
+        >>> pack = packs.default + RulePack("mine", (ExpOfLog(),))
+        >>> f = sym_optimize(lambda x: jnp.exp(jnp.log(x)) + 1, rules=pack)
+        >>> [r.name for r in f.explain(jnp.ones(3)).rules]
+        ['exp_of_log']
+    """
+
+    gives: tuple[int, ...]
+    reads: tuple[Value, ...]
+    fun: Callable[..., Any]
+    opens: bool = True
+    source: JaxprEqn | None = None
+
+    def needs(self, value: int) -> Iterable[int]:
+        """Return the numbers of the values read to make one of those given."""
+        return [v for v in self.reads if isinstance(v, int)]
+
+    def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
+        """Return the arrays of the values wanted."""
+        made = self.fun(*map(read, self.reads))
+        all_made = made if isinstance(made, Sequence) else (made,)
+        by_value = dict(zip(self.gives, all_made, strict=True))
+        return [by_value[v] for v in wanted]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

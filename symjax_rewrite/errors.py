@@ -60,6 +60,10 @@ class RuleError(SymjaxError, ValueError):
     """A rule or rule pack is unknown, malformed, or its two sides differ."""
 
 
+class PassError(SymjaxError, RuntimeError):
+    """A pass of a rule pack raised, or proposed something that its program does not have."""
+
+
 class UnsupportedError(SymjaxError):
     """A program was kept as written where the caller set `on_unsupported="error"`."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite import jax_internals, policy
+from symjax_rewrite.added_passes import with_added
 from symjax_rewrite.candidates import (
     Candidate,
     Context,
@@ -135,7 +136,7 @@ class Optimiser:
         passes: Sequence[Pass] | None = None,
     ) -> None:
         self.options, self.rules, self.device = options, rules, device
-        self.passes = PASSES if passes is None else passes
+        self.passes = with_added(rules.added, PASSES) if passes is None else passes
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
 

@@ -28,7 +28,7 @@ LAYERS = {
     "rules": ("rules",),
     "loops": ("loops",),
     "kernel_selection": ("kernel_selection",),
-    "driver": ("passes", "optimizer"),
+    "driver": ("passes", "added_passes", "optimizer"),
     "api": ("api",),
     "testing": ("testing",),
     "door": ("__main__", "__init__"),

@@ -17,6 +17,7 @@ from jax import lax
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     Reason,
+    Support,
     check_operands,
     first_on_cuda,
     run_named,
@@ -24,16 +25,30 @@ from symjax_rewrite.pallas_kernels.backend import (
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.fold import cudnn as _library
 from symjax_rewrite.pallas_kernels.fold import reference as _reference
-from symjax_rewrite.pallas_kernels.fold import triton as _triton
 from symjax_rewrite.pallas_kernels.fold import xla as _xla
 from symjax_rewrite.pallas_kernels.fold.spec import Band, FoldSpec, one_way
+
+
+def _triton_supports(spec: Any) -> Support:
+    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    from symjax_rewrite.pallas_kernels.fold import triton
+
+    return triton.supports(spec)
+
+
+def _triton_run(*args: Any, **kwargs: Any) -> Any:
+    """Run a spec by the Triton backend."""
+    from symjax_rewrite.pallas_kernels.fold import triton
+
+    return triton.fold_triton(*args, **kwargs)
+
 
 BACKENDS = {
     b.name: b
     for b in (
         Backend("reference", None, _reference.supports, _reference.fold_reference),
         Backend("xla", None, _xla.supports, _xla.fold_xla),
-        Backend("triton", "cuda", _triton.supports, _triton.fold_triton),
+        Backend("triton", "cuda", _triton_supports, _triton_run),
         Backend("library", "cuda", _library.supports, _library.fold_library),
     )
 }

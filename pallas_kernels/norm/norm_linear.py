@@ -24,15 +24,29 @@ from symjax_rewrite.pallas_kernels.backend import (
     run_named,
 )
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
-from symjax_rewrite.pallas_kernels.norm import triton as _triton
 from symjax_rewrite.pallas_kernels.norm import xla as _xla
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
+
+
+def _triton_supports(spec: Any) -> Support:
+    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    from symjax_rewrite.pallas_kernels.norm import triton
+
+    return triton.supports(spec)
+
+
+def _triton_run(*args: Any, **kwargs: Any) -> Any:
+    """Run a spec by the Triton backend."""
+    from symjax_rewrite.pallas_kernels.norm import triton
+
+    return triton.group_triton(*args, **kwargs)
+
 
 BACKENDS = {
     b.name: b
     for b in (
         Backend("xla", None, _xla.supports, _xla.group_xla),
-        Backend("triton", "cuda", _triton.supports, _triton.group_triton),
+        Backend("triton", "cuda", _triton_supports, _triton_run),
     )
 }
 
@@ -90,6 +104,6 @@ def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tup
     elif not supports(group):
         run = plain
     else:
-        kernel = partial(_triton.group_triton, group)
+        kernel = partial(_triton_run, group)
         run = partial(lax.platform_dependent, cuda=kernel, default=plain)
     return by_definition(run, plain, *operands)

@@ -15,6 +15,7 @@ from jax import lax
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     Reason,
+    Support,
     check_operands,
     first_on_cuda,
     run_named,
@@ -22,9 +23,23 @@ from symjax_rewrite.pallas_kernels.backend import (
 from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.scan import reference as _reference
 from symjax_rewrite.pallas_kernels.scan import sequential as _turns
-from symjax_rewrite.pallas_kernels.scan import triton as _triton
 from symjax_rewrite.pallas_kernels.scan import xla as _xla
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
+
+
+def _triton_supports(spec: Any) -> Support:
+    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    from symjax_rewrite.pallas_kernels.scan import triton
+
+    return triton.supports(spec)
+
+
+def _triton_run(*args: Any, **kwargs: Any) -> Any:
+    """Run a spec by the Triton backend."""
+    from symjax_rewrite.pallas_kernels.scan import triton
+
+    return triton.scan_triton(*args, **kwargs)
+
 
 BACKENDS = {
     b.name: b
@@ -32,7 +47,7 @@ BACKENDS = {
         Backend("reference", None, _reference.supports, _reference.scan_reference),
         Backend("xla", None, _xla.supports, _xla.scan_xla),
         Backend("turns", None, _turns.supports, _turns.scan_turns),
-        Backend("triton", "cuda", _triton.supports, _triton.scan_triton),
+        Backend("triton", "cuda", _triton_supports, _triton_run),
     )
 }
 

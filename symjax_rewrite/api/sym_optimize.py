@@ -1,4 +1,8 @@
-"""The door: `sym_optimize` and what hangs on it (imports everything below)."""
+"""`sym_optimize` and the functions attached to what it returns (may import everything below).
+
+The optimiser, the reports and the kernels are imported where they are first used: importing this
+module adds little to the import of JAX.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +11,29 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api import autotuning
-from symjax_rewrite.api.differentiation import Call, closing_over_nothing, has_derivatives
-from symjax_rewrite.api.frozen_arguments import prepare
 from symjax_rewrite.api.output_check import Verified
-from symjax_rewrite.api.report import Report
-from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.api.tolerance import Rounding
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
-from symjax_rewrite.cost.device_profiles import device_profile
 from symjax_rewrite.errors import (
     EquivalenceError,
     SymjaxError,
     UnsupportedError,
     UsageError,
 )
-from symjax_rewrite.kernel_selection.folds.selection import known_kernels
-from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import RouteUse, fingerprint
+
+if TYPE_CHECKING:
+    from symjax_rewrite.api.report import Report
+    from symjax_rewrite.optimizer import Optimiser, Result
 
 KERNELS = "kernels"  # what `bisect` calls the routed kernels
 
@@ -77,7 +77,7 @@ def sym_optimize(
 
     Args:
         fun: a function of pytrees of arrays; the settings of a `jax.jit` around it are kept.
-        rules: a `RulePack`, its name, a rule, or several of these; default `packs.default`.
+        rules: a `RulePack`, its name, a rule, a pass, or several; default `packs.default`.
         kernels: `"auto"` routes by cost, `"always"` what is supported, `"off"`, or a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
@@ -118,8 +118,16 @@ def _options(given: dict[str, Any]) -> Options:
         values[name] = (value,) if isinstance(value, str) else tuple(value)
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
-    known_kernels(values["kernels"])
+    _check_kernels(values["kernels"])
     return Options(**values)
+
+
+def _check_kernels(kernels: str) -> None:
+    """Raise `UsageError` unless this is a setting of `kernels=`."""
+    if kernels not in ("auto", "always", "off"):
+        from symjax_rewrite.kernel_selection.folds.selection import known_kernels
+
+        known_kernels(kernels)
 
 
 def _rule_pack(rules: Any) -> RulePack:
@@ -131,7 +139,7 @@ def _rule_pack(rules: Any) -> RulePack:
     if isinstance(rules, (Axiom, Lemma)) or not isinstance(rules, Iterable):
         rules = (rules,)
     joined = sum(map(_part, rules), RulePack("", ()))
-    return RulePack("custom", joined.rules, joined.without)
+    return RulePack("custom", joined.rules, joined.without, joined.added)
 
 
 def _part(rules: Any) -> RulePack:
@@ -165,6 +173,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
 
     def prepared(**values: Any) -> Any:
         """The function with everything that depends on frozen arguments alone computed once."""
+        from symjax_rewrite.api.frozen_arguments import prepare
+
         return prepare(worker.optimiser(), base, options, settings, values)
 
     jitted.__wrapped__ = base
@@ -275,6 +285,9 @@ class _Worker:
     def optimiser(self) -> Optimiser:
         """The optimiser; made on first use, since it asks JAX for the device."""
         if self._optimiser is None:
+            from symjax_rewrite.cost.device_profiles import device_profile
+            from symjax_rewrite.optimizer import Optimiser
+
             kind = jax.devices()[0].device_kind if self.options.device is None else "cpu"
             device = device_profile(self.options.device, kind)
             rules = self.options.rules
@@ -318,6 +331,12 @@ class _Worker:
         What stays as written is a call too where it can be differentiated: its gradient may have
         a cheaper form that it does not have itself.
         """
+        from symjax_rewrite.api.differentiation import (
+            Call,
+            closing_over_nothing,
+            has_derivatives,
+        )
+
         closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
         made = self._emitted(result) if result.taken else None
@@ -352,6 +371,8 @@ class _Worker:
 
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
         """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
+        from symjax_rewrite.optimizer import Result
+
         start = time.perf_counter()
         reason = self.sharded or unsupported(closed)
         if reason is None:
@@ -376,6 +397,9 @@ class _Worker:
 
     def _tuned(self, result: Result) -> Result:
         """The fastest on the device of what was decided, that without kernels, and the original."""
+        from symjax_rewrite.api import autotuning
+        from symjax_rewrite.optimizer import Result
+
         closed = result.closed
         if (reason := autotuning.unmeasurable(closed)) is not None:
             result.declined("tune", f"not measured: {reason}", "")
@@ -398,6 +422,9 @@ class _Worker:
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and report."""
+        from symjax_rewrite.api.report_builder import make_report
+        from symjax_rewrite.optimizer import Result
+
         closed = plain.trace(*args, **kwargs).jaxpr
         off = why_off()
         result = self.decide(closed) if off is None else Result(closed, stop=off)

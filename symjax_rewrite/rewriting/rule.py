@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from symjax_rewrite.candidates import Pass
 from symjax_rewrite.cost.term_cost import CostModel
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph, Justification
@@ -303,15 +304,45 @@ def line_of(rule: Axiom | Lemma) -> str:
     return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name
 
 
-@dataclass(frozen=True, slots=True)
-class RulePack:
-    """A named set of rules; packs compose with `+` and lose rules with `-`.
+def _is_pass(given: Any) -> bool:
+    """Return whether an object, and not its class, is a pass."""
+    named = isinstance(getattr(given, "name", None), str)
+    return not isinstance(given, type) and named and callable(getattr(given, "candidates", None))
 
-    `without` are the `PASSES` that were taken out of it: they need no rule to be there, and no pack
-    that is added brings them back.
+
+def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...]) -> None:
+    """Raise `RuleError` where a pass has the name of a rule or of another pass."""
+    taken = {*PASSES, *(r.name for r in rules)}
+    for each in added:
+        if each.name in taken:
+            what = "a rule or another pass has the name of this pass"
+            raise RuleError(what, got=repr(each.name), remedy="give the pass a name of its own")
+        taken.add(each.name)
+
+
+def _law(rule: Axiom | Lemma) -> str:
+    """Return the law of an axiom, or the shapes of a lemma's arguments."""
+    return rule.law if isinstance(rule, Axiom) else ",".join(rule.shapes)
+
+
+def _summary(each: Pass) -> str:
+    """Return the first line of a pass's docstring."""
+    lines = (type(each).__doc__ or "").strip().splitlines()
+    return lines[0] if lines else ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RulePack:
+    """A named set of rules and passes; packs compose with `+` and lose rules with `-`.
+
+    `rules` are axioms and lemmas. `added` are passes, objects with `name` and
+    `candidates(program, context)` (see `candidates.Pass` and `candidates.Replacement`): they run
+    before the optimiser's own and may be given among the rules. `without` are the `PASSES` that
+    were taken out of the pack: they need no rule to be there, and no pack that is added brings them
+    back.
 
     Raises:
-        RuleError: something in it is no rule.
+        RuleError: something in it is neither a rule nor a pass, or two passes have one name.
 
     Example:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
@@ -323,17 +354,34 @@ class RulePack:
     name: str
     rules: tuple[Any, ...]
     without: tuple[str, ...] = ()
+    added: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
-        for rule in self.rules:
-            if not isinstance(rule, (Axiom, Lemma)):
+        given = (*self.rules, *self.added)
+        for each in given:
+            if not isinstance(each, (Axiom, Lemma)) and not _is_pass(each):
                 raise RuleError(
                     "not a rule",
-                    expected="an axiom or a lemma; in rules=[...] also a pack or the name of one",
-                    got=f"{type(rule).__name__} {rule!r}",
-                    remedy="make a rule of a function with @lemma(...) or @axiom(...)",
+                    expected="an axiom, a lemma or a pass; in rules=[...] also a pack or its name",
+                    got=f"{type(each).__name__} {each!r}",
+                    remedy="make a rule of a function with @lemma(...) or @axiom(...); "
+                    "a pass is an instance with .name and .candidates(program, context)",
                 )
+        rules = tuple(r for r in given if isinstance(r, (Axiom, Lemma)))
+        added = tuple(p for p in given if not isinstance(p, (Axiom, Lemma)))
+        _check_pass_names(rules, added)
+        object.__setattr__(self, "rules", rules)
+        object.__setattr__(self, "added", added)
+
+    def __repr__(self) -> str:
+        lines = [f"RulePack {self.name!r}: {len(self.rules)} rules"]
+        rows = [(r.name, r.property, _law(r)) for r in self.rules]
+        rows += [(p.name, "pass", _summary(p)) for p in self.added]
+        widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
+        lines += [f"  {n:{widths[0]}}  {p:{widths[1]}}  {law}".rstrip() for n, p, law in rows]
+        if self.without:
+            lines.append(f"  without {', '.join(self.without)}")
+        return "\n".join(lines)
 
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):
@@ -341,22 +389,26 @@ class RulePack:
         known = {id(r) for r in self.rules}
         more = tuple(r for r in other.rules if id(r) not in known)
         without = tuple(p for p in PASSES if p in (*self.without, *other.without))
-        return RulePack(f"{self.name}+{other.name}", self.rules + more, without)
+        mine = {id(p) for p in self.added}
+        added = self.added + tuple(p for p in other.added if id(p) not in mine)
+        return RulePack(f"{self.name}+{other.name}", self.rules + more, without, added)
 
     def __sub__(self, names: str | Iterable[str]) -> RulePack:
         gone = {names} if isinstance(names, str) else set(names)
-        known = {*PASSES, *(r.name for r in self.rules)}
+        known = {*PASSES, *(r.name for r in self.rules), *(p.name for p in self.added)}
         if unknown := gone - known:
             raise RuleError(
                 "no such rule in this pack", expected=sorted(known), got=sorted(unknown)
             )
         without = tuple(p for p in PASSES if p in gone or p in self.without)
-        return RulePack(self.name, tuple(r for r in self.rules if r.name not in gone), without)
+        rules = tuple(r for r in self.rules if r.name not in gone)
+        added = tuple(p for p in self.added if p.name not in gone)
+        return RulePack(self.name, rules, without, added)
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """What is done besides rules."""
-        return tuple(p for p in PASSES if p not in self.without)
+        """The names of what is done besides rules."""
+        return (*(p for p in PASSES if p not in self.without), *(p.name for p in self.added))
 
     @property
     def axioms(self) -> tuple[Axiom, ...]:

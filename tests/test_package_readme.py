@@ -1,0 +1,54 @@
+"""The README of the package: its examples run, its links lead somewhere, its list is the list."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symjax_rewrite.passes import PASSES
+
+FOLDER = Path(__file__).parents[1] / "symjax_rewrite"
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    return README.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_passes_are_listed_in_their_order() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", section("The passes"), flags=re.MULTILINE)
+    assert listed == [type(each).__name__ for each in PASSES]
+
+
+def test_every_folder_has_a_room() -> None:
+    rooms = set(re.findall(r"\]\((?:\.\./)?([\w.]+)/?\)", section("Rooms")))
+    folders = {p.parent.name for p in FOLDER.glob("*/__init__.py")}
+    assert folders <= rooms
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", README)
+    assert targets
+    assert [t for t in targets if not (FOLDER / t).exists()] == []
+
+
+def test_files_named_exist() -> None:
+    named = set(re.findall(r"`((?:[\w.]+/)*\w+\.py)`", README))
+    there = {str(p.relative_to(FOLDER.parent)) for p in FOLDER.parent.rglob("*.py")}
+    assert named
+    assert [n for n in named if not any(f"/{p}".endswith(f"/{n}") for p in there)] == []
+
+
+def test_words_of_the_glossary_are_sorted() -> None:
+    words = re.findall(r"^\| ([\w, -]+) \|", section("Glossary"), flags=re.MULTILINE)[1:]
+    assert words == sorted(words, key=str.lower)
+
+
+def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    namespace: dict[str, Any] = {}
+    for source in blocks:
+        exec(source, namespace)
+    assert "log_of_exp" in capsys.readouterr().out
+    assert "chain" in repr(namespace["rules"])
