@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
@@ -26,12 +27,7 @@ from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loops.loop import Carry, Loop, Read, Source, read_loop, read_starts, stage
 from symjax_rewrite.loops.normalization import clean
 
-MIN_BYTES = 6 << 20  # that steps keep: less stays in a cache
-MIN_LENGTH = 32  # steps: fewer are one block
-FUSED = 4.0  # times as fast is cheap elementwise work inside a loop's fused step
 FUSED_KINDS = (ELEMENTWISE | VIEWS) - SLOW_MAPS
-KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
-FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
 
 
 @dataclass(slots=True)
@@ -101,7 +97,7 @@ def _pair(
     there, back = read_loop(first), read_loop(second)
     if there is None or back is None or not isinstance(there.length, int):
         return None
-    if there.length < MIN_LENGTH:
+    if there.length < device.loops.least_remade_steps:
         return None
     there, back, saved = _fused(clean(there), clean(back), around, [first, second], reorders)
     read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
@@ -124,7 +120,7 @@ def _pair(
     ]
     kept_bytes = sum(around.bytes(makes[k][0][1]) for k in kept)
     if not _pays(there, kept, kept_bytes, device):
-        alone = sum(_fused_alone(e, around) for e in (first, second)) if kept else saved
+        alone = sum(_fused_alone(e, around, device) for e in (first, second)) if kept else saved
         if not _pays(there, kept, kept_bytes + saved - alone, device):
             return None
     return LoopPair(there, back, kept, _block(there, kept_bytes))
@@ -143,25 +139,25 @@ def _fused(
     return clean(there), clean(back), saved
 
 
-def _fused_alone(e: Equation, around: Surroundings) -> float:
+def _fused_alone(e: Equation, around: Surroundings, device: Device) -> float:
     """The bytes that a loop by itself need not write."""
     loop = read_loop(e)
-    return 0.0 if loop is None else fuse(clean(loop), around, [e])
+    return 0.0 if loop is None else fuse(clean(loop), around, [e], device)
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
-    """Whether making it again is predicted to take no longer than writing and reading it."""
-    if kept_bytes < MIN_BYTES:
+    """Return True if making results again takes no longer than writing and reading them."""
+    loops, memory = device.loops, device.memory
+    if kept_bytes < loops.least_remade_bytes:
         return False
-    on_cpu = device.name == "cpu"  # which reads the lines that it is about to write
-    moved = (3 if on_cpu else 2) * kept_bytes / device.bytes_per_s
-    if on_cpu and kept_bytes >= KEPT_BYTES:
-        moved += kept_bytes / FRESH_BYTES_PER_S
+    moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
+    if kept_bytes >= memory.kept_bytes:
+        moved += kept_bytes / memory.fresh_bytes_per_s
     step = device.launch_s / 3
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
-        step += own / FUSED if e.name in FUSED_KINDS else own
-    return there.length * step <= moved
+        step += own / loops.fused_step if e.name in FUSED_KINDS else own
+    return margins.pays(moved, there.length * step, "remake", device)
 
 
 def made_again(closed: ClosedJaxpr, results: int, device: Device) -> set[tuple]:
@@ -176,9 +172,10 @@ def made_again(closed: ClosedJaxpr, results: int, device: Device) -> set[tuple]:
     public, stored = _numbers(program.outputs[:results]), _numbers(program.outputs[results:])
     around = Surroundings(program)
     kinds: set[tuple] = set()
+    least = device.loops.least_remade_steps
     for e in program.equations:
         loop = read_loop(e) if e.name == "scan" and not e.eqn.effects else None
-        if loop is None or not isinstance(loop.length, int) or loop.length < MIN_LENGTH:
+        if loop is None or not isinstance(loop.length, int) or loop.length < least:
             continue
         made = list(enumerate(loop.makes[len(loop.carries) :]))
         kept = [k for k, v in made if v in stored - public and v not in around.users]
