@@ -111,7 +111,11 @@ CPU = Device(
     runs_pallas=False,
     slow_across=jax.__version_info__ < (0, 11),  # 1.05 to 3 times; even on 0.12
     memory=MemoryFacts(
-        cached_terms=3.0, kept_bytes=32 << 20, fresh_bytes_per_s=2e9, passes_of_write=2.0
+        cached_terms=3.0,
+        kept_bytes=32 << 20,
+        constant_bytes=1 << 28,
+        fresh_bytes_per_s=2e9,
+        passes_of_write=2.0,
     ),
     loops=LoopFacts(steps_are_launches=False, cut_sums_are_slow=True, packs_small_floats=True),
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),

@@ -35,7 +35,7 @@ def quantity(
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "measured",
+    "order", "measured", "told",
 ]  # fmt: skip
 
 
@@ -55,6 +55,7 @@ class Margins:
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
+    told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
     larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
     share_of_program: float = quantity(
@@ -83,6 +84,9 @@ class MemoryFacts:
     )
     kept_bytes: float = quantity(
         "bytes", "temporaries of a call that the allocator keeps for the next", FOLDS, math.inf
+    )
+    constant_bytes: float = quantity(
+        "bytes", "frozen values of a compiled program; more are its arguments", JUDGED, -1
     )
     fresh_bytes_per_s: float = quantity(
         "bytes/s", "temporaries beyond these, which come anew from the system", FOLDS, math.inf
@@ -148,6 +152,9 @@ class LoopFacts:
     )
     packs_small_floats: bool = quantity(
         "yes/no", "stacks of bfloat16 and float8 are updated in place as bits alone", FACT, False
+    )
+    operations_per_launch: float = quantity(
+        "1", "operations of a step that take the time of a launch", NO_SCRIPT, 3
     )
     growth: float = quantity(
         "1", "times its inputs and outputs that a loop may write more", JUDGED, 4
@@ -253,7 +260,7 @@ class BandedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SortFacts:
-    """SortFacts of which the ends alone are read."""
+    """Sorts of which the ends alone are read."""
 
     selects: bool = quantity("yes/no", "selection in float32 is faster than a sort", FACT, False)
     least_share: float = quantity("1", "a row is so many times what is read of it", JUDGED, 2)

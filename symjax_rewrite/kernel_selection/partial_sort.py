@@ -176,7 +176,7 @@ def _unless_nan(x: Any, fast: Any, written: Any, *rest: Any) -> tuple[Any, ...]:
 
 
 class PartialSorts:
-    """SortFacts of which only the ends are read (a pass)."""
+    """Sorts of which only the ends are read (a pass)."""
 
     name = "selection"
 

@@ -357,7 +357,8 @@ def _differentiated_seconds(
 def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
     """Predicted seconds of the equations of a tree."""
     moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
-    return moved / device.bytes_per_s + len(equations) * device.launch_s / 3
+    launches = len(equations) / device.loops.operations_per_launch
+    return moved / device.bytes_per_s + launches * device.launch_s
 
 
 def _pack(loop: Loop, motion: Motion, device: Device) -> bool:

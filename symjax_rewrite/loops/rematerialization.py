@@ -153,7 +153,7 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
     moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
     if kept_bytes >= memory.kept_bytes:
         moved += kept_bytes / memory.fresh_bytes_per_s
-    step = device.launch_s / 3
+    step = device.launch_s / loops.operations_per_launch
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own
