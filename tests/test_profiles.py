@@ -129,7 +129,7 @@ def device_questions(tree: ast.Module) -> list[str]:
 
 
 def margin_literals(tree: ast.Module) -> list[str]:
-    """Comparisons of one value with another times a literal; `abs` says that values are compared."""
+    """Comparisons with a literal times another value; `abs` says that no prices are compared."""
     found = []
     for n in (n for n in ast.walk(tree) if isinstance(n, ast.Compare)):
         sides = [s for s in (n.left, *n.comparators) if isinstance(s, ast.BinOp)]
