@@ -18,7 +18,6 @@ from symjax_rewrite.candidates import (
     Candidate,
     Context,
     Crossover,
-    DifferentiatedKernel,
     Found,
     OutOfTimeError,
     Pass,
@@ -31,7 +30,7 @@ from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.jax_internals import JaxprEqn
 
 ADDED = "added_pass"  # reports show it as the property of a pass that names none
-FOUND = (Candidate, Refusal, Crossover, Stopped, DifferentiatedKernel)
+FOUND = (Candidate, Refusal, Crossover, Stopped)
 
 
 def with_added(added: Sequence[Pass], passes: Sequence[Pass]) -> tuple[Pass, ...]:

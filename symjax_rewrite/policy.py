@@ -9,10 +9,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from symjax_rewrite.candidates import Candidate, Context, Refusal
+from symjax_rewrite.cost import margins
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
-
-SHARE_OF_PROGRAM = 0.01  # of the modelled time: what gains less of the whole program stays
 
 
 def chosen(
@@ -55,9 +54,15 @@ def _gaining(
     gains: dict[object, float] = defaultdict(float)
     for c in found:
         gains[c.group or id(c)] += c.saved_s
-    least = SHARE_OF_PROGRAM * context.terms(program).seconds
-    small = [c for c in found if c.share and gains[c.group or id(c)] < least]
-    refused += [Refusal(c.name, "gains less than 1 % of the program", c.where) for c in small]
+    whole, device = context.terms(program).seconds, context.device
+
+    def little(c: Candidate) -> bool:
+        return not margins.gains_share(gains[c.group or id(c)], whole, "program", device)
+
+    small = [c for c in found if c.share and little(c)]
+    least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
+    reason = f"gains less than {least} of the program"
+    refused += [Refusal(c.name, reason, c.where) for c in small]
     return [c for c in found if c not in small]
 
 

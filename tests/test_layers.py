@@ -36,7 +36,8 @@ LAYERS = {
 _ORDER = list(LAYERS)
 MAY_IMPORT = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}
 # A kernel fits the device: it reads its profile, which imports nothing but errors.
-ALSO = {"pallas_kernels": {f"{PACKAGE}.cost.device_profiles"}}
+PROFILES = {f"{PACKAGE}.cost.{name}" for name in ("device_profiles", "profile_groups")}
+ALSO = {"pallas_kernels": PROFILES}
 # A rule is a law with conditions: the search is no matter of its own.
 RULES_MAY_IMPORT = (
     "rewriting.rule",

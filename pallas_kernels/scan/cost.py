@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,
     result_axes,
@@ -77,30 +78,23 @@ def runs_in_turns(spec: ScanSpec) -> bool:
     return spec.length > 0 and all(r.factor is not None for r in spec.readouts if r.over)
 
 
-# On two CPU cores, f32 (experiments/selective_scan/turns.py): nanoseconds per entry of a state and
-# step where the innermost axis has so few entries that the compiler unrolls the loop over it before
-# it can be vectorised, and where it is vectorised; with transcendentals and without.
-NARROW = range(9, 32)
-ENTRY_S = {True: (1.15e-9, 0.55e-9), False: (0.6e-9, 0.4e-9)}
-STEP_S = 0.8e-6  # of calls in every step
-MOVED_BYTES_PER_S = 5e9  # an array laid out anew
-
-
-def seconds_written(spec: ScanSpec, fused: bool) -> float:
-    """Predicted seconds on a CPU of a loop that has its states as the scan names their axes.
+def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:
+    """Predict the seconds of a loop that has its states as the scan names their axes.
 
     Args:
         spec: the scan.
+        rates: of loops of vectorised steps. Where the innermost axis has few entries the compiler
+            unrolls the loop over it before the loop can be vectorised.
         fused: whether its sums are no products of matrices: one loop with a cheap step.
     """
     if fused and _is_cheap(spec):
-        return _seconds_in_turns(spec, 1)
+        return _seconds_in_turns(spec, 1, rates)
     axes = [a for a in spec.state if spec.size[a] > 1]
-    return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1)
+    return _seconds_in_turns(spec, spec.size[axes[-1]] if axes else 1, rates)
 
 
-def seconds_turned(spec: ScanSpec) -> float:
-    """Predicted seconds of the same loop with the longest axis innermost, laying out included."""
+def seconds_turned(spec: ScanSpec, rates: StepLoops) -> float:
+    """Predict the seconds of the same loop, the longest axis innermost, laying out included."""
     axes = [a for a in wide_order(spec) if spec.size[a] > 1]
     moved = 0
     given = [(o.axes, o.dtype) for o in spec.operands]
@@ -110,13 +104,18 @@ def seconds_turned(spec: ScanSpec) -> float:
         if inner != [a for a in axes if a in inner]:
             moved += 2 * math.prod(spec.size[a] for a in names) * jnp.dtype(dtype).itemsize
     width = spec.size[axes[-1]] if axes else 1
-    return 1.1 * _seconds_in_turns(spec, width) + moved / MOVED_BYTES_PER_S
+    steps = rates.laid_out * _seconds_in_turns(spec, width, rates)
+    return steps + moved / rates.moved_bytes_per_s
 
 
-def _seconds_in_turns(spec: ScanSpec, width: int) -> float:
-    narrow, wide = ENTRY_S[not _is_cheap(spec)]
-    rate = narrow if width in NARROW else wide
-    return spec.length * (STEP_S + rate * math.prod(spec.state_shape))
+def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
+    """Predict the seconds of a loop whose innermost axis has so many entries."""
+    narrow, wide = rates.narrow_entry_s, rates.entry_s
+    if not _is_cheap(spec):
+        narrow, wide = rates.narrow_slow_entry_s, rates.slow_entry_s
+    first, last = rates.narrow_entries
+    rate = narrow if first <= width <= last else wide
+    return spec.length * (rates.step_s + rate * math.prod(spec.state_shape))
 
 
 def block_steps(spec: ScanSpec) -> int:

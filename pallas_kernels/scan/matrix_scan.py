@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite.cost.profile_groups import ChunkedMatrices
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.scan.xla import walk
 
@@ -98,39 +99,32 @@ def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
     return 2 * rows * (inside + 2 * spec.keys * spec.values)
 
 
-# Measured on one CPU core in f32 (experiments/selective_scan/matrices.py). A loop: seconds per
-# entry of a state and step, in the cache and beyond it; of its gradient per step and entry, most
-# of it for states that are kept. At states of 64·64 a step of the loop and one in chunks both
-# take 0.4 µs; at 4·128·128 6.4 and 4.5; their gradients at 64·64 33 and 3 (4·16·16: 4.7 and 5.1;
-# 16·16: 1.9 and 1.0).
-CACHE_BYTES = 1 << 17
-ENTRY_S = (0.085e-9, 0.12e-9)
-GRADIENT_STEP_S, GRADIENT_ENTRY_S = 0.8e-6, 4e-9
-CHUNK_OPS_PER_S = 8e10
-NARROW_OPS_PER_S = 3.5e10
-NARROW = 32  # keys and values: products of fewer do not fill the units
-CHUNK_S = 5e-6
-DIAGONAL = 2.7  # times as long as a scalar decay
-GRADIENT = 6.0  # times as long as the scan
+# On one CPU core in f32 a step at states of 64·64 takes 0.4 µs in a loop and in chunks; at
+# 4·128·128 6.4 and 4.5 µs; their gradients at 64·64 33 and 3 (4·16·16: 4.7 and 5.1; 16·16: 1.9 and
+# 1.0): experiments/selective_scan/matrices.py.
+# Most of a loop's gradient is for states that it keeps.
 
 
-def loop_seconds(spec: MatrixScan, gradient: bool = False) -> float:
-    """Predicted seconds on a CPU of a loop over the steps, or of its gradient."""
+def loop_seconds(spec: MatrixScan, rates: ChunkedMatrices, gradient: bool = False) -> float:
+    """Predict the seconds of a loop over the steps, or of its gradient."""
     entries = math.prod(spec.batch) * spec.keys * spec.values
     width = jnp.dtype(spec.state_dtype).itemsize
     if gradient:
-        return spec.length * (GRADIENT_STEP_S + entries * GRADIENT_ENTRY_S * width / 4)
-    return spec.length * entries * ENTRY_S[entries * width > CACHE_BYTES] * width / 4
+        return spec.length * (rates.gradient_step_s + entries * rates.gradient_entry_s * width / 4)
+    is_cached = entries * width <= rates.cache_bytes
+    entry_s = rates.cached_entry_s if is_cached else rates.entry_s
+    return spec.length * entries * entry_s * width / 4
 
 
-def chunk_seconds(spec: MatrixScan, gradient: bool = False) -> float:
-    """Predicted seconds on a CPU of the chunked form, or of its gradient."""
-    narrow = min(spec.keys, spec.values) < NARROW
+def chunk_seconds(spec: MatrixScan, rates: ChunkedMatrices, gradient: bool = False) -> float:
+    """Predict the seconds of the chunked form, or of its gradient."""
+    is_narrow = min(spec.keys, spec.values) < rates.narrow
     width = jnp.dtype(spec.state_dtype).itemsize
-    seconds = flops(spec) / (NARROW_OPS_PER_S if narrow else CHUNK_OPS_PER_S) * width / 4
-    seconds *= DIAGONAL if spec.decay == "diagonal" else 1
-    seconds += CHUNK_S * -(-spec.length // CHUNK)
-    return seconds * (GRADIENT if gradient else 1)
+    rate = rates.narrow_flops_per_s if is_narrow else rates.flops_per_s
+    seconds = flops(spec) / rate * width / 4
+    seconds *= rates.diagonal if spec.decay == "diagonal" else 1
+    seconds += rates.chunk_s * -(-spec.length // CHUNK)
+    return seconds * (rates.gradient if gradient else 1)
 
 
 def matrix_scan(

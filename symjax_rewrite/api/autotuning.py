@@ -16,11 +16,12 @@ import jax
 import numpy as np
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
 ROUNDS = 7
 SAMPLE_S = 5e-3  # a sample repeats its call for at least this long
-FASTER = 0.97  # of the original's time: what a program must reach to be taken
 Program = Callable[..., Any]  # of the flat inputs
 
 
@@ -61,10 +62,11 @@ def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, f
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def fastest(seconds: Mapping[str, float], original: str) -> str:
+def fastest(seconds: Mapping[str, float], original: str, device: Device) -> str:
     """The name of the fastest program; the original unless another is faster beyond noise."""
     best = min(seconds, key=seconds.__getitem__)
-    return best if seconds[best] < FASTER * seconds[original] else original
+    pays = margins.pays(seconds[original], seconds[best], "measured", device)
+    return best if pays else original
 
 
 def _inputs(avals: Sequence[Any]) -> list[Any]:

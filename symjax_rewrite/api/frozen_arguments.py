@@ -12,12 +12,12 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
 from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 
-CLOSED_BYTES = 1 << 28  # constants of more are arguments: the compiler would copy them
 CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
 
 
@@ -31,7 +31,7 @@ class Prepared:
     def __init__(self, cases: _Cases) -> None:
         self._cases = cases
         self._closed: Callable[..., Any] | None = None
-        if _closed_over(cases.frozen):
+        if _closed_over(cases.frozen, cases.optimiser.device):
             self._closed = jax.jit(_inlined(cases), static_argnames=sorted(cases.statics))
         self.__name__, self.__doc__ = cases.name, cases.fun.__doc__
 
@@ -144,16 +144,16 @@ class _Cases:
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
 
-def _closed_over(frozen: dict[str, Any]) -> bool:
-    """Whether what frozen arguments give is a part of the compiled program.
+def _closed_over(frozen: dict[str, Any], device: Device) -> bool:
+    """Return True if what frozen arguments give is a part of the compiled program.
 
-    On a CPU, where it is small: XLA then lays it out as its products want it, which it may not do
+    Where it is small on a CPU: XLA then lays it out as its products want it, which it may not do
     with arguments, and a call is one of `jax.jit`.
     """
     leaves = jax.tree.leaves(frozen)
-    if jax.default_backend() != "cpu" or any(isinstance(x, jax_internals.Tracer) for x in leaves):
+    if any(isinstance(x, jax_internals.Tracer) for x in leaves):
         return False
-    return sum(getattr(x, "nbytes", 0) for x in leaves) <= CLOSED_BYTES
+    return sum(getattr(x, "nbytes", 0) for x in leaves) <= device.memory.constant_bytes
 
 
 class _Case(NamedTuple):

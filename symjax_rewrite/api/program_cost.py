@@ -131,9 +131,8 @@ def bodies_run(eqn: JaxprEqn, device: Device) -> list[ClosedJaxpr]:
     name, p = eqn.primitive.name, eqn.params
     branches = jax_internals.platform_branches(eqn)
     if branches:
-        platform = "cpu" if device.name == "cpu" else "cuda"
         names = p["branches_platforms"]
-        for wanted in (lambda n: n is not None and platform in n, lambda n: n is None):
+        for wanted in (lambda n: n is not None and device.platform in n, lambda n: n is None):
             found = [b for n, b in zip(names, branches, strict=True) if wanted(n)]
             if found:
                 return found[:1]

@@ -99,7 +99,9 @@ def split(
     kept = [v for v in order if v in cut]
     outvars = [*jaxpr.outvars[:results], *kept]
     made = _needed(first, outvars, ())
-    return CutProgram(closed, known, made, [*recomputed, *last], list(jaxpr.outvars[:results]), kept)
+    return CutProgram(
+        closed, known, made, [*recomputed, *last], list(jaxpr.outvars[:results]), kept
+    )
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:

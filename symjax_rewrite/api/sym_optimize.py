@@ -414,7 +414,7 @@ class _Worker:
             forms["as written"] = functools.partial(jax_internals.eval_jaxpr, closed)
             self._measured[program] = autotuning.measure(forms, closed)
         seconds = self._measured[program]
-        best = autotuning.fastest(seconds, "as written")
+        best = autotuning.fastest(seconds, "as written", self.optimiser().device)
         kept = found.get(best) or Result(closed, stop="measured: nothing is faster")
         text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in seconds.items())
         kept.routes.append(RouteUse("tune", best != "as written", f"measured: {text}"))

@@ -1,41 +1,66 @@
-"""Device profiles: what a floating-point operation, a byte and a launch cost (imports ground only).
+"""Device profiles: every figure that a decision rests on, by device (imports the groups).
 
 GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round
 figure for two server cores and is the same on every machine, so that every process and host of a
-program chooses alike; `tune=True` measures instead.
+program chooses alike; `tune=True` measures instead. Two profiles differ by data: no module outside
+`cost/` asks which device it is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
+from symjax_rewrite.cost.profile_groups import (
+    DATASHEET,
+    FACT,
+    NO_SCRIPT,
+    BandedBlocks,
+    ChunkedMatrices,
+    FoldFacts,
+    LoopFacts,
+    Margins,
+    MemoryFacts,
+    NormFacts,
+    ScanFacts,
+    SearchBounds,
+    SortFacts,
+    StepLoops,
+    quantity,
+)
 from symjax_rewrite.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device.
+    """One device: rates, facts about how programs run on it, and the margins of decisions."""
 
-    name: how it is called in options and reports.
-    flops_per_s: matmul peak by dtype; `default` for the rest.
-    elementwise_per_s: elementwise operations per second.
-    bytes_per_s: memory bandwidth.
-    launch_s: fixed cost of one kernel.
-    slow_across: whether Xᵀ Y, with both stored by rows, is slower than transposing X first.
-    shared_bytes: shared memory that one block of a GPU kernel may ask for.
-    capability: of a GPU, its compute capability.
-    """
-
-    name: str
-    flops_per_s: dict[str, float] = field(hash=False)
-    elementwise_per_s: float
-    bytes_per_s: float
-    launch_s: float
-    slow_across: bool = False
-    shared_bytes: int = 0
-    capability: float = 0.0
+    name: str = quantity("name", "in options and reports", FACT)
+    flops_per_s: dict[str, float] = quantity(
+        "FLOP/s", "matmul peak by dtype; `default` for the rest", DATASHEET, hashed=False
+    )
+    elementwise_per_s: float = quantity("steps/s", "elementwise operations", DATASHEET)
+    bytes_per_s: float = quantity("bytes/s", "memory bandwidth", DATASHEET)
+    launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
+    folds: FoldFacts = quantity("group", "reductions over pairs", FACT)
+    platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
+    runs_pallas: bool = quantity("yes/no", "kernels of `pallas_kernels` run", FACT, True)
+    slow_across: bool = quantity(
+        "yes/no", "Xᵀ Y, both stored by rows, is slower than transposing X first", NO_SCRIPT, False
+    )
+    shared_bytes: int = quantity("bytes", "shared memory that a block may ask for", DATASHEET, 0)
+    capability: float = quantity("version", "compute capability of a GPU", DATASHEET, 0.0)
+    memory: MemoryFacts = quantity("group", "caches and the allocator", FACT, MemoryFacts())
+    loops: LoopFacts = quantity("group", "loops", FACT, LoopFacts())
+    scans: ScanFacts = quantity("group", "recurrences", FACT, ScanFacts())
+    bands: BandedBlocks | None = quantity(
+        "group", "banded products in blocks; None where these are slower", FACT, None
+    )
+    sorts: SortFacts = quantity("group", "sorts", FACT, SortFacts())
+    norms: NormFacts = quantity("group", "norms before linear layers", FACT, NormFacts())
+    search: SearchBounds = quantity("group", "bounds of searches", FACT, SearchBounds())
+    margins: Margins = quantity("group", "what decisions ask for", FACT, Margins())
 
     def peak(self, dtype: str) -> float:
         """Matmul operations per second at a dtype."""
@@ -56,17 +81,47 @@ def _gpu(
         flops[dtype] = fp8 or half
     shared = SHARED_BYTES[capability]
     return Device(
-        name, flops, single / 2, gb * 1e9, 3e-6, shared_bytes=shared, capability=capability
+        name,
+        flops,
+        elementwise_per_s=single / 2,
+        bytes_per_s=gb * 1e9,
+        launch_s=3e-6,
+        folds=FoldFacts(fused_steps_per_s=single / 2),
+        shared_bytes=shared,
+        capability=capability,
     )
 
 
 CPU = Device(
     "cpu",
     {"float32": 2e11, "float64": 1e11, "complex64": 5e10, "default": 2e10},
-    4e9,
-    2e10,
-    1.5e-6,
+    elementwise_per_s=4e9,
+    bytes_per_s=2e10,
+    launch_s=1.5e-6,
+    folds=FoldFacts(
+        fused_steps_per_s=16e9,
+        streams=True,
+        writes_blocks=False,
+        single_rows=False,
+        reads_places=True,
+        block_s=40e-6,  # late interaction of 32 × 64 with 128 × 300 tokens
+        short_sum=60,
+    ),
+    platform="cpu",
+    runs_pallas=False,
     slow_across=jax.__version_info__ < (0, 11),  # 1.05 to 3 times; even on 0.12
+    memory=MemoryFacts(
+        cached_terms=3.0,
+        kept_bytes=32 << 20,
+        constant_bytes=1 << 28,
+        fresh_bytes_per_s=2e9,
+        passes_of_write=2.0,
+    ),
+    loops=LoopFacts(steps_are_launches=False, cut_sums_are_slow=True, packs_small_floats=True),
+    scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
+    bands=BandedBlocks(),
+    sorts=SortFacts(selects=True),
+    norms=NormFacts(cut_share=None),
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,

@@ -15,9 +15,6 @@ from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 SYMBOLIC = 64  # what a size that is a name counts as
-# What a step of a loop reads again stays in a cache, if it is no larger than this.
-CACHE_BYTES = 16 << 20
-CACHED = 2.0  # times the memory's bandwidth: thin products on two cores
 
 
 def aval_size(aval: Any) -> float:
@@ -60,7 +57,8 @@ def equation_seconds(
         moved = made * itemsize(dtype) / (times if summed else 1)
         for k, v in enumerate(eqn.invars):
             moved += aval_bytes(v.aval) * (times if k in moving else 1)
-        rate = device.bytes_per_s * (CACHED if times == 1 and moved <= CACHE_BYTES else 1)
+        cached = times == 1 and moved <= device.memory.step_cache_bytes
+        rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
         return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
     inner = [closed_seconds(b, device) for b in jax_internals.bodies(eqn)]
     if inner:

@@ -18,7 +18,9 @@ from jax import lax
 
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import BandedBlocks
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Program
@@ -33,14 +35,7 @@ from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_op
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 from symjax_rewrite.usage_records import RouteUse
 
-LEAST_FLOPS = 1 << 25  # products of fewer are done in no time
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how many are tried
-LEAST_ROWS = 32  # of a block
-# Measured on two CPU cores, f32: triangles of 1000 to 4000 rows in 2 to 16 blocks. Up to four are
-# 1.1 to 3 times as fast as the product; more are slower where the operands are large.
-COPIED_BYTES_PER_S = 4.4e9  # of operands cut out, which take fresh memory, and results joined
-LEAST_GAIN = 1.15
-BETTER = 0.95  # more blocks must take at most this part of the time of fewer
 
 
 class RowBlock(NamedTuple):
@@ -98,18 +93,21 @@ def _cut(
 
 
 class BandedProducts:
-    """Products with banded matrices, in blocks (a pass); elsewhere than on a CPU they stay."""
+    """Runs products with banded matrices in blocks, where the profile has prices for these."""
 
     name = "banded"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """The products that run in blocks."""
         kernels = context.options.kernels in ("auto", "always")
-        if not kernels or context.device.name != "cpu" or not context.reorders():
+        bands = context.device.bands
+        if not kernels or bands is None or not context.reorders():
             return
         terms = context.terms(program)
         if not terms.t.dim_env:
-            yield from _BandedSelection(context.device, terms.model).found(terms.t, terms.need)
+            yield from _BandedSelection(context.device, bands, terms.model).found(
+                terms.t, terms.need
+            )
 
 
 @dataclass(slots=True)
@@ -117,6 +115,7 @@ class _BandedSelection:
     """Finds products with banded matrices in one program."""
 
     device: Device
+    bands: BandedBlocks
     model: CostModel
 
     def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
@@ -125,7 +124,7 @@ class _BandedSelection:
         for cls in need.order:
             if not any(a.cls in masked for a in node_of(t.graph, cls).args):
                 continue
-            if not _is_large(t, cls):
+            if not _is_large(t, cls, self.bands.least_flops):
                 continue
             for row, band in _bands(t, cls, masked):
                 blocks = self._blocks(t, cls, row, band, self.model)
@@ -146,15 +145,14 @@ class _BandedSelection:
         best, least = None, math.inf
         for count in BLOCKS:
             size = -(-rows // count)
-            if size < LEAST_ROWS:
+            if size < self.bands.least_rows:
                 break
             blocks = tuple(_cut_rows(rows, columns, size, band))
             seconds = self._seconds(t, cls, row, blocks)
-            if seconds < BETTER * least:
+            if best is None or margins.pays(least, seconds, "blocks", self.device):
                 best, least = blocks, seconds
-        if model.product_seconds(g, cls, node) >= LEAST_GAIN * least:
-            return best
-        return None
+        written = model.product_seconds(g, cls, node)
+        return best if margins.pays(written, least, "banded", self.device) else None
 
     def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
         """The blocks' products, what they read cut out, and their results joined."""
@@ -168,18 +166,18 @@ class _BandedSelection:
                 count = math.prod(sizes[i] for i in a.axes)
                 moved += count * itemsize(t.graph.classes[a.cls].dtype)
             product = 2 * math.prod(sizes) / d.peak(info.dtype)
-            total += product + moved / COPIED_BYTES_PER_S + 3 * d.launch_s
+            total += product + moved / self.bands.copied_bytes_per_s + 3 * d.launch_s
         return total
 
 
-def _is_large(t: TermGraph, cls: int) -> bool:
+def _is_large(t: TermGraph, cls: int, least_flops: float) -> bool:
     node, info = node_of(t.graph, cls), t.graph.classes[cls]
     if not is_dot(node) or len(node.bound) != 1 or dtype_kind(info.dtype) != "f":
         return False
     if any(min(a.axes, default=0) < 0 or len(set(a.axes)) < len(a.axes) for a in node.args):
         return False
     sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
-    return 2 * math.prod(sizes) >= LEAST_FLOPS
+    return 2 * math.prod(sizes) >= least_flops
 
 
 def _masked(t: TermGraph, need: Needed) -> set[int]:

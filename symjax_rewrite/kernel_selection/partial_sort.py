@@ -14,6 +14,7 @@ four times slower.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.profile_groups import SortFacts
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
@@ -34,8 +36,6 @@ from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
 NARROW = SELECTED[1:]
-LEAST_SHARE = 2  # a row has at least this many times the places that are read
-MIN_ELEMENTS = 256  # fewer are sorted in no time
 MAX_LENGTH = 1 << 24  # places of longer rows are no exact f32
 
 
@@ -183,7 +183,8 @@ class PartialSorts:
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """The sorts whose ends are selected."""
         kernels = context.options.kernels
-        looks = kernels == "always" or (kernels == "auto" and context.device.name == "cpu")
+        sorts = context.device.sorts
+        looks = kernels == "always" or (kernels == "auto" and sorts.selects)
         if not looks or not any(e.name in ("sort", "top_k") for e in program.equations):
             return
         terms = context.terms(program)
@@ -192,7 +193,9 @@ class PartialSorts:
             classes = [t.view(v).cls for v in e.outvals] if e.name in ("sort", "top_k") else []
             if not any(c in needed for c in classes):
                 continue
-            reads = _top_k(t, e) if e.name == "top_k" else _sort(t, terms.need, e)
+            if _size(e) < sorts.least_elements:
+                continue
+            reads = _top_k(t, e) if e.name == "top_k" else _sort(t, terms.need, e, sorts)
             if reads is None:
                 continue
             route, reason = reads
@@ -209,7 +212,7 @@ Reading = tuple[SelectionRoute | str, str] | None
 def _top_k(t: TermGraph, e: Equation) -> Reading:
     """A top-k in a dtype that f32 holds."""
     aval: Any = e.eqn.invars[0].aval
-    if str(aval.dtype) not in NARROW or _is_small(aval) or not isinstance(e.invals[0], int):
+    if str(aval.dtype) not in NARROW or not isinstance(e.invals[0], int):
         return None
     if any(node_of(t.graph, t.view(v).cls).op != NATIVE for v in e.outvals):
         return None
@@ -218,11 +221,11 @@ def _top_k(t: TermGraph, e: Equation) -> Reading:
     return SelectionRoute(t, e, axis, {}, outputs), f"{aval.dtype} is selected in float32"
 
 
-def _sort(t: TermGraph, need: Needed, e: Equation) -> Reading:
+def _sort(t: TermGraph, need: Needed, e: Equation, sorts: SortFacts) -> Reading:
     """A sort of which the ends alone are read."""
     aval: Any = e.eqn.invars[0].aval
     axis = int(e.eqn.params["dimension"])
-    if e.eqn.params["num_keys"] != 1 or _is_small(aval) or not isinstance(e.invals[0], int):
+    if e.eqn.params["num_keys"] != 1 or not isinstance(e.invals[0], int):
         return None
     parts: dict[int, SortedPart] = {}
     for output, v in enumerate(e.outvals):
@@ -236,7 +239,7 @@ def _sort(t: TermGraph, need: Needed, e: Equation) -> Reading:
         return None
     route = SelectionRoute(t, e, axis, parts, {})
     count = max(high - low for low, high in route.ends())
-    if count * LEAST_SHARE > length or length > MAX_LENGTH:
+    if count * sorts.least_share > length or length > MAX_LENGTH:
         return None
     if str(aval.dtype) not in SELECTED:
         reason = f"{count} of {length} places of a sorted row: {aval.dtype} is not selected faster"
@@ -294,11 +297,7 @@ def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> Sorted
     return SortedPart(output, start, stride, count, slots)
 
 
-def _is_small(aval: Any) -> bool:
-    """Whether an array has too few elements, or a size that is a name."""
-    if not all(isinstance(d, int) for d in aval.shape):
-        return True
-    size = 1
-    for d in aval.shape:
-        size *= d
-    return size < MIN_ELEMENTS
+def _size(e: Equation) -> int:
+    """Elements of the array that is sorted; 0 where a size is a name."""
+    shape = getattr(e.eqn.invars[0].aval, "shape", ())
+    return math.prod(shape) if all(isinstance(d, int) for d in shape) else 0

@@ -14,13 +14,13 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
 from symjax_rewrite.loops.loop import Carry, Loop, Source
 from symjax_rewrite.loops.normalization import substitute
 from symjax_rewrite.loops.stepwise_equations import Axes, one_step, stepped_operands, stepped_result
 
-MIN_BYTES = 1 << 16  # that are no longer written: less is not worth a change
 MAX_DEPTH = 40  # equations in a row that are looked through
 EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # to be added up one by one
 
@@ -384,8 +384,14 @@ def in_order(equations: list[Equation], known: set[int]) -> list[Equation]:
     return ordered
 
 
-def fuse(loop: Loop, around: Surroundings, own: list[Equation]) -> float:
+def fuse(loop: Loop, around: Surroundings, own: list[Equation], device: Device) -> float:
     """Take into a loop what is cheaper there.
+
+    Args:
+        loop: a clean loop of a known number of steps; it is changed.
+        around: the program it stands in.
+        own: equations that the loop replaces.
+        device: where it runs.
 
     Returns:
         The bytes no longer written; 0 where nothing is worth it, and then the loop must not be
@@ -394,4 +400,4 @@ def fuse(loop: Loop, around: Surroundings, own: list[Equation]) -> float:
     if any(not all(isinstance(d, int) for d in shape_of(v)) for v in loop.eqn.outvars):
         return 0.0
     saved = Fusion(loop, around, own).run()
-    return saved if saved >= MIN_BYTES else 0.0
+    return saved if saved >= device.loops.least_unwritten_bytes else 0.0

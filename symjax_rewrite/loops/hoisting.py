@@ -17,6 +17,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.ir.flat_program import Equation, Value
@@ -31,9 +32,6 @@ HEAVY = frozenset(
     custom_linear_solve sort""".split()
 )
 STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
-GROWTH = 4  # what leaves a loop may write this many times the bytes of its inputs and outputs
-MIN_GAIN = 1.25  # predicted, of what is moved: less is noise
-MIN_SHARE = 0.08  # of the loop's time, that products of all steps at once must save
 
 
 @dataclass(slots=True)
@@ -75,12 +73,12 @@ def find_motion(
     motion = Motion()
     level = loop.levels()
     if INVARIANT in passes:
-        _find_once(loop, level, motion)
+        _find_once(loop, level, device, motion)
     if reorders and BATCHING in passes and isinstance(loop.length, int) and loop.length > 1:
         _find_before(loop, level, device, motion, leaves)
         _find_after(loop, level, device, motion)
-        saved = _saved_share(loop, level, device, [*motion.before, *motion.after])
-        if saved < MIN_SHARE and not any(level[v] == 1 for v in leaves):
+        saves = _saves_share(loop, level, device, [*motion.before, *motion.after])
+        if not saves and not any(level[v] == 1 for v in leaves):
             motion.before, motion.after = [], []
         _add_leaves(loop, level, leaves, motion)
         _find_sums(loop, level, device, motion)
@@ -95,8 +93,9 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     return any(is_heavy(e) for body in jax_internals.bodies(eqn) for e in body.jaxpr.eqns)
 
 
-def _limit(loop: Loop) -> float:
-    return GROWTH * loop.outside_bytes
+def _limit(loop: Loop, device: Device) -> float:
+    """Bytes that what leaves a loop may write."""
+    return device.loops.growth * loop.outside_bytes
 
 
 def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:
@@ -112,14 +111,14 @@ def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:
     return [e for e in loop.body.equations if id(e) in inside]
 
 
-def _find_once(loop: Loop, level: dict[int, int], motion: Motion) -> None:
+def _find_once(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
     def fixed(e: Equation) -> bool:
         return not e.eqn.effects and bool(e.outvals) and level[e.outvals[0]] == 0
 
     heavy = [e for e in loop.body.equations if fixed(e) and is_heavy(e.eqn)]
     moved = _cone(loop, heavy, fixed)
     read = _read_elsewhere(loop, moved)
-    if sum(aval_bytes(loop.body.avals[v]) for v in read) > _limit(loop):
+    if sum(aval_bytes(loop.body.avals[v]) for v in read) > _limit(loop, device):
         motion.refused.append("invariant work stays in the loop: its results are too large")
         return
     motion.once = moved
@@ -176,7 +175,7 @@ def _find_before(
     def known(e: Equation) -> bool:
         return _steppable(e) and level[e.outvals[0]] == 1
 
-    room = _limit(loop)
+    room = _limit(loop, device)
     chosen = [e for e in loop.body.equations if known(e) and not set(leaves).isdisjoint(e.outvals)]
     wanted = {id(e) for e in _cone(loop, chosen, known)}
     roots: list[Equation] = []
@@ -193,7 +192,7 @@ def _find_before(
             room -= written
             roots.append(e)
     moved = _with_followers(loop, _cone(loop, roots, known), known)
-    if device.name == "cpu" and _are_cut(loop, moved):
+    if device.loops.cut_sums_are_slow and _are_cut(loop, moved):
         motion.refused.append("products of all steps stay in the loop: their sums are cut in parts")
         return
     motion.before = moved
@@ -252,7 +251,7 @@ def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motio
     """Products that only stacked results depend on."""
     makers = {v: e for e in loop.body.equations for v in e.outvals}
     needed = _needed_inside(loop, makers)
-    room = _limit(loop)
+    room = _limit(loop, device)
     moved: list[Equation] = []
     for e in loop.body.equations:
         free = e.outvals and not any(v in needed for v in e.outvals)
@@ -312,11 +311,12 @@ def _apart(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> tu
 
 def _gains(loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device) -> bool:
     alone, together = _apart(loop, e, level, device)
-    return alone > MIN_GAIN * (together + 2 * written / device.bytes_per_s)
+    together += 2 * written / device.bytes_per_s
+    return margins.pays(alone, together, "hoist", device)
 
 
-def _saved_share(loop: Loop, level: dict[int, int], device: Device, moved: list[Equation]) -> float:
-    """Which part of a loop's time its moved products save."""
+def _saves_share(loop: Loop, level: dict[int, int], device: Device, moved: list[Equation]) -> bool:
+    """Return True if moved products save enough of a loop's time."""
     saved = 0.0
     for e in moved:
         if e.name in STACKABLE:
@@ -324,12 +324,12 @@ def _saved_share(loop: Loop, level: dict[int, int], device: Device, moved: list[
             written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
             saved += alone - together - 2 * written / device.bytes_per_s
     whole = loop.length * sum(equation_seconds(e.eqn, device) for e in loop.body.equations)
-    return saved / whole if whole else 0.0
+    return margins.gains_share(saved, whole, "loop", device)
 
 
 def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
     """Σ over the steps of a product is one product, over the steps too."""
-    room = _limit(loop)
+    room = _limit(loop, device)
     early = {id(e) for e in motion.before}
     for found in accumulations(loop, level):
         reads = {v for v in found.product.invals if isinstance(v, int)}
@@ -341,7 +341,7 @@ def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion
         together += 2 * written / device.bytes_per_s
         if written > room or id(found.product) in early:
             continue
-        if loop.length * alone > MIN_GAIN * together:
+        if margins.pays(loop.length * alone, together, "hoist", device):
             room -= written
             motion.sums.append(found)
 

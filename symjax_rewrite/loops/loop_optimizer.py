@@ -18,6 +18,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal
 from symjax_rewrite.codegen.emission import staged
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
@@ -102,8 +103,6 @@ class Loops:
 
 
 TREES, LOOPS = "affine_trees", "loops"
-MIN_STACKED = 1 << 12  # entries: fewer are converted in no time
-MIN_GAIN = 1.25  # predicted, for a tree to become a loop
 
 
 def has_loops(program: Program) -> bool:
@@ -241,7 +240,7 @@ def _improve_each(
             continue
         fused = 0.0
         if isinstance(loop.length, int) and fuses:
-            fused = fuse(loop, around, [e])
+            fused = fuse(loop, around, [e], device)
             loop = clean(loop) if fused else _plain(e)
             assert loop is not None
             _find_constant_starts(loop, around)
@@ -256,7 +255,7 @@ def _improve_each(
             found.refused += [(reason, e.eqn) for reason in dict.fromkeys(motion.refused)]
             if motion.any and not fused:
                 loop, motion = _best_order(e, loop, motion, device, reorders, passes, optimise)
-        if device.name == "cpu" and PACKING in passes and _pack(loop, motion):
+        if PACKING in passes and _pack(loop, motion, device):
             also = (*also, PACKING)
         if motion.any or also:
             change = make_change(e.eqn, loop, motion, also)
@@ -311,10 +310,10 @@ def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loop
 def differentiated_trees(program: Program, device: Device, reorders: bool) -> Loops:
     """Find the trees of affine steps that run faster as loops together with their derivatives.
 
-    On a CPU; elsewhere a tree is faster. What is found is changed before `improve_loops`.
+    Where steps are launches a tree is faster. What is found is changed before `improve_loops`.
     """
     found = Loops()
-    prefixes = find_prefixes(program) if device.name == "cpu" else []
+    prefixes = [] if device.loops.steps_are_launches else find_prefixes(program)
     around = Surroundings(program) if prefixes else None
     if around is None:
         return found
@@ -322,7 +321,7 @@ def differentiated_trees(program: Program, device: Device, reorders: bool) -> Lo
     for d in find_differentiated(around, prefixes):
         eqn, length = d.prefix.equations[-1].eqn, d.prefix.length
         tree_s, loop_s = _differentiated_seconds(program, d, device)
-        taken = reorders and loop_s * MIN_GAIN < tree_s
+        taken = reorders and margins.pays(tree_s, loop_s, "tree", device)
         if taken:
             trees.append(d)
         loops = f"a differentiated tree of {length} steps"
@@ -352,16 +351,17 @@ def _differentiated_seconds(
 def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
     """Predicted seconds of the equations of a tree."""
     moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
-    return moved / device.bytes_per_s + len(equations) * device.launch_s / 3
+    launches = len(equations) / device.loops.operations_per_launch
+    return moved / device.bytes_per_s + launches * device.launch_s
 
 
-def _pack(loop: Loop, motion: Motion) -> bool:
-    """Stack results in small floats as their bits; whether there are any.
+def _pack(loop: Loop, motion: Motion, device: Device) -> bool:
+    """Stack results in small floats as their bits; return True if there are any.
 
     XLA's CPU backend has no updates in place of such arrays: every step converts the whole stack
     to f32 and back, 350 ns per entry at 512 steps against 4 (two cores).
     """
-    if not isinstance(loop.length, int):
+    if not device.loops.packs_small_floats or not isinstance(loop.length, int):
         return False
     gone = {id(e) for e in (*motion.once, *motion.before, *motion.after)}
     made = {v for e in loop.body.equations if id(e) not in gone for v in e.outvals}
@@ -371,7 +371,7 @@ def _pack(loop: Loop, motion: Motion) -> bool:
             continue
         aval = loop.body.avals[v]
         is_small = str(aval.dtype).startswith(("bfloat16", "float8"))
-        if is_small and loop.length * aval_size(aval) >= MIN_STACKED:
+        if is_small and loop.length * aval_size(aval) >= device.loops.least_packed:
             bits = f"uint{8 * aval.dtype.itemsize}"
             loop.ys[k] = graft(loop, lambda x, to=bits: lax.bitcast_convert_type(x, to), [v])
             loop.packed[k] = aval.dtype
@@ -395,7 +395,7 @@ def before_derivatives(
     if not has_loops(program):
         return closed
     around, found = Surroundings(program), Loops()
-    for prefix in find_prefixes(program) if device.name == "cpu" else ():
+    for prefix in () if device.loops.steps_are_launches else find_prefixes(program):
         _take_tree(prefix, around, device, True, route, found)
     for e in program.equations:
         ruled = any(
@@ -406,7 +406,8 @@ def before_derivatives(
         loop = _plain(e, has_rules=ruled)
         if loop is None or not isinstance(loop.length, int):
             continue
-        fused = 0.0 if ruled or device.name != "cpu" else fuse(loop, around, [e])
+        stays = ruled or device.loops.steps_are_launches
+        fused = 0.0 if stays else fuse(loop, around, [e], device)
         loop = clean(loop) if fused else _plain(e, has_rules=ruled)
         assert loop is not None
         _find_constant_starts(loop, around)
@@ -472,7 +473,7 @@ def _take_tree(
     route: RouteLoop | None,
     found: Loops,
 ) -> None:
-    """Run a tree as a loop where that is cheaper: on a CPU the loop's state stays in a cache."""
+    """Run a tree as a loop where that is cheaper: where the loop's state stays in a cache."""
     eqn = prefix.equations[-1].eqn
     reason = refusal(around, prefix)
     if not reorders:
@@ -481,7 +482,7 @@ def _take_tree(
         loop, own = as_loop(around, prefix)
         saved = Fusion(loop, around, own).run()
         loop = clean(loop)
-        if device.name != "cpu":
+        if device.loops.steps_are_launches:
             if not _take_kernel(eqn, loop, route, found):
                 found.routes.append(
                     (False, "a tree is predicted to be faster than a loop here", eqn)
@@ -489,7 +490,7 @@ def _take_tree(
             return
         tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
-        if loop_s * MIN_GAIN < tree_s:
+        if margins.pays(tree_s, loop_s, "tree", device):
             kernel, why = (None, "") if route is None else route(loop)
             if kernel is not None:
                 _take(eqn, loop, kernel, why, found)
@@ -515,7 +516,7 @@ def _take_unrolled(
     """
     loop = clean(unrolled.loop)
     kernel, why = None, describe(loop)
-    if route is not None and device.name == "cpu" and loop.carries:
+    if route is not None and not device.loops.steps_are_launches and loop.carries:
         kernel, why = route(loop)
     reason = f"{loop.length} equal steps: {why}"
     if kernel is not None:

@@ -20,6 +20,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
+from symjax_rewrite.cost.profile_groups import LoopFacts
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.jax_internals import JaxprEqn
@@ -30,10 +31,7 @@ from symjax_rewrite.loops.stepwise_equations import stepped_operands
 
 # Measured on two cores, LSTMs of widths 32 to 1024 and 1 to 128 rows, jax 0.10.2 and 0.12: with
 # weights of a megabyte and few rows a step takes 0.5 to 0.9 of the time, with smaller ones up to 2.
-MIN_WEIGHTS = 3 << 18  # bytes, of a product that is cut
-MAX_ROWS = 32
 MAX_PARTS = 8
-MIN_STEPS = 8  # the weights are copied once
 
 
 class Parts(NamedTuple):
@@ -79,18 +77,19 @@ def in_parts(loop: Loop, device: Device) -> Parts | None:
 
     Args:
         loop: a clean loop; it is not changed.
-        device: where it runs; products are cut on a CPU only.
+        device: where it runs; products are cut where sums that are cut are slow.
     """
-    if not isinstance(loop.length, int) or loop.length < MIN_STEPS:
+    facts = device.loops
+    if not isinstance(loop.length, int) or loop.length < facts.least_cut_steps:
         return None
-    if not any(_is_large(e) for e in loop.body.equations):
+    if not any(_is_large(e, facts) for e in loop.body.equations):
         return None
     if any(not isinstance(n, int) for e in loop.body.equations for n in _sizes(e)):
         return None
     other = loop.copy()
-    leaves = _take_apart(other)
+    leaves = _take_apart(other, facts)
     is_apart = bool(leaves)
-    while device.name == "cpu" and (cut := next(_cuts(other), None)) is not None:
+    while facts.cut_sums_are_slow and (cut := next(_cuts(other, facts), None)) is not None:
         leaves += _take(other, cut)
     if not leaves:
         return None
@@ -103,26 +102,26 @@ def _sizes(e: Equation) -> list[Any]:
     return [n for v in (*e.eqn.invars, *e.eqn.outvars) for n in getattr(v.aval, "shape", ())]
 
 
-def _is_large(e: Equation) -> bool:
+def _is_large(e: Equation, facts: LoopFacts) -> bool:
     """Whether an equation is a product with large weights."""
     if e.name != "dot_general":
         return False
-    return max(aval_bytes(v.aval) for v in e.eqn.invars) >= MIN_WEIGHTS
+    return max(aval_bytes(v.aval) for v in e.eqn.invars) >= facts.least_cut_weights
 
 
-def _take_apart(loop: Loop) -> list[int]:
+def _take_apart(loop: Loop, facts: LoopFacts) -> list[int]:
     """Products of operands joined along the sum, some of them known, as sums of products."""
     leaves: list[int] = []
-    while (found := _find_joined(loop)) is not None:
+    while (found := _find_joined(loop, facts)) is not None:
         leaves += _replace_joined(loop, *found)
     return leaves
 
 
-def _find_joined(loop: Loop) -> tuple[Equation, int, Equation] | None:
+def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation] | None:
     """A product with large weights, which operand of it is joined, and by what."""
     level = loop.levels()
     makers = {v: e for e in loop.body.equations for v in e.outvals}
-    for e in [e for e in loop.body.equations if _is_large(e)]:
+    for e in [e for e in loop.body.equations if _is_large(e, facts)]:
         for side in range(2):
             weights, other = e.invals[1 - side], e.invals[side]
             joined = makers.get(other) if isinstance(other, int) else None
@@ -173,7 +172,7 @@ def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
     loop.body.equations[at : at + 1] = new
 
 
-def _cuts(loop: Loop) -> Iterator[ProductSplit]:
+def _cuts(loop: Loop, facts: LoopFacts) -> Iterator[ProductSplit]:
     """Values that are only read in parts and made by products with weights, that few rows meet."""
     level = loop.levels()
     readers: dict[int, list[Equation]] = {}
@@ -189,7 +188,7 @@ def _cuts(loop: Loop) -> Iterator[ProductSplit]:
         axis, parts = found
         cut = ProductSplit(value, axis, parts, [], {value: Place(axis)})
         entries = _grow(loop, cut, level, makers, readers, results) and _adds(cut, level)
-        if entries and _pays(cut):
+        if entries and _is_worth_it(cut, facts):
             yield cut
 
 
@@ -320,14 +319,15 @@ def _adds(cut: ProductSplit, level: dict[int, int]) -> bool:
     return any(level[v] == 1 for v in cut.places)
 
 
-def _pays(cut: ProductSplit) -> bool:
-    """Whether a cut is of products with large weights and few rows (`MIN_WEIGHTS`)."""
+def _is_worth_it(cut: ProductSplit, facts: LoopFacts) -> bool:
+    """Return True if a cut is of products with large weights and few rows."""
     found = [e for e in cut.cone if e.name == "dot_general"]
     for e in found:
         k = next(k for k, v in enumerate(e.invals) if v in cut.places)
         place = cut.places[e.outvals[0]]
         rows = math.prod(shape_of(e.eqn.outvars[0])) // shape_of(e.eqn.outvars[0])[place.axis]
-        if aval_bytes(e.eqn.invars[k].aval) < MIN_WEIGHTS or rows > MAX_ROWS:
+        weights = aval_bytes(e.eqn.invars[k].aval)
+        if weights < facts.least_cut_weights or rows > facts.most_cut_rows:
             return False
     return bool(found)
 

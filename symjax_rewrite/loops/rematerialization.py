@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
@@ -25,12 +26,7 @@ from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse
 from symjax_rewrite.loops.loop import Carry, Loop, Read, Source, read_loop, read_starts, stage
 from symjax_rewrite.loops.normalization import clean
 
-MIN_BYTES = 6 << 20  # that steps keep: less stays in a cache
-MIN_LENGTH = 32  # steps: fewer are one block
-FUSED = 4.0  # times as fast is cheap elementwise work inside a loop's fused step
 FUSED_KINDS = (ELEMENTWISE | VIEWS) - SLOW_MAPS
-KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
-FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
 
 
 @dataclass(slots=True)
@@ -100,7 +96,7 @@ def _pair(
     there, back = read_loop(first), read_loop(second)
     if there is None or back is None or not isinstance(there.length, int):
         return None
-    if there.length < MIN_LENGTH:
+    if there.length < device.loops.least_remade_steps:
         return None
     there, back, saved = _fused(clean(there), clean(back), around, [first, second], reorders)
     read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
@@ -123,7 +119,7 @@ def _pair(
     ]
     kept_bytes = sum(around.bytes(makes[k][0][1]) for k in kept)
     if not _pays(there, kept, kept_bytes, device):
-        alone = sum(_fused_alone(e, around) for e in (first, second)) if kept else saved
+        alone = sum(_fused_alone(e, around, device) for e in (first, second)) if kept else saved
         if not _pays(there, kept, kept_bytes + saved - alone, device):
             return None
     return LoopPair(there, back, kept, _block(there, kept_bytes))
@@ -142,25 +138,25 @@ def _fused(
     return clean(there), clean(back), saved
 
 
-def _fused_alone(e: Equation, around: Surroundings) -> float:
+def _fused_alone(e: Equation, around: Surroundings, device: Device) -> float:
     """The bytes that a loop by itself need not write."""
     loop = read_loop(e)
-    return 0.0 if loop is None else fuse(clean(loop), around, [e])
+    return 0.0 if loop is None else fuse(clean(loop), around, [e], device)
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
-    """Whether making it again is predicted to take no longer than writing and reading it."""
-    if kept_bytes < MIN_BYTES:
+    """Return True if making results again takes no longer than writing and reading them."""
+    loops, memory = device.loops, device.memory
+    if kept_bytes < loops.least_remade_bytes:
         return False
-    on_cpu = device.name == "cpu"  # which reads the lines that it is about to write
-    moved = (3 if on_cpu else 2) * kept_bytes / device.bytes_per_s
-    if on_cpu and kept_bytes >= KEPT_BYTES:
-        moved += kept_bytes / FRESH_BYTES_PER_S
-    step = device.launch_s / 3
+    moved = (1 + memory.passes_of_write) * kept_bytes / device.bytes_per_s
+    if kept_bytes >= memory.kept_bytes:
+        moved += kept_bytes / memory.fresh_bytes_per_s
+    step = device.launch_s / loops.operations_per_launch
     for e in _needed(there, kept):
         own = equation_seconds(e.eqn, device)
-        step += own / FUSED if e.name in FUSED_KINDS else own
-    return there.length * step <= moved
+        step += own / loops.fused_step if e.name in FUSED_KINDS else own
+    return margins.pays(moved, there.length * step, "remake", device)
 
 
 def _numbers(values: Iterable[Value]) -> set[int]:

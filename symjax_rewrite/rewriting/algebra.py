@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from symjax_rewrite import policy
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Stopped, Terms
 from symjax_rewrite.candidates import Crossover as FoundCrossover
 from symjax_rewrite.codegen.emission import RegionForm, TermPart
+from symjax_rewrite.cost import margins
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
-from symjax_rewrite.rewriting.extraction import DOMINATING_GAIN
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds
 
-FEW_REGIONS = 4  # so few regions are solved whatever they weigh
-MANY_REGIONS = 8  # so many are worth pricing the whole program for
 REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
 
 
@@ -73,9 +70,9 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
 
     They are too little of the program, or one product with nothing beside it to save.
     """
-    t, model = terms.t, terms.model
+    t, model, device = terms.t, terms.model, terms.model.device
     places = Counter(r.key for r in regions)
-    if len(places) < FEW_REGIONS or terms.known:
+    if len(places) < device.search.few_regions or terms.known:
         return {}
     g = t.graph
     seconds: dict[Key, float] = {}
@@ -86,12 +83,17 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
         cost = model.evaluate(g, choice, tuple(region.roots), leaves.__contains__)
         seconds[key] = places[key] * cost.seconds
         least = None if t.dim_env else least_seconds(g, region, model)
-        if least is not None and cost.seconds < DOMINATING_GAIN * least:
+        if least is not None and not margins.pays(cost.seconds, least, "dominating", device):
             single.add(key)
     products = sum(model.product_seconds(g, c, node_of(g, c)) for c in terms.need.order)
-    small = {key for key, s in seconds.items() if s < policy.SHARE_OF_PROGRAM * products}
-    if len(places) - len(small | single) > MANY_REGIONS:  # the rest may take longer
-        small = {key for key, s in seconds.items() if s < policy.SHARE_OF_PROGRAM * terms.seconds}
+
+    def little(whole: float) -> set[Key]:
+        of = seconds.items()
+        return {key for key, s in of if not margins.gains_share(s, whole, "program", device)}
+
+    small = little(products)
+    if len(places) - len(small | single) > device.search.many_regions:  # the rest may take longer
+        small = little(terms.seconds)
     reasons = dict.fromkeys(single, "one product and little beside it")
     return reasons | dict.fromkeys(small, "less than 1 % of the program's time")
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import jax
 
+from symjax_rewrite.cost.margins import worthwhile
 from symjax_rewrite.cost.term_cost import Cost, CostModel, CyclicChoiceError, reachable
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, INVERSE, LEAF, Node
 
-GAIN = 1.25  # a rewrite that does not dominate must be predicted this many times faster
-DOMINATING_GAIN = 1.05  # one that dominates, this many: below it the model knows nothing
-MAX_EVALUATIONS = 600
 Choice = dict[int, Node]
 
 
@@ -67,36 +65,8 @@ def extract(
         start = search.greedy
     choice = search.simplify(search.climb(start), original)
     after = model.evaluate(g, choice, roots, free)
-    taken, reason = worthwhile(before, after, any(free(c) for c in choice))
+    taken, reason = worthwhile(before, after, model.device, any(map(free, choice)))
     return Extraction(before, after, choice, taken, reason)
-
-
-def worthwhile(before: Cost, after: Cost, frozen: bool = False) -> tuple[bool, str]:
-    """The rule for taking a rewrite: it dominates, or is predicted `GAIN` times faster.
-
-    Of forms without a product the model knows least: these have to be predicted `GAIN` times
-    faster. With frozen weights what is folded into them is gone, so any gain that dominates is
-    taken.
-    """
-    pairs = [
-        (before.flops + before.elementwise, after.flops + after.elementwise),
-        (before.bytes, after.bytes),
-        (before.launches, after.launches),
-    ]
-    if after.seconds >= before.seconds * 0.999:
-        return False, "no equal form is predicted faster"
-    if after.seconds == 0:
-        return True, "nothing is left to compute"
-    if before.seconds < GAIN * after.seconds:
-        fused = before.flops == after.flops == 0  # loops that XLA fuses in ways of its own
-        if any(b < a for b, a in pairs) or (fused and not frozen):
-            return False, f"predicted gain {before.seconds / after.seconds:.2f} is below {GAIN}"
-        if not frozen and before.seconds < DOMINATING_GAIN * after.seconds:
-            return False, f"predicted gain is below {DOMINATING_GAIN}"
-        return True, "dominates"
-    if after.largest > before.largest * 1.05:
-        return False, "would hold a larger intermediate"
-    return True, f"predicted {before.seconds / after.seconds:.2f} times faster"
 
 
 def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
@@ -164,7 +134,7 @@ class _Search:
         self.g, self.roots, self.model, self.free = g, roots, model, free
         self.options = {c: _options(g, c) for c in g.live()}
         self.greedy = _greedy(g, model, free, self.options)
-        self.evaluations = 0
+        self.evaluations, self.most = 0, model.device.search.evaluations
 
     def seconds(self, choice: Choice) -> float:
         self.evaluations += 1
@@ -179,7 +149,7 @@ class _Search:
         now = self.seconds(choice)
         tried: set[tuple[tuple[int, int], ...]] = set()  # from the present choice
         improved = True
-        while improved and self.evaluations < MAX_EVALUATIONS:
+        while improved and self.evaluations < self.most:
             improved = False
             for move in self._moves(choice):
                 key = tuple([(cls, id(node)) for cls, node in move.items()])
@@ -191,7 +161,7 @@ class _Search:
                 if then < now * (1 - 1e-6):
                     choice, now, improved = trial, then, True
                     tried.clear()
-                if self.evaluations >= MAX_EVALUATIONS:
+                if self.evaluations >= self.most:
                     break
         return choice
 

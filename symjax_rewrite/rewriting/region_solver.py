@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed
@@ -143,7 +144,8 @@ class Solver:
         if best.taken:  # I·a = a: what was computed is an input
             made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
             changed += [c for c in made if c in given]
-        gains = best.before.seconds > 1.02 * best.after.seconds
+        b, a = best.before.seconds, best.after.seconds
+        gains = b > 0 and margins.pays(b, a, "told", self.device)
         declined = best.reason if not best.taken and (gains or crossovers) else ""
         return Solution(
             g,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from symjax_rewrite import policy
 from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import Dim
@@ -32,9 +32,8 @@ class RepeatedProducts:
             return
         terms = context.terms(program)
         found = _repeated(terms)
-        least = policy.SHARE_OF_PROGRAM * terms.seconds if found else 0.0
         for cls, saved in found:
-            if saved > least:
+            if margins.gains_share(saved, terms.seconds, "program", context.device):
                 yield Candidate(
                     REPEATED,
                     (TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),),

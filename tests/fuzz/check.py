@@ -20,14 +20,16 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend import core as jex_core
 
-from symjax_rewrite import errors, policy, sym_optimize
+from symjax_rewrite import errors, sym_optimize
 from symjax_rewrite.api.sym_optimize import unsupported
+from symjax_rewrite.cost import device_profiles
 from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.jax_internals import live_part
 from symjax_rewrite.rewriting import extraction, region_solver
 from symjax_rewrite.rewriting import region_partition as regions_module
 from tests.fuzz.interpret import Machine, UnsupportedPrimitiveError, narrows
 from tests.fuzz.programs import Program
+from tests.profiles import changed
 
 check_jaxpr: Any = getattr(jex_core, "check_jaxpr", None) or jax_core.check_jaxpr
 SLACK = 16.0  # times the error of the original
@@ -191,7 +193,8 @@ def choosing(mode: Mode) -> Iterator[None]:
     """Inside, the optimiser chooses as the mode says."""
     with contextlib.ExitStack() as stack:
         if mode.choice != "model":
-            stack.enter_context(mock.patch.object(policy, "SHARE_OF_PROGRAM", -float("inf")))
+            cpu = changed(margins={"share_of_program": -float("inf")})
+            stack.enter_context(mock.patch.dict(device_profiles.DEVICES, cpu=cpu))
         if mode.choice in ("random", "wide"):
             stack.enter_context(
                 mock.patch.object(region_solver, "extract", random_extract(mode.seed))

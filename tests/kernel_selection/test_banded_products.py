@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.kernel_selection import banded_products
 from symjax_rewrite.testing.assertions import assert_equivalent
+from tests.profiles import use_on_cpu
 
 N = 600
 
@@ -69,8 +69,7 @@ def blocks(fun, *args, **options):
 @pytest.fixture
 def eager(monkeypatch):
     """What is banded is taken, whatever it gains."""
-    monkeypatch.setattr(banded_products, "LEAST_FLOPS", 0)
-    monkeypatch.setattr(banded_products, "LEAST_GAIN", 0)
+    use_on_cpu(monkeypatch, bands={"least_flops": 0}, margins={"banded": 0.0})
 
 
 @pytest.mark.usefixtures("eager")

@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import jax_internals, sym_optimize
-from symjax_rewrite.loops import hoisting, loop_optimizer
+from symjax_rewrite.loops import hoisting
 from tests.equal_forms import agree
+from tests.profiles import use_on_cpu
 
 STEPS, ROWS, WIDTH = 24, 4, 64
 
@@ -349,7 +350,7 @@ def test_mutable_arrays_stay() -> None:
 def test_small_floats_are_stacked_as_bits_on_a_cpu(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_optimizer, "MIN_STACKED", 1)
+    use_on_cpu(monkeypatch, loops={"least_packed": 1})
 
     def fun(x):
         def step(h, x):
@@ -370,7 +371,7 @@ def test_small_floats_are_stacked_as_bits_on_a_cpu(
 
 def test_products_of_small_floats_may_leave_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hoisting, "_gains", lambda *_: True)
-    monkeypatch.setattr(hoisting, "MIN_SHARE", -1e9)
+    use_on_cpu(monkeypatch, margins={"share_of_loop": -1e9})
 
     def fun(x, w):
         step = lambda h, x: ((h + x) * 0.5, jnp.tanh(h @ w))  # noqa: E731

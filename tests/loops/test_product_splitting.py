@@ -10,16 +10,17 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.loops import product_splitting
+from symjax_rewrite.cost.device_profiles import CPU
 from tests.loops.test_hoisting import check_equal, inside
+from tests.profiles import use_on_cpu
 
 STEPS, ROWS, WIDTH, RULE = 9, 3, 8, "loop_parts"
-MIN_WEIGHTS = product_splitting.MIN_WEIGHTS
+FACTS = CPU.loops
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_splitting, "MIN_WEIGHTS", 0)
+    use_on_cpu(monkeypatch, loops={"least_cut_weights": 0})
 
 
 def draw(*shape: int, dtype: Any = "float32") -> jax.Array:
@@ -270,14 +271,14 @@ def test_lookalikes_stay(fun: Callable) -> None:
 def test_only_large_weights_and_few_rows(
     width: int, rows: int, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product_splitting, "MIN_WEIGHTS", MIN_WEIGHTS)
+    use_on_cpu(monkeypatch, loops={"least_cut_weights": FACTS.least_cut_weights})
     report = sym_optimize(by_rows).explain(*arguments(width, rows))
     assert (RULE in {r.name for r in report.rules}) == cut
 
 
 def test_short_loops_stay() -> None:
     x, *rest = arguments()
-    report = check_equal(by_rows, x[: product_splitting.MIN_STEPS - 1], *rest)
+    report = check_equal(by_rows, x[: FACTS.least_cut_steps - 1], *rest)
     assert RULE not in {r.name for r in report.rules}
 
 

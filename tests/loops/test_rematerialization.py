@@ -102,7 +102,6 @@ def check(want: Any, got: Any) -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes: blocks are taken."""
-    monkeypatch.setattr(rematerialization, "MIN_BYTES", 1)
     monkeypatch.setattr(rematerialization, "_pays", lambda *_: True)
 
 

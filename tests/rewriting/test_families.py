@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_internals, sym_optimize
-from symjax_rewrite.rewriting import algebra
 from symjax_rewrite.testing.numpy_evaluator import evaluate
+from tests.profiles import use_on_cpu
 from tests.rewriting import awareness, parts
 from tests.rewriting.families import FAMILIES as KNOWN
 from tests.rewriting.families import MATRICES, random, same_values, specs
@@ -23,7 +23,7 @@ FAMILIES = KNOWN | parts.FAMILIES | awareness.FAMILIES
 @pytest.fixture(autouse=True)
 def _every_region_is_judged(monkeypatch):
     """Programs of few regions are searched in any case: here none is, if it looks hopeless."""
-    monkeypatch.setattr(algebra, "FEW_REGIONS", 0)
+    use_on_cpu(monkeypatch, search={"few_regions": 0})
 
 
 CASES = [

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from symjax_rewrite import jax_internals, packs, policy
-from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite import jax_internals, packs
 from symjax_rewrite.cost.term_cost import CyclicChoiceError, reachable
 from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.optimizer import Optimiser
@@ -17,6 +16,7 @@ from symjax_rewrite.rewriting import region_solver
 from symjax_rewrite.rewriting.extraction import extract, is_emittable, original_choice
 from symjax_rewrite.testing.numpy_evaluator import evaluate
 from symjax_rewrite.testing.rule_examples import SPECIMENS, arguments, size_tables
+from tests.profiles import changed
 
 SEEDS = 3
 
@@ -43,7 +43,7 @@ def choose_at_random(rng):
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda p: p.name)
 def test_any_choice_is_right(specimen, monkeypatch):
-    monkeypatch.setattr(policy, "SHARE_OF_PROGRAM", -np.inf)  # whatever it gains
+    device = changed(margins={"share_of_program": -np.inf})  # whatever it gains
     for dtype in ("float64", "int32"):
         if not specimen.takes(dtype):
             continue
@@ -55,7 +55,7 @@ def test_any_choice_is_right(specimen, monkeypatch):
             wanted = evaluate(closed, args)
             for seed in range(SEEDS):
                 monkeypatch.setattr(region_solver, "extract", choose_at_random(random.Random(seed)))
-                result = Optimiser(Options(rules=packs.default), packs.default, CPU).run(closed)
+                result = Optimiser(Options(rules=packs.default), packs.default, device).run(closed)
                 made = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
                 _same(evaluate(made, args), wanted)
 

@@ -46,9 +46,6 @@ _EXACT = {"max", "min"}  # the order in which they reduce does not matter
 _RANDOM = ("random_", "threefry", "rng_")
 
 
-MIN_PAIRS = 1 << 20  # smaller terms are not looked at: they fit into caches
-
-
 @dataclass(slots=True, eq=False)
 class ClusterMember:
     """An exit that could be served by a fold: its pair of indices and what its tile is made of.
@@ -96,11 +93,18 @@ class Scope(NamedTuple):
 
     least: elements of a tile worth it. single: whether scores of one row are looked at, as of one
     query of a decoder. tables: whether tiles look values up in tables, and add up by key.
+    sort_share: a sorted row is at least so many times what is kept of it.
     """
 
     least: int
     single: bool
     tables: bool
+    sort_share: float = 0.0
+
+
+def _sorted_size(found: Exit) -> int:
+    """Elements of the row whose sorted places an exit keeps."""
+    return int(found.sizes[found.bound[0]])  # pyright: ignore[reportArgumentType]
 
 
 def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
@@ -197,6 +201,8 @@ def _candidate(
     plain: ClusterMember | None = (
         None  # values that are products themselves pair their features too
     )
+    if found.kind == "sorted" and found.places * scope.sort_share > _sorted_size(found):
+        return None
     if found.kind == "keyed" and not scope.tables:
         return None
     for column in sorted(found.bound, key=size, reverse=True):

@@ -1,4 +1,4 @@
-"""Whether folds pay: the terms made whole against the folds that serve their exits (a face).
+"""The prices of folds, and of the pairwise terms made whole that they replace.
 
 Both sides are priced by the device model. A fold computes every tile again that it reads and
 writes none; the program as written makes each pairwise term once and reads it for every use.
@@ -10,7 +10,9 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import CostModel, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
@@ -32,48 +34,30 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
 
-# Measured on two CPU cores, f32 (experiments/folds).
-FUSED_STEPS_PER_S = 16e9  # elementwise steps in a loop that stays in cache
-CACHED = 3.0  # how many times faster memory is while terms stay in cache
-KEPT_BYTES = 32 << 20  # of temporaries of one call that the allocator keeps for the next
-FRESH_BYTES_PER_S = 2e9  # pages above that come anew from the system in every call
-_PLAIN_STEPS = {
-    "argmax": 80,
-    "argmin": 80,
-    "top_k": 24,  # and PLAIN_PLACE for each of the k
-    "sorted": 2900,
-    "keyed": 64,
-}  # of XLA's own, per element
-PLAIN_PLACE = 3000  # steps of XLA's top-k for each of the k places of a row
-FOLD_ROW, FOLD_PLACE = 20_000, 3900  # steps of a fold's top-k for a block's row, for each of the k
 MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
-LOOKUP_STEPS, KEYED_STEPS = 20, 50  # of a fold's block, for all that share them
-_PLAIN_LOOKUP = 17
-_PLAIN_SUM = 60  # of a sum over the features of a pair, for each pair
-_LONG_SUM = 16  # features from which on XLA adds them up several at a time
-BLOCK_S = 40e-6  # of a block's products: late interaction of 32 × 64 with 128 × 300 tokens
-LEAST_GAIN = 0.8  # a fold must be predicted to take at most this part of the time
 
 
 def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Whether serving a cluster by folds is predicted to be faster than making its terms."""
-    fresh = bytes_whole(t, cluster, device)
-    if device.name == "cpu":
-        cached = 1.0 if fresh >= KEPT_BYTES else CACHED
-        bandwidth = cached * device.bytes_per_s
-        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
-    whole = seconds_whole(t, cluster, device)
-    if device.name == "cpu":
-        whole += max(fresh - KEPT_BYTES, 0) / FRESH_BYTES_PER_S
-    return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
+    """Return True if serving a cluster by folds is predicted to be faster than making its terms."""
+    fresh, memory = bytes_whole(t, cluster, device), device.memory
+    cached = 1.0 if fresh >= memory.kept_bytes else memory.cached_terms
+    fast = replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
+    whole = seconds_whole(t, cluster, fast)
+    whole += max(fresh - memory.kept_bytes, 0) / memory.fresh_bytes_per_s
+    return margins.pays(whole, sum(seconds_folded(r, fast) for r in routes), "fold", device)
 
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Whether a cluster is nothing but products, which cost less in an order without its pairs."""
+    """Return True for a cluster of products that cost less in an order without its pairs."""
     seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
-    if device.name == "cpu":
-        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S)
-    return sum(seconds) <= sum(seconds_folded(r, device) for r in routes)
+    fast = _fused(device)
+    folded = sum(seconds_folded(r, fast) for r in routes)
+    return margins.pays(folded, sum(seconds), "order", device)
+
+
+def _fused(device: Device) -> Device:
+    """The profile with the elementwise rate of loops that stay in cache."""
+    return replace(device, elementwise_per_s=device.folds.fused_steps_per_s)
 
 
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
@@ -117,25 +101,25 @@ def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Seconds of the pairwise terms and their exits as they are written."""
     choice, mine, exits = _choice(t, cluster)
-    model = CostModel(device, lambda d: value(d, {}))
+    model, folds = CostModel(device, lambda d: value(d, {})), device.folds
     roots = _roots(t, mine, exits)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}  # values, places
-    steps = float(sum(_PLAIN_STEPS.get(m.exit.kind, 0) * _reduced(m) for m in once.values()))
-    steps += sum(PLAIN_PLACE * m.exit.places * _rows(m) for m in once.values())
+    steps = float(sum(folds.plain_steps(m.exit.kind) * _reduced(m) for m in once.values()))
+    steps += sum(folds.top_k_place * m.exit.places * _rows(m) for m in once.values())
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
-    steps += sum(_PLAIN_LOOKUP * elements(t, cls) for cls in looked)
-    summed = {r.cls for m in cluster.members for r in m.tile.inner if _is_short_sum(t, m, r)}
-    if device.name == "cpu":  # a GPU adds up the features of many pairs at a time
-        steps += sum(_PLAIN_SUM * elements(t, cls) for cls in summed)
+    steps += sum(folds.lookup * elements(t, cls) for cls in looked)
+    inner = ((m, r) for m in cluster.members for r in m.tile.inner)
+    summed = {r.cls for m, r in inner if _is_short_sum(t, m, r, folds.long_sum)}
+    steps += sum(folds.short_sum * elements(t, cls) for cls in summed)
     return seconds + steps / device.elementwise_per_s
 
 
-def _is_short_sum(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
-    """Whether a term of pairs is summed over a few features, as differences of points are."""
+def _is_short_sum(t: TermGraph, m: ClusterMember, ref: Ref, long: int) -> bool:
+    """Return True for a sum over a few features of pairs, as of differences of points."""
     node = node_of(t.graph, ref.cls)
     count = math.prod(b for b in node.bound if isinstance(b, int))
-    if node.op != CONTRACT or not 1 < count < _LONG_SUM:
+    if node.op != CONTRACT or not 1 < count < long:
         return False
     paired = [{ref.axes[i] for i in a.axes if i < node.out} for a in node.args]
     return any({m.pair.row, m.pair.column} <= axes for axes in paired)
@@ -186,13 +170,13 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
     """Seconds of a fold: its products, its elementwise work, and its operands and results."""
-    spec = route.spec
+    spec, folds = route.spec, device.folds
     dtype = spec.contractions[0].dtype if spec.contractions else "float32"
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     unread = Ref(-1, ())
     steps = float(sum(kind == "hit" for kind, *_ in route.steps))
-    once = sum(kind == "lookup" for kind, *_ in route.steps) * LOOKUP_STEPS
-    once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * KEYED_STEPS
+    once = sum(kind == "lookup" for kind, *_ in route.steps) * folds.fold_lookup
+    once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     blocks = xla_blocks(spec)
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps += once / math.prod(spec.size[a] for a in held)
@@ -202,12 +186,12 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
             steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it for each
-    steps += sum(_output_steps(o, blocks.cols) for o in spec.outputs)
+    steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
     products = fold_cost.flops(spec) / device.peak(dtype)
-    kept = 0 if device.name == "cpu" else 4 * pairs * _blocks_kept(route)
+    kept = 4 * pairs * _blocks_kept(route) if folds.writes_blocks else 0
     moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
-    if device.name == "cpu" and spec.contractions:
-        moved += BLOCK_S * _loop_steps(spec, blocks)
+    if spec.contractions:
+        moved += folds.block_s * _loop_steps(spec, blocks)
     return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
 
 
@@ -226,14 +210,15 @@ def _blocks_kept(route: FoldRoute) -> int:
     return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
 
 
-def _output_steps(output: Output, columns: int) -> float:
+def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
+    """Steps per pair of one output of a fold."""
     match output:
         case ExpSums():
             return 7
         case ArgExtremum():
             return 16
         case TopK(k=k):
-            return 9 + (FOLD_ROW + FOLD_PLACE * k) / columns
+            return 9 + (folds.fold_row + folds.fold_place * k) / columns
         case KeyedSums():
             return 0  # counted where they are shared
         case _:

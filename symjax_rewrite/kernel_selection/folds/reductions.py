@@ -17,7 +17,6 @@ from symjax_rewrite.ir.term import CONTRACT, IOTA, MAP, NATIVE, REDUCE, SLICE, T
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 
-LEAST_OF_SORT = 4  # of which at most this part is kept: a top-k of more is no faster
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 
 
@@ -217,8 +216,6 @@ def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     if not isinstance(count, int) or not isinstance(size, int) or not count or stride < 1:
         return None
     places = start + stride * (count - 1) + 1
-    if places * LEAST_OF_SORT > size:
-        return None
     part = ReadPart(start, stride, kept)
     view = t.view(v)
     arg = Ref(view.cls, tuple([to[i] for i in view.axes]))

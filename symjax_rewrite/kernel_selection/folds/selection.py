@@ -19,7 +19,6 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece, named
 from symjax_rewrite.kernel_selection.folds.clustering import (
-    MIN_PAIRS,
     Cluster,
     ClusterMember,
     Scope,
@@ -70,7 +69,7 @@ class Folds:
         t, need = terms.t, terms.need
         if t.dim_env:
             return
-        least = MIN_PAIRS if kernels == "auto" else 0
+        least = context.device.folds.least_pairs if kernels == "auto" else 0
         yield from _FoldSelection(kernels, context.device).found(t, need, least)
 
 
@@ -82,7 +81,7 @@ class _FoldSelection:
 
     def _streams(self) -> bool:
         """Whether loops run the folds: they look values up, and sum by key and over rows too."""
-        return self.kernels in ("xla", "reference") or self.device.name == "cpu"
+        return self.kernels in ("xla", "reference") or self.device.folds.streams
 
     def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
         """The folds, and what was considered."""
@@ -103,9 +102,10 @@ class _FoldSelection:
         self, t: TermGraph, need: Needed, least: int
     ) -> tuple[list[list[Route]], list[RouteUse]]:
         """For each cluster its folds, none where it stays, and what the report says of it."""
-        # On a CPU the scores of one query are few beside what makes them.
-        single = self.kernels != "auto" or self.device.name != "cpu"
-        found = clusters(t, need, Scope(least, single, tables=self._streams()))
+        single = self.kernels != "auto" or self.device.folds.single_rows
+        found = clusters(
+            t, need, Scope(least, single, self._streams(), self.device.folds.least_of_sort)
+        )
         if not found:
             return [], []
         if self.kernels == "auto" and jax_internals.may_be_partitioned():

@@ -39,7 +39,6 @@ from symjax_rewrite.ir.term import (
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 from symjax_rewrite.kernel_selection.folds.builder import named, read_over
-from symjax_rewrite.kernel_selection.folds.clustering import MIN_PAIRS
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     Pair,
@@ -53,7 +52,6 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.usage_records import RouteUse
 
-LEAST_SHARE = 16  # the product has at least as many times the terms that are summed
 MOST_CUT = 64  # elementwise steps in a chain that are made at some places alone
 MOST_ELEMENTS = 2**31 - 1  # of a result that is summed by column: places are int32
 
@@ -144,13 +142,14 @@ class SparseRoute(OneClass):
 class _Finder:
     """Looks for sums of sparse classes.
 
-    least: elements of a class worth looking at. supports: of classes that are zero at the zeros of
+    least: elements of a class worth looking at. share: times the terms that are summed that a
+    product has at least. supports: of classes that are zero at the zeros of
     a sparse one, that one over their indices. given: classes that are elementwise in inputs. cuts:
     what was made at some places of an index.
     """
 
-    def __init__(self, t: TermGraph, need: Needed, least: int) -> None:
-        self.t, self.g, self.need, self.least = t, t.graph, need, least
+    def __init__(self, t: TermGraph, need: Needed, least: int, share: float) -> None:
+        self.t, self.g, self.need, self.least, self.share = t, t.graph, need, least, share
         self.known: dict[int, Sparse | None] = {}
         self.cuts: dict[tuple[Ref, int, int, int], Ref] = {}
         self.supports: dict[int, Ref] = {}
@@ -272,7 +271,7 @@ class _Finder:
         row = max((i for i in held.axes if i != column), key=sizes.__getitem__)
         extra = dict(source.extra)
         terms = math.prod(sizes[i] for i in lead) * math.prod(extra.values())
-        if terms * LEAST_SHARE > math.prod(sizes.values()):
+        if terms * self.share > math.prod(sizes.values()):
             return None
         if column < node.out and math.prod(sizes[i] for i in range(node.out)) > MOST_ELEMENTS:
             return None
@@ -318,12 +317,14 @@ class SparseReductions:
         kernels, auto = context.options.kernels, context.options.kernels == "auto"
         if kernels == "off" or not context.reorders():
             return
-        if auto and (context.device.name != "cpu" or jax_internals.may_be_partitioned()):
-            return  # on GPUs it is not measured
+        folds = context.device.folds
+        if auto and (not folds.reads_places or jax_internals.may_be_partitioned()):
+            return
         terms = context.terms(program)
         if terms.t.dim_env:
             return
-        routes = sparse_routes(terms.t, terms.need, MIN_PAIRS if auto else 0)
+        least = folds.least_pairs if auto else 0
+        routes = sparse_routes(terms.t, terms.need, least, folds.least_sparse_share)
         by_source: dict[Sparse, list[SparseRoute]] = {}
         for route in routes:
             by_source.setdefault(route.source, []).append(route)
@@ -331,9 +332,9 @@ class SparseReductions:
         yield from candidates(terms.t, self.name, groups)
 
 
-def sparse_routes(t: TermGraph, need: Needed, least: int) -> list[SparseRoute]:
+def sparse_routes(t: TermGraph, need: Needed, least: int, share: float) -> list[SparseRoute]:
     """The sums that are taken over the places of a sparse class."""
-    finder = _Finder(t, need, least)
+    finder = _Finder(t, need, least, share)
     found = (finder.route(cls) for cls in need.order)
     return [route for route in found if route is not None]
 

@@ -38,8 +38,6 @@ from symjax_rewrite.kernel_selection.norms.normalized_operand import (
 from symjax_rewrite.kernel_selection.norms.selection import NAME, without
 from symjax_rewrite.usage_records import RouteUse
 
-CUT_SHARE = 8  # the result may be at most this part of the weights to be cut from one product
-
 
 @dataclass(slots=True)
 class FrozenProduct:
@@ -60,7 +58,7 @@ class FrozenRoute:
     """Products of one normalised value, with everything frozen folded beforehand."""
 
     products: list[FrozenProduct]
-    join: bool
+    cut_share: float | None
 
     def classes(self) -> set[int]:
         """The classes this route computes or makes superfluous."""
@@ -96,7 +94,7 @@ class FrozenRoute:
             folded = raw if plain else (raw.astype(total) * gain.astype(total)[:, None])
             weights.append(folded.astype(raw.dtype))
             biases.append(_bias(emitter, p, raw.astype(total), across, sizes))
-        results = _products(value, weights, [p.normed for p in self.products], g, self.join)
+        results = _products(value, weights, [p.normed for p in self.products], g, self.cut_share)
         out = []
         for p, y, b in zip(self.products, results, biases, strict=True):
             y = y.astype(g.classes[p.normed.cls].dtype)
@@ -150,7 +148,7 @@ def _bias(emitter: Any, p: FrozenProduct, raw: Any, across: tuple, sizes: Any) -
 
 
 def _products(
-    value: Any, weights: list[Any], products: list[Normed], g: EGraph, join: bool
+    value: Any, weights: list[Any], products: list[Normed], g: EGraph, cut_share: float | None
 ) -> list[Any]:
     """value @ W for every weight; one product where its result is small against the weights."""
     rows, width = value.shape
@@ -163,7 +161,7 @@ def _products(
             value, w, dimensions, precision=node.attr, preferred_element_type=np.dtype(dtype)
         )
 
-    if len(weights) == 1 or not join or 2 * rows * CUT_SHARE > width:
+    if len(weights) == 1 or cut_share is None or 2 * rows * cut_share > width:
         return [dot(w) for w in weights]
     joined = dot(jnp.concatenate(weights, axis=1))
     ends = np.cumsum([w.shape[1] for w in weights])
@@ -203,11 +201,11 @@ class FrozenWeights:
                 groups.setdefault(key, []).append(m)
         for members in groups.values():
             products = [_with_bias(t, need, m) for m in members]
-            join = len(products) > 1 and context.device.name != "cpu"
-            route = FrozenRoute(products, join)
+            cut_share = context.device.norms.cut_share if len(products) > 1 else None
+            route = FrozenRoute(products, cut_share)
             reason = f"folded into {len(members)} frozen weights, once"
             use = RouteUse(NAME, True, reason, t.where(members[0].cls))
-            yield from candidates(t, self.name, [([route], [use])], opens=not join)
+            yield from candidates(t, self.name, [([route], [use])], opens=cut_share is None)
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.errors import KernelError
@@ -55,14 +56,12 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
 from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, supports
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
-from symjax_rewrite.rewriting.extraction import GAIN
 from symjax_rewrite.usage_records import RouteUse
 
 NAME = "norm_linear"
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
 MOST_PARTS = 8  # results of one kernel: each has code of its own
 STARTS = 8  # products from which the chain of one epilogue is followed
-KERNEL_SHARE = 0.6  # of the matmul peak: Pallas-Triton against Mosaic, attention forward, H100
 
 
 class Norms:
@@ -99,8 +98,8 @@ class _NormSelection:
                 groups.setdefault(found.key, []).append(found)
             elif found is not None:
                 note(uses, t, cls, False, found)
-            if found is not None and self.kernels == "auto" and self.device.name == "cpu":
-                break  # nothing is taken on a CPU: that is said once, for the first
+            if found is not None and self.kernels == "auto" and not self.device.runs_pallas:
+                break  # nothing is taken: that is said once, for the first
         out: list[Found] = []
         for members in groups.values():
             made, reason = self._group(t, need, members)
@@ -118,7 +117,7 @@ class _NormSelection:
             return [], "several devices: XLA might gather the kernel's operands"
         if any(c in need.outside for c in members[0].opened):
             return [], "the normalised value is itself a result"
-        if self.kernels == "auto" and self.device.name == "cpu":
+        if self.kernels == "auto" and not self.device.runs_pallas:
             return [], "on a CPU XLA's own passes are as good: the kernel is for GPUs"
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
@@ -133,8 +132,8 @@ class _NormSelection:
         backend = self.kernels if self.kernels in BACKENDS else "auto"
         made = [NormRoute(group, backend) for group in _together(t, need, parts)]
         if self.kernels == "auto":
-            gain, reason = self._gain(t, need, members, made)
-            return (made, reason) if gain >= GAIN else ([], reason)
+            taken, reason = self._gains(t, need, members, made)
+            return (made, reason) if taken else ([], reason)
         return made, _count(made, members)
 
     def _refusal(self, part: NormPart) -> str:
@@ -147,10 +146,10 @@ class _NormSelection:
             support = BACKENDS[self.kernels].supports(alone)
         return "" if support else str(support)
 
-    def _gain(
+    def _gains(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
-    ) -> tuple[float, str]:
-        """How many times faster the kernels are predicted to be, and the sentence that says so.
+    ) -> tuple[bool, str]:
+        """Return whether the kernels are predicted to pay, and the sentence that says so.
 
         What is written runs as one kernel for the norm, a library product for each weight, and
         one for whatever follows beyond a bias. A scale that is no sum over x needs no kernel of
@@ -167,16 +166,18 @@ class _NormSelection:
         for route in made:
             parts = route.parts
             before += sum(self._written(t, p, value, size) for p in parts)
-            work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts) / KERNEL_SHARE
+            work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts)
+            work /= d.norms.kernel_share
             after += max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
             rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, (x,))}
             after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
-        if gain < GAIN:
-            text = f"predicted gain {gain:.2f} is below {GAIN}"
+        taken = margins.pays(before, after, "norm", d)
+        if not taken:
+            text = f"predicted gain {gain:.2f} is below {margins.margin('norm', d)}"
             text += ": the normalised value is needed anyway" if again else ""
-        return gain, text
+        return taken, text
 
     def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
         """Seconds of a part's products and of what follows them, as they are written."""

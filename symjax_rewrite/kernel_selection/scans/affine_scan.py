@@ -20,6 +20,8 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen.step_evaluation import handlers
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import node_of
@@ -36,7 +38,6 @@ from symjax_rewrite.ir.step_program import (
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.kernel_selection.scans.matrix_scan import (
-    MIN_GAIN,
     MatrixRoute,
     matrices_of,
     run_all,
@@ -56,8 +57,6 @@ from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
 
 TIME = "t"
-MAX_GROWTH = 2  # what the kernel writes for results, over their bytes
-MIN_KEPT = 1 << 21  # bytes of all states, for them to be made again in a gradient
 
 
 class NotAScanError(Exception):
@@ -128,13 +127,15 @@ class ScanRoute:
         return lax.reshape(last, avals[carry.inner].shape)
 
 
-def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | MatrixRoute | None, str]:
+def route_loop(
+    loop: Loop, kernels: str, device: Device
+) -> tuple[ScanRoute | MatrixRoute | None, str]:
     """Return a scan kernel for a loop, or why there is none.
 
     Args:
         loop: a clean loop of a known number of steps.
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: the name of the device's profile.
+        device: where it runs.
     """
     moves = describe(loop)
     matrices, why = matrices_of(loop, kernels, device)
@@ -148,26 +149,31 @@ def route_loop(loop: Loop, kernels: str, device: str) -> tuple[ScanRoute | Matri
 
 
 def scan_of(
-    loop: Loop, kernels: str, device: str, beside_s: float = 0.0
+    loop: Loop, kernels: str, device: Device, beside_bytes: float | None = None
 ) -> tuple[ScanRoute | None, str]:
     """Return a loop of one affine carry as a scan kernel where one is best, and why.
 
     Args:
         loop: a loop; `kernels` and `device` as for `route_loop`.
-        beside_s: seconds of what the kernel needs and the loop does not.
+        beside_bytes: moved for what the kernel needs beside a loop of its own; None where it
+            takes the place of the whole loop.
     """
     try:
-        builder = _ScanBuilder(loop)
+        builder = _ScanBuilder(loop, device.scans.growth)
         spec = builder.build()
     except NotAScanError as error:
         return None, f"no kernel: {error}"
     except UsageError as error:
         return None, f"no kernel: {error.what}"
     backend = kernels if kernels in BACKENDS else "auto"
-    if kernels == "auto" and device == "cpu":
+    rates = device.scans.steps
+    if kernels == "auto" and rates is not None:
         fused = any(e.name == "reduce_sum" for e in loop.body.equations)
-        before, after = seconds_written(spec, fused), seconds_turned(spec) + beside_s
-        if not runs_in_turns(spec) or spec.dtype != "float32" or before < MIN_GAIN * after:
+        before, after = seconds_written(spec, fused, rates), seconds_turned(spec, rates)
+        if beside_bytes is not None:
+            after += beside_bytes / rates.moved_bytes_per_s + loop.length * rates.step_s
+        fits = runs_in_turns(spec) and spec.dtype == "float32"
+        if not fits or not margins.pays(before, after, "scan", device):
             return None, "on a CPU the loop is cheapest as it is"
         reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
         return builder.route(spec, "turns"), f"{reason} for {before:.1e} s"
@@ -183,19 +189,20 @@ def scan_of(
 
 
 def route_differentiated(
-    loop: Loop, kernels: str, device: str
+    loop: Loop, kernels: str, device: Device
 ) -> tuple[ScanRoute | MatrixRoute | None, str]:
     """Return a kernel for a loop that is differentiated in reverse mode, or why there is none.
 
     What is read as terms is without rules of derivatives: a body that has any is left.
     """
     matrices, why = matrices_of(loop, kernels, device, gradient=True)
-    if matrices is not None or device != "cpu" or kernels not in ("auto", "always", "xla"):
+    remakes = device.scans.remakes_states
+    if matrices is not None or not remakes or kernels not in ("auto", "always", "xla"):
         return matrices, why
     if any(e.name == "stop_gradient" for e in loop.body.equations):
         return None, "its derivatives are not those of its values"
     try:
-        builder = _ScanBuilder(loop)
+        builder = _ScanBuilder(loop, device.scans.growth)
         spec = builder.build()
     except NotAScanError as error:
         return None, str(error)
@@ -203,7 +210,8 @@ def route_differentiated(
         return None, error.what
     if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
         return None, "operands of several dtypes"
-    heavy = any(r.over for r in spec.readouts) and states_bytes(spec) >= MIN_KEPT
+    is_large = states_bytes(spec) >= device.scans.least_remade_bytes
+    heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
         return None, "what its steps keep is small"
     return builder.route(spec, "xla", differentiable_scan), "states made again"
@@ -211,9 +219,13 @@ def route_differentiated(
 
 @dataclass(slots=True)
 class _ScanBuilder:
-    """Reads one loop as a scan."""
+    """Reads one loop as a scan.
+
+    growth: times the bytes of the loop's results that the kernel may write.
+    """
 
     loop: Loop
+    growth: float
     t: TermGraph = field(init=False)
     carry: int = field(init=False)
     indices: tuple[int, ...] = field(init=False)
@@ -300,7 +312,7 @@ class _ScanBuilder:
         given = sum(aval_bytes(body.avals[v]) for v in self.loop.ys if isinstance(v, int))
         written = sum(aval_bytes(body.avals[v]) for v in self.readouts)
         written = max([written, *[aval_bytes(body.avals[v]) for e in self.tail for v in e.outvals]])
-        if why is not None and written > MAX_GROWTH * given:
+        if why is not None and written > self.growth * given:
             raise why
 
     def operand(self, ref: Ref) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.kernel_selection.scans.affine_scan import ScanRoute, scan_of
@@ -28,9 +29,8 @@ from symjax_rewrite.loops.carry_dependence import (
     describe,
     groups_of,
 )
-from symjax_rewrite.loops.hoisting import GROWTH, is_heavy
+from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop import Loop, Read, Source
-from symjax_rewrite.pallas_kernels.scan.cost import MOVED_BYTES_PER_S, STEP_S
 
 MAX_PARTS = 8
 EARLY = -1  # the part of what no carry is needed for
@@ -73,13 +73,13 @@ class SplitRoute:
         return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
 
 
-def split_loop(loop: Loop, kernels: str, device: str, why: str) -> tuple[SplitRoute | None, str]:
+def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[SplitRoute | None, str]:
     """A loop of several carries in parts, of which some run as kernels.
 
     Args:
         loop: a clean loop of a known number of steps.
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: the name of the device's profile.
+        device: where it runs.
         why: it is no kernel as a whole.
     """
     groups = groups_of(loop)
@@ -90,7 +90,7 @@ def split_loop(loop: Loop, kernels: str, device: str, why: str) -> tuple[SplitRo
         return None, why
     scans = {g.carries for g in affine}
     while scans:
-        pieces = _Splitter(loop, groups, scans).split()
+        pieces = _Splitter(loop, groups, scans, device.loops.growth).split()
         if pieces is None:
             return None, why
         refused, reasons = set(), []
@@ -107,10 +107,13 @@ def split_loop(loop: Loop, kernels: str, device: str, why: str) -> tuple[SplitRo
     return None, why
 
 
-def _scan(route: SplitRoute, n: int, kernels: str, device: str) -> tuple[ScanRoute | None, str]:
+def _scan(route: SplitRoute, n: int, kernels: str, device: Device) -> tuple[ScanRoute | None, str]:
     """A part as a kernel, if that pays for what is written for it, and why."""
     loop, piece = route.loop, route.pieces[n]
-    if device != "cpu" and len([p for p in route.pieces if p.carries != piece.carries]) > 1:
+    if (
+        device.loops.steps_are_launches
+        and len([p for p in route.pieces if p.carries != piece.carries]) > 1
+    ):
         return None, "two loops cost more launches than one"
     avals = loop.body.avals
     written = {v for p in route.pieces for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
@@ -127,13 +130,16 @@ def _scan(route: SplitRoute, n: int, kernels: str, device: str) -> tuple[ScanRou
         sources=loop.sources | sources,
         ys=list(piece.ys),
     )
-    return scan_of(inner, kernels, device, moved / MOVED_BYTES_PER_S + loop.length * STEP_S)
+    return scan_of(inner, kernels, device, moved)
 
 
 class _Splitter:
     """Cuts a loop at some groups of carries."""
 
-    def __init__(self, loop: Loop, groups: list[Group], scans: set[tuple[int, ...]]) -> None:
+    def __init__(
+        self, loop: Loop, groups: list[Group], scans: set[tuple[int, ...]], growth: float
+    ) -> None:
+        self.growth = growth
         self.loop, self.groups, self.scans = loop, groups, scans
         self.makers = {v: e for e in loop.body.equations for v in e.outvals}
         self.level = loop.levels()
@@ -163,7 +169,8 @@ class _Splitter:
             for v in crossing:
                 wanted[part[v]].add(v)
         written = {*made_early, *[v for p in pieces for v in p.ys]} - tops
-        if loop.length * sum(aval_bytes(avals[v]) for v in written) > GROWTH * loop.outside_bytes:
+        all_bytes = loop.length * sum(aval_bytes(avals[v]) for v in written)
+        if all_bytes > self.growth * loop.outside_bytes:
             return None
         rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]
         known = [e for e in self._cone(rest, ready, part, EARLY)[0] if e not in early]

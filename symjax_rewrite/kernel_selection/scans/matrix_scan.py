@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.term import Ref
@@ -30,7 +32,7 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     terms_of,
 )
 from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
-from symjax_rewrite.loops.hoisting import GROWTH, all_steps
+from symjax_rewrite.loops.hoisting import all_steps
 from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
 from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     MatrixScan,
@@ -41,7 +43,6 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
 
 TIME = -1  # the axis of steps among those of a state
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-MIN_GAIN = 1.25  # predicted, for a loop to be written otherwise
 
 
 @dataclass(slots=True)
@@ -289,14 +290,14 @@ def value_of(t: TermGraph, cls: int) -> int | None:
 
 
 def matrices_of(
-    loop: Loop, kernels: str, device: str, gradient: bool = False
+    loop: Loop, kernels: str, device: Device, gradient: bool = False
 ) -> tuple[MatrixRoute | None, str]:
     """A loop with matrix states by chunked matmuls, where they are faster.
 
     Args:
         loop: a clean loop of a known number of steps.
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: the name of the device's profile.
+        device: where it runs.
         gradient: whether it is to be differentiated.
 
     Returns:
@@ -305,26 +306,30 @@ def matrices_of(
     if kernels not in ("auto", "always", "xla"):
         return None, ""
     try:
-        route = matrix_route(loop)
+        route = matrix_route(loop, device.loops.growth)
     except NotAMatrixError:
         return None, ""
     if kernels != "auto":
         return route, "chunked matmuls of its matrix states"
     specs = [spec_of(loop, s, q, False) for s in route.states for q in s.queries]
-    if device != "cpu" and not gradient:
+    rates = device.scans.chunks
+    if rates is None:  # a loop's gradient writes the states of all steps
+        return (route, "chunked matmuls of its matrix states") if gradient else (None, "")
+    if any(s.dtype not in rates.dtypes for s in specs):
         return None, ""
-    if device == "cpu" and any(s.dtype not in ("float32", "float64") for s in specs):
-        return None, ""
-    before = sum(loop_seconds(s, gradient) for s in specs)
-    after = sum(chunk_seconds(s, gradient) for s in specs)
+    before = sum(loop_seconds(s, rates, gradient) for s in specs)
+    after = sum(chunk_seconds(s, rates, gradient) for s in specs)
     predicted = f"chunked matmuls of its matrix states, predicted {after:.1e} s for {before:.1e} s"
-    if device == "cpu" and before < MIN_GAIN * after:
-        return None, predicted
-    return route, predicted
+    pays = margins.pays(before, after, "scan", device)
+    return (route if pays else None), predicted
 
 
-def matrix_route(loop: Loop) -> MatrixRoute:
-    """A loop in parts of which some are matrix states.
+def matrix_route(loop: Loop, growth: float) -> MatrixRoute:
+    """Cut a loop in parts of which some are matrix states.
+
+    Args:
+        loop: in normal form.
+        growth: times what the loop is given and gives that all steps may write.
 
     Raises:
         NotAMatrixError: it has none, or they cannot be run apart from the rest.
@@ -347,7 +352,7 @@ def matrix_route(loop: Loop) -> MatrixRoute:
             reasons.append(str(error))
     if not states:
         raise NotAMatrixError("; ".join(dict.fromkeys(reasons)))
-    return _Planner(loop, t, states).plan()
+    return _Planner(loop, t, states, growth).plan()
 
 
 def _may_be_matrix(loop: Loop, group: Group) -> bool:
@@ -365,6 +370,7 @@ class _Planner:
     loop: Loop
     t: TermGraph
     states: dict[int, MatrixState]
+    growth: float
     ready: set[int] = field(init=False)
     parts: list[StatePart] = field(default_factory=list)
 
@@ -387,7 +393,7 @@ class _Planner:
             raise NotAMatrixError("states are read whole")
         self._stack(tail)
         route = MatrixRoute(loop, self.t, self.parts, tail)
-        _check_written(route)
+        _check_written(route, self.growth)
         return route
 
     def _take(self, carries: tuple[int, ...]) -> bool:
@@ -443,14 +449,14 @@ class _Planner:
                 part.ys += sorted((reads & made) - {*part.ys})
 
 
-def _check_written(route: MatrixRoute) -> None:
+def _check_written(route: MatrixRoute, growth: float) -> None:
     """What all steps write must not be much more than what the loop is given and gives.
 
     Raises:
         NotAMatrixError: it is.
     """
     loop = route.loop
-    limit = GROWTH * loop.outside_bytes
+    limit = growth * loop.outside_bytes
     made = [e for p in route.parts if p.state is not None for e in p.equations] + route.tail
     values = [v for e in made for v in e.outvals]
     values += [v for p in route.parts for v in p.ys]

@@ -29,9 +29,9 @@ def loop_kernel(
         gradient: whether a kernel is wanted whose derivatives cost little.
     """
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
-    if kernels == "auto" and device.name != "cpu" and jax_internals.may_be_partitioned():
+    if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
         return None, "several devices: XLA might gather a scan's operands"
     if gradient:
-        return route_differentiated(loop, kernels, device.name)
-    route, why = route_loop(loop, kernels, device.name)
-    return (route, why) if route is not None else split_loop(loop, kernels, device.name, why)
+        return route_differentiated(loop, kernels, device)
+    route, why = route_loop(loop, kernels, device)
+    return (route, why) if route is not None else split_loop(loop, kernels, device, why)

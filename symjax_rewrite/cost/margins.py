@@ -1,0 +1,70 @@
+"""The comparisons by which a form is taken or refused for its price (imports the profiles).
+
+Passes that must decide inside a search ask here; `policy` asks here for the rest. No other module
+compares the prices of two forms with a margin.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import Kind
+from symjax_rewrite.cost.term_cost import Cost
+
+
+def pays(before_s: float, after_s: float, kind: Kind, device: Device) -> bool:
+    """Return True if a candidate of a kind is predicted enough faster.
+
+    Args:
+        before_s: seconds as written.
+        after_s: seconds of the candidate.
+        kind: says the margin.
+        device: whose margins hold.
+    """
+    return before_s >= margin(kind, device) * after_s
+
+
+def margin(kind: Kind, device: Device) -> float:
+    """How many times faster a candidate of a kind must be."""
+    return getattr(device.margins, kind)
+
+
+def gains_share(
+    saved_s: float, whole_s: float, of: Literal["program", "loop"], device: Device
+) -> bool:
+    """Return True if what is saved is enough of the time of a whole program or loop."""
+    shares = {"program": device.margins.share_of_program, "loop": device.margins.share_of_loop}
+    return not saved_s < shares[of] * whole_s
+
+
+def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) -> tuple[bool, str]:
+    """Judge another form of a region: it dominates, or is predicted enough faster.
+
+    Of forms without a product the model knows least: dominance is not enough for these. With frozen
+    weights what is folded into them is gone, so any gain that dominates is taken.
+
+    Returns:
+        Whether it is taken, and why.
+    """
+    margins = device.margins
+    pairs = [
+        (before.flops + before.elementwise, after.flops + after.elementwise),
+        (before.bytes, after.bytes),
+        (before.launches, after.launches),
+    ]
+    if after.seconds >= before.seconds * margins.faster:
+        return False, "no equal form is predicted faster"
+    if after.seconds == 0:
+        return True, "nothing is left to compute"
+    gain = before.seconds / after.seconds
+    if not pays(before.seconds, after.seconds, "rewrite", device):
+        fused = before.flops == after.flops == 0  # loops that XLA fuses in ways of its own
+        if any(b < a for b, a in pairs) or (fused and not frozen):
+            return False, f"predicted gain {gain:.2f} is below {margins.rewrite}"
+        if not frozen and not pays(before.seconds, after.seconds, "dominating", device):
+            return False, f"predicted gain is below {margins.dominating}"
+        return True, "dominates"
+    if after.largest > before.largest * margins.larger:
+        return False, "would hold a larger intermediate"
+    return True, f"predicted {gain:.2f} times faster"

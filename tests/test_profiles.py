@@ -1,0 +1,223 @@
+"""Rates, thresholds and margins stand in `cost/` alone, and every figure there says what it is."""
+
+import ast
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from symjax_rewrite.cost import margins, profile_groups
+from symjax_rewrite.cost.device_profiles import CPU, DEVICES, Device
+from tests.test_layers import MODULES, PACKAGE, ROOT
+
+SOURCES = {
+    profile_groups.DATASHEET,
+    profile_groups.FACT,
+    profile_groups.JUDGED,
+    profile_groups.NO_SCRIPT,
+}
+
+# Numbers by module, in upper case, that are no figures of a device; each with the reason.
+SEARCH = "bounds a search or a recognition, so that a program costs no more than a known time"
+SHAPE = "how a kernel is cut, or how many places its code has"
+EXACT = "beyond it a number or an address is not exact"
+NUMERICS = "a tolerance of values"
+CODE = "a name for a number that has a meaning in the code only"
+TIMING = "how often, and how long, programs are timed"
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
+    "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
+    "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
+    "ir.indexing_primitives": {"_INT32": EXACT},
+    "ir.products": {"MAX_FACTORS": SEARCH, "_LEVEL": CODE},
+    "ir.term": {"TIE_CAP": SEARCH},
+    "ir.term_graph": {"SCAN_LIMIT": SEARCH},
+    "ir.value_analysis": {"MAX_DEPTH": SEARCH},
+    "kernel_selection.banded_products": {"BLOCKS": SEARCH},
+    "kernel_selection.folds.fold_price": {"MOST_PAIRS": SEARCH},
+    "kernel_selection.folds.pairwise_terms": {
+        "UNROLL": SHAPE,
+        "LEAST_DOT": SHAPE,
+        "MOST_PIECES": SEARCH,
+        "LARGEST_TILE": SEARCH,
+        "MOST_STEPS": SEARCH,
+    },
+    "kernel_selection.folds.sparse_reductions": {"MOST_CUT": SEARCH, "MOST_ELEMENTS": EXACT},
+    "kernel_selection.folds.vanishing_gradients": dict.fromkeys(
+        ("MAX_TERMS", "MAX_DEPTH", "MOST_FLAT"), SEARCH
+    ),
+    "kernel_selection.mask_bounds": {"SCAN_LIMIT": SEARCH, "LOW": NUMERICS, "INTEGERS": EXACT},
+    "kernel_selection.norms.epilogue": {"MAX_INSIDE": SEARCH},
+    "kernel_selection.norms.normalized_operand": dict.fromkeys(
+        ("MAX_DEPTH", "MAX_PARTS", "MAX_FACTORS"), SEARCH
+    ),
+    "kernel_selection.norms.selection": {"MOST_PARTS": SHAPE, "STARTS": SEARCH},
+    "kernel_selection.partial_sort": {"MAX_LENGTH": EXACT},
+    "kernel_selection.scans.carry_partition": {"MAX_PARTS": SEARCH, "EARLY": CODE},
+    "kernel_selection.scans.matrix_scan": {"TIME": CODE},
+    "kernel_selection.scans.matrix_state": {"MAX_TERMS": SEARCH},
+    "loops.associative_scan_detection": {"MIN_LENGTH": SEARCH, "NOTHING": CODE},
+    "loops.associative_scan_gradients": {"BITS": CODE, "POINTS": CODE, "MAX_CANDIDATES": SEARCH},
+    "loops.fusion": {"MAX_DEPTH": SEARCH},
+    "loops.loop": {"MAX_COUNTED": SEARCH},
+    "loops.product_splitting": {"MAX_PARTS": SEARCH},
+    "loops.rerolling": {"MAX_READ": SEARCH, "MAX_APART": SEARCH},
+    "loops.unrolled_detection": dict.fromkeys(
+        ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
+    ),
+    "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
+    "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
+    "rewriting.scales": {"NOISE": NUMERICS},
+    "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
+    "pallas_kernels.backend": {"OLDEST_GPU": SHAPE, "MOST_ELEMENTS": EXACT},
+    "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
+    "pallas_kernels.fold.tiling": dict.fromkeys(
+        ("NARROWEST", "TILES_OF_FOUR_WARPS", "WIDE", "MULTIPROCESSORS"), SHAPE
+    ),
+    "pallas_kernels.norm.tuning": dict.fromkeys(("WIDTH", "MOST_ROWS", "MOST_OUTPUTS"), TIMING),
+    "pallas_kernels.scan.cost": dict.fromkeys(
+        ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
+    ),
+    "pallas_kernels.scan.matrix_scan": {"CHUNK": SHAPE, "TAME": NUMERICS},
+    "pallas_kernels.scan.triton": {"MOST_HELD": SHAPE, "TILE": SHAPE},
+    "pallas_kernels.triton_memory": {"LEAST": SHAPE},
+}
+# Modules that ask for the backend at hand: a kernel runs there or not.
+ASK_FOR_BACKEND = {
+    "pallas_kernels.backend",
+    "pallas_kernels.fold.cudnn",
+    "pallas_kernels.norm.tiling",
+    "pallas_kernels.norm.tuning",
+}
+OUTSIDE = {
+    name.removeprefix(f"{PACKAGE}."): path
+    for name, path in MODULES.items()
+    if not name.removeprefix(f"{PACKAGE}.").startswith(("cost", "testing"))
+}
+
+
+def constants(tree: ast.Module) -> Iterator[str]:
+    """Names in upper case that a module binds to numbers, alone or in tables and tuples."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        inner = list(ast.walk(node.value))
+        if any(isinstance(n, ast.Name | ast.Attribute | ast.Lambda) for n in inner):
+            continue
+        if any(isinstance(n, ast.Constant) and _is_number(n.value) for n in inner):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = (n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
+            yield from (n.id for n in names if n.id == n.id.upper())
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def device_questions(tree: ast.Module) -> list[str]:
+    """Comparisons with the name of a device or platform."""
+    names = {*DEVICES, "gpu", "cuda"}
+    compared = [n for n in ast.walk(tree) if isinstance(n, ast.Compare)]
+    return [
+        f"line {n.lineno}: {ast.unparse(n)}"
+        for n in compared
+        for side in (n.left, *n.comparators)
+        if any(isinstance(c, ast.Constant) and c.value in names for c in ast.walk(side))
+    ]
+
+
+def margin_literals(tree: ast.Module) -> list[str]:
+    """Comparisons with a literal times another value; `abs` says that no prices are compared."""
+    found = []
+    for n in (n for n in ast.walk(tree) if isinstance(n, ast.Compare)):
+        sides = [s for s in (n.left, *n.comparators) if isinstance(s, ast.BinOp)]
+        factors = [f for s in sides if isinstance(s.op, ast.Mult) for f in (s.left, s.right)]
+        literal = any(isinstance(f, ast.Constant) and isinstance(f.value, float) for f in factors)
+        names = {c.id for c in ast.walk(n) if isinstance(c, ast.Name)}
+        if literal and "abs" not in names:
+            found.append(f"line {n.lineno}: {ast.unparse(n)}")
+    return found
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_no_module_holds_a_figure_of_a_device(module: str) -> None:
+    excepted = EXCEPTIONS.get(module, {})
+    found = set(constants(_tree(OUTSIDE[module])))
+    assert found - excepted.keys() == set(), "put it into a group of cost/profile_groups"
+    assert excepted.keys() - found == set(), "an exception that nothing needs"
+
+
+def test_exceptions_are_of_modules() -> None:
+    assert EXCEPTIONS.keys() - OUTSIDE.keys() == set()
+    assert ASK_FOR_BACKEND - OUTSIDE.keys() == set()
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_no_module_asks_which_device_it_is(module: str) -> None:
+    asked = device_questions(_tree(OUTSIDE[module]))
+    assert bool(asked) == (module in ASK_FOR_BACKEND), asked
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_no_module_compares_with_a_margin_of_its_own(module: str) -> None:
+    assert margin_literals(_tree(OUTSIDE[module])) == []
+
+
+def groups(part: Any) -> Iterator[Any]:
+    """A profile and its groups."""
+    yield part
+    for f in dataclasses.fields(part):
+        if dataclasses.is_dataclass(value := getattr(part, f.name)):
+            yield from groups(value)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda d: d.name)
+def test_every_figure_has_unit_meaning_and_source(device: Device) -> None:
+    for group in groups(device):
+        for f in dataclasses.fields(group):
+            where, about = f"{type(group).__name__}.{f.name}", f.metadata
+            assert about.get("unit") and about.get("meaning"), where
+            source = about["source"]
+            assert source in SOURCES or (ROOT / source).is_file(), f"{where}: {source}"
+            value = getattr(group, f.name)
+            if about["unit"] == "yes/no":
+                assert isinstance(value, bool), where
+            if isinstance(value, bool):
+                assert about["unit"] == "yes/no", where
+
+
+def test_every_kind_has_a_margin() -> None:
+    for kind in get_args(profile_groups.Kind):
+        assert margins.margin(kind, CPU) >= 1
+
+
+def test_margins_decide() -> None:
+    assert margins.pays(1.3, 1.0, "rewrite", CPU)
+    assert not margins.pays(1.2, 1.0, "rewrite", CPU)
+    assert margins.gains_share(1.1, 100.0, "program", CPU)
+    assert not margins.gains_share(0.9, 100.0, "program", CPU)
+
+
+# The checks of sources pass on a clean tree whatever they do; these show that each can fail.
+def test_figures_are_found() -> None:
+    source = "RATE = 4e9\nA, B = 1, 2\nT: dict = {'x': 3}\nnames = 3\nF = g(3)\nS = 'text'\n_E = -1"
+    assert list(constants(ast.parse(source))) == ["RATE", "A", "B", "T", "_E"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["device.name == 'cpu'", "device != 'h200'", "x if d.name in ('cpu', 'l4') else y"],
+)
+def test_device_questions_are_found(source: str) -> None:
+    assert device_questions(ast.parse(source))
+
+
+@pytest.mark.parametrize("source", ["before < 1.25 * after", "0.8 * whole >= folded"])
+def test_margin_literals_are_found(source: str) -> None:
+    assert margin_literals(ast.parse(source))
