@@ -35,13 +35,13 @@ def chosen(
             made = replaced(program, [p for c in left for p in c.parts])
         except ConflictError as conflict:
             faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
-            reason = "another part of the program waits for what it would compute"
+            reason = "a value that it reads depends on a value that it computes"
         else:
             faulty = _still_needed(program, left)
-            reason = "what it would no longer compute is needed by the rest of the program"
+            reason = "the rest of the program reads a value that it does not compute any more"
             if not faulty:
                 return made, left, refused
-        refused += [Refusal(c.name, reason, c.where) for c in faulty]
+        refused += [_refused(c, reason) for c in faulty]
         left = [c for c in left if c not in faulty]
     return program, [], refused
 
@@ -57,7 +57,7 @@ def _gaining(
         gains[c.group or id(c)] += c.saved_s
     least = SHARE_OF_PROGRAM * context.terms(program).seconds
     small = [c for c in found if c.share and gains[c.group or id(c)] < least]
-    refused += [Refusal(c.name, "gains less than 1 % of the program", c.where) for c in small]
+    refused += [_refused(c, "saves less than 1 % of the program's predicted time") for c in small]
     return [c for c in found if c not in small]
 
 
@@ -71,8 +71,13 @@ def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]
             given |= mine
             out.append(c)
         else:
-            refused.append(Refusal(c.name, "another candidate computes the same values", c.where))
+            refused.append(_refused(c, "an earlier candidate computes the same values"))
     return out
+
+
+def _refused(c: Candidate, reason: str) -> Refusal:
+    """Return the refusal of a candidate, with its predicted ratio."""
+    return Refusal(c.name, reason, c.where, c.count, c.ratio)
 
 
 def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:

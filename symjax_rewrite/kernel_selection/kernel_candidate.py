@@ -8,6 +8,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.usage_records import RouteUse
@@ -63,6 +64,8 @@ def candidates(
                 tuple(map(part, makers)),
                 use.where,
                 use.reason,
+                before=use.seconds and Cost(seconds=use.seconds[0]),
+                after=use.seconds and Cost(seconds=use.seconds[1]),
                 count=use.count,
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
                 dear=frozenset(v for c in dear for v in t.values_of(c)),
@@ -94,4 +97,4 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
     """What was considered and is not proposed."""
-    return [Refusal(u.name, u.reason, u.where, u.count) for u in uses if not u.taken]
+    return [Refusal(u.name, u.reason, u.where, u.count, u.ratio) for u in uses if not u.taken]

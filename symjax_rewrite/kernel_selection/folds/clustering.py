@@ -74,12 +74,14 @@ class Cluster:
     """Candidates that share pairwise terms; `ids` names the indices they share.
 
     light: classes made of index numbers and tests alone that some exit reduces by themselves.
+    seconds: predicted, of its terms as written and of the folds in their place.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
     light: set[int] = field(default_factory=set)
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     reason: str = ""
+    seconds: tuple[float, float] | None = None
 
     @property
     def pairs(self) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import CostModel, itemsize, weight
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import value
@@ -21,6 +21,7 @@ from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
+from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     ExpSums,
@@ -28,6 +29,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Output,
     TopK,
+    one_way,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
@@ -55,21 +57,64 @@ BLOCK_S = 40e-6  # of a block's products: late interaction of 32 × 64 with 128 
 LEAST_GAIN = 0.8  # a fold must be predicted to take at most this part of the time
 
 
-def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Whether serving a cluster by folds is predicted to be faster than making its terms."""
+def compared(
+    t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
+) -> tuple[float, float]:
+    """Return predicted seconds of a cluster's terms as written, and of the folds in their place."""
     fresh = bytes_whole(t, cluster, device)
-    if device.name == "cpu":
-        cached = 1.0 if fresh >= KEPT_BYTES else CACHED
-        bandwidth = cached * device.bytes_per_s
-        device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
-    whole = seconds_whole(t, cluster, device)
-    if device.name == "cpu":
-        whole += max(fresh - KEPT_BYTES, 0) / FRESH_BYTES_PER_S
-    return sum(seconds_folded(r, device) for r in routes) <= LEAST_GAIN * whole
+    device = with_temporaries(device, fresh)
+    whole = seconds_whole(t, cluster, device) + page_seconds(device, fresh)
+    return whole, sum(seconds_folded(r, device) for r in routes)
+
+
+def with_temporaries(device: Device, fresh: float) -> Device:
+    """Return a device as it runs a program that holds so many bytes of temporaries at once."""
+    if device.name != "cpu":
+        return device
+    cached = 1.0 if fresh >= KEPT_BYTES else CACHED
+    bandwidth = cached * device.bytes_per_s
+    return replace(device, elementwise_per_s=FUSED_STEPS_PER_S, bytes_per_s=bandwidth)
+
+
+def page_seconds(device: Device, fresh: float) -> float:
+    """Return the seconds of memory pages that come anew from the system in every call."""
+    return max(fresh - KEPT_BYTES, 0) / FRESH_BYTES_PER_S if device.name == "cpu" else 0.0
+
+
+def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
+    """Return seconds of XLA's own `sort` or `top_k`.
+
+    Args:
+        name: of the primitive.
+        count: elements that are sorted, or searched.
+        places: of a top-k: the k of every row, of all rows together.
+        device: where it runs.
+    """
+    steps = _PLAIN_STEPS["sorted" if name == "sort" else "top_k"] * count
+    return (steps + PLAIN_PLACE * places) / device.elementwise_per_s
+
+
+def cost_folded(route: FoldRoute, device: Device) -> Cost:
+    """Return what a fold costs: a program with it stores no more of its tile than a block.
+
+    Its FLOPs are those of the blocks that it visits; NaN where data decide which these are.
+    """
+    spec, blocks = route.spec, xla_blocks(route.spec)
+    flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
+    is_kernel = device.name != "cpu" and route.backend == "triton"
+    if device.name != "cpu" and route.backend == "auto":
+        is_kernel = all(hasattr(cuda_backend(part), "run") for _, part in one_way(spec))
+    return Cost(
+        math.nan if flops is None else flops,
+        bytes=fold_cost.bytes_moved(spec),
+        launches=1,
+        seconds=seconds_folded(route, device),
+        largest=0 if is_kernel else fold_cost.block_bytes(spec),
+    )
 
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Whether a cluster is nothing but products, which cost less in an order without its pairs."""
+    """True if a cluster is nothing but products, which cost less in an order without its pairs."""
     seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
     if device.name == "cpu":
         device = replace(device, elementwise_per_s=FUSED_STEPS_PER_S)
