@@ -24,8 +24,8 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE

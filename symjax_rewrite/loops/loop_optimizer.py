@@ -20,6 +20,7 @@ from symjax_rewrite.candidates import Candidate, Context, DifferentiatedKernel, 
 from symjax_rewrite.codegen.emission import staged
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import replaced
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
@@ -54,6 +55,7 @@ from symjax_rewrite.rewriting.rule import (
     RECOMPUTATION,
     REDUNDANCY,
 )
+from symjax_rewrite.usage_records import ratio_of
 
 
 @dataclass(eq=False, slots=True)
@@ -94,11 +96,19 @@ class Change:
 
 @dataclass(slots=True)
 class Loops:
-    """What was decided about the loops of one program."""
+    """What was decided about the loops of one program.
+
+    seconds: by id of an equation, predicted as written and in the other form, where both are.
+    """
 
     changes: list[Change] = field(default_factory=list)
     refused: list[tuple[str, JaxprEqn]] = field(default_factory=list)
     routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
+    seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def ratio(self, eqn: JaxprEqn) -> float | None:
+        """Return how many times faster the other form is predicted to be."""
+        return ratio_of(*self.seconds.get(id(eqn), (0.0, 0.0)))
 
 
 TREES, LOOPS = "affine_trees", "loops"
@@ -182,11 +192,13 @@ def _found(loops: Loops) -> Iterator[Found]:
     reasons = {id(eqn): reason for taken, reason, eqn in loops.routes if taken}
     for taken, reason, eqn in loops.routes:
         if not taken:
-            yield Refusal("scan", reason, jax_internals.source_line(eqn))
+            where = jax_internals.source_line(eqn)
+            yield Refusal("scan", reason, where, ratio=loops.ratio(eqn))
     for change in loops.changes:
         rules = tuple((name, REDUNDANCY) for name in change.names)
         where, reason = jax_internals.source_line(change.eqn), reasons.pop(id(change.eqn), "")
-        yield Candidate("scan", (change,), where, reason, rules)
+        costs = [Cost(seconds=s) for s in loops.seconds.get(id(change.eqn), ())] or [None, None]
+        yield Candidate("scan", (change,), where, reason, rules, *costs)
 
 
 def improve_loops(
@@ -253,7 +265,7 @@ def _improve_each(
             _find_constant_starts(loop, around)
         if _take_kernel(e.eqn, loop, route if reorders else None, found):
             continue
-        also = (FUSION,) if fused else ()
+        also, written = (FUSION,) if fused else (), loop
         cut = _cut(loop, device, passes) if reorders else None
         if cut is not None:
             (loop, motion), also = cut, (*also, PARTS)
@@ -269,6 +281,9 @@ def _improve_each(
             if motion.any and reorders and route is not None and _composes(loop):
                 change = _then_kernel(program, change, route, found)
             found.changes.append(change)
+            if motion.any:
+                before_s = _seconds(written, Motion(), device)
+                found.seconds.setdefault(id(e.eqn), (before_s, _seconds(loop, motion, device)))
 
 
 def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
@@ -338,6 +353,7 @@ def differentiated_trees(program: Program, device: Device, reorders: bool) -> Lo
         if not reorders:
             reason = "as loops it would round in another order"
         found.routes.append((taken, reason, eqn))
+        found.seconds[id(eqn)] = tree_s, loop_s
     for d, part in as_loops(around, trees):
         found.changes.append(Change(d.prefix.equations[-1].eqn, *part, (FUSION,)))
     return found
@@ -460,6 +476,9 @@ def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loop
 
 
 def _take(eqn: JaxprEqn, loop: Loop, kernel: Route, reason: str, found: Loops) -> None:
+    seconds = getattr(kernel, "seconds", None)
+    if seconds is not None:
+        found.seconds[id(eqn)] = seconds
     found.routes.append((True, reason, eqn))
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
     found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
@@ -495,6 +514,7 @@ def _take_tree(
             return
         tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
         loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        found.seconds[id(eqn)] = tree_s, loop_s
         if loop_s * MIN_GAIN < tree_s:
             kernel, why = (None, "") if route is None else route(loop)
             if kernel is not None:

@@ -372,7 +372,7 @@ def _refused(
             return f"the pairwise term is also used by {_name(t, others[0])}"
     for cls in passed:
         if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
-            return f"more of {_name(t, cls)} over the pairwise term is used"
+            return f"another result of {_name(t, cls)} over the pairwise term is used"
     for c in cluster.members:
         for ref in c.tile.whole:
             if reaches[ref.cls] & 1:

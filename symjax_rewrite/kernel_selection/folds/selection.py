@@ -205,7 +205,7 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
         if inner & read_by_other:
             other.reason = "it reads a pairwise term that another fold does not store"
         elif read & inner_of_other:
-            other.reason = "another fold reads the pairwise term that it would not store"
+            other.reason = "another fold reads the pairwise term it would not store"
 
 
 def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:

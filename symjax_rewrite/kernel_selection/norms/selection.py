@@ -351,7 +351,7 @@ class _NormBuilder:
         if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
             return "an axis is empty or a name"
         if b.centred and not b.is_of_mean(self.moved()):
-            return "what is subtracted is not the mean: after the product digits would be lost"
+            return "the value subtracted is not the mean: digits would be lost after the product"
         trivial = m.gain == ((1.0, ()),)
         gain = None if trivial or self.folded else self.column(m.gain)
         made = {w.cls: self.product(k) for k, w in enumerate(self.members)}
