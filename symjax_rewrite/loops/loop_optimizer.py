@@ -19,7 +19,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, DifferentiatedKernel, Found, Refusal
 from symjax_rewrite.codegen.emission import staged
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import replaced
@@ -33,7 +33,7 @@ from symjax_rewrite.loops.associative_scan_gradients import (
 from symjax_rewrite.loops.associative_scan_loops import as_loops
 from symjax_rewrite.loops.carry_dependence import NAMES, describe, groups_of
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse, graft
-from symjax_rewrite.loops.hoisting import STACKABLE, Motion, find_motion, run_moved
+from symjax_rewrite.loops.hoisting import STACKABLE, Motion, find_motion, moved_seconds, run_moved
 from symjax_rewrite.loops.loop import Loop, Read, read_loop
 from symjax_rewrite.loops.normalization import clean
 from symjax_rewrite.loops.product_splitting import in_parts
@@ -197,8 +197,9 @@ def _found(loops: Loops) -> Iterator[Found]:
     for change in loops.changes:
         rules = tuple((name, REDUNDANCY) for name in change.names)
         where, reason = jax_internals.source_line(change.eqn), reasons.pop(id(change.eqn), "")
-        costs = [Cost(seconds=s) for s in loops.seconds.get(id(change.eqn), ())] or [None, None]
-        yield Candidate("scan", (change,), where, reason, rules, *costs)
+        costs = [Cost(seconds=s) for s in loops.seconds.get(id(change.eqn), ())]
+        before, after = costs or (None, None)
+        yield Candidate("scan", (change,), where, reason, rules, before, after)
 
 
 def improve_loops(
@@ -282,8 +283,8 @@ def _improve_each(
                 change = _then_kernel(program, change, route, found)
             found.changes.append(change)
             if motion.any:
-                before_s = _seconds(written, Motion(), device)
-                found.seconds.setdefault(id(e.eqn), (before_s, _seconds(loop, motion, device)))
+                before_s = moved_seconds(written, Motion(), device)
+                found.seconds.setdefault(id(e.eqn), (before_s, moved_seconds(loop, motion, device)))
 
 
 def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
@@ -513,7 +514,7 @@ def _take_tree(
                 )
             return
         tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
-        loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        loop_s = moved_seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
         found.seconds[id(eqn)] = tree_s, loop_s
         if loop_s * MIN_GAIN < tree_s:
             kernel, why = (None, "") if route is None else route(loop)
@@ -579,24 +580,9 @@ def _best_order(
     if other.condition is None:
         other = clean(other)
     moved = find_motion(other, device, reorders, passes)
-    if _seconds(other, moved, device) < _seconds(loop, motion, device):
+    if moved_seconds(other, moved, device) < moved_seconds(loop, motion, device):
         return other, moved
     return loop, motion
-
-
-def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
-    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
-    level = loop.levels()
-    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
-    for e in (*motion.before, *motion.after):
-        moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
-        total += equation_seconds(e.eqn, device, steps, tuple(moving))
-    for s in motion.sums:
-        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    added = [e for s in motion.sums for e in s.equations]
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
-    rest = [e for e in loop.body.equations if id(e) not in gone]
-    return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
 
 
 def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:
