@@ -260,7 +260,8 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
     estimate = eqn.params.get("cost_estimate")
     if estimate is None:
         return UNKNOWN
-    dtypes = [str(v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "dtype")]
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    dtypes = [str(a.dtype) for a in avals if hasattr(a, "dtype")]
     work = estimate.flops / device.peak(dtypes[0] if dtypes else "float32")
     work = max(work, estimate.transcendentals / device.elementwise_per_s)
     moved = estimate.bytes_accessed

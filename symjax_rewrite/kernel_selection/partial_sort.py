@@ -110,7 +110,8 @@ class SelectionRoute:
         size, rows = aval.size, aval.size // self.length
         counts = [high - low for low, high in self.ends()]
         counts = [n for n in counts if n] or [int(self.e.eqn.params.get("k", 1))]
-        moved = sum(v.aval.size * v.aval.dtype.itemsize for v in self.e.eqn.invars)
+        avals: list[Any] = [v.aval for v in self.e.eqn.invars]
+        moved = sum(a.size * a.dtype.itemsize for a in avals)
         seconds = size / device.elementwise_per_s + device.launch_s
         for n in counts:
             seconds += sorting_seconds("top_k", size, rows * n, device)
