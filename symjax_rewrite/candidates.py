@@ -21,6 +21,7 @@ from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.options import Options
+from symjax_rewrite.usage_records import ratio_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,15 +111,27 @@ class Candidate:
             return 0.0
         return self.before.seconds - self.after.seconds
 
+    @property
+    def ratio(self) -> float | None:
+        """Seconds as written divided by seconds so; None where they are not priced here."""
+        if self.before is None or self.after is None:
+            return None
+        return ratio_of(self.before.seconds, self.after.seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something that a pass considered and does not propose, and why."""
+    """Something that a pass considered and does not propose, and why.
+
+    count: places that it stands for. ratio: predicted seconds as written divided by those of what
+    is refused; None where no pass compared them.
+    """
 
     name: str
     reason: str
     where: str = ""
     count: int = 1
+    ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

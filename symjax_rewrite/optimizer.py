@@ -79,14 +79,20 @@ class Result:
         """What to pass as `plan=` to get the same program again."""
         return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.keys)}
 
-    def declined(self, name: str, reason: str, where: str, count: int = 1) -> None:
-        """Note something that was considered and not done, once per reason."""
+    def declined(
+        self, name: str, reason: str, where: str, count: int = 1, ratio: float | None = None
+    ) -> None:
+        """Note something that was considered and not done: one entry for each name and reason.
+
+        The entry of several places has the first line and the highest ratio of all.
+        """
         for use in self.routes:
             if (use.name, use.taken, use.reason) == (name, False, reason):
                 use.count += count
+                use.ratio = max((r for r in (use.ratio, ratio) if r is not None), default=None)
                 return
         log("route", "%s: %s", name, reason)
-        self.routes.append(RouteUse(name, False, reason, where, count))
+        self.routes.append(RouteUse(name, False, reason, where, count, ratio))
 
     def took(self, c: Candidate) -> None:
         """Note a candidate that was taken."""
@@ -94,7 +100,7 @@ class Result:
             self.keys.append(c.key)
         if c.reason:
             log("route", "%s: %s", c.name, c.reason)
-            self.routes.append(RouteUse(c.name, True, c.reason, c.where, c.count))
+            self.routes.append(RouteUse(c.name, True, c.reason, c.where, c.count, c.ratio))
         self.routes += [RouteUse(c.name, True, reason, where) for reason, where in c.also]
         for name, prop in c.rules:
             use = self.rules.setdefault(name, RuleUse(name, prop, 0))
@@ -108,7 +114,11 @@ class Result:
 
     def absorb(self, body: Result, times: int) -> None:
         """Take over the record of a body that was rewritten."""
-        self.routes.extend(body.routes)
+        for use in body.routes:
+            if use.taken:
+                self.routes.append(use)
+            else:
+                self.declined(use.name, use.reason, use.where, use.count, use.ratio)
         self.crossovers.extend(body.crossovers)
         self.keys.extend(body.keys)
         self.repeated_s += times * body.repeated_s
@@ -246,7 +256,7 @@ class _Run:
             case Candidate():
                 self.result.took(f)
             case Refusal():
-                self.result.declined(f.name, f.reason, f.where, f.count)
+                self.result.declined(f.name, f.reason, f.where, f.count, f.ratio)
             case Crossover():
                 if f.text not in self.result.crossovers:
                     self.result.crossovers.append(f.text)

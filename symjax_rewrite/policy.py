@@ -34,13 +34,13 @@ def chosen(
             made = replaced(program, [p for c in left for p in c.parts])
         except ConflictError as conflict:
             faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
-            reason = "another part of the program waits for what it would compute"
+            reason = "a value that it reads depends on a value that it computes"
         else:
             faulty = _still_needed(program, left)
-            reason = "what it would no longer compute is needed by the rest of the program"
+            reason = "the rest of the program reads a value that it does not compute any more"
             if not faulty:
                 return made, left, refused
-        refused += [Refusal(c.name, reason, c.where) for c in faulty]
+        refused += [_refused(c, reason) for c in faulty]
         left = [c for c in left if c not in faulty]
     return program, [], refused
 
@@ -61,8 +61,8 @@ def _gaining(
 
     small = [c for c in found if c.share and little(c)]
     least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
-    reason = f"gains less than {least} of the program"
-    refused += [Refusal(c.name, reason, c.where) for c in small]
+    reason = f"saves less than {least} of the program's predicted time"
+    refused += [_refused(c, reason) for c in small]
     return [c for c in found if c not in small]
 
 
@@ -76,8 +76,13 @@ def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]
             given |= mine
             out.append(c)
         else:
-            refused.append(Refusal(c.name, "another candidate computes the same values", c.where))
+            refused.append(_refused(c, "an earlier candidate computes the same values"))
     return out
+
+
+def _refused(c: Candidate, reason: str) -> Refusal:
+    """Return the refusal of a candidate, with its predicted ratio."""
+    return Refusal(c.name, reason, c.where, c.count, c.ratio)
 
 
 def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:

@@ -1,11 +1,13 @@
-"""What a whole program costs as it stands, kernels and loops included (a face).
+"""Price whole programs: terms, loops by their trips, kernels by their own models.
 
-Both sides of a report are priced by the same count. What cannot be known is None: the trips of a
-loop that data decide, kernels that give no estimate, operations whose work no model says.
+Both sides of a report are priced by the same functions. A total is None where a part of it is not
+known: the trips of a loop that data decide, a kernel without an estimate, an operation that no
+model covers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +16,14 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.cost.term_cost import CostModel, itemsize
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import needed, node_of
-from symjax_rewrite.ir.flat_program import Equation, flatten
+from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
-from symjax_rewrite.ir.term import NATIVE
+from symjax_rewrite.ir.term import CONST, NATIVE
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
+from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.loops.loop import read_loop
 
 # Operations that read no more of their first operand than they give.
@@ -29,7 +32,7 @@ MOVES = TAKES | {"concatenate", "copy", "dynamic_update_slice", "pad", "rev", "t
 # One operation for an element that is written or read.
 PASSES = frozenset(
     "add_any cumlogsumexp cummax cummin cumprod cumsum iota reduce_and reduce_max reduce_min"
-    " reduce_or reduce_prod reduce_sum argmax argmin select_n".split()
+    " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add".split()
 )
 FREE = frozenset({"name", "optimization_barrier", "platform_index", "pvary", "stop_gradient"})
 CALLS = frozenset(
@@ -85,6 +88,17 @@ def flops(closed: ClosedJaxpr, device: Device = CPU) -> Dim | None:
     return total
 
 
+def program_flops(program: Program, device: Device) -> Dim | None:
+    """Return FLOPs of a program's contractions, and of its kernels by their own models."""
+    total: Dim = 0
+    for e in program.equations:
+        mine = _equation_flops(e.eqn, device)
+        if mine is None:
+            return None
+        total = mine + total
+    return total
+
+
 def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
     name = eqn.primitive.name
     if name == "dot_general":
@@ -95,6 +109,10 @@ def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         rest = [from_jax(d) for k, d in enumerate(shape_of(eqn.invars[1])) if k != features]
         return 2 * _size(eqn.outvars[0]) * product(rest)
+    if jax_internals.is_replacement(eqn):
+        found = flops(_staged(eqn), device)
+        cost = replacement_cost(eqn, device) if found is None else None
+        return found if cost is None or math.isnan(cost.flops) else int(cost.flops)  # pyright: ignore[reportArgumentType]
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
         return None if estimate is None else estimate.flops
@@ -164,11 +182,30 @@ def _on_its_own(eqn: JaxprEqn) -> Equation:
     return Equation(eqn, invals, outvals)
 
 
+def temporary_bytes(program: Program, device: Device, sample: dict[str, int]) -> float:
+    """Return the bytes of the largest value that a program writes, inputs and results excluded."""
+    if not program.equations:
+        return 0.0
+    t = build(program)
+    need = needed(t)
+    choice = {c: node_of(t.graph, c) for c in need.order}
+    model = CostModel(device, lambda d: value(d, sample))
+    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
+    written = model.written(facts, tuple(sorted(need.outside)), set())
+    made = [c for c in written if c not in need.outside and c not in t.leaf_value]
+    return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
+
+
 def traffic(closed: ClosedJaxpr, device: Device, sample: dict[str, int]) -> Traffic:
-    """Bytes that a program's kernels move, and its seconds at sample sizes."""
-    if not closed.jaxpr.eqns:
+    """Return the bytes that a jaxpr's kernels move, and its seconds at sample sizes."""
+    return program_traffic(flatten(closed), device, sample)
+
+
+def program_traffic(program: Program, device: Device, sample: dict[str, int]) -> Traffic:
+    """Return the bytes that a program's kernels move, and its seconds at sample sizes."""
+    if not program.equations:
         return Traffic()
-    t = build(flatten(closed))
+    t = build(program)
     need = needed(t)
     choice = {c: node_of(t.graph, c) for c in need.order}
     native = [c for c in need.order if choice[c].op == NATIVE]
@@ -187,13 +224,16 @@ def traffic(closed: ClosedJaxpr, device: Device, sample: dict[str, int]) -> Traf
 
 
 def _equation_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
-    """Traffic of an equation that is no term."""
+    """Return the traffic of an equation that is no term."""
     name = eqn.primitive.name
     if name in FREE:
         return Traffic()
+    if jax_internals.is_replacement(eqn):
+        cost = replacement_cost(eqn, device)
+        found = cost and Traffic(cost.bytes, cost.seconds)
+        return found or traffic(_staged(eqn), device, sample)
     if name == "pallas_call":
-        estimate = eqn.params.get("cost_estimate")
-        return Traffic(None if estimate is None else estimate.bytes_accessed, None)
+        return _kernel_traffic(eqn, device)
     if _runs_bodies(name):
         return _bodies_traffic(eqn, device, sample)
     arrays = all(hasattr(v.aval, "dtype") for v in (*eqn.invars, *eqn.outvars))
@@ -203,11 +243,40 @@ def _equation_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> 
     return Traffic(moved, _pass_seconds(eqn, _at(moved, sample), device, sample))
 
 
+def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
+    """Return the cost that the part behind a replacement equation gives; None if it has none."""
+    cost = getattr(eqn.params["part"], "cost", None)
+    return None if cost is None else cost(device)
+
+
+def _staged(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the operations that a replacement equation stands for."""
+    return jax_internals.make_avals_jaxpr(eqn.params["run"], [v.aval for v in eqn.invars])
+
+
+def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
+    """Return the traffic of a Pallas kernel by the roofline of its own estimate."""
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is None:
+        return UNKNOWN
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    dtypes = [str(a.dtype) for a in avals if hasattr(a, "dtype")]
+    work = estimate.flops / device.peak(dtypes[0] if dtypes else "float32")
+    work = max(work, estimate.transcendentals / device.elementwise_per_s)
+    moved = estimate.bytes_accessed
+    return Traffic(moved, max(work, moved / device.bytes_per_s) + device.launch_s)
+
+
 def _pass_seconds(
     eqn: JaxprEqn, moved: float, device: Device, sample: dict[str, int]
 ) -> float | None:
-    """Seconds of an operation that passes over its arrays once; None for any other."""
+    """Return seconds of an operation that passes over its arrays once; None for any other."""
     name = eqn.primitive.name
+    if name in ("sort", "top_k"):
+        count = _at(_size(eqn.invars[0]), sample)
+        places = 0.0 if name == "sort" else _at(_size(eqn.outvars[0]), sample)
+        work = sorting_seconds(name, count, places, device)
+        return work + moved / device.bytes_per_s + device.launch_s
     if name not in MOVES | PASSES:
         return None
     sizes = [_at(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]
@@ -247,52 +316,69 @@ def _bytes(v: Any) -> Dim:
     return itemsize(str(v.aval.dtype)) * _size(v)
 
 
-def memory(closed: ClosedJaxpr, device: Device = CPU) -> tuple[float, float] | None:
-    """Bytes alive at once at most, and of the largest value made, taking every equation as made.
+def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None:
+    """Return the most bytes alive at once, and those of the largest value made.
 
-    XLA fuses, so the true peak is lower; both sides of a comparison are counted alike.
+    Every equation counts as made. XLA fuses, so the true peak is lower; both sides of a comparison
+    are counted alike.
 
     Returns:
         None where some size is a name.
     """
-    jaxpr = closed.jaxpr
-    avals = [v.aval for e in jaxpr.eqns for v in e.outvars]
-    avals += [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)]
-    if any(not isinstance(d, int) for a in avals for d in getattr(a, "shape", ())):
+    if any(not isinstance(d, int) for a in program.avals for d in getattr(a, "shape", ())):
         return None
-    last = _last_reads(jaxpr)
+    given = (*program.inputs, *program.consts)
+    last = _last_reads(program)
     dead: dict[int, float] = {}
     for v, n in last.items():
-        dead[n] = dead.get(n, 0.0) + _held(v)
-    alive = sum(_held(v) for v in (*jaxpr.invars, *jaxpr.constvars))
-    peak, largest = alive, 0.0
-    for n, eqn in enumerate(jaxpr.eqns):
-        inner = 0.0
-        for body in bodies_run(eqn, device):
-            found = memory(body, device)
-            if found is None:
-                return None
-            # What a body is given lies where the equation's operands lie.
-            inner = max(inner, found[0] - sum(map(_held, body.jaxpr.invars)))
-            largest = max(largest, found[1])
-        made = [_held(v) for v in eqn.outvars]
-        largest = max([largest, *made])
-        alive += sum(made)
-        peak = max(peak, alive + inner)
-        alive -= dead.get(n, 0.0) + sum(_held(v) for v in eqn.outvars if v not in last)
+        dead[n] = dead.get(n, 0.0) + _aval_held(program.avals[v])
+    peak = alive = sum(_aval_held(program.avals[v]) for v in given)
+    largest = 0.0
+    for n, e in enumerate(program.equations):
+        inside = _inside_memory(e.eqn, device)
+        if inside is None:
+            return None
+        made = {v: _aval_held(program.avals[v]) for v in e.outvals}
+        largest = max([largest, inside[1], *made.values()])
+        alive += sum(made.values())
+        peak = max(peak, alive + inside[0])
+        alive -= dead.get(n, 0.0) + sum(size for v, size in made.items() if v not in last)
     return peak, largest
 
 
-def _last_reads(jaxpr: Any) -> dict[Any, int]:
-    """For every variable that is read the number of the last equation that reads it."""
-    last: dict[Any, int] = {}
-    for n, eqn in enumerate(jaxpr.eqns):
-        last.update((v, n) for v in eqn.invars if not jax_internals.is_literal(v))
-    last.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not jax_internals.is_literal(v))
+def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
+    """Return what one equation holds besides its results: its peak, and its largest value."""
+    cost = replacement_cost(eqn, device) if jax_internals.is_replacement(eqn) else None
+    if cost is not None:
+        return cost.largest, cost.largest
+    is_staged = jax_internals.is_replacement(eqn)
+    bodies = [_staged(eqn)] if is_staged else bodies_run(eqn, device)
+    peak = largest = 0.0
+    for body in bodies:
+        found = memory(flatten(body), device)
+        if found is None:
+            return None
+        # What a body is given lies where the equation's operands lie.
+        peak = max(peak, found[0] - sum(map(_held, body.jaxpr.invars)))
+        largest = max(largest, found[1])
+    return peak, largest
+
+
+def _last_reads(program: Program) -> dict[int, int]:
+    """Return for every value that is read the number of the last equation that reads it."""
+    last: dict[int, int] = {}
+    for n, e in enumerate(program.equations):
+        last.update((v, n) for v in e.invals if isinstance(v, int))
+    end = len(program.equations)
+    last.update((v, end) for v in program.outputs if isinstance(v, int))
     return last
 
 
 def _held(v: Any) -> float:
-    if not hasattr(v.aval, "shape") or not hasattr(v.aval, "dtype"):
+    return _aval_held(v.aval)
+
+
+def _aval_held(aval: Any) -> float:
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0.0
-    return float(_bytes(v))  # pyright: ignore[reportArgumentType]
+    return itemsize(str(aval.dtype)) * float(math.prod(aval.shape))

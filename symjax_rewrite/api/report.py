@@ -1,4 +1,4 @@
-"""What was done, why, what it saves, and why something was not done (a face)."""
+"""The report of one decision: both programs with their prices, and every candidate considered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Side:
 
     flops: of contractions, 2mnk. bytes: read and written by all kernels. seconds: by the device
     model. peak_bytes: of values alive at once. largest_intermediate: bytes of the largest value
-    made. Loops count as often as they run: where data decide how often, there is no price.
+    made. Loops count as often as they run: where data decide how often, there is no price. A
+    kernel counts by its own model.
     """
 
     jaxpr: ClosedJaxpr
@@ -32,10 +33,11 @@ class Side:
 class Report:
     """The result of `explain`.
 
-    before, after: the program as written and as emitted. rules: what was used. routes: what was
-    considered. stop: what ended saturation. time_s: seconds the optimiser took. plan: what to
-    pass as `plan=` to get the same program again. crossovers: where, for symbolic sizes, neither
-    form is always cheaper. sample: the numbers at which named sizes were priced in seconds.
+    before, after: the program as written and as emitted. rules: those that were used. routes:
+    kernels and rules that were considered; one entry for each name and reason. stop: what ended
+    saturation. time_s: seconds the optimiser took. plan: the value of `plan=` that gives the same
+    program again. crossovers: where, for symbolic sizes, neither form is always cheaper. sample:
+    the numbers at which named sizes were priced in seconds.
     """
 
     before: Side
@@ -47,6 +49,12 @@ class Report:
     plan: dict[str, Any]
     crossovers: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def best_alternative(self) -> RouteUse | None:
+        """The refused candidate with the highest predicted ratio, if any was compared."""
+        refused = [r for r in self.routes if not r.taken and r.ratio is not None]
+        return max(refused, key=lambda r: r.ratio or 0.0, default=None)
 
     def __str__(self) -> str:
         lines = []
@@ -60,7 +68,7 @@ class Report:
             lines.append("routed:")
             lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in taken]
         if not self.rules and not taken:
-            lines.append("left as written")
+            lines.append(f"left as written{_alternative(self.best_alternative)}")
         lines.append(_row("", "before", "after", "ratio"))
         for name, unit in (("flops", ""), ("bytes", "B"), ("largest_intermediate", "B")):
             b, a = getattr(self.before, name), getattr(self.after, name)
@@ -72,7 +80,7 @@ class Report:
         skipped = [r for r in self.routes if not r.taken]
         if skipped:
             lines.append("considered and not done:")
-            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in skipped]
+            lines += [f"  {r.name}: {r.reason}{_predicted(r)}{_place(r)}" for r in skipped]
         lines.append(f"search: {self.stop}, {self.time_s * 1e3:.1f} ms")
         return "\n".join(lines)
 
@@ -92,10 +100,12 @@ class Report:
             }
             for name, side in (("before", self.before), ("after", self.after))
         }
+        best = self.best_alternative
         body = {
             **sides,
             "rules": [{k: getattr(r, k) for k in RuleUse.__slots__} for r in self.rules],
             "routes": [{k: getattr(r, k) for k in RouteUse.__slots__} for r in self.routes],
+            "best_alternative": best and {k: getattr(best, k) for k in RouteUse.__slots__},
             "stop": self.stop,
             "time_s": self.time_s,
             "plan": self.plan,
@@ -109,6 +119,18 @@ class Report:
         path = Path(path)
         text = self._repr_html_() if path.suffix == ".html" else self.to_json()
         path.write_text(text, encoding="utf-8")
+
+
+def _alternative(best: RouteUse | None) -> str:
+    """Return the text that names the best candidate that was refused."""
+    if best is None:
+        return ""
+    return f"; best alternative: {best.name}, predicted {best.ratio:.2f}x ({best.reason})"
+
+
+def _predicted(use: RouteUse) -> str:
+    """Return the predicted ratio of a candidate as text; empty where it was not compared."""
+    return "" if use.ratio is None else f", predicted {use.ratio:.2f}x"
 
 
 def _place(use: RouteUse) -> str:

@@ -1,37 +1,45 @@
-"""From what the optimiser decided to a `Report` (a face)."""
+"""Build a `Report` from what the optimiser decided: both programs, priced by one model."""
 
 from __future__ import annotations
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.program_cost import UNKNOWN, Traffic, flops, memory, traffic
+from symjax_rewrite.api.program_cost import (
+    UNKNOWN,
+    Traffic,
+    memory,
+    program_flops,
+    program_traffic,
+    temporary_bytes,
+)
 from symjax_rewrite.api.report import Report, Side
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.kernel_selection.folds.fold_price import page_seconds, with_temporaries
 from symjax_rewrite.optimizer import Optimiser, Result
-
-KERNELS = frozenset({"fold", "norm_linear", "scan", "selection", "sparse"})
 
 
 def make_report(
     result: Result, optimiser: Optimiser, sides: tuple[ClosedJaxpr, ...] = ()
 ) -> Report:
-    """The report of one decision, with both programs priced.
+    """Return the report of one decision, with both programs priced.
 
-    `sides` are the programs to show, where they are not the traced and the emitted one.
+    Args:
+        result: the decision.
+        optimiser: it has the device.
+        sides: the programs to show, where they are not the traced and the emitted one.
     """
-    if not sides:
-        emitted = result.closed
-        if result.taken:
-            emitted = jax_internals.make_avals_jaxpr(result.emit(), result.closed.in_avals)
-        sides = (result.closed, emitted)
-    before = _side(sides[0], result, optimiser)
-    after = _side(sides[1], result, optimiser)
-    if before.seconds is not None:
-        before.seconds += result.repeated_s
-    if any(use.taken and use.name in KERNELS for use in result.routes):
-        after.seconds = None  # the kernels' own models price what they route, not the program
+    before, after = _programs(result, sides)
+    device = optimiser.device
+    if result.finished:
+        fresh = temporary_bytes(before[1], device, result.sample)
+        device = with_temporaries(device, fresh)
+    shown = [_side(*side, result, device) for side in (before, after)]
+    if shown[0].seconds is not None:
+        shown[0].seconds += result.repeated_s
     return Report(
-        before=before,
-        after=after,
+        before=shown[0],
+        after=shown[1],
         rules=sorted(result.rules.values(), key=lambda r: r.name),
         routes=result.routes,
         stop=result.stop,
@@ -42,11 +50,28 @@ def make_report(
     )
 
 
-def _side(closed: ClosedJaxpr, result: Result, optimiser: Optimiser) -> Side:
-    """One program and its price; a program that was too large to look at has none."""
-    device = optimiser.device
+def _programs(
+    result: Result, sides: tuple[ClosedJaxpr, ...]
+) -> tuple[tuple[ClosedJaxpr, Program], tuple[ClosedJaxpr, Program]]:
+    """Return the jaxprs to show and the programs to price; kernels stand whole in the second."""
+    if sides:
+        first, second = sides
+        return (first, flatten(first)), (second, flatten(second))
+    written = (result.closed, flatten(result.closed))
+    if result.program is None:
+        return written, written
+    emitted = jax_internals.make_avals_jaxpr(result.emit(), result.closed.in_avals)
+    return written, (emitted, result.program)
+
+
+def _side(closed: ClosedJaxpr, program: Program, result: Result, device: Device) -> Side:
+    """Return one program and its price; a program that was too large to look at has none."""
     moved: Traffic = UNKNOWN
-    if result.finished or not closed.jaxpr.eqns:
-        moved = traffic(closed, device, result.sample)
-    peak, largest = memory(closed, device) or (None, None)
-    return Side(closed, flops(closed, device), moved.bytes, moved.seconds, peak, largest)
+    if result.finished or not program.equations:
+        moved = program_traffic(program, device, result.sample)
+    if moved.seconds is not None:
+        fresh = temporary_bytes(program, device, result.sample)
+        moved = moved + Traffic(0, page_seconds(device, fresh))
+    peak, largest = memory(program, device) or (None, None)
+    flops = program_flops(program, device)
+    return Side(closed, flops, moved.bytes, moved.seconds, peak, largest)

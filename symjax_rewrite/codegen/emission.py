@@ -8,7 +8,7 @@ or a result asks for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,8 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.flat_program import Program
@@ -145,6 +147,17 @@ class TermPart:
             seen.update(fresh)
             stack.extend(reversed(fresh))
         return list(found)
+
+    def cost(self, device: Device) -> Cost | None:
+        """Return the cost of its makers' kernels on a device; None where one has no model."""
+        total = Cost()
+        for maker in {id(m): m for m in self.makers.values()}.values():
+            price: Callable[[Device], Cost | None] | None = getattr(maker, "price", None)
+            found = None if price is None else price(device)
+            if found is None:
+                return None
+            total = total.plus(found)
+        return total if self.makers else None
 
     def class_of(self, value: int) -> int:
         """The class that a value holds, or that parts exchange by it."""

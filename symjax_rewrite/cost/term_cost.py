@@ -65,6 +65,17 @@ class Cost:
     seconds: float = 0.0
     largest: float = 0.0
 
+    def plus(self, other: Cost) -> Cost:
+        """Return the resources of both programs, one after the other."""
+        return Cost(
+            other.flops + self.flops,  # pyright: ignore[reportOperatorIssue]
+            other.elementwise + self.elementwise,  # pyright: ignore[reportOperatorIssue]
+            other.bytes + self.bytes,  # pyright: ignore[reportOperatorIssue]
+            self.launches + other.launches,
+            self.seconds + other.seconds,
+            max(self.largest, other.largest),
+        )
+
 
 def is_dot(node: Node) -> bool:
     """Whether a node runs as a matrix product rather than as a fused loop.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 
-from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
@@ -33,7 +33,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
 from symjax_rewrite.pallas_kernels.fold.spec import Band
-from symjax_rewrite.usage_records import RouteUse
+from symjax_rewrite.usage_records import RouteUse, ratio_of
 
 BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how many are tried
 
@@ -127,32 +127,36 @@ class _BandedSelection:
             if not _is_large(t, cls, self.bands.least_flops):
                 continue
             for row, band in _bands(t, cls, masked):
-                blocks = self._blocks(t, cls, row, band, self.model)
-                if blocks is not None:
+                blocks, seconds = self._blocks(t, cls, row, band, self.model)
+                where = t.where(cls)
+                if margins.pays(*seconds, "banded", self.device):
                     node = node_of(t.graph, cls)
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
-                    use = RouteUse("banded", True, reason, t.where(cls))
+                    use = RouteUse("banded", True, reason, where, seconds=seconds)
                     route = BandedRoute(t, cls, row, node.out, blocks)
                     yield from candidates(t, "banded", [([route], [use])])
                     break
+                least = margins.margin("banded", self.device)
+                reason = f"predicted gain of blocks is below {least}"
+                yield Refusal("banded", reason, where, ratio=ratio_of(*seconds))
 
     def _blocks(
         self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
-    ) -> tuple[RowBlock, ...] | None:
-        """The blocks that are predicted to be fastest; None where none gains."""
+    ) -> tuple[tuple[RowBlock, ...], tuple[float, float]]:
+        """Return the blocks predicted to be fastest, and seconds as written and in blocks."""
         g, node = t.graph, node_of(t.graph, cls)
         rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
-        best, least = None, math.inf
+        best: tuple[RowBlock, ...] = ()
+        least = math.inf
         for count in BLOCKS:
             size = -(-rows // count)
             if size < self.bands.least_rows:
                 break
             blocks = tuple(_cut_rows(rows, columns, size, band))
             seconds = self._seconds(t, cls, row, blocks)
-            if best is None or margins.pays(least, seconds, "blocks", self.device):
+            if not best or margins.pays(least, seconds, "blocks", self.device):
                 best, least = blocks, seconds
-        written = model.product_seconds(g, cls, node)
-        return best if margins.pays(written, least, "banded", self.device) else None
+        return best, (model.product_seconds(g, cls, node), least)
 
     def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
         """The blocks' products, what they read cut out, and their results joined."""

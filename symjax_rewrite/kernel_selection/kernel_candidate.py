@@ -8,6 +8,7 @@ from typing import Any
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE
@@ -69,6 +70,8 @@ def candidates(
                 (*map(part, makers), *(TermPart(t, own=own, links=links) for own in reads)),
                 use.where,
                 use.reason,
+                before=use.seconds and Cost(seconds=use.seconds[0]),
+                after=use.seconds and Cost(seconds=use.seconds[1]),
                 count=use.count,
                 also=tuple((u.reason, u.where) for u in more),
                 hidden=frozenset(v for c in inside for v in t.values_of(c)),
@@ -129,4 +132,4 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
     """What was considered and is not proposed."""
-    return [Refusal(u.name, u.reason, u.where, u.count) for u in uses if not u.taken]
+    return [Refusal(u.name, u.reason, u.where, u.count, u.ratio) for u in uses if not u.taken]

@@ -253,10 +253,10 @@ def refusal(around: Surroundings, prefix: Prefix) -> str | None:
     """Why a tree must stay a tree, or None."""
     inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
     if any(is_read(around, prefix, v) for v in inner):
-        return "what the tree makes on the way is read elsewhere"
+        return "another equation reads a value inside the tree"
     a, b = (around.program.avals[v] for v in (prefix.factors, prefix.added))
     if a.shape != b.shape or a.dtype != b.dtype:
-        return "factors are of another shape or dtype than what is added"
+        return "the factors have another shape or dtype than the terms that are added"
     return None
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, equation_seconds
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import JaxprEqn
@@ -416,3 +416,19 @@ def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
     with jax_internals.equation_scope(e.eqn):
         order = (*range(batch), *range(batch + free, out.ndim), *range(batch, batch + free))
         return lax.transpose(out, order)
+
+
+def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
+    """Return predicted seconds of a loop and of what leaves it."""
+    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
+    level = loop.levels()
+    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
+    for e in (*motion.before, *motion.after):
+        moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
+        total += equation_seconds(e.eqn, device, steps, tuple(moving))
+    for s in motion.sums:
+        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
+    added = [e for s in motion.sums for e in s.equations]
+    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
+    rest = [e for e in loop.body.equations if id(e) not in gone]
+    return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)

@@ -20,7 +20,8 @@ from symjax_rewrite.candidates import Candidate, Context, Found, Refusal
 from symjax_rewrite.codegen.emission import staged
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, aval_size, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, aval_size
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import replaced
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
@@ -33,7 +34,7 @@ from symjax_rewrite.loops.associative_scan_gradients import (
 from symjax_rewrite.loops.associative_scan_loops import as_loops
 from symjax_rewrite.loops.carry_dependence import NAMES, describe, groups_of
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse, graft
-from symjax_rewrite.loops.hoisting import STACKABLE, Motion, find_motion, run_moved
+from symjax_rewrite.loops.hoisting import STACKABLE, Motion, find_motion, moved_seconds, run_moved
 from symjax_rewrite.loops.loop import Loop, Read, read_loop
 from symjax_rewrite.loops.normalization import clean
 from symjax_rewrite.loops.product_splitting import in_parts
@@ -55,6 +56,7 @@ from symjax_rewrite.rewriting.rule import (
     RECOMPUTATION,
     REDUNDANCY,
 )
+from symjax_rewrite.usage_records import ratio_of
 
 
 @dataclass(eq=False, slots=True)
@@ -95,11 +97,19 @@ class Change:
 
 @dataclass(slots=True)
 class Loops:
-    """What was decided about the loops of one program."""
+    """What was decided about the loops of one program.
+
+    seconds: by id of an equation, predicted as written and in the other form, where both are.
+    """
 
     changes: list[Change] = field(default_factory=list)
     refused: list[tuple[str, JaxprEqn]] = field(default_factory=list)
     routes: list[tuple[bool, str, JaxprEqn]] = field(default_factory=list)
+    seconds: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def ratio(self, eqn: JaxprEqn) -> float | None:
+        """Return how many times faster the other form is predicted to be."""
+        return ratio_of(*self.seconds.get(id(eqn), (0.0, 0.0)))
 
 
 TREES, LOOPS = "affine_trees", "loops"
@@ -175,11 +185,14 @@ def _found(loops: Loops) -> Iterator[Found]:
     reasons = {id(eqn): reason for taken, reason, eqn in loops.routes if taken}
     for taken, reason, eqn in loops.routes:
         if not taken:
-            yield Refusal("scan", reason, jax_internals.source_line(eqn))
+            where = jax_internals.source_line(eqn)
+            yield Refusal("scan", reason, where, ratio=loops.ratio(eqn))
     for change in loops.changes:
         rules = tuple((name, REDUNDANCY) for name in change.names)
         where, reason = jax_internals.source_line(change.eqn), reasons.pop(id(change.eqn), "")
-        yield Candidate("scan", (change,), where, reason, rules)
+        costs = [Cost(seconds=s) for s in loops.seconds.get(id(change.eqn), ())]
+        before, after = costs or (None, None)
+        yield Candidate("scan", (change,), where, reason, rules, before, after)
 
 
 def improve_loops(
@@ -246,7 +259,7 @@ def _improve_each(
             _find_constant_starts(loop, around)
         if _take_kernel(e.eqn, loop, route if reorders else None, found):
             continue
-        also = (FUSION,) if fused else ()
+        also, written = (FUSION,) if fused else (), loop
         cut = _cut(loop, device, passes) if reorders else None
         if cut is not None:
             (loop, motion), also = cut, (*also, PARTS)
@@ -262,6 +275,9 @@ def _improve_each(
             if motion.any and reorders and route is not None and _composes(loop):
                 change = _then_kernel(program, change, route, found)
             found.changes.append(change)
+            if motion.any:
+                before_s = moved_seconds(written, Motion(), device)
+                found.seconds.setdefault(id(e.eqn), (before_s, moved_seconds(loop, motion, device)))
 
 
 def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
@@ -331,6 +347,7 @@ def differentiated_trees(program: Program, device: Device, reorders: bool) -> Lo
         if not reorders:
             reason = "as loops it would round in another order"
         found.routes.append((taken, reason, eqn))
+        found.seconds[id(eqn)] = tree_s, loop_s
     for d, part in as_loops(around, trees):
         found.changes.append(Change(d.prefix.equations[-1].eqn, *part, (FUSION,)))
     return found
@@ -455,6 +472,9 @@ def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loop
 
 
 def _take(eqn: JaxprEqn, loop: Loop, kernel: Route, reason: str, found: Loops) -> None:
+    seconds = getattr(kernel, "seconds", None)
+    if seconds is not None:
+        found.seconds[id(eqn)] = seconds
     found.routes.append((True, reason, eqn))
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
     found.changes.append(Change(eqn, reads, loop.makes, kernel.run, ()))
@@ -489,7 +509,8 @@ def _take_tree(
                 )
             return
         tree_s = _tree_seconds(own, device) + 2 * saved / device.bytes_per_s
-        loop_s = _seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        loop_s = moved_seconds(loop, Motion(), device) + 2 * device.launch_s * prefix.length
+        found.seconds[id(eqn)] = tree_s, loop_s
         if margins.pays(tree_s, loop_s, "tree", device):
             kernel, why = (None, "") if route is None else route(loop)
             if kernel is not None:
@@ -554,24 +575,9 @@ def _best_order(
     if other.condition is None:
         other = clean(other)
     moved = find_motion(other, device, reorders, passes)
-    if _seconds(other, moved, device) < _seconds(loop, motion, device):
+    if moved_seconds(other, moved, device) < moved_seconds(loop, motion, device):
         return other, moved
     return loop, motion
-
-
-def _seconds(loop: Loop, motion: Motion, device: Device) -> float:
-    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
-    level = loop.levels()
-    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
-    for e in (*motion.before, *motion.after):
-        moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
-        total += equation_seconds(e.eqn, device, steps, tuple(moving))
-    for s in motion.sums:
-        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    added = [e for s in motion.sums for e in s.equations]
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
-    rest = [e for e in loop.body.equations if id(e) not in gone]
-    return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
 
 
 def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:

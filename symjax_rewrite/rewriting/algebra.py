@@ -19,6 +19,7 @@ from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds
+from symjax_rewrite.usage_records import ratio_of
 
 REORDERING = frozenset({ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY})
 
@@ -108,7 +109,8 @@ def _found(
     yield from map(FoundCrossover, s.crossovers)
     if not s.changed:
         if s.declined:
-            yield Refusal("rewrite", s.declined, where)
+            ratio = ratio_of(s.before.seconds, s.after.seconds)
+            yield Refusal("rewrite", s.declined, where, ratio=ratio)
         return
     names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))
     if _may_overflow(context, t, region, names):

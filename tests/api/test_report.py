@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jax import export, lax
 from jax.experimental import pallas as pl
 
 from symjax_rewrite import Budget, jax_internals, sym_optimize
+from symjax_rewrite.cost.device_profiles import DEVICES
 
 NOT_PRICED = "not priced"
+CACHED = 3.0  # times the memory's bandwidth of a CPU, while temporaries are few
 ROWS, WIDTH = 1024, 16
 
 
@@ -44,7 +47,7 @@ def norm(x, gain, w):
     return (x * scale * gain) @ w
 
 
-PROGRAMS = {
+PROGRAMS: dict[str, tuple[Any, Any]] = {
     "attention": (attention, [(ROWS, WIDTH)] * 3),
     "causal attention": (causal_attention, [(ROWS, WIDTH)] * 3),
     "nearest neighbours": (nearest, [(ROWS, WIDTH)] * 2),
@@ -165,7 +168,7 @@ def test_flops_of_a_kernel_are_those_of_the_blocks_it_visits(name, least, most):
     whole = 2 * ROWS * ROWS * 2 * WIDTH
     assert least * whole <= report.after.flops <= most * whole
     assert report.after.bytes < report.before.bytes
-    assert report.after.seconds is None
+    assert report.after.seconds < report.before.seconds
 
 
 @pytest.mark.parametrize(("dtype", "shapes"), [("bfloat16", [(64, 512), (512,), (512, 512)])])
@@ -252,3 +255,117 @@ def test_model_time_of_named_sizes_says_at_which():
     assert all(f"{name} = {size}" in line for name, size in report.sample.items())
     assert set(report.sample) == {"n", "d"}
     assert report.before.largest_intermediate is None  # it depends on the sizes
+
+
+def bytes_of(shape):
+    return 4 * math.prod(shape)
+
+
+def priced(fun, shapes, device, kernels="always"):
+    return sym_optimize(fun, kernels=kernels, device=device).explain(*spec_list(shapes))
+
+
+H200 = DEVICES["h200"]
+FOLDS = ("attention", "causal attention", "nearest neighbours")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As on a machine with one device."""
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_routed_program_has_a_ratio(name, device):
+    report = priced(*PROGRAMS[name], device)
+    assert any(r.taken for r in report.routes)
+    for side in (report.before, report.after):
+        assert None not in (side.seconds, side.flops, side.bytes, side.largest_intermediate)
+        assert side.seconds >= ends_bytes(side.jaxpr) / (CACHED * DEVICES[device].bytes_per_s)
+        assert side.seconds >= side.flops / DEVICES[device].peak("float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [*((n, d) for n in FOLDS for d in ("cpu", "h200")), ("norm", "h200")],
+)
+def test_ratio_of_a_program_follows_that_of_its_candidate(name, device):
+    """The rest of the program costs the same before and after: it only draws the ratio to one."""
+    report = priced(*PROGRAMS[name], device)
+    (use,) = (r for r in report.routes if r.taken)
+    ratio = report.before.seconds / report.after.seconds
+    assert 0.5 * use.ratio <= ratio <= 1.5 * use.ratio
+
+
+def test_routed_norm_is_a_kernel_in_one_pass():
+    fun, shapes = PROGRAMS["norm"]
+    report = priced(fun, shapes, "h200")
+    ends = bytes_of((ROWS, 128)) + sum(map(bytes_of, shapes))
+    flops = 2 * ROWS * 64 * 128
+    roofline = max(flops / H200.peak("float32"), ends / H200.bytes_per_s)
+    assert report.after.bytes == pytest.approx(ends, rel=0.01)
+    assert report.after.flops == flops
+    assert roofline <= report.after.seconds - H200.launch_s <= 2 * roofline
+    assert report.after.largest_intermediate == bytes_of((ROWS, 128))
+
+
+@pytest.mark.parametrize("name", ["attention", "causal attention"])
+def test_routed_attention_stores_no_pairs(name):
+    report = priced(*PROGRAMS[name], "h200")
+    assert report.before.largest_intermediate == bytes_of((ROWS, ROWS))
+    assert report.after.largest_intermediate == bytes_of((ROWS, WIDTH))
+    assert report.after.bytes == 4 * bytes_of((ROWS, WIDTH))
+
+
+def test_routed_scan_is_no_loop_of_launches():
+    report = priced(*PROGRAMS["scan"], "h200")
+    assert report.before.seconds >= ROWS * H200.launch_s
+    assert report.after.seconds <= 10 * H200.launch_s
+    assert report.after.bytes >= 3 * bytes_of((ROWS, WIDTH))
+
+
+def layers(x, w, count=3):
+    for _ in range(count):
+        x = attention(x @ w, x @ (w + 1), x)
+    return x
+
+
+@pytest.mark.usefixtures("alone")
+def test_equal_refusals_are_one_entry():
+    report = priced(layers, [(ROWS, WIDTH), (WIDTH, WIDTH)], "cpu", "auto")
+    refused = [(r.name, r.reason) for r in report.routes if not r.taken]
+    assert len(set(refused)) == len(refused)
+    (fold,) = (r for r in report.routes if r.name == "fold")
+    assert not fold.taken and fold.count == 3
+    assert str(report).count("fold: ") == 1 and "and 2 more" in str(report)
+
+
+@pytest.mark.usefixtures("alone")
+def test_refused_candidate_has_a_ratio():
+    fun, shapes = PROGRAMS["nearest neighbours"]
+    report = priced(fun, shapes, "cpu", "auto")
+    forced = priced(fun, shapes, "cpu")
+    (use,) = (r for r in report.routes if r.name == "fold")
+    assert not use.taken and use.ratio < 1.25
+    (taken,) = (r for r in forced.routes if r.name == "fold")
+    assert taken.taken and use.ratio == pytest.approx(taken.ratio)
+    assert f"predicted {use.ratio:.2f}x" in str(report)
+
+
+@pytest.mark.usefixtures("alone")
+def test_program_left_as_written_names_the_best_alternative():
+    report = priced(*PROGRAMS["nearest neighbours"], "cpu", "auto")
+    (use,) = (r for r in report.routes if r.name == "fold")
+    assert report.best_alternative is use
+    first = str(report).splitlines()[0]
+    assert first.startswith("left as written; best alternative: fold, predicted")
+    saved = json.loads(report.to_json())
+    assert saved["best_alternative"]["ratio"] == use.ratio
+    assert [r["ratio"] for r in saved["routes"]] == [r.ratio for r in report.routes]
+
+
+def test_program_without_candidates_names_no_alternative():
+    report = sym_optimize(jnp.sin).explain(*spec_list([(8,)]))
+    assert report.best_alternative is None
+    assert str(report).splitlines()[0] == "left as written"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype, is_half
 from symjax_rewrite.ir.step_program import Step, place_in
@@ -65,7 +67,8 @@ class FoldRoute:
 
     inputs: per operand its class, and what each slot reads: an axis name or one place. rows: its
     epilogue; without one, the row algebra is done outside. steps: the tile program. wide: classes
-    that folds pass on in f32; with None everything rounds as the program does.
+    that folds pass on in f32; with None everything rounds as the program does. price: gives its
+    cost on a device.
     """
 
     spec: FoldSpec
@@ -75,6 +78,7 @@ class FoldRoute:
     rows: Rows | None
     steps: list[Step]
     wide: frozenset[int] | None = None
+    price: Callable[[Device], Cost] | None = None
 
     def classes(self) -> set[int]:
         """The classes this route computes."""

@@ -71,12 +71,14 @@ class Cluster:
     """Candidates that share pairwise terms; `ids` names the indices they share.
 
     light: classes made of index numbers and tests alone that some exit reduces by themselves.
+    seconds: predicted, of its terms as written and of the folds in their place.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
     light: set[int] = field(default_factory=set)
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     reason: str = ""
+    seconds: tuple[float, float] | None = None
 
     @property
     def pairs(self) -> int:
@@ -376,7 +378,7 @@ def _refused(
             return f"the pairwise term is also used by {_name(t, others[0])}"
     for cls in passed:
         if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
-            return f"more of {_name(t, cls)} over the pairwise term is used"
+            return f"another result of {_name(t, cls)} over the pairwise term is used"
     for c in cluster.members:
         for ref in c.tile.whole:
             if reaches[ref.cls] & 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import CostModel, itemsize, weight
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import value
@@ -23,6 +23,7 @@ from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
+from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     ExpSums,
@@ -30,6 +31,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Output,
     TopK,
+    one_way,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
@@ -37,14 +39,60 @@ from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
 MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
 
 
-def pays(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Return True if serving a cluster by folds is predicted to be faster than making its terms."""
-    fresh, memory = bytes_whole(t, cluster, device), device.memory
+def compared(
+    t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
+) -> tuple[float, float]:
+    """Return predicted seconds of a cluster's terms as written, and of the folds in their place."""
+    fresh = bytes_whole(t, cluster, device)
+    fast = with_temporaries(device, fresh)
+    whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
+    return whole, sum(seconds_folded(r, fast) for r in routes)
+
+
+def with_temporaries(device: Device, fresh: float) -> Device:
+    """Return a device as it runs a program that holds so many bytes of temporaries at once."""
+    memory = device.memory
     cached = 1.0 if fresh >= memory.kept_bytes else memory.cached_terms
-    fast = replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
-    whole = seconds_whole(t, cluster, fast)
-    whole += max(fresh - memory.kept_bytes, 0) / memory.fresh_bytes_per_s
-    return margins.pays(whole, sum(seconds_folded(r, fast) for r in routes), "fold", device)
+    return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
+
+
+def page_seconds(device: Device, fresh: float) -> float:
+    """Return the seconds of memory pages that come anew from the system in every call."""
+    memory = device.memory
+    return max(fresh - memory.kept_bytes, 0) / memory.fresh_bytes_per_s
+
+
+def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
+    """Return seconds of XLA's own `sort` or `top_k`.
+
+    Args:
+        name: of the primitive.
+        count: elements that are sorted, or searched.
+        places: of a top-k: the k of every row, of all rows together.
+        device: where it runs.
+    """
+    folds = device.folds
+    steps = (folds.sort if name == "sort" else folds.top_k) * count
+    return (steps + folds.top_k_place * places) / device.elementwise_per_s
+
+
+def cost_folded(route: FoldRoute, device: Device) -> Cost:
+    """Return what a fold costs: a program with it stores no more of its tile than a block.
+
+    Its FLOPs are those of the blocks that it visits; NaN where data decide which these are.
+    """
+    spec, blocks = route.spec, xla_blocks(route.spec)
+    flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
+    is_kernel = not device.folds.streams and route.backend == "triton"
+    if not device.folds.streams and route.backend == "auto":
+        is_kernel = all(hasattr(cuda_backend(part), "run") for _, part in one_way(spec))
+    return Cost(
+        math.nan if flops is None else flops,
+        bytes=fold_cost.bytes_moved(spec),
+        launches=1,
+        seconds=seconds_folded(route, device),
+        largest=0 if is_kernel else fold_cost.block_bytes(spec),
+    )
 
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:

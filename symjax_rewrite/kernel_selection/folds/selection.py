@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.ir.dataflow import Needed, node_of
@@ -29,7 +31,11 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
 )
 from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
-from symjax_rewrite.kernel_selection.folds.fold_price import pays, reorders
+from symjax_rewrite.kernel_selection.folds.fold_price import (
+    compared,
+    cost_folded,
+    reorders,
+)
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
 from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
     SparseRoute,
@@ -172,10 +178,13 @@ class _FoldSelection:
                 return str(streams)
             if not support:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
-        if self.kernels == "auto" and reorders(t, draft.cluster, folds, self.device):
-            return "a product that costs less in another order, which makes no pairs"
-        if self.kernels == "auto" and not pays(t, draft.cluster, folds, self.device):
-            return f"{draft.cluster.pairs} pairs cost no less where they are computed than to keep"
+            route.price = partial(cost_folded, route)
+        cluster = draft.cluster
+        if self.kernels == "auto" and reorders(t, cluster, folds, self.device):
+            return "another order of the product costs less and makes no pairwise term"
+        before, after = cluster.seconds = compared(t, cluster, folds, self.device)
+        if self.kernels == "auto" and not margins.pays(before, after, "fold", self.device):
+            return f"predicted gain is below {margins.margin('fold', self.device):.2f}"
         return [*draft.choices, *folds]
 
 
@@ -203,9 +212,9 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
             continue
         inner_of_other, read_by_other = _pairs(other)
         if inner & read_by_other:
-            other.reason = "it reads pairs that another fold never makes"
+            other.reason = "it reads a pairwise term that another fold does not store"
         elif read & inner_of_other:
-            other.reason = "another fold reads its pairs"
+            other.reason = "another fold reads the pairwise term it would not store"
 
 
 def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
@@ -217,9 +226,9 @@ def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     """What became of a cluster, for the report."""
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-    reason = cluster.reason or f"{cluster.pairs} pairs are never made whole ({backends})"
+    reason = cluster.reason or f"{cluster.pairs} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
-    return RouteUse("fold", not cluster.reason, reason, where)
+    return RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
 
 
 class Draft:

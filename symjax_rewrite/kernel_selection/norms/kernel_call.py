@@ -8,6 +8,7 @@ summed and shifted outside, once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue
@@ -91,10 +94,14 @@ class NormPart:
 
 @dataclass(slots=True)
 class NormRoute:
-    """One kernel call for one or several results of one normalised value."""
+    """One kernel call for one or several results of one normalised value.
+
+    price: gives its cost on a device; None where the device has no model of it.
+    """
 
     parts: list[NormPart]
     backend: str
+    price: Callable[[Device], Cost | None] | None = None
 
     @property
     def group(self) -> NormGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.term_cost import itemsize
+from symjax_rewrite.cost.term_cost import Cost, itemsize
 from symjax_rewrite.errors import KernelError
 from symjax_rewrite.ir.dataflow import Needed, cone, depends, node_of
 from symjax_rewrite.ir.egraph import EGraph
@@ -59,6 +60,7 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProg
 from symjax_rewrite.usage_records import RouteUse
 
 NAME = "norm_linear"
+Compared = tuple[float, float] | None  # predicted seconds as written and with kernels
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
 MOST_PARTS = 8  # results of one kernel: each has code of its own
 STARTS = 8  # products from which the chain of one epilogue is followed
@@ -102,23 +104,24 @@ class _NormSelection:
                 break  # nothing is taken: that is said once, for the first
         out: list[Found] = []
         for members in groups.values():
-            made, reason = self._group(t, need, members)
+            made, reason, seconds = self._group(t, need, members)
             if made:
-                use = RouteUse(NAME, True, reason, t.where(members[0].cls))
+                use = RouteUse(NAME, True, reason, t.where(members[0].cls), seconds=seconds)
                 out += candidates(t, NAME, [(made, [use])])
             else:
-                note(uses, t, members[0].cls, False, reason)
+                note(uses, t, members[0].cls, False, reason, seconds)
         return [*out, *refusals(uses)]
 
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
-    ) -> tuple[list[NormRoute], str]:
+    ) -> tuple[list[NormRoute], str, Compared]:
+        """Return the kernels of one normalised value, why, and what was compared."""
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
-            return [], "several devices: XLA might gather the kernel's operands"
+            return [], "several devices: XLA might gather the kernel's operands", None
         if any(c in need.outside for c in members[0].opened):
-            return [], "the normalised value is itself a result"
+            return [], "the normalised value is itself a result", None
         if self.kernels == "auto" and not self.device.runs_pallas:
-            return [], "on a CPU XLA's own passes are as good: the kernel is for GPUs"
+            return [], "this kernel runs on GPUs; on a CPU it was not measured", None
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
             part = _NormBuilder(t, served, exit_, need.known).part()
@@ -127,14 +130,17 @@ class _NormSelection:
             if isinstance(part, str):
                 if self.kernels not in ("auto", "always"):
                     raise KernelError(f"the {self.kernels} backend cannot run this", got=part)
-                return [], part
+                return [], part, None
             parts.append(part)
         backend = self.kernels if self.kernels in BACKENDS else "auto"
         made = [NormRoute(group, backend) for group in _together(t, need, parts)]
+        for route in made:
+            route.price = partial(kernel_cost, t, route)
+        seconds, reason = self._compared(t, need, members, made)
         if self.kernels == "auto":
-            taken, reason = self._gains(t, need, members, made)
-            return (made, reason) if taken else ([], reason)
-        return made, _count(made, members)
+            is_taken = margins.pays(*seconds, "norm", self.device)
+            return made if is_taken else [], reason, seconds
+        return made, _count(made, members), seconds
 
     def _refusal(self, part: NormPart) -> str:
         """Why no backend that was asked for runs a part; empty if one does."""
@@ -146,17 +152,17 @@ class _NormSelection:
             support = BACKENDS[self.kernels].supports(alone)
         return "" if support else str(support)
 
-    def _gains(
+    def _compared(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
-    ) -> tuple[bool, str]:
-        """Return whether the kernels are predicted to pay, and the sentence that says so.
+    ) -> tuple[tuple[float, float], str]:
+        """Return predicted seconds as written and with the kernels, and a sentence of both.
 
         What is written runs as one kernel for the norm, a library product for each weight, and
         one for whatever follows beyond a bias. A scale that is no sum over x needs no kernel of
         its own: XLA multiplies by it where the product reads x.
         """
         d, x = self.device, members[0].x.cls
-        size = lambda c: itemsize(t.graph.classes[c].dtype) * _elements(t, c)  # noqa: E731
+        size = partial(_bytes_of, t)
         value = itemsize(members[0].dtype) * _elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
         own = any(depends(t.graph, r.cls, (x,)) for r in factors)
@@ -164,20 +170,14 @@ class _NormSelection:
         again = _read_elsewhere(t, need, members[0], made)
         before, after = norm, norm if again else 0.0
         for route in made:
-            parts = route.parts
-            before += sum(self._written(t, p, value, size) for p in parts)
-            work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in parts)
-            work /= d.norms.kernel_share
-            after += max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
-            rows = {r for p in parts for r in p.operands["rows"] if depends(t.graph, r.cls, (x,))}
-            after += len(rows) * (size(x) / d.bytes_per_s + d.launch_s)
+            before += sum(self._written(t, p, value, size) for p in route.parts)
+            after += _kernel_seconds(t, route, d)
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
-        taken = margins.pays(before, after, "norm", d)
-        if not taken:
+        if not margins.pays(before, after, "norm", d):
             text = f"predicted gain {gain:.2f} is below {margins.margin('norm', d)}"
-            text += ": the normalised value is needed anyway" if again else ""
-        return taken, text
+            text += ": another value reads the normalised value" if again else ""
+        return (before, after), text
 
     def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
         """Seconds of a part's products and of what follows them, as they are written."""
@@ -191,6 +191,40 @@ class _NormSelection:
         if len(p.exit.inside) > 1 and (len(products) > 1 or spec.fulls):
             total += (sum(products) + size(p.exit.cls)) / d.bytes_per_s + d.launch_s
         return total
+
+
+def _kernel_seconds(t: TermGraph, route: NormRoute, d: Device) -> float:
+    """Return predicted seconds of one kernel and of the sums over x that it reads."""
+    x = route.parts[0].members[0].x.cls
+    work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in route.parts)
+    work /= d.norms.kernel_share
+    seconds = max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
+    return seconds + len(_sums_of_x(t, route)) * (_bytes_of(t, x) / d.bytes_per_s + d.launch_s)
+
+
+def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
+    """Return the vectors over rows that a kernel reads and that are computed from x."""
+    x = route.parts[0].members[0].x.cls
+    rows = (r for p in route.parts for r in p.operands["rows"])
+    return {r for r in rows if depends(t.graph, r.cls, (x,))}
+
+
+def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
+    """Return what a norm kernel costs on a GPU; elsewhere XLA runs its operations one by one."""
+    if not device.runs_pallas:
+        return None
+    sums = len(_sums_of_x(t, route))
+    moved = route.group.bytes_moved + sums * _bytes_of(t, route.parts[0].members[0].x.cls)
+    return Cost(
+        sum(p.spec.flops for p in route.parts),
+        bytes=moved,
+        launches=1 + sums,
+        seconds=_kernel_seconds(t, route, device),
+    )
+
+
+def _bytes_of(t: TermGraph, cls: int) -> int:
+    return itemsize(t.graph.classes[cls].dtype) * _elements(t, cls)
 
 
 def _count(made: list[NormRoute], members: list[Normed]) -> str:
@@ -217,13 +251,20 @@ def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]
     return bool(m.opened & read) or any(u not in inside for u in users)
 
 
-def note(uses: list[RouteUse], t: TermGraph, cls: int, taken: bool, reason: str) -> None:
+def note(
+    uses: list[RouteUse],
+    t: TermGraph,
+    cls: int,
+    taken: bool,
+    reason: str,
+    seconds: Compared = None,
+) -> None:
     """Note what was considered at a class; equal reasons count as one entry."""
     for use in uses:
         if (use.taken, use.reason) == (taken, reason):
             use.count += 1
             return
-    uses.append(RouteUse(NAME, taken, reason, t.where(cls)))
+    uses.append(RouteUse(NAME, taken, reason, t.where(cls), seconds=seconds))
 
 
 def _exits(
@@ -303,7 +344,7 @@ class _NormBuilder:
         if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
             return "an axis is empty or a name"
         if b.centred and not b.is_of_mean(self.moved()):
-            return "what is subtracted is not the mean: after the product digits would be lost"
+            return "the value subtracted is not the mean: digits would be lost after the product"
         trivial = m.gain == ((1.0, ()),)
         gain = None if trivial or self.folded else self.column(m.gain)
         made = {w.cls: self.product(k) for k, w in enumerate(self.members)}

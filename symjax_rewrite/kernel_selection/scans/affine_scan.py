@@ -10,7 +10,7 @@ is done with those (skips, gates, projections) is done for all steps after the k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ class ScanRoute:
 
     operands: body value and its axes by name, in the order of the kernel's operand. read_out: the
     body values that the kernel gives for all steps. tail: what is made of these. run_scan: the scan
-    of a spec, a backend and operands.
+    of a spec, a backend and operands. seconds: predicted, of the loop and of the scan.
     """
 
     loop: Loop
@@ -94,6 +94,7 @@ class ScanRoute:
     read_out: list[int]
     tail: list[Equation]
     run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
+    seconds: tuple[float, float] | None = None
 
     def run(self, read: Read) -> list[Any]:
         """Return the results of the loop, computed by the kernel."""
@@ -174,9 +175,10 @@ def scan_of(
             after += beside_bytes / rates.moved_bytes_per_s + loop.length * rates.step_s
         fits = runs_in_turns(spec) and spec.dtype == "float32"
         if not fits or not margins.pays(before, after, "scan", device):
-            return None, "on a CPU the loop is cheapest as it is"
+            return None, "no form of this loop is known to be faster on a CPU"
         reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
-        return builder.route(spec, "turns"), f"{reason} for {before:.1e} s"
+        route = replace(builder.route(spec, "turns"), seconds=(before, after))
+        return route, f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
@@ -185,7 +187,7 @@ def scan_of(
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, f"no kernel: {support}"
-    return builder.route(spec, backend), f"states of all steps are never made ({backend})"
+    return builder.route(spec, backend), f"the states of all steps are never stored ({backend})"
 
 
 def route_differentiated(

@@ -61,12 +61,16 @@ class StatePart:
 
 @dataclass(slots=True)
 class MatrixRoute:
-    """A loop in parts, the last of which has what only results need."""
+    """A loop in parts, the last of which has what only results need.
+
+    seconds: predicted on a CPU, of the loop and of its parts.
+    """
 
     loop: Loop
     t: TermGraph
     parts: list[StatePart]
     tail: list[Equation]
+    seconds: tuple[float, float] | None = None
 
     @property
     def states(self) -> list[MatrixState]:
@@ -320,8 +324,9 @@ def matrices_of(
     before = sum(loop_seconds(s, rates, gradient) for s in specs)
     after = sum(chunk_seconds(s, rates, gradient) for s in specs)
     predicted = f"chunked matmuls of its matrix states, predicted {after:.1e} s for {before:.1e} s"
-    pays = margins.pays(before, after, "scan", device)
-    return (route if pays else None), predicted
+    if not margins.pays(before, after, "scan", device):
+        return None, predicted
+    return replace(route, seconds=(before, after)), predicted
 
 
 def matrix_route(loop: Loop, growth: float) -> MatrixRoute:

@@ -459,7 +459,7 @@ def rows_of_an_argument(x, y):
 
 LEFT = [
     (scores_returned, "itself a result"),
-    (scores_sorted, "more of sort over the pairwise term"),
+    (scores_sorted, "another result of sort over the pairwise term"),
     (running, "used by cumsum"),
     (dropped, "random numbers"),
     (above_its_mean, "compares the pairwise term with its own reduction"),

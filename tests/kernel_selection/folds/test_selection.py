@@ -168,7 +168,7 @@ def test_pairs_that_a_fold_never_makes_are_read_by_no_other(words):
     folds = [r for r in report.routes if r.name == "fold"]
     assert sum(r.taken for r in folds) == 1
     refused = [r.reason for r in folds if not r.taken]
-    assert refused == ["it reads pairs that another fold never makes"] * (words == 70)
+    assert refused == ["it reads a pairwise term that another fold does not store"] * (words == 70)
     assert_equivalent(routed, fun, *args, rtol=2e-5)
 
 
@@ -259,7 +259,7 @@ def test_pairs_are_not_made_twice():
     x = 100 + np.random.default_rng(0).standard_normal((6, 6)).astype(np.float32)
     g = sym_optimize(f, kernels="always")
     uses = {r.taken: r.reason for r in g.explain(x, x - 100).routes if r.name == "fold"}
-    assert uses[True] and uses[False] == "another fold reads its pairs"
+    assert uses[True] and uses[False] == "another fold reads the pairwise term it would not store"
     np.testing.assert_allclose(g(x, x - 100), jax.jit(f)(x, x - 100), rtol=1e-5)
 
 

@@ -339,7 +339,7 @@ def test_taken_on_a_gpu_where_rows_are_few(rows):
     [
         (layer_of, 4096, "h200", "below 1.25"),
         (layer_of, 16, "cpu", "CPU"),
-        (with_residual, 16, "h200", "needed anyway"),
+        (with_residual, 16, "h200", "another value reads"),
     ],
 )
 def test_not_taken(f, rows, device, reason):
