@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
@@ -122,7 +122,7 @@ def _joined(
                 return None
             added[a.cls] = read
         elif (
-            _is_after(g, a.cls, axes)
+            is_computed_from(g, a.cls, axes)
             or not set(read) & set(first.ends)
             or (set(read) & set(first.rows) and set(read) != set(range(count)))
         ):
@@ -138,17 +138,3 @@ def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
     """Whether another product, read so, has its rows and outputs where the first has them."""
     rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
     return rows == first.rows and ends == first.ends
-
-
-def _is_after(g: EGraph, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
-    """Whether a class depends on what is inside."""
-    least = min(inside)
-    stack, seen = [cls], set()
-    while stack:
-        c = stack.pop()
-        if c in inside:
-            return True
-        if c > least and c not in seen:
-            seen.add(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    return False

@@ -9,11 +9,11 @@ factors that do or do not depend on k. Nothing here knows of any norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import class_operands, is_computed_from, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import HALF, is_half
@@ -179,45 +179,12 @@ def as_stored(g: EGraph, ref: Ref) -> Ref:
     return found if g.classes[found.cls].dtype in HALF else ref
 
 
-def depends(g: EGraph, cls: int, on: int) -> bool:
-    """Whether a class is computed from another; operands have smaller numbers than their users."""
-    stack, seen = [cls], set()
-    while stack:
-        c = stack.pop()
-        if c == on:
-            return True
-        if c > on and c not in seen:
-            seen.add(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    return False
-
-
-def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
-    """Some classes and all they are computed from."""
-    stack = list(classes)
-    seen = set(stack)
-    while stack:
-        for a in node_of(g, stack.pop()).args:
-            if a.cls not in seen:
-                seen.add(a.cls)
-                stack.append(a.cls)
-    return seen
-
-
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
-    """Whether a sum is among what a class is computed from."""
-    order, stack = [], [cls]
-    while stack:
-        c = stack.pop()
-        if c not in cache:
-            cache[c] = False
-            order.append(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    for c in sorted(order):
+    """Return True if a sum is among what a class is computed from."""
+    for c in postorder([cls], class_operands(g), cache):
         node = node_of(g, c)
-        cache[c] = (node.op == CONTRACT and bool(node.bound)) or any(
-            cache[a.cls] for a in node.args
-        )
+        is_sum = node.op == CONTRACT and bool(node.bound)
+        cache[c] = is_sum or any(cache[a.cls] for a in node.args)
     return cache[cls]
 
 
@@ -239,7 +206,7 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
 
 def _is_of_value(g: EGraph, m: Normed) -> bool:
     """Whether the row factors are computed from the value, not from what it is a multiple of."""
-    return any(depends(g, f.cls, m.x.cls) for f in m.scale)
+    return any(is_computed_from(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 
 def _side(
@@ -291,7 +258,7 @@ def _value(
         if rows:
             mine = [f for f in mine if set(f.axes) & rows]
         else:
-            mine = [f for f in mine if any(depends(g, s.cls, f.cls) for s in scaled)]
+            mine = [f for f in mine if any(is_computed_from(g, s.cls, (f.cls,)) for s in scaled)]
         if len(mine) > 1:
             partial = any(set(f.axes) < bound | rows for f in mine)
             return "the norm is not over the contracted axes alone" if partial else None
@@ -327,7 +294,7 @@ def _collect(
     dtypes = {g.classes[a.cls].dtype for a in node.args}
     if len(dtypes) != 1:
         return "the operands of the product have two dtypes"
-    if any(depends(g, f.cls, x.cls) for c in gain for f in c.columns):
+    if any(is_computed_from(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
         return "the statistics run over an axis that stays"
     (scale,) = scales
     opened = frozenset(opener.opened - {x.cls})
@@ -365,7 +332,7 @@ def _other_axis(g: EGraph, parts: list[OperandPart], bound: set[int], rows: set[
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]
-        if len(full) == 1 and any(depends(g, c.cls, full[0].cls) for c in columns):
+        if len(full) == 1 and any(is_computed_from(g, c.cls, (full[0].cls,)) for c in columns):
             return "the statistics run over an axis that stays"
         if len(full) > 1 and any(set(f.axes) < bound | rows for f in full):
             return "the norm is not over the contracted axes alone"

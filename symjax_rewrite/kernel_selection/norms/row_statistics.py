@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
@@ -131,16 +131,8 @@ class ProgramBuilder:
         return self.step("apply", (node.op, node.attr, dtypes), tuple(args), dtype)
 
     def reads_statistics(self, cls: int) -> bool:
-        """Whether a class of the rows is computed from a sum over x."""
-        stack, seen = [cls], set()
-        while stack:
-            c = stack.pop()
-            if c == self.x.cls:
-                return True
-            if c > self.x.cls and c not in seen:
-                seen.add(c)
-                stack.extend(a.cls for a in node_of(self.g, c).args)
-        return False
+        """Return True if a class of the rows is computed from a sum over x."""
+        return is_computed_from(self.g, cls, (self.x.cls,))
 
     def _is_mean(self, node: Node, arg: int) -> bool:
         total = self.plus((self.count, self.step(CENTRE, None)))

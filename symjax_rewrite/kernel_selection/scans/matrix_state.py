@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import class_operands, makers_of, node_of, postorder
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
@@ -152,17 +152,10 @@ class StateReader:
         return self._arranged(tuple(map(int, sizes)), terms, queries)  # pyright: ignore[reportArgumentType]
 
     def depends(self, cls: int) -> bool:
-        """Whether a class depends on the carry."""
-        stack = [cls]
-        while stack:
-            top = stack[-1]
-            args = [a.cls for a in node_of(self.t.graph, top).args]
-            missing = [c for c in args if c not in self.moving]
-            if top in self.moving or not missing:
-                self.moving.setdefault(top, any(self.moving[c] for c in args))
-                stack.pop()
-            else:
-                stack += missing
+        """Return True if a class depends on the carry."""
+        operands = class_operands(self.t.graph)
+        for c in postorder([cls], operands, self.moving):
+            self.moving[c] = any(self.moving[a] for a in operands(c))
         return self.moving[cls]
 
     def _terms(self, ref: Ref, dtype: str, whole: bool = True) -> list[StateTerm]:
@@ -225,7 +218,7 @@ class StateReader:
 
     def _queries(self, readers: list[int]) -> list[Query]:
         """The queries that some body values depend on; they depend on no state otherwise."""
-        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
+        makers = makers_of(self.loop.body.equations)
         found: list[Query] = []
         stack, seen = list(readers), set()
         while stack:
