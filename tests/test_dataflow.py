@@ -71,8 +71,8 @@ def test_products_of_sums_are_multiplied_out() -> None:
     g, a, b, c = _graph()
     s = g.add(ADD, (1, -2), (a, b), (4,), (), "float32")
     p = g.add(CONTRACT, None, (s, c), (4,), (), "float32")
-    read = Ref(p.cls, ("i",))
-    a, b, c = (Ref(r.cls, ("i",)) for r in (a, b, c))
+    read = Ref(p.cls, (7,))
+    a, b, c = (Ref(r.cls, (7,)) for r in (a, b, c))
     form = SumOfProducts(g, _arithmetic)
     found = {(t.coefficient, tuple(sorted(t.factors))) for t in form.terms(read)}
     assert found == {(1, tuple(sorted((a, c)))), (-2, tuple(sorted((b, c))))}

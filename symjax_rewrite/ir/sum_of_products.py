@@ -3,7 +3,7 @@
     (a + 2·b)[i, j] · c[i]  →  1·a[i, j]·c[i] + 2·b[i, j]·c[i]
 
 A recogniser supplies what may be opened (`opens`), what must not stay open (`keeps`), and its own
-reading of the terms. Indices are named by the caller: any hashable things may stand in a `Ref`.
+reading of the terms. Indices are the numbers that the caller gives them.
 """
 
 from __future__ import annotations
