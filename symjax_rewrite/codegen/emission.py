@@ -19,7 +19,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import Read
@@ -352,16 +352,5 @@ class TermReader:
 
 
 def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:
-    """Region classes under a root, operands first; leaves and finished ones are not opened."""
-    order: list[int] = []
-    seen: set[int] = set(done or ())
-    stack: list[tuple[int, bool]] = [(root, False)]
-    while stack:
-        cls, ready = stack.pop()
-        if ready:
-            order.append(cls)
-        elif cls not in seen:
-            seen.add(cls)
-            stack.append((cls, True))
-            stack.extend((a.cls, False) for a in form.choice[cls].args)
-    return order
+    """Return a region's classes under a root, operands first; those that are done are left out."""
+    return postorder([root], lambda c: [a.cls for a in form.choice[c].args], done or ())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import (
@@ -329,34 +330,9 @@ def weight(node: Node) -> float:
 def reachable(
     choice: Mapping[int, Node], roots: tuple[int, ...], free: Callable[[int], bool]
 ) -> list[int]:
-    """Classes needed for the roots, operands first; empty if the choice has a cycle."""
-    order: list[int] = []
-    done: set[int] = set()
-    within: set[int] = set()  # of which something is still to come
-    stack = [*reversed(roots)]
-    while stack:
-        cls = stack.pop()
-        if cls < 0:  # everything below it is in order
-            cls = ~cls
-            within.discard(cls)
-        elif cls in done:
-            continue
-        elif cls in within:
-            raise CyclicChoiceError
-        elif (args := choice[cls].args) and not free(cls):
-            within.add(cls)
-            stack.append(~cls)
-            for arg in args:
-                below = arg.cls
-                if below not in done:
-                    if below in within:
-                        raise CyclicChoiceError
-                    stack.append(below)
-            continue
-        done.add(cls)
-        order.append(cls)
-    return order
+    """Return the classes that the roots need, operands first.
 
-
-class CyclicChoiceError(Exception):
-    """A choice of nodes in which a class needs itself (internal)."""
+    Raises:
+        CycleError: the choice has a cycle.
+    """
+    return postorder(roots, lambda c: () if free(c) else [a.cls for a in choice[c].args])

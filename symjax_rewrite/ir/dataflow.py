@@ -1,18 +1,119 @@
-"""Liveness over the term graph: what results depend on, and who reads what."""
+"""Dataflow: who makes and who reads a value, what it is computed from, what results depend on.
+
+The walks are over any graph of hashable things; `operands(x)` gives what x is computed from. Two
+graphs have theirs here: classes of a term graph (`class_operands`), and the numbered values of
+equations (`value_operands`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.term import Node
 from symjax_rewrite.ir.term_graph import TermGraph
+
+T = TypeVar("T", bound=Hashable)
+
+
+class CycleError(Exception):
+    """A thing is computed from itself (internal).
+
+    cycle: the things on the way round, each computed from the next one.
+    """
+
+    def __init__(self, cycle: list) -> None:
+        super().__init__("a cycle of operands")
+        self.cycle = cycle
+
+
+# ---------------------------------------------------------------- any graph
+
+
+def cone(
+    roots: Iterable[T], operands: Callable[[T], Iterable[T]], without: Container[T] = ()
+) -> set[T]:
+    """Return the roots and everything they are computed from.
+
+    Args:
+        roots: where to begin.
+        operands: of one thing; with the users of a thing instead, the cone is what depends on it.
+        without: left out, with what is reached through them alone.
+    """
+    seen = {x for x in roots if x not in without}
+    stack = list(seen)
+    while stack:
+        for x in operands(stack.pop()):
+            if x not in seen and x not in without:
+                seen.add(x)
+                stack.append(x)
+    return seen
+
+
+def reaches(
+    roots: Iterable[T], operands: Callable[[T], Iterable[T]], targets: Container[T]
+) -> bool:
+    """Return True if a root is one of the targets or is computed from one."""
+    seen = set(roots)
+    stack = list(seen)
+    while stack:
+        x = stack.pop()
+        if x in targets:
+            return True
+        for y in operands(x):
+            if y not in seen:
+                seen.add(y)
+                stack.append(y)
+    return False
+
+
+def postorder(
+    roots: Iterable[T], operands: Callable[[T], Collection[T]], done: Iterable[T] = ()
+) -> list[T]:
+    """Return what the roots are computed from and the roots, each after its operands.
+
+    Args:
+        roots: in the order in which they are entered.
+        operands: of one thing; the last one is entered first.
+        done: left out, with what is reached through them alone.
+
+    Raises:
+        CycleError: a thing is computed from itself.
+    """
+    order: list[T] = []
+    seen = set(done)
+    path: list[T] = []  # the things entered whose operands are not all in order
+    within: set[T] = set()  # the same as a set
+    stack: list[T | None] = [*reversed([*roots])]
+    while stack:
+        x = stack.pop()
+        if x is None:  # the operands of the last thing entered are in order
+            x = path.pop()
+            within.discard(x)
+        elif x in seen:
+            continue
+        elif x in within:
+            raise CycleError(path[path.index(x) :])
+        elif below := operands(x):
+            within.add(x)
+            path.append(x)
+            stack.append(None)
+            stack += [y for y in below if y not in seen]
+            continue
+        seen.add(x)
+        order.append(x)
+    return order
+
+
+# ---------------------------------------------------------------- classes of a term graph
 
 
 @dataclass(slots=True)
 class Needed:
-    """What of a graph the program's results need, and how often each class is used.
+    """The live set of a term graph, and how often each class is used.
 
     known: classes that depend on frozen inputs and constants alone.
     """
@@ -25,58 +126,42 @@ class Needed:
 
 
 def node_of(g: EGraph, cls: int) -> Node:
-    """The original node of a class."""
+    """Return the original node of a class."""
     return g.classes[cls].first
 
 
-def depends(g: EGraph, cls: int, on: Collection[int]) -> bool:
-    """Return True if a class is in `on` or computed from one: operands have smaller numbers."""
-    least = min(on, default=cls)
-    stack, seen = [cls], set()
-    while stack:
-        c = stack.pop()
-        if c in on:
-            return True
-        if c > least and c not in seen:
-            seen.add(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    return False
+def class_operands(g: EGraph) -> Callable[[int], list[int]]:
+    """Return a function that gives the classes that a class's original node reads."""
+    classes = g.classes
+    return lambda cls: [a.cls for a in classes[cls].first.args]
 
 
-def cone(g: EGraph, classes: Iterable[int]) -> set[int]:
-    """Return some classes and all that they are computed from."""
-    stack = list(classes)
-    seen = set(stack)
-    while stack:
-        for a in node_of(g, stack.pop()).args:
-            if a.cls not in seen:
-                seen.add(a.cls)
-                stack.append(a.cls)
-    return seen
+def is_computed_from(g: EGraph, cls: int, targets: Collection[int]) -> bool:
+    """Return True if a class is one of the targets or is computed from one.
+
+    Original nodes read classes of smaller numbers: nothing below the least target is looked into.
+    """
+    least = min(targets)
+    operands = class_operands(g)
+    return reaches([cls], lambda c: operands(c) if c > least else (), targets)
 
 
-def needed(t: TermGraph) -> Needed:
-    """Classes the outputs and effects depend on, with consumers counted."""
-    g = t.graph
-    outside: set[int] = set()
-    for v in t.program.outputs:
-        if isinstance(v, int):
-            outside.add(t.view(v).cls)
-    stack = list(outside)
-    for e in t.program.equations:
-        if e.eqn.effects:
-            for v in e.outvals:
-                stack.append(t.view(v).cls)
-            for v in e.invals:
-                if isinstance(v, int):
-                    stack.append(t.view(v).cls)
-                    outside.add(t.view(v).cls)
+def live_classes(
+    outside: set[int], operands: Callable[[int], Iterable[int]], ends: Iterable[int] = ()
+) -> Needed:
+    """Return the live set where classes are read from outside the graph.
+
+    Args:
+        outside: classes that results or effects read.
+        operands: of a class.
+        ends: further classes that are computed, though nobody reads them.
+    """
+    stack = [*outside, *ends]
     users: dict[int, list[int]] = {}
     seen = set(stack)
-    classes = g.classes
     while stack:
         cls = stack.pop()
-        for arg in {a.cls for a in classes[cls].first.args}:
+        for arg in set(operands(cls)):
             known = users.get(arg)
             if known is None:
                 users[arg] = [cls]
@@ -87,3 +172,88 @@ def needed(t: TermGraph) -> Needed:
                 stack.append(arg)
     uses = {c: len(users.get(c, ())) + (c in outside) for c in seen}
     return Needed(sorted(seen), uses, users, outside)
+
+
+def needed(t: TermGraph) -> Needed:
+    """Return the live set of a program's term graph: what outputs and effects depend on."""
+    read, made = list(numbers(t.program.outputs)), []
+    for e in t.program.equations:
+        if e.eqn.effects:
+            made += e.outvals
+            read += numbers(e.invals)
+    outside = {t.view(v).cls for v in read}
+    return live_classes(outside, class_operands(t.graph), [t.view(v).cls for v in made])
+
+
+# ---------------------------------------------------------------- values of equations
+
+
+def numbers(values: Iterable[Value]) -> list[int]:
+    """Return the numbered values among some values: those that are no literals."""
+    return [v for v in values if isinstance(v, int)]
+
+
+def makers_of(equations: Iterable[Equation]) -> dict[int, Equation]:
+    """Return, for each value, the equation that makes it."""
+    return {v: e for e in equations for v in e.outvals}
+
+
+def users_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
+    """Return, for each value, the equations that read it, in order, each once."""
+    users: dict[int, list[Equation]] = {}
+    for e in equations:
+        for v in dict.fromkeys(numbers(e.invals)):
+            users.setdefault(v, []).append(e)
+    return users
+
+
+def value_operands(makers: Mapping[int, Equation]) -> Callable[[int], list[int]]:
+    """Return a function that gives the values that the maker of a value reads."""
+
+    def operands(v: int) -> list[int]:
+        e = makers.get(v)
+        return [] if e is None else numbers(e.invals)
+
+    return operands
+
+
+def live(
+    equations: Iterable[Equation],
+    ends: Iterable[Value],
+    makers: Mapping[int, Equation] | None = None,
+) -> set[int]:
+    """Return the values that some values and all effects depend on, these values included."""
+    equations = list(equations)
+    makers = makers_of(equations) if makers is None else makers
+    ends = [*ends, *[v for e in equations if e.eqn.effects for v in (*e.invals, *e.outvals)]]
+    return cone(numbers(ends), value_operands(makers))
+
+
+def making(
+    equations: Iterable[Equation], values: Iterable[Value], known: Container[int] = ()
+) -> list[Equation]:
+    """Return the equations, in their order, that some values are made by and of.
+
+    known: values that are there already.
+    """
+    equations = list(equations)
+    found = cone(numbers(values), value_operands(makers_of(equations)), known)
+    return [e for e in equations if not found.isdisjoint(e.outvals)]
+
+
+def dependents(
+    equations: Iterable[Equation], values: Iterable[int], roots: Container[Equation] = ()
+) -> list[Equation]:
+    """Return the equations that read some values or what is made of them, and the roots.
+
+    Args:
+        equations: each after what it reads.
+        values: that are read.
+        roots: equations that are among the dependents.
+    """
+    made, found = set(values), []
+    for e in equations:
+        if e in roots or not made.isdisjoint(numbers(e.invals)):
+            found.append(e)
+            made.update(e.outvals)
+    return found

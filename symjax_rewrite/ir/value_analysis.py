@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import NamedTuple
 
+from symjax_rewrite.ir.dataflow import cone, reaches
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, REDUCE, SLICE, TAKE, Node, Ref
 
@@ -220,42 +221,36 @@ def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
 
 
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
-    """Whether a term has fewer indices than the others, and is their maximum or log-sum.
+    """Return True if a term has fewer indices than the others, and is their maximum or log-sum.
 
-    A mean is none: where scores are large `s - mean` is rounded, and stays so wherever it is read.
+    A mean is no shift: where scores are large `s - mean` is rounded, and stays so wherever it is
+    read.
     """
     rank = len({i for r in others for i in r.axes})
     if len(term.axes) >= rank:
         return False
     wide = _elementwise_cone(g, others, rank)
     least = min(wide, default=term.cls + 1)
-    stack = [(term.cls, False)]
-    seen = set(stack)
-    while stack:
-        cls, reduced = stack.pop()
+
+    def operands(state: tuple[int, bool]) -> list[tuple[int, bool]]:
+        cls, reduced = state
         if cls in wide:
-            if reduced:
-                return True
-            continue
+            return []
         node = g.classes[cls].first
         reduced = reduced or node.op == REDUCE or (node.op == MAP and node.attr[0] == "log")
-        for a in node.args:
-            if a.cls >= least and (a.cls, reduced) not in seen:
-                seen.add((a.cls, reduced))
-                stack.append((a.cls, reduced))
-    return False
+        return [(a.cls, reduced) for a in node.args if a.cls >= least]
+
+    return reaches([(term.cls, False)], operands, {(c, True) for c in wide})
 
 
 def _elementwise_cone(g: EGraph, refs: list[Ref], rank: int) -> set[int]:
-    """The classes of full rank that terms are elementwise in, with the contractions under them."""
-    found: set[int] = set()
-    stack = [r.cls for r in refs]
-    while stack:
-        cls = stack.pop()
-        if cls in found or len(g.classes[cls].sizes) < rank:
-            continue
-        found.add(cls)
+    """Return full-rank classes that terms are elementwise in, and the contractions under them."""
+
+    def full(args: Iterable[Ref]) -> list[int]:
+        return [a.cls for a in args if len(g.classes[a.cls].sizes) >= rank]
+
+    def operands(cls: int) -> list[int]:
         node = g.classes[cls].first
-        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
-            stack.extend(a.cls for a in node.args)
-    return found
+        return full(node.args) if node.op in (MAP, ADD, CONTRACT) and not node.bound else []
+
+    return cone(full(refs), operands)

@@ -22,7 +22,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import BandedBlocks
 from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
@@ -185,16 +185,12 @@ def _is_large(t: TermGraph, cls: int, least_flops: float) -> bool:
 
 
 def _masked(t: TermGraph, need: Needed) -> set[int]:
-    """The classes that are computed from index numbers or masks, element by element."""
+    """Return the classes that are computed from index numbers or masks, element by element."""
     g = t.graph
-    found = {c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)}
-    stack = list(found)
-    while stack:
-        for user in need.users.get(stack.pop(), ()):
-            if user not in found and is_elementwise(node_of(g, user)):
-                found.add(user)
-                stack.append(user)
-    return found
+    masks = [c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)]
+    return cone(
+        masks, lambda c: [u for u in need.users.get(c, ()) if is_elementwise(node_of(g, u))]
+    )
 
 
 def _is_mask(op: str, dtype: str) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.loops.associative_scan_detection import Prefix, is_read
 from symjax_rewrite.loops.axis_moves import MOVES, entry_moves
@@ -98,19 +99,10 @@ def find_differentiated(around: Surroundings, prefixes: list[Prefix]) -> list[Di
 
 
 def needed(program: Program, instead: dict[int, list[int]]) -> set[int]:
-    """The values that results and effects need, where some values are made of others instead."""
-    makers = {v: e for e in program.equations for v in e.outvals}
-    stack = [*program.outputs, *[v for e in program.equations if e.eqn.effects for v in e.invals]]
-    live: set[int] = set()
-    while stack:
-        v = stack.pop()
-        if isinstance(v, int) and v not in live:
-            live.add(v)
-            if v in instead:
-                stack += instead[v]
-            elif v in makers:
-                stack += makers[v].invals
-    return live
+    """Return the live values where some values are made of others instead."""
+    operands = value_operands(makers_of(program.equations))
+    ends = [*program.outputs, *[v for e in program.equations if e.eqn.effects for v in e.invals]]
+    return cone(numbers(ends), lambda v: instead[v] if v in instead else operands(v))
 
 
 def _inner(prefix: Prefix) -> set[int]:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.loops.associative_scan_detection import is_reversal, reversal
 from symjax_rewrite.loops.associative_scan_gradients import Cotangents, Differentiated
@@ -35,20 +36,9 @@ def as_loops(
     What reads the states after their cotangents are known is given them by the loop back, which
     has them at hand, so that the loop there need not write them for that.
     """
-    before = _ancestors(around, [c.given for d in found for c in d.back])
+    before = making(around.program.equations, [c.given for d in found for c in d.back])
     for d in found:
-        yield from ((d, part) for part in _Loops(around, d, before).parts())
-
-
-def _ancestors(around: Surroundings, values: list[int]) -> set[int]:
-    """Equations, by identity, that values are made by and of."""
-    stack, found = list(values), set()
-    while stack:
-        e = around.makers.get(stack.pop())
-        if e is not None and id(e) not in found:
-            found.add(id(e))
-            stack += [v for v in e.invals if isinstance(v, int)]
-    return found
+        yield from ((d, part) for part in _Loops(around, d, set(before)).parts())
 
 
 class _Loops:
@@ -58,7 +48,7 @@ class _Loops:
     states: the value of those before every step, if the loops back need them.
     """
 
-    def __init__(self, around: Surroundings, d: Differentiated, before: set[int]) -> None:
+    def __init__(self, around: Surroundings, d: Differentiated, before: set[Equation]) -> None:
         self.around, self.d, self.prefix = around, d, d.prefix
         self.program = around.program
         self.layouts = dict.fromkeys(
@@ -104,7 +94,7 @@ class _Loops:
         users = self.around.users.get(v, ()) if self.backwards else ()
         return [e.outvals[0] for e in users if is_reversal(e, self._axis(v))]
 
-    def _late(self, before: set[int]) -> Iterator[Equation]:
+    def _late(self, before: set[Equation]) -> Iterator[Equation]:
         """What reads the states and is not needed for cotangents, if all is done step by step."""
         out, again = self.prefix.out, self._reversed(self.prefix.out)
         own = {id(e) for e in self.prefix.equations} | {id(self.around.makers[v]) for v in again}
@@ -116,7 +106,7 @@ class _Loops:
         }
         steps = [stepped_result(e.eqn, place, self._axis(out)) for e, place in read.values()]
         if None not in steps and self.around.outputs.isdisjoint((out, *again)):
-            yield from (e for e, _ in read.values() if id(e) not in before)
+            yield from (e for e, _ in read.values() if e not in before)
 
     def _makes(self, v: int) -> list[int]:
         """A value of the tree that a loop gives, and what reverses it again."""

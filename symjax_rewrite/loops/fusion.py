@@ -16,6 +16,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
+from symjax_rewrite.ir.dataflow import dependents, live, makers_of, numbers, postorder, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
 from symjax_rewrite.loops.loop import Carry, Loop, Source
 from symjax_rewrite.loops.normalization import substitute
@@ -30,26 +31,11 @@ class Surroundings:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.makers = {v: e for e in program.equations for v in e.outvals}
+        self.makers = makers_of(program.equations)
         self.outputs = {v for v in program.outputs if isinstance(v, int)}
-        live = self._live()
-        self.users: dict[int, list[Equation]] = {}
-        for e in program.equations:
-            if e.eqn.effects or any(v in live for v in e.outvals):
-                for v in {v for v in e.invals if isinstance(v, int)}:
-                    self.users.setdefault(v, []).append(e)
-
-    def _live(self) -> set[int]:
-        stack: list[Value] = list(self.outputs)
-        stack += [v for e in self.program.equations if e.eqn.effects for v in e.invals]
-        live: set[int] = set()
-        while stack:
-            v = stack.pop()
-            if isinstance(v, int) and v not in live:
-                live.add(v)
-                if v in self.makers:
-                    stack.extend(self.makers[v].invals)
-        return live
+        needed = live(program.equations, program.outputs, self.makers)
+        kept = [e for e in program.equations if e.eqn.effects or not needed.isdisjoint(e.outvals)]
+        self.users = users_of(kept)
 
     def bytes(self, v: int) -> float:
         """Bytes of a value."""
@@ -57,11 +43,9 @@ class Surroundings:
 
     def below(self, values: Iterable[int]) -> set[int]:
         """These values and all that depend on them."""
-        found = set(values)
-        for e in self.program.equations:
-            if any(v in found for v in e.invals if isinstance(v, int)):
-                found.update(e.outvals)
-        return found
+        values = set(values)
+        later = dependents(self.program.equations, values)
+        return values.union(*[e.outvals for e in later])
 
 
 def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool = False) -> Value:
@@ -361,27 +345,9 @@ class Fusion:
 
 
 def in_order(equations: list[Equation], known: set[int]) -> list[Equation]:
-    """Equations so that each comes after what it reads; effects keep their order."""
-    makers = {v: e for e in equations for v in e.outvals}
-    done: set[int] = set()
-    ordered: list[Equation] = []
-    for last in equations:
-        stack = [last]
-        while stack:
-            e = stack[-1]
-            missing = [
-                makers[v]
-                for v in e.invals
-                if isinstance(v, int) and v not in known and id(makers[v]) not in done
-            ]
-            if missing and id(e) not in done:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if id(e) not in done:
-                done.add(id(e))
-                ordered.append(e)
-    return ordered
+    """Return equations so that each comes after what it reads; effects keep their order."""
+    makers = makers_of(equations)
+    return postorder(equations, lambda e: [makers[v] for v in numbers(e.invals) if v not in known])
 
 
 def fuse(loop: Loop, around: Surroundings, own: list[Equation], device: Device) -> float:

@@ -20,6 +20,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, equation_seconds
+from symjax_rewrite.ir.dataflow import cone, dependents, live, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import JaxprEqn
@@ -99,16 +100,15 @@ def _limit(loop: Loop, device: Device) -> float:
 
 
 def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:
-    """The equations `within` that the roots need, the roots among them, in order."""
-    makers = {v: e for e in loop.body.equations for v in e.outvals}
-    stack, inside = list(roots), {id(e) for e in roots}
-    while stack:
-        for v in stack.pop().invals:
-            e = makers.get(v) if isinstance(v, int) else None
-            if e is not None and id(e) not in inside and within(e):
-                inside.add(id(e))
-                stack.append(e)
-    return [e for e in loop.body.equations if id(e) in inside]
+    """Return the equations `within` that the roots need, the roots among them, in order."""
+    makers = makers_of(loop.body.equations)
+
+    def operands(e: Equation) -> list[Equation]:
+        made = (makers.get(v) for v in numbers(e.invals))
+        return [m for m in made if m is not None and within(m)]
+
+    inside = cone(roots, operands)
+    return [e for e in loop.body.equations if e in inside]
 
 
 def _find_once(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
@@ -249,15 +249,14 @@ def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int
 
 def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
     """Products that only stacked results depend on."""
-    makers = {v: e for e in loop.body.equations for v in e.outvals}
-    needed = _needed_inside(loop, makers)
+    needed = live(loop.body.equations, [c.out for c in loop.carries])
     room = _limit(loop, device)
     moved: list[Equation] = []
     for e in loop.body.equations:
         free = e.outvals and not any(v in needed for v in e.outvals)
         if not (free and e.name in STACKABLE and level[e.outvals[0]] == 2 and _weights(e, level)):
             continue
-        tail = _users(loop, [*moved, e])
+        tail = dependents(loop.body.equations, (), [*moved, e])
         if any(not _steppable(u) or any(v in needed for v in u.outvals) for u in tail):
             continue
         new = _stacked_reads(loop, tail, level) - set(loop.ys)
@@ -267,32 +266,6 @@ def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motio
         elif _gains(loop, e, written, level, device):
             moved = tail
     motion.after = moved
-
-
-def _needed_inside(loop: Loop, makers: dict[int, Equation]) -> set[int]:
-    """Values that a carry or an effect depends on."""
-    stack: list[Value] = [c.out for c in loop.carries]
-    stack += [v for e in loop.body.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
-    needed: set[int] = set()
-    while stack:
-        v = stack.pop()
-        if isinstance(v, int) and v not in needed:
-            needed.add(v)
-            if v in makers:
-                stack.extend(makers[v].invals)
-    return needed
-
-
-def _users(loop: Loop, roots: list[Equation]) -> list[Equation]:
-    """The roots and everything that depends on them, in order."""
-    inside = {id(e) for e in roots}
-    made: set[int] = set()
-    tail = []
-    for e in loop.body.equations:
-        if id(e) in inside or any(v in made for v in e.invals if isinstance(v, int)):
-            tail.append(e)
-            made.update(e.outvals)
-    return tail
 
 
 def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> set[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
 from symjax_rewrite.loops.loop import Carry, Loop, Source, Stored, follow, step_of
@@ -285,26 +286,14 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
 
 def drop_dead(loop: Loop) -> None:
     """Leave out what no result and no effect needs."""
-    makers = {v: e for e in loop.body.equations for v in e.outvals}
-    carries = {c.inner: c for c in loop.carries}
+    equations = loop.body.equations
+    operands = value_operands(makers_of(equations))
+    after = {c.inner: numbers([c.out]) for c in loop.carries}
     finals = {what for kind, what in loop.results if kind == "final"}
-    stack: list[Value] = [*loop.ys]
-    for k in finals:
-        stack += [loop.carries[k].inner, loop.carries[k].out]
-    stack += [v for e in loop.body.equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
-    live: set[int] = set()
-    while stack:
-        v = stack.pop()
-        if not isinstance(v, int) or v in live:
-            continue
-        live.add(v)
-        if v in makers:
-            stack.extend(makers[v].invals)
-        elif v in carries:
-            stack.append(carries[v].out)
-    loop.body.equations = [
-        e for e in loop.body.equations if e.eqn.effects or any(v in live for v in e.outvals)
-    ]
+    ends = [*loop.ys, *[v for k in finals for v in (loop.carries[k].inner, loop.carries[k].out)]]
+    ends += [v for e in equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
+    live = cone(numbers(ends), lambda v: after[v] if v in after else operands(v))
+    loop.body.equations = [e for e in equations if e.eqn.effects or not live.isdisjoint(e.outvals)]
     _remove_carries(loop, lambda c: c.inner not in live)
     for table in (loop.consts, loop.sources, loop.counters, loop.body.consts):
         for v in [v for v in table if v not in live]:

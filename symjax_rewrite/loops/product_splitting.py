@@ -21,6 +21,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.cost.profile_groups import LoopFacts
+from symjax_rewrite.ir.dataflow import makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.jax_internals import JaxprEqn
@@ -120,7 +121,7 @@ def _take_apart(loop: Loop, facts: LoopFacts) -> list[int]:
 def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation] | None:
     """A product with large weights, which operand of it is joined, and by what."""
     level = loop.levels()
-    makers = {v: e for e in loop.body.equations for v in e.outvals}
+    makers = makers_of(loop.body.equations)
     for e in [e for e in loop.body.equations if _is_large(e, facts)]:
         for side in range(2):
             weights, other = e.invals[1 - side], e.invals[side]
@@ -175,10 +176,7 @@ def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
 def _cuts(loop: Loop, facts: LoopFacts) -> Iterator[ProductSplit]:
     """Values that are only read in parts and made by products with weights, that few rows meet."""
     level = loop.levels()
-    readers: dict[int, list[Equation]] = {}
-    for e in loop.body.equations:
-        for v in {v for v in e.invals if isinstance(v, int)}:
-            readers.setdefault(v, []).append(e)
+    readers = users_of(loop.body.equations)
     results = {v for v in (*loop.ys, *[c.out for c in loop.carries]) if isinstance(v, int)}
     makers = {v: e for e in loop.body.equations for v in e.outvals if level[v] == 2}
     for value in makers:

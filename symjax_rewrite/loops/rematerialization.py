@@ -20,6 +20,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse
@@ -164,14 +165,9 @@ def _numbers(values: Iterable[Value]) -> set[int]:
 
 
 def _needed(loop: Loop, kept: Sequence[int]) -> list[Equation]:
-    """The equations of a body that carries and some results need."""
-    wanted = _numbers([*[loop.ys[k] for k in kept], *[c.out for c in loop.carries]])
-    found = []
-    for e in reversed(loop.body.equations):
-        if any(v in wanted for v in e.outvals):
-            found.append(e)
-            wanted |= _numbers(e.invals)
-    return found
+    """Return the equations of a body that carries and some results need."""
+    ends = [*[loop.ys[k] for k in kept], *[c.out for c in loop.carries]]
+    return making(loop.body.equations, ends)
 
 
 def _block(there: Loop, kept_bytes: float) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.loops.loop import Loop, get
 
@@ -54,7 +55,7 @@ class Accumulation:
 
 def accumulations(loop: Loop, level: dict[int, int]) -> list[Accumulation]:
     """The carries of a loop that only add products up, in order."""
-    makers = {v: e for e in loop.body.equations for v in e.outvals}
+    makers = makers_of(loop.body.equations)
     uses: dict[Value, int] = {}
     outs = [c.out for c in loop.carries]
     for v in [v for e in loop.body.equations for v in e.invals] + loop.ys + outs:

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from symjax_rewrite.cost.margins import worthwhile
-from symjax_rewrite.cost.term_cost import Cost, CostModel, CyclicChoiceError, reachable
+from symjax_rewrite.cost.term_cost import Cost, CostModel, reachable
+from symjax_rewrite.ir.dataflow import CycleError
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, INVERSE, LEAF, Node
@@ -140,7 +141,7 @@ class _Search:
         self.evaluations += 1
         try:
             cost = self.model.evaluate(self.g, choice, self.roots, self.free)
-        except (CyclicChoiceError, KeyError):
+        except (CycleError, KeyError):
             return float("inf")
         return cost.seconds
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_internals, packs
-from symjax_rewrite.cost.term_cost import CyclicChoiceError, reachable
+from symjax_rewrite.cost.term_cost import reachable
+from symjax_rewrite.ir.dataflow import CycleError
 from symjax_rewrite.ir.term import LEAF
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Options
@@ -32,7 +33,7 @@ def choose_at_random(rng):
             trial = {**choice, cls: rng.choice(forms)} if forms else choice
             try:
                 reachable(trial, roots, lambda c: False)
-            except (CyclicChoiceError, KeyError):
+            except (CycleError, KeyError):
                 continue
             choice = trial
         best = extract(g, roots, model, free, *rest)

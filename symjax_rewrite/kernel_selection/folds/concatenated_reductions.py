@@ -10,11 +10,11 @@ classes of the same graph; the routes then say which of both is computed from wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, class_operands, live_classes, node_of
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -269,19 +269,9 @@ class _Restating:
 
 
 def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
-    """What is needed where the new classes stand for the old ones."""
+    """Return the live set where the new classes stand for the old ones."""
     outside = {found.to[c].cls if c in found.to else c for c in need.outside}
-    users: dict[int, list[int]] = {}
-    seen, stack = set(outside), list(outside)
-    while stack:
-        cls = stack.pop()
-        for arg in {a.cls for a in node_of(t.graph, cls).args}:
-            users.setdefault(arg, []).append(cls)
-            if arg not in seen:
-                seen.add(arg)
-                stack.append(arg)
-    uses = {c: len(users.get(c, ())) + (c in outside) for c in seen}
-    return Needed(sorted(seen), uses, users, outside, need.known)
+    return replace(live_classes(outside, class_operands(t.graph)), known=need.known)
 
 
 def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitive_context import Groups
 from symjax_rewrite.ir.primitives import dtype_kind
@@ -162,18 +162,17 @@ def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
 
 
 def is_counted(g: EGraph, cls: int) -> bool:
-    """Whether integers are computed from integers alone, so that no rounding moves them."""
-    seen, stack = {cls}, [cls]
-    while stack:
-        c = stack.pop()
-        if dtype_kind(g.classes[c].dtype) not in "iub":
-            return False
+    """Return True if integers are computed from integers alone, so that no rounding moves them."""
+
+    def is_integer(c: int) -> bool:
+        return dtype_kind(g.classes[c].dtype) in "iub"
+
+    def operands(c: int) -> list[int]:
         node = node_of(g, c)
-        if node.op in (MAP, ADD, CONTRACT) and not node.bound:
-            new = {a.cls for a in node.args} - seen
-            seen |= new
-            stack += new
-    return True
+        opened = is_integer(c) and node.op in (MAP, ADD, CONTRACT) and not node.bound
+        return [a.cls for a in node.args] if opened else []
+
+    return all(map(is_integer, cone([cls], operands)))
 
 
 def _shape(t: TermGraph, v: int) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece, named
@@ -278,15 +278,11 @@ class Draft:
         return out
 
     def _never_made(self, read: Counter[int]) -> set[int]:
-        """The pairwise classes that no fold reads whole, nor anything that one is made of."""
+        """Return the pairwise classes that neither a fold nor an operand of a fold reads."""
         inner = {r.cls for m in self.cluster.members for r in m.tile.inner}
-        stack = [cls for cls in inner if cls in read]
-        while stack:
-            cls = stack.pop()
-            if cls in inner:
-                inner.discard(cls)
-                stack += [a.cls for a in node_of(self.t.graph, cls).args]
-        return inner
+        operands = class_operands(self.t.graph)
+        whole = [cls for cls in inner if cls in read]
+        return inner - cone(whole, lambda cls: [a for a in operands(cls) if a in inner])
 
 
 def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:

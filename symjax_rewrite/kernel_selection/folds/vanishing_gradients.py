@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, live_classes, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, over
@@ -219,20 +219,11 @@ def _renamed(factor: Any, name: dict) -> Any:
 
 
 def without(g: EGraph, need: Needed, gone: frozenset[int]) -> Needed:
-    """What is still needed where sums leave out the classes in `gone`."""
-    users: dict[int, list[int]] = {}
-    seen = set(need.outside)
-    stack = list(seen)
-    while stack:
-        cls = stack.pop()
+    """Return the live set where sums leave out the classes in `gone`."""
+
+    def operands(cls: int) -> list[int]:
         node = node_of(g, cls)
-        for arg in {a.cls for a in node.args}:
-            if node.op == ADD and arg in gone and len(node.args) > 1:
-                continue
-            users.setdefault(arg, []).append(cls)
-            if arg not in seen:
-                seen.add(arg)
-                stack.append(arg)
-    order = [c for c in need.order if c in seen]
-    uses = {c: len(users.get(c, ())) + (c in need.outside) for c in seen}
-    return Needed(order, uses, users, need.outside)
+        left_out = gone if node.op == ADD and len(node.args) > 1 else ()
+        return [a.cls for a in node.args if a.cls not in left_out]
+
+    return live_classes(need.outside, operands)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from symjax_rewrite.ir.dataflow import Needed, depends, node_of
+from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
@@ -122,7 +122,7 @@ def _joined(
                 return None
             added[a.cls] = read
         elif (
-            depends(g, a.cls, axes)
+            is_computed_from(g, a.cls, axes)
             or not set(read) & set(first.ends)
             or (set(read) & set(first.rows) and set(read) != set(range(count)))
         ):

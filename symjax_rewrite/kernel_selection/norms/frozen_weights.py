@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite.candidates import Context, Found
-from symjax_rewrite.ir.dataflow import Needed, depends, node_of
+from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
@@ -216,7 +216,7 @@ def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
         return False
     if any(s.rows and moves(m, s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
         return False
-    own = any(depends(g, r.cls, (m.x.cls,)) and has_sums(g, r.cls, {}) for r in m.scale)
+    own = any(is_computed_from(g, r.cls, (m.x.cls,)) and has_sums(g, r.cls, {}) for r in m.scale)
     return own and 0 not in g.classes[m.x.cls].sizes
 
 

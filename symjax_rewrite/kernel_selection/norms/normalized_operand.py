@@ -10,26 +10,20 @@ factors that do or do not depend on k. Nothing here knows of any norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import depends, node_of
+from symjax_rewrite.ir.dataflow import class_operands, is_computed_from, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import HALF, is_half
+from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.tile_program import unwidened
 
 MAX_DEPTH = 24  # levels of nested products and sums that are opened
 MAX_PARTS = 8  # terms of a multiplied-out operand
 MAX_FACTORS = 16  # of one such term
-
-
-class OperandPart(NamedTuple):
-    """coefficient · Π factors."""
-
-    coefficient: float
-    factors: tuple[Ref, ...]
 
 
 class Column(NamedTuple):
@@ -75,77 +69,38 @@ class Normed:
         return (self.x.cls, slots, self.scale, self.gain, self.shifts, self.dtype)
 
 
-@dataclass(slots=True)
-class Opener:
-    """Multiplies an operand out into parts; `is_full` says which references are looked into.
+def opener(g: EGraph, is_full: Callable[[Ref], bool], scaled: bool = True) -> SumOfProducts:
+    """Return a form that opens products, sums and casts.
 
-    scaled: whether a number below 1 that scales one value is looked into: without that number the
-    value may be out of range.
+    Args:
+        g: the graph.
+        is_full: says which references are looked into.
+        scaled: whether a number below 1 that scales one value is looked into. Without that number
+            the value may be out of range.
     """
 
-    g: EGraph
-    is_full: Callable[[Ref], bool]
-    scaled: bool = True
-    opened: set[int] = field(default_factory=set)
-    known: dict[Ref, list[OperandPart]] = field(default_factory=dict)
-    depth: int = 0
+    def opens(ref: Ref, node: Node) -> bool:
+        opened = node.op == ADD or is_product(node) or is_cast(g, ref.cls)
+        return opened and is_full(ref)
 
-    def parts(self, ref: Ref) -> list[OperandPart]:
-        """Return the terms of a reference; itself alone where it has no such structure."""
-        found = self.known.get(ref)
-        if found is None:
-            self.depth += 1
-            found = self.known[ref] = self._parts(ref)
-            self.depth -= 1
-        return found
+    def keeps(form: SumOfProducts, ref: Ref, node: Node, terms: list[ProductTerm]) -> bool:
+        if node.op == MAP:
+            (first, *more) = terms
+            is_value = not more and len(first.factors) == 1 and first.coefficient == 1
+            return not (is_value and is_half(g.classes[ref.cls].dtype))
+        if _cancel(terms):
+            return False
+        reads = [over(ref, a) for a in node.args]
+        if node.op == CONTRACT or len(reads) == 1:
+            small = node.op == ADD and abs(node.attr[0]) < 1
+            return scaled or not small or not form.is_factor(reads[0])
+        # Where every term is a value of its own, their sum is one value.
+        return not all(is_full(r) and form.is_factor(r) for r in reads)
 
-    def _parts(self, ref: Ref) -> list[OperandPart]:
-        alone = [OperandPart(1, (ref,))]
-        if self.depth > MAX_DEPTH or not self.is_full(ref):
-            return alone
-        node = node_of(self.g, ref.cls)
-        found = alone
-        if is_product(node):
-            found = self._product(ref, node) or alone
-        elif node.op == ADD:
-            found = self._sum(ref, node) or alone
-        elif is_cast(self.g, ref.cls):
-            inner = self.parts(over(ref, node.args[0]))
-            narrowed = is_half(self.g.classes[ref.cls].dtype)
-            atom = len(inner) == 1 and len(inner[0].factors) == 1 and inner[0].coefficient == 1
-            found = alone if atom and narrowed else inner
-        if found is not alone:
-            self.opened.add(ref.cls)
-        return found
-
-    def _product(self, ref: Ref, node: Node) -> list[OperandPart] | None:
-        out = [OperandPart(1, ())]
-        for arg in node.args:
-            terms = self.parts(over(ref, arg))
-            out = [OperandPart(a.coefficient * b.coefficient, a.factors + b.factors) for a in out
-                   for b in terms]  # fmt: skip
-            if len(out) > MAX_PARTS or any(len(p.factors) > MAX_FACTORS for p in out):
-                return None
-        return None if _cancel(out) else out
-
-    def _sum(self, ref: Ref, node: Node) -> list[OperandPart] | None:
-        """None where every term is a value of its own: then their sum is one."""
-        out: list[OperandPart] = []
-        structure = len(node.args) == 1
-        for coefficient, arg in zip(node.attr, node.args, strict=True):
-            if isinstance(coefficient, complex):
-                return None
-            read = over(ref, arg)
-            terms = self.parts(read)
-            one = len(node.args) == 1 and terms == [OperandPart(1, (read,))]
-            if one and not self.scaled and abs(coefficient) < 1:
-                return None
-            structure = structure or not self.is_full(read) or terms != [OperandPart(1, (read,))]
-            out += [OperandPart(float(coefficient) * t.coefficient, t.factors) for t in terms]
-        return out if structure and len(out) <= MAX_PARTS and not _cancel(out) else None
+    return SumOfProducts(g, opens, keeps, MAX_PARTS, MAX_FACTORS, MAX_DEPTH)
 
 
-def _cancel(parts: list[OperandPart]) -> bool:
+def _cancel(parts: list[ProductTerm]) -> bool:
     """Whether parts of equal factors differ in sign: apart, they leave what their rounding is."""
     signs: dict[tuple[Ref, ...], set[bool]] = {}
     for p in parts:
@@ -176,18 +131,10 @@ def as_stored(g: EGraph, ref: Ref) -> Ref:
 
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
     """Return True if a sum is among what a class is computed from."""
-    order, stack = [], [cls]
-    while stack:
-        c = stack.pop()
-        if c not in cache:
-            cache[c] = False
-            order.append(c)
-            stack.extend(a.cls for a in node_of(g, c).args)
-    for c in sorted(order):
+    for c in postorder([cls], class_operands(g), cache):
         node = node_of(g, c)
-        cache[c] = (node.op == CONTRACT and bool(node.bound)) or any(
-            cache[a.cls] for a in node.args
-        )
+        is_sum = node.op == CONTRACT and bool(node.bound)
+        cache[c] = is_sum or any(cache[a.cls] for a in node.args)
     return cache[cls]
 
 
@@ -209,7 +156,7 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
 
 def _is_of_value(g: EGraph, m: Normed) -> bool:
     """Whether the row factors are computed from the value, not from what it is a multiple of."""
-    return any(depends(g, f.cls, (m.x.cls,)) for f in m.scale)
+    return any(is_computed_from(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 
 def _side(
@@ -230,8 +177,8 @@ def _side(
             return bool(read & rows)
         return has_sums(g, ref.cls, cache) or is_cast(g, ref.cls)
 
-    opener = Opener(g, is_full, open_scaled)
-    parts = opener.parts(a)
+    form = opener(g, is_full, open_scaled)
+    parts = form.terms(a)
     scaled = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
     if not scaled or (rows and not any(f.axes for f in scaled)):  # one number scales no row
         return _nonlinear(g, a, bound, is_full) or _other_axis(g, parts, bound, rows)
@@ -240,7 +187,7 @@ def _side(
         return x or _nonlinear(g, a, bound, is_full)
     if set(x.axes) != bound | rows or len(set(x.axes)) < len(x.axes):
         return "the norm is not over the contracted axes alone"
-    return _collect(g, cls, x, w, parts, bound, opener)
+    return _collect(g, cls, x, w, parts, bound, form.opened)
 
 
 def _floats(g: EGraph, *refs: Ref) -> bool:
@@ -252,7 +199,7 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 
 
 def _value(
-    g: EGraph, parts: list[OperandPart], scaled: list[Ref], bound: set[int], rows: set[int]
+    g: EGraph, parts: list[ProductTerm], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
     """Return the one factor x of all parts that have any, or why there is none."""
     found: set[Ref] = set()
@@ -261,7 +208,7 @@ def _value(
         if rows:
             mine = [f for f in mine if set(f.axes) & rows]
         else:
-            mine = [f for f in mine if any(depends(g, s.cls, (f.cls,)) for s in scaled)]
+            mine = [f for f in mine if any(is_computed_from(g, s.cls, (f.cls,)) for s in scaled)]
         if len(mine) > 1:
             partial = any(set(f.axes) < bound | rows for f in mine)
             return "the norm is not over the contracted axes alone" if partial else None
@@ -272,7 +219,7 @@ def _value(
 
 
 def _collect(
-    g: EGraph, cls: int, x: Ref, w: Ref, parts: list[OperandPart], bound: set[int], opener: Opener
+    g: EGraph, cls: int, x: Ref, w: Ref, parts: list[ProductTerm], bound: set[int], opened: set[int]
 ) -> Normed | str:
     slot = {i: s for s, i in enumerate(x.axes)}
     place = lambda f: Ref(f.cls, tuple(slot[i] for i in f.axes))  # noqa: E731
@@ -297,11 +244,11 @@ def _collect(
     dtypes = {g.classes[a.cls].dtype for a in node.args}
     if len(dtypes) != 1:
         return "the operands of the product have two dtypes"
-    if any(depends(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
+    if any(is_computed_from(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
         return "the statistics run over an axis that stays"
     (scale,) = scales
-    opened = frozenset(opener.opened - {x.cls})
-    form = (scale, tuple(gain), tuple(shifts), opened, dtypes.pop())
+    between = frozenset(opened - {x.cls})
+    form = (scale, tuple(gain), tuple(shifts), between, dtypes.pop())
     return Normed(cls, x, w, contracted, kept, ends, *form)
 
 
@@ -325,17 +272,17 @@ def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool
 
 
 def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> bool:
-    parts = Opener(g, is_full).parts(arg)
+    parts = opener(g, is_full).terms(arg)
     rows = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
     return any(has_sums(g, f.cls, {}) for f in rows)
 
 
-def _other_axis(g: EGraph, parts: list[OperandPart], bound: set[int], rows: set[int]) -> str | None:
-    """Return the reason if a column factor is a statistic of the value over an axis that stays."""
+def _other_axis(g: EGraph, parts: list[ProductTerm], bound: set[int], rows: set[int]) -> str | None:
+    """The reason if a column factor is a statistic of the value over an axis that stays."""
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]
-        if len(full) == 1 and any(depends(g, c.cls, (full[0].cls,)) for c in columns):
+        if len(full) == 1 and any(is_computed_from(g, c.cls, (full[0].cls,)) for c in columns):
             return "the statistics run over an axis that stays"
         if len(full) > 1 and any(set(f.axes) < bound | rows for f in full):
             return "the norm is not over the contracted axes alone"

@@ -16,15 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.codegen.step_evaluation import elementwise
-from symjax_rewrite.ir.dataflow import depends, node_of
+from symjax_rewrite.ir.dataflow import is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.step_program import Handler, Step, StepProgram, place_in, run
+from symjax_rewrite.ir.sum_of_products import SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
-    Opener,
     as_stored,
     is_cast,
     is_product,
+    opener,
 )
 from symjax_rewrite.pallas_kernels.norm.spec import RowSums
 
@@ -104,7 +105,7 @@ class ProgramBuilder(StepProgram):
             return self.operand("rows", ref) if made is None else made
         if node.op not in (MAP, ADD) and not is_product(node):
             return self.operand("rows", ref)
-        if not depends(self.g, ref.cls, (self.x.cls,)):
+        if not is_computed_from(self.g, ref.cls, (self.x.cls,)):
             return self.operand("rows", ref)
         args = [self.row(over(ref, a)) for a in node.args]
         if node.op == ADD and len(args) == 1 and self._is_mean(node, args[0]):
@@ -124,7 +125,7 @@ class ProgramBuilder(StepProgram):
     def _statistic(self, ref: Ref, node: Node) -> int | None:
         """`Σ_k Π (a·x + b)` as a polynomial in the sums; None where it is no such thing."""
         bound = set(range(node.out, node.out + len(node.bound)))
-        factors = [f for arg in node.args for f in self._factors(arg, bound)]
+        factors = self._factors(node.args, bound)
         forms = [self._linear(ref, node, f, bound) for f in factors]
         linear = [f for f in forms if f is not None]
         slopes = [f for f in linear if not self.equals(f[0], 0.0)]
@@ -147,21 +148,22 @@ class ProgramBuilder(StepProgram):
             (count, self.times(scale, b, d)),
         )
 
-    def _factors(self, ref: Ref, bound: set[int]) -> list[Ref]:
+    def _factors(self, args: tuple[Ref, ...], bound: set[int]) -> tuple[Ref, ...]:
         """Return the factors of a summand, products opened and casts looked through."""
-        node = node_of(self.g, ref.cls)
-        if ref.cls == self.x.cls or not set(ref.axes) & bound:
-            return [ref]
-        if is_cast(self.g, ref.cls) or is_product(node):
-            return [f for a in node.args for f in self._factors(over(ref, a), bound)]
-        return [ref]
+
+        def opens(ref: Ref, node: Node) -> bool:
+            inside = ref.cls != self.x.cls and bool(set(ref.axes) & bound)
+            return inside and (is_cast(self.g, ref.cls) or is_product(node))
+
+        made = SumOfProducts(self.g, opens).product(args)
+        return args if made is None else made[0].factors
 
     def _linear(self, ref: Ref, node: Node, arg: Ref, bound: set[int]) -> tuple[int, int] | None:
         """(a, b) with `arg = a·(x - centre) + b`; None where it is not linear in x."""
-        opener = Opener(self.g, lambda r: bool(set(r.axes) & bound) and r.cls != self.x.cls)
+        form = opener(self.g, lambda r: bool(set(r.axes) & bound) and r.cls != self.x.cls)
         slope: list[tuple[float, int]] = []
         start: list[tuple[float, int]] = []
-        for part in opener.parts(arg):
+        for part in form.terms(arg):
             values = [f for f in part.factors if set(f.axes) & bound]
             rows = [f for f in part.factors if not set(f.axes) & bound]
             made = self.times(*(self.row(over(ref, f)) for f in rows))

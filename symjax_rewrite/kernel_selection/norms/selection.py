@@ -19,7 +19,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, itemsize
 from symjax_rewrite.errors import KernelError
-from symjax_rewrite.ir.dataflow import Needed, cone, depends, node_of
+from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
@@ -165,7 +165,7 @@ class _NormSelection:
         size = partial(_bytes_of, t)
         value = itemsize(members[0].dtype) * _elements(t, x)
         factors = [*members[0].scale, *(r for s in members[0].shifts for r in s.rows)]
-        own = any(depends(t.graph, r.cls, (x,)) for r in factors)
+        own = any(is_computed_from(t.graph, r.cls, (x,)) for r in factors)
         norm = (size(x) + value) / d.bytes_per_s + d.launch_s if own else 0.0
         again = _read_elsewhere(t, need, members[0], made)
         before, after = norm, norm if again else 0.0
@@ -206,7 +206,7 @@ def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
     """Return the vectors over rows that a kernel reads and that are computed from x."""
     x = route.parts[0].members[0].x.cls
     rows = (r for p in route.parts for r in p.operands["rows"])
-    return {r for r in rows if depends(t.graph, r.cls, (x,))}
+    return {r for r in rows if is_computed_from(t.graph, r.cls, (x,))}
 
 
 def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
@@ -237,16 +237,11 @@ def _elements(t: TermGraph, cls: int) -> int:
 
 
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
-    """Whether something besides these kernels' products reads the normalised value."""
+    """Return True if something besides these kernels' products reads the normalised value."""
     parts = [p for route in made for p in route.parts]
-    inside = {p.exit.cls for p in parts}
+    given = {p.exit.cls for p in parts}
     read = {c for p in parts for c in p.needs()}
-    stack = list(inside)
-    while stack:
-        for a in node_of(t.graph, stack.pop()).args:
-            if a.cls not in inside and a.cls not in read:
-                inside.add(a.cls)
-                stack.append(a.cls)
+    inside = cone(given, class_operands(t.graph), read - given)
     users = (u for c in m.opened for u in need.users.get(c, ()))
     return bool(m.opened & read) or any(u not in inside for u in users)
 
@@ -291,8 +286,9 @@ def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[No
     g = t.graph
     common = set.intersection(*(set(p.needs()) for p in parts))
     x = parts[0].members[0].x.cls
-    before = cone(g, [x, *common, *need.known])
-    early = [p for p in parts if all(_is_light(g, c) for c in cone(g, p.needs()) - before)]
+    operands = class_operands(g)
+    before = cone([x, *common, *need.known], operands)
+    early = [p for p in parts if all(_is_light(g, c) for c in cone(p.needs(), operands) - before)]
     late = [[p] for p in parts if not any(p is e for e in early)]
     groups: dict[tuple, list[NormPart]] = {}
     for p in early:

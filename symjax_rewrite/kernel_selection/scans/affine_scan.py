@@ -24,7 +24,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.step_program import (
     Handler,
@@ -286,7 +286,7 @@ class _ScanBuilder:
     def _read_results(self, out: Ref) -> None:
         """Find what the kernel gives for all steps, by body value, and the equations after it."""
         body = self.loop.body
-        makers = {v: e for e in body.equations for v in e.outvals}
+        makers = makers_of(body.equations)
         level = self.loop.levels()
         tail: set[int] = set()
         why = None

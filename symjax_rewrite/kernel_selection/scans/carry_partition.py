@@ -13,6 +13,7 @@ from typing import Any
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.dataflow import cone, makers_of, making, value_operands
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.kernel_selection.scans.affine_scan import ScanRoute, scan_of
 from symjax_rewrite.kernel_selection.scans.matrix_scan import (
@@ -141,7 +142,7 @@ class _Splitter:
     ) -> None:
         self.growth = growth
         self.loop, self.groups, self.scans = loop, groups, scans
-        self.makers = {v: e for e in loop.body.equations for v in e.outvals}
+        self.makers = makers_of(loop.body.equations)
         self.level = loop.levels()
 
     def split(self) -> SplitRoute | None:
@@ -177,23 +178,10 @@ class _Splitter:
         return SplitRoute(loop, [*early, *known], pieces)
 
     def _early(self) -> list[Equation]:
-        """Products and their like that no carry is needed for, and what they are made of."""
-        heavy = [
-            e
-            for e in self.loop.body.equations
-            if e.outvals and self.level[e.outvals[0]] < 2 and is_heavy(e.eqn)
-        ]
-        needed = self._needed([v for e in heavy for v in e.outvals])
-        return [e for e in self.loop.body.equations if id(e) in needed]
-
-    def _needed(self, values: Iterable[int]) -> set[int]:
-        stack, found = list(values), set()
-        while stack:
-            e = self.makers.get(stack.pop())
-            if e is not None and id(e) not in found:
-                found.add(id(e))
-                stack += [v for v in e.invals if isinstance(v, int)]
-        return found
+        """Return the heavy equations that no carry is needed for, and all they are made of."""
+        equations = self.loop.body.equations
+        heavy = [e for e in equations if e.outvals and self.level[e.outvals[0]] < 2]
+        return making(equations, [v for e in heavy if is_heavy(e.eqn) for v in e.outvals])
 
     def _order(self) -> list[tuple[int, ...]]:
         """The parts: scans, and loops of what is ready before and after them."""
@@ -233,23 +221,18 @@ class _Splitter:
     def _cone(
         self, roots: Iterable[int], ready: set[int], part: dict[int, int], n: int
     ) -> tuple[list[Equation], set[int]]:
-        """The equations of a part that make some values, and what it reads of earlier parts."""
-        inside: set[int] = set()
-        crossing: set[int] = set()
-        stack, seen = list(roots), set()
-        while stack:
-            v = stack.pop()
-            if v in ready or v in seen:
-                continue
-            seen.add(v)
+        """Return a part's equations that make some values, and what it reads of earlier parts."""
+        operands = value_operands(self.makers)
+
+        def crosses(v: int) -> bool:
             e = self.makers.get(v)
             mine = part.get(v, EARLY) in (n, EARLY)
-            if e is None or not (mine or self._is_smaller_before(e, part)):
-                crossing.add(v)
-                continue
-            inside.add(id(e))
-            stack += [u for u in e.invals if isinstance(u, int)]
-        return [e for e in self.loop.body.equations if id(e) in inside], crossing
+            return e is None or not (mine or self._is_smaller_before(e, part))
+
+        found = cone(roots, lambda v: () if crosses(v) else operands(v), ready)
+        crossing = {v for v in found if crosses(v)}
+        made = found - crossing
+        return [e for e in self.loop.body.equations if not made.isdisjoint(e.outvals)], crossing
 
     def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
         """Whether less is handed over as the operands of an equation than as its results."""

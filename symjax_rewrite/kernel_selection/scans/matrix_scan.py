@@ -20,6 +20,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.dataflow import cone, makers_of, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -429,19 +430,12 @@ class _Planner:
         return True
 
     def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
-        """The equations that make some values of what is there; None where something is not."""
-        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
-        known, stack, used = {*self.ready, *inner}, list(values), set()
-        while stack:
-            v = stack.pop()
-            if v in known:
-                continue
-            known.add(v)
-            if v not in makers:
-                return None
-            used.add(id(makers[v]))
-            stack += [u for u in makers[v].invals if isinstance(u, int)]
-        return [e for e in self.loop.body.equations if id(e) in used]
+        """Return the equations that make some values of known ones; None if one is unknown."""
+        makers = makers_of(self.loop.body.equations)
+        found = cone(values, value_operands(makers), {*self.ready, *inner})
+        if not found <= makers.keys():
+            return None
+        return [e for e in self.loop.body.equations if not found.isdisjoint(e.outvals)]
 
     def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
         """Let loops before give what equations read of them, and some values."""

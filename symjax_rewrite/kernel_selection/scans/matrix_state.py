@@ -15,9 +15,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import class_operands, makers_of, node_of, postorder
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
+from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.loops.carry_dependence import holds
 from symjax_rewrite.loops.loop import Loop
@@ -119,7 +120,6 @@ class StateReader:
     state: Ref = field(init=False)
     out: Ref = field(init=False)
     moving: dict[int, bool] = field(default_factory=dict)  # class: does it depend on the carry
-    fresh: int = 1 << 20  # numbers of summed indices
 
     def read(self, readers: list[int]) -> MatrixState:
         """The carry as a matrix state.
@@ -142,7 +142,7 @@ class StateReader:
             raise NotAMatrixError("a size of the state is empty or a name")
         self.moving[self.state.cls] = True
         dtype = str(self.loop.body.avals[carry.inner].dtype)
-        terms = self._terms(self.out, dtype, whole=False)
+        terms = self._read(self._form(dtype, whole=False).terms(self.out), whole=False)
         queries = self._queries(readers)
         if not queries:
             raise NotAMatrixError("its states are not read")
@@ -152,60 +152,61 @@ class StateReader:
         return self._arranged(tuple(map(int, sizes)), terms, queries)  # pyright: ignore[reportArgumentType]
 
     def depends(self, cls: int) -> bool:
-        """Whether a class depends on the carry."""
-        stack = [cls]
-        while stack:
-            top = stack[-1]
-            args = [a.cls for a in node_of(self.t.graph, top).args]
-            missing = [c for c in args if c not in self.moving]
-            if top in self.moving or not missing:
-                self.moving.setdefault(top, any(self.moving[c] for c in args))
-                stack.pop()
-            else:
-                stack += missing
+        """Return True if a class depends on the carry."""
+        operands = class_operands(self.t.graph)
+        for c in postorder([cls], operands, self.moving):
+            self.moving[c] = any(self.moving[a] for a in operands(c))
         return self.moving[cls]
 
-    def _terms(self, ref: Ref, dtype: str, whole: bool = True) -> list[StateTerm]:
-        """A reference as a sum of products with at most one state in each.
+    def _form(self, dtype: str, whole: bool) -> SumOfProducts:
+        """Return a form that opens what depends on a state, up to the states.
 
         Args:
-            ref: read over any indices.
             dtype: of what is made of it; casts to narrower ones are none.
             whole: whether the state after the step is named as such.
         """
-        cls, axes = ref
-        for name, state in (("after", self.out), ("before", self.state))[not whole :]:
-            if cls == state.cls:
-                place = dict(zip(state.axes, axes, strict=True))
-                return [StateTerm(1.0, (), name, tuple(place[i] for i in range(len(place))))]
-        node = node_of(self.t.graph, cls)
-        is_float = dtype_kind(self.t.graph.classes[cls].dtype) == "f"
-        if node.op == CONST and is_float and math.isfinite(node.attr[0]):
-            return [StateTerm(float(node.attr[0]), ())]
-        if not self.depends(cls):
-            return [StateTerm(1.0, (ref,))]
-        if node.op not in (ADD, CONTRACT, MAP):
-            raise NotAMatrixError(f"{_name(node)} of the states")
-        index = {i: axes[i] for i in range(node.out)}
-        for i in range(len(node.bound)):
-            index[node.out + i] = self.fresh
-            self.fresh += 1
-        args = [Ref(a.cls, tuple(index[i] for i in a.axes)) for a in node.args]
-        if node.op == ADD:
-            made = [
-                t._replace(coefficient=t.coefficient * float(c))
-                for c, a in zip(node.attr, args, strict=True)
-                for t in self._terms(a, dtype, whole)
-            ]
-        elif node.op == CONTRACT and not node.bound:
-            made = self._product(args, dtype, whole)
-        elif self._is_cast(cls, dtype):
-            made = self._terms(args[0], dtype, whole)
-        else:
-            raise NotAMatrixError(f"{_name(node)} of the states")
-        if len(made) > MAX_TERMS:
+        states = self._states(whole)
+
+        def opens(ref: Ref, node: Node) -> bool:
+            if ref.cls in states:
+                return False
+            if node.op == CONST:
+                is_float = dtype_kind(self.t.graph.classes[ref.cls].dtype) == "f"
+                return is_float and math.isfinite(node.attr[0])
+            is_product = node.op == CONTRACT and not node.bound
+            opened = node.op == ADD or is_product or self._is_cast(ref.cls, dtype)
+            return opened and self.depends(ref.cls)
+
+        return SumOfProducts(self.t.graph, opens, most_terms=MAX_TERMS)
+
+    def _states(self, whole: bool) -> dict[int, tuple[str, Ref]]:
+        """Return the states that may be factors, by class: their name and their reference."""
+        states = {self.state.cls: ("before", self.state)}
+        return {**states, self.out.cls: ("after", self.out)} if whole else states
+
+    def _read(self, terms: list[ProductTerm] | None, whole: bool = True) -> list[StateTerm]:
+        """Read terms as products with at most one state in each.
+
+        Raises:
+            NotAMatrixError: a factor depends on a state and is none, or the terms are too many.
+        """
+        if terms is None:
             raise NotAMatrixError(f"a sum of more than {MAX_TERMS} products")
-        return made
+        return [self._read_term(t, self._states(whole)) for t in terms]
+
+    def _read_term(self, term: ProductTerm, states: dict[int, tuple[str, Ref]]) -> StateTerm:
+        found = [f for f in term.factors if f.cls in states]
+        rest = tuple([f for f in term.factors if f.cls not in states])
+        odd = next((f for f in rest if self.depends(f.cls)), None)
+        if odd is not None:
+            raise NotAMatrixError(f"{_name(node_of(self.t.graph, odd.cls))} of the states")
+        if len(found) > 1:
+            raise NotAMatrixError("a product of states")
+        if not found:
+            return StateTerm(term.coefficient, rest)
+        name, state = states[found[0].cls]
+        place = dict(zip(state.axes, found[0].axes, strict=True))
+        return StateTerm(term.coefficient, rest, name, tuple(place[i] for i in range(len(place))))
 
     def _is_cast(self, cls: int, least: str) -> bool:
         """Whether a class is another one, cast without loss beside `least`."""
@@ -217,15 +218,9 @@ class StateReader:
             return False
         return holds(new, old) or holds(new, least)
 
-    def _product(self, args: list[Ref], dtype: str, whole: bool = True) -> list[StateTerm]:
-        made = [StateTerm(1.0, ())]
-        for arg in args:
-            made = [_times(x, y) for x in made for y in self._terms(arg, dtype, whole)]
-        return made
-
     def _queries(self, readers: list[int]) -> list[Query]:
         """The queries that some body values depend on; they depend on no state otherwise."""
-        makers = {v: e for e in self.loop.body.equations for v in e.outvals}
+        makers = makers_of(self.loop.body.equations)
         found: list[Query] = []
         stack, seen = list(readers), set()
         while stack:
@@ -256,7 +251,8 @@ class StateReader:
         }
         args = [Ref(a.cls, tuple(index[i] for i in a.axes)) for a in node.args]
         try:
-            terms = self._product(args, self.t.graph.classes[view.cls].dtype)
+            dtype = self.t.graph.classes[view.cls].dtype
+            terms = self._read(self._form(dtype, whole=True).product(args))
         except NotAMatrixError:
             return None
         states = [t for t in terms if t.state]
@@ -321,32 +317,19 @@ class StateReader:
         )
 
     def _opened(self, term: StateTerm, keys: Axes) -> StateTerm:
-        """A product with its factors opened that have axes of the keys and others."""
-        inner, done = set(keys), []
-        coefficient, stack = term.coefficient, list(term.factors)
-        while stack:
-            ref = stack.pop()
-            node = node_of(self.t.graph, ref.cls)
-            mixed = inner & set(ref.axes) and set(ref.axes) - inner
-            mixed = mixed and node.op in (ADD, CONTRACT, MAP) and not node.bound
-            args = [over(ref, a) for a in node.args if mixed]
-            if mixed and node.op == CONTRACT:
-                stack += args
-            elif mixed and node.op == ADD and len(args) == 1:
-                coefficient *= float(node.attr[0])
-                stack += args
-            elif mixed and self._is_cast(ref.cls, self.t.graph.classes[self.state.cls].dtype):
-                stack += args
-            else:
-                done.append(ref)
-        return StateTerm(coefficient, tuple(done))
+        """Return a product with its factors opened that have axes of the keys and others."""
+        dtype = self.t.graph.classes[self.state.cls].dtype
 
+        def opens(ref: Ref, node: Node) -> bool:
+            if node.bound or not set(ref.axes) & {*keys} or set(ref.axes) <= {*keys}:
+                return False
+            scales = node.op == ADD and len(node.args) == 1
+            return scales or node.op == CONTRACT or self._is_cast(ref.cls, dtype)
 
-def _times(x: StateTerm, y: StateTerm) -> StateTerm:
-    if x.state and y.state:
-        raise NotAMatrixError("a product of states")
-    state = x if x.state else y
-    return StateTerm(x.coefficient * y.coefficient, x.factors + y.factors, state.state, state.axes)
+        made = SumOfProducts(self.t.graph, opens).product(term.factors)
+        if made is None:
+            return term
+        return StateTerm(term.coefficient * made[0].coefficient, made[0].factors)
 
 
 def _name(node: Any) -> str:
