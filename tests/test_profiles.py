@@ -28,6 +28,7 @@ CODE = "a name for a number that has a meaning in the code only"
 TIMING = "how often, and how long, programs are timed"
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
+    "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
     "ir.indexing_primitives": {"_INT32": EXACT},

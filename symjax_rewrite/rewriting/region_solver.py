@@ -111,20 +111,9 @@ class Solver:
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
         before = [model.evaluate(g, written, first, frozen) for model in models]
-        contexts, stops = [], set()
-        for model in models:
-            ctx = RuleContext(
-                g=g,
-                model=model,
-                numerics=self.options.numerics,
-                uses=lambda c: uses.get(c, 1),
-                frozen=frozen,
-                storage=lambda c: storage.get(c) or g.classes[c].dtype,
-                pairs=Pairs.of(self.options.budget.pairs),
-                trees=self.trees,
-            )
-            stops.add(saturate(ctx, self.axioms, self.patterns, self.options.budget))
-            contexts.append(ctx)
+        contexts = [self._context(g, model, uses, frozen, storage) for model in models]
+        budget = self.options.budget
+        stops = {saturate(ctx, self.axioms, self.patterns, budget) for ctx in contexts}
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
         local = {region.local[c]: ref for c, ref in to.items()}
@@ -159,6 +148,26 @@ class Solver:
             ", ".join(sorted(stops)),
             digest,
             crossovers,
+        )
+
+    def _context(
+        self,
+        g: EGraph,
+        model: CostModel,
+        uses: dict[int, int],
+        frozen: Frozen,
+        storage: dict[int, str],
+    ) -> RuleContext:
+        """Return what rules may look at in a region's e-graph."""
+        return RuleContext(
+            g=g,
+            model=model,
+            numerics=self.options.numerics,
+            uses=lambda c: uses.get(c, 1),
+            frozen=frozen,
+            storage=lambda c: storage.get(c) or g.classes[c].dtype,
+            pairs=Pairs.of(self.options.budget.pairs),
+            trees=self.trees,
         )
 
     def _symbolic(
