@@ -67,8 +67,9 @@ class Call:
 
         Nobody else can tell which these are: of an equation every operand counts as read.
         """
-        used = [True] * len(self.closed.jaxpr.outvars)
-        closed = with_ones(self.closed, values, jax_internals.live_part(self.runs, used)[1])
+        used, closed = [True] * len(self.closed.jaxpr.outvars), self.closed
+        if not self.is_half:  # what a half does not read may be behind a residual that it reads
+            closed = with_ones(closed, values, jax_internals.live_part(self.runs, used)[1])
         whole = Call(closed, self.runs, self.worker, self.is_half)
         call, runs, read = whole.narrowed(self.runs, used)
         return jax_calls.bind_call(runs, call, [x for x, r in zip(values, read, strict=True) if r])
