@@ -159,7 +159,8 @@ class Call:
         joint = trace_joint(original, primals)
         if not joint.closed.effects:
             optimised = self.worker.optimised(joint.closed)
-            if optimised is None and original.closed is self.closed:
+            is_plain = original.closed is self.closed and not _has_calls(self.closed)
+            if optimised is None and is_plain:
                 return None
             halves = joint.halves(optimised or joint.closed, primals)
             if halves is not None:
@@ -199,6 +200,11 @@ class Call:
             return self.closed
         kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
         return before_derivatives(self.closed, device, kernel)
+
+
+def _has_calls(closed: ClosedJaxpr) -> bool:
+    """Return True if an optimised program stands inside: JAX would not ask for its own halves."""
+    return jax_internals.has_primitive(closed, "sym_call")
 
 
 def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
