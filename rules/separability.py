@@ -71,6 +71,11 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield from _separated(ctx, cls, p, summed, other, (scale, inside))
 
 
+def _mean(ctx: RuleContext, total: Ref, count: int, dtype: str, why: Justification) -> Ref:
+    """Return the mean of one side, by which both are shifted."""
+    return ctx.g.apply(ADD, (1 / count,), (total,), dtype, why)
+
+
 def _separated(
     ctx: RuleContext, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
 ) -> Iterator[Ref]:
@@ -85,7 +90,7 @@ def _separated(
         return
     u, v = (scaled_factor(ctx.g, a, inside, why) for a in (u, v))
     total = ctx.g.term(CONTRACT, (u,), sizes, c.dtype, why, summed=only_u)
-    mean = ctx.g.apply(ADD, (1 / n_u,), (total,), c.dtype, why)
+    mean = _mean(ctx, total, n_u, c.dtype, why)
     su, sv = (ctx.g.apply(ADD, (1, -1), (a, mean), c.dtype, why) for a in (u, v))
     ctx.whole.update((su.cls, sv.cls))
     terms = []
