@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.product_trees import order_product

@@ -279,6 +279,7 @@ def rounded_twice(b: Builder) -> int:
         f"{wide} - {narrow}", f"{narrow} @ {{2}} - {wide} @ {{2}}", f"{wide} @ ({{2}} @ {narrow})",
         f"({narrow} @ {{2}}) @ {wide}", f"{wide}[0] - {narrow}[0]",
         f"jnp.sum({narrow}, 1) @ {{2}}.T - {{2}}.T @ jnp.sum({wide}, 1)[:, None]",
+        f"jnp.sum({narrow}, 0) + {wide}", f"{wide} @ {{2}} + jnp.max({narrow})",
     )  # fmt: skip
     return b.step(b.r.choice(form), x, w, v)
 

@@ -5,7 +5,7 @@ import pytest
 from tests.fuzz.check import Failure
 from tests.fuzz.mutations import MUTATIONS, hunt, once
 
-PROGRAMS = 100  # within so many programs each must be seen; most are within ten
+PROGRAMS = 300  # within so many programs each must be seen; most are within ten
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # programs may be unwise
 
