@@ -143,9 +143,7 @@ class _BandedSelection:
     def _blocks(
         self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
     ) -> tuple[tuple[RowBlock, ...], tuple[float, float]]:
-        """Return the blocks predicted to be fastest, and predicted seconds as written and in
-        blocks.
-        """
+        """Return the blocks predicted to be fastest; predicted seconds as written and in blocks."""
         g, node = t.graph, node_of(t.graph, cls)
         rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
         best: tuple[RowBlock, ...] = ()
@@ -161,9 +159,7 @@ class _BandedSelection:
         return best, (model.product_seconds(g, cls, node), least)
 
     def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
-        """Return the seconds of the blocks' products, of slicing their operands and of joining
-        results.
-        """
+        """Return the seconds of the blocks' products, operand slices and joined results."""
         d, node, info = self.device, node_of(t.graph, cls), t.graph.classes[cls]
         sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
         total = 0.0

@@ -91,8 +91,7 @@ class FoldRoute:
         return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that a class needs: the operands, and the inputs of its row algebra.
-        """
+        """Return the classes that a class needs: the operands and its row algebra's inputs."""
         needed = [c for c, _ in self.inputs]
         for piece in self.served[cls].form if cls in self.served else ():
             rows = piece.rows() if self.rows is None else [piece.after]
@@ -166,7 +165,7 @@ class FoldRoute:
             data = results[place[0]][place[1]]
             top = None if shift is None else results[shift[0]][shift[1]]
         if abs(piece.coefficient) < 1 and self.rows is None:
-            data = _times(data, piece.coefficient)  # scaled first, since the product may leave the range
+            data = _times(data, piece.coefficient)  # the product may leave the range
         if piece.after is not None:
             rows = self._read_over(emitter, piece.after, axes, data.shape)
             data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
@@ -372,8 +371,7 @@ class FoldBuilder:
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
     def _rounding(self, found: Exit, dtype: str) -> str | None:
-        """Return the dtype a tile is rounded to before it is multiplied by weights, as in the
-        program.
+        """Return the dtype a tile is rounded to before weights multiply it, as in the program.
 
         A product of f32 and half precision rounds neither operand.
         """

@@ -86,8 +86,7 @@ class Cluster:
         return max(c.pairs for c in self.members)
 
     def shared(self, c: ClusterMember) -> list[Ref]:
-        """Return the pairwise references through which a member shares indices with other members.
-        """
+        """Return the pairwise references through which a member shares indices with others."""
         return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
 
 
@@ -201,9 +200,7 @@ def _candidate(
     if not any(_may_open(t, a) for a in found.args):
         return None
     size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
-    plain: ClusterMember | None = (
-        None  # products among the values pair their features too
-    )
+    plain: ClusterMember | None = None  # products among the values pair their features too
     if found.kind == "sorted" and found.places * scope.sort_share > _sorted_size(found):
         return None
     if found.kind == "keyed" and not scope.tables:
@@ -228,7 +225,7 @@ def _single(
     t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
 ) -> ClusterMember | None:
     """Return a member for a reduction over scores of one row, such as one decoder query."""
-    if len(found.bound) != 1 or found.kind == "at":  # a single index is read where the value is computed
+    if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
         return None
     (column,) = found.bound
     if int(found.sizes[column]) < LEAST_DOT:  # pyright: ignore[reportArgumentType]
@@ -417,8 +414,9 @@ def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) ->
 
 
 def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] | None:
-    """Return the reductions compared with or counted at discontinuities, and the row algebra
-    between.
+    """Return the reductions behind discontinuities, and the row algebra between them.
+
+    These are the reductions that discontinuous terms compare with, and those that count the terms.
     """
     exits = {c.exit.cls: c for c in cluster.members}
     pairwise = {r.cls for c in cluster.members for r in c.tile.inner}
@@ -483,8 +481,7 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
 
 
 def direction(cluster: Cluster, m: ClusterMember) -> tuple:
-    """Return a key equal for candidates of a cluster that reduce the same pairs in one direction.
-    """
+    """Return a key equal for members that reduce the same pairs in the same direction."""
     ids = frame(cluster, m)
     row, column = ids.get(m.pair.row), ids[m.pair.column]
     along = frozenset(ids[i] for i in m.tile.along)

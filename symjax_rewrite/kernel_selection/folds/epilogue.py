@@ -196,8 +196,9 @@ class _RowSteps(StepProgram):
         return self.cast(step, held_dtype(dtype) if value in self.wide else dtype)
 
     def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
-        """Return the steps that `used` needs, their roots, and their operands; other steps are
-        dropped.
+        """Return the steps that `used` needs, their roots, and the references they read.
+
+        Steps that `used` does not need are dropped.
         """
         steps, roots = pruned(self.steps, used)
         numbers = [step.data for step in steps if step.kind == "read"]
@@ -332,7 +333,7 @@ def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
     exponent = list(zip(terms, coefficients, strict=True))
     scale = row_scale(top, exponent, list(zip(factors, powers, strict=True)), args[0].dtype)
     number = term_lowering.literal(coefficient, str(args[0].dtype))
-    data = args[0] * number if abs(coefficient) < 1 else args[0]  # scaled first, since the result may leave the range
+    data = args[0] * number if abs(coefficient) < 1 else args[0]  # may leave the range otherwise
     scaled = data if scale is None else data * scale
     return scaled if coefficient == 1 or abs(coefficient) < 1 else scaled * number
 

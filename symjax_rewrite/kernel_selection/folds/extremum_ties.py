@@ -16,7 +16,7 @@ from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref,
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product
 
 Along = frozenset[int]  # slots of a class that its maximum is taken along
-Sweep = tuple[frozenset[int], Along]  # the indices of a tie, and the slots its maximum is taken along
+Sweep = tuple[frozenset[int], Along]  # the indices of a tie, and its maximum's slots
 
 
 def is_tie(g: EGraph, cls: int) -> bool:
@@ -78,7 +78,7 @@ class _Apart:
     def __init__(self, g: EGraph, found: dict[int, set[Sweep]], args: tuple[Ref, ...]) -> None:
         self.g, self.found = g, found
         ties = set().union(*(_read(found, a) for a in args))
-        self.rank = max((len(axes) for axes, _ in ties), default=0)  # ties over fewer indices are row values
+        self.rank = max((len(axes) for axes, _ in ties), default=0)  # fewer: ties of row values
 
     def sweeps(self, ref: Ref) -> set[Along]:
         """Return the slots that the ties in an operand are taken along."""
@@ -93,8 +93,7 @@ class _Apart:
         return [(*args[:place], part, *args[place + 1 :]) for part in parts.values()]
 
     def place(self, args: tuple[Ref, ...]) -> int | None:
-        """Return the position of the only operand with ties along several indices, if there is one.
-        """
+        """Return the position of the only operand with ties along several indices, or None."""
         places = [k for k, a in enumerate(args) if self.sweeps(a)]
         return places[0] if len(places) == 1 and len(self.sweeps(args[places[0]])) > 1 else None
 

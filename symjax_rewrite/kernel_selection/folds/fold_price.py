@@ -42,8 +42,7 @@ MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
 def compared(
     t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
 ) -> tuple[float, float]:
-    """Return predicted seconds of a cluster's terms as written, and of the folds that replace them.
-    """
+    """Return predicted seconds of a cluster's terms as written, and of its folds."""
     fresh = bytes_whole(t, cluster, device)
     fast = with_temporaries(device, fresh)
     whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
@@ -153,7 +152,8 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     model, folds = CostModel(device, lambda d: value(d, {})), device.folds
     roots = _roots(t, mine, exits)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
-    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}  # once for the values and indices of a sort
+    # Values and indices of one sort are two members; the sort is priced once.
+    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
     steps = float(sum(folds.plain_steps(m.exit.kind) * _reduced(m) for m in once.values()))
     steps += sum(folds.top_k_place * m.exit.places * _rows(m) for m in once.values())
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
@@ -207,7 +207,9 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
 
     def overwritten(c: int, x: int) -> bool:
-        """Return True if x can reuse c's buffer; it cannot where c is also reduced on the way to x.
+        """Return True if x can be computed in c's buffer.
+
+        It cannot if c is also reduced on the way to x.
         """
         return x in in_place and (x in roots or users[c] == 1)
 
@@ -252,8 +254,7 @@ def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
 
 
 def _blocks_kept(route: FoldRoute) -> int:
-    """Return how often a tile block is written or read where no GPU kernel keeps it in registers.
-    """
+    """Return how often a tile block is written or read where no GPU kernel holds it."""
     spec = route.spec
     if spec.tile.whole is None:
         return 0

@@ -147,9 +147,7 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
 
 
 def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
-    """Return `(place, index)` of a reference that is 1 where the place is the index, and 0
-    elsewhere.
-    """
+    """Return `(place, index)` of a reference that is 1 where place equals index, else 0."""
     node = node_of(t.graph, ref.cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return None
@@ -166,9 +164,7 @@ def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
 
 
 def is_counted(g: EGraph, cls: int) -> bool:
-    """Return True if integers are computed from integers alone, so that rounding cannot change
-    them.
-    """
+    """Return True if integers are computed from integers alone, without rounding."""
 
     def is_integer(c: int) -> bool:
         return dtype_kind(g.classes[c].dtype) in "iub"

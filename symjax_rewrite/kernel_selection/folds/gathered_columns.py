@@ -66,9 +66,7 @@ class Columns:
         return take(data, axes, place, over) if COLUMN in axes else (data, axes)
 
     def spread(self, data: Any, axes: tuple[str, ...]) -> Any:
-        """Return an array with its axes in the order of the names, of size 1 where it has no such
-        axis.
-        """
+        """Return an array with its axes in the order of the names; missing axes have size 1."""
         order = sorted(range(len(axes)), key=lambda k: self.names.index(axes[k]))
         data = jax.lax.transpose(data, order)
         return jax.lax.expand_dims(data, [k for k, n in enumerate(self.names) if n not in axes])

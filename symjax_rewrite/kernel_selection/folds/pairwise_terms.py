@@ -149,9 +149,7 @@ class Pair:
         return Pair(self.t, row, column, *kept)
 
     def is_of_row(self, ref: Ref) -> bool:
-        """Return True if a reference depends on the row; without a row index, if it may depend on
-        it.
-        """
+        """Return True if a reference depends on the row; without a row index, if it may."""
         if self.single is not None:
             return self.column not in ref.axes
         return self.row in ref.axes
@@ -181,9 +179,7 @@ class Pair:
         return Opened("leaf")
 
     def reduced(self, ref: Ref) -> Opened:
-        """Return the computation of a row value from whole rows of a tile, or from other row
-        values.
-        """
+        """Return the computation of a row value from rows of a tile or from row values."""
         node = node_of(self.g, ref.cls)
         if is_elementwise(node):
             return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
@@ -342,8 +338,7 @@ class PairwiseTile:
 
 
 def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> PairwiseTile | None:
-    """Collect all pairwise terms under some references and keys; None where the tile is too large.
-    """
+    """Collect the pairwise terms under references and keys; None if the tile is too large."""
     tile = PairwiseTile()
     for ref in refs:
         if _visit(pair, tile, ref) is None:
@@ -413,8 +408,7 @@ def visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> bool
 
 
 def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
-    """Return True if an operand of a pairwise term is heavy; None where the tile grows too large.
-    """
+    """Return True if an operand of a pairwise term is heavy; None if the tile is too large."""
     if pair.holds(arg):
         return _visit(pair, tile, arg)
     if arg in tile.rows:

@@ -145,8 +145,7 @@ def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[P
 
 
 def _eliminated(pair: Pair, piece: Piece) -> Piece:
-    """Replace a small contraction among the factors by weights, with its row operand applied after.
-    """
+    """Replace a small contraction among the factors by weights and a later row operand."""
     if piece.weights is not None:
         return piece
     for k, (ref, power) in enumerate(piece.product):

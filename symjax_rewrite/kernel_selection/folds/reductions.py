@@ -21,8 +21,7 @@ _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 
 
 class ReadPart(NamedTuple):
-    """Slice of a sorted row: `start + stride·i` at index `axis`; without an axis, a single index.
-    """
+    """Slice of a sorted row: `start + stride·i` at index `axis`, or a single index."""
 
     start: int
     stride: int
@@ -189,8 +188,7 @@ def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
 
 
 def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
-    """Return the first entries of a sorted row, or of the indices sorted with it, as a reduction.
-    """
+    """Return the first entries of a sorted row (values or indices) as a reduction."""
     sort = node.args[0]
     if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != NATIVE:
         return None

@@ -87,9 +87,7 @@ class _FoldSelection:
         self.kernels, self.device = kernels, device
 
     def _streams(self) -> bool:
-        """Return True if loops run the folds; loops also support lookups and sums by key and over
-        rows.
-        """
+        """Return True if loops run the folds; loops also support lookups and keyed sums."""
         return self.kernels in ("xla", "reference") or self.device.folds.streams
 
     def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
@@ -122,7 +120,7 @@ class _FoldSelection:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
         made: dict[int, list[Route]] = {}
         while any(not c.reason and n not in made for n, c in enumerate(found)):
-            # Terms of refused clusters are materialised, so that other folds depend on more classes.
+            # Terms of refused clusters are materialised, so that other folds need more.
             made = self._decided(t, need, found)
         groups = [made.get(number, []) for number in range(len(found))]
         return groups, [_use(t, c, group) for c, group in zip(found, groups, strict=True)]
@@ -221,8 +219,7 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 
 def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
-    """Return the pairwise classes that a cluster never materialises, and its tiles' other operands.
-    """
+    """Return the pairwise classes a cluster never materialises, and its tiles' operands."""
     inner = {r.cls for m in cluster.members for r in m.tile.inner}
     return inner, {r.cls for m in cluster.members for r in m.tile.operands}
 

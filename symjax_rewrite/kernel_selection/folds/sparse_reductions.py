@@ -189,9 +189,7 @@ class _Finder:
         return Sparse(cls, along, place, value, extra, found.clips)
 
     def _window(self, ref: Ref, index: int) -> tuple[tuple[int, int], Ref] | None:
-        """Return (start, size) of the nonzero range of a padded reference, and the unpadded
-        operand.
-        """
+        """Return (start, size) of a padded reference's interior, and the unpadded operand."""
         node = node_of(self.g, ref.cls)
         if node.op != CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
             return None
@@ -204,9 +202,7 @@ class _Finder:
         return None
 
     def _cut(self, ref: Ref, index: int, start: int, size: int, depth: int = 0) -> Ref:
-        """Slice a reference along an index; slicing is moved into the operands of elementwise
-        nodes.
-        """
+        """Slice a reference along an index; elementwise nodes read sliced operands."""
         if index not in ref.axes:
             return ref
         key = (ref, index, start, size)
@@ -230,9 +226,7 @@ class _Finder:
         return None if held is None else over(ref, held)
 
     def _support(self, cls: int) -> Ref | None:
-        """Return `support` of a class over its indices, once the supports of its operands are
-        known.
-        """
+        """Return `support` of a class over its indices, once it is known for its operands."""
         node = node_of(self.g, cls)
         if self.sparse(cls) is not None:
             return Ref(cls, tuple(range(node.out)))
@@ -298,9 +292,7 @@ class _Finder:
         return SparseRoute(cls, source, columns, roots, place, mine)
 
     def _is_steady(self, tile: PairwiseTile) -> bool:
-        """Return True if no step compares a value computed here with its reduction computed
-        elsewhere.
-        """
+        """Return True if no step compares a value with its reduction computed elsewhere."""
         return all(
             a.cls in self.given or any(a.cls == r.cls for r in tile.inner)
             for cls in tile.compared

@@ -80,8 +80,9 @@ class TileBuilder(StepProgram):
         return self._times(None, made, self._widest(made))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
-        """Return the product of a step and factors; an entry selected by a unit matrix may be
-        infinite.
+        """Return the product of factors, where a unit matrix selects the diagonal.
+
+        A product with a unit matrix's zeros would be NaN where the other factor is infinite.
         """
         rest = [f for f in factors if self.steps[f].kind != "delta"]
         product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
@@ -400,8 +401,7 @@ def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
 
 
 def _along_last(table: Any, at: Any) -> Any:
-    """Return `table[lead.., k]` at places `[lead.., m, n]`; leading axes of either may be size 1.
-    """
+    """Return `table[lead.., k]` at places `[lead.., m, n]`; leading axes may be size 1."""
     if table.ndim == 1:
         return table.at[at].get(mode="promise_in_bounds")
     if table.shape[0] == 1:

@@ -66,8 +66,7 @@ def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
 
 
 def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> frozenset[int]:
-    """Return the half-precision row values of folds, and the classes that are elementwise in them.
-    """
+    """Return the half-precision row values of folds, and classes elementwise in them."""
     exits = {m.exit.cls: m for m in members}
     pairwise = _pairwise(members)
     rows: set[int] = set()
@@ -143,8 +142,7 @@ def _reads_shift(
     rows: frozenset[int],
     members: Sequence[ClusterMember],
 ) -> bool:
-    """Return True if a maximum of a cluster is read in half precision outside the f32 row values.
-    """
+    """Return True if a cluster's maximum is read in half precision outside of folds."""
     shifts = {m.exit.cls for m in cluster.members if m.exit.kind in ("max", "min")} & rows
     held = rows | _pairwise(members)
     stack = [*shifts]

@@ -56,8 +56,7 @@ class NormEpilogue:
 
 
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
-    """Return the longest elementwise chain behind a product whose inner classes have no other
-    reader.
+    """Return the longest elementwise chain behind a product without other readers inside.
 
     Other members that join the chain are products of the same kernel.
     """

@@ -209,8 +209,7 @@ class FrozenWeights:
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
-    """Return True if weights and columns are frozen, and the value is normalised by its own sums.
-    """
+    """Return True if weights and columns are frozen and the value has its own statistics."""
     g = t.graph
     read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
     if not all(c in need.known for c in read) or m.dtype == "float16":

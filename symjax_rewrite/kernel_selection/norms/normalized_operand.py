@@ -155,8 +155,7 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
 
 
 def _is_of_value(g: EGraph, m: Normed) -> bool:
-    """Return True if the row factors are computed from the value itself, not from a multiple of it.
-    """
+    """Return True if the row factors are computed from the value itself, not a multiple."""
     return any(is_computed_from(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 

@@ -156,8 +156,7 @@ class _NormSelection:
     def _compared(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
     ) -> tuple[tuple[float, float], str]:
-        """Return predicted seconds as written and with the kernels, and a sentence that states
-        both.
+        """Return predicted seconds as written and with the kernels, and a sentence of both.
 
         The program as written runs one kernel for the norm, a library product for each weight, and
         one kernel for the epilogue beyond a bias. A scale that is no sum over x needs no separate
@@ -316,7 +315,7 @@ class _NormBuilder:
         m = self.first = members[0]
         read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
         read += [w.weight.cls for w in members]
-        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may exceed its range
+        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may overflow
         sizes = t.graph.classes[m.x.cls].sizes
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
         self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
@@ -332,8 +331,7 @@ class _NormBuilder:
         return place_in(self.columns, terms)
 
     def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
-        """Return the step of `Σ_k terms·W_k` (None: γ·W_k), computed before or inside the kernel.
-        """
+        """Return the step of `Σ_k terms·W_k` (None: γ·W_k), computed outside or inside."""
         if self.folded:
             return self.program.add("given", place_in(self.given, (terms, k)))
         number = None if terms is None else self.column(terms)
@@ -433,7 +431,7 @@ class _NormBuilder:
 
 
 def _left(sides: tuple[str, ...], centred: bool) -> Any:
-    """Return the left operand of the product and the sums: x, or x minus its mean."""
+    """Return a function that computes the left operand and the summands from x."""
 
     def left(pairs: tuple, columns: tuple, centre: Any) -> tuple[Any, tuple[Any, ...]]:
         del columns

@@ -122,7 +122,7 @@ class ScanRoute:
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = jax_internals.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
-        known.pop(loop.carries[0].inner, None)  # known held the first state; `steps` holds it for every step
+        known.pop(loop.carries[0].inner, None)  # `steps` holds the state of every step
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         run_all(loop, self.tail, known, steps)
@@ -285,8 +285,7 @@ class _ScanBuilder:
         )
 
     def _read_results(self, out: Ref) -> None:
-        """Find the body values that the kernel returns for all steps, and the equations after it.
-        """
+        """Find the body values the kernel returns for all steps, and the equations after it."""
         body = self.loop.body
         makers = makers_of(body.equations)
         level = self.loop.levels()

@@ -196,8 +196,9 @@ class _Splitter:
 
         while waiting:
             together: tuple[int, ...] = ()
-            for carries in [c for c in waiting if c not in self.scans]:  # in order: an earlier group may make a later one ready
-                if ready(carries):  # all its inputs are in earlier parts
+            # The order matters: an earlier group may make a later group ready.
+            for carries in [c for c in waiting if c not in self.scans]:
+                if ready(carries):
                     together += carries
                     done |= {*carries}
                     waiting.remove(carries)
@@ -222,8 +223,7 @@ class _Splitter:
     def _cone(
         self, roots: Iterable[int], ready: set[int], part: dict[int, int], n: int
     ) -> tuple[list[Equation], set[int]]:
-        """Return a part's equations that compute some values, and the values read of earlier parts.
-        """
+        """Return a part's equations that compute some values, and its reads of earlier parts."""
         operands = value_operands(self.makers)
 
         def crosses(v: int) -> bool:
@@ -237,7 +237,7 @@ class _Splitter:
         return [e for e in self.loop.body.equations if not made.isdisjoint(e.outvals)], crossing
 
     def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
-        """Return True if the operands of an equation are smaller than its results."""
+        """Return True if an equation is cheap and its operands are smaller than its results."""
         avals = self.loop.body.avals
         operands = {v for v in e.invals if isinstance(v, int) and part.get(v, EARLY) != EARLY}
         given = sum(aval_bytes(avals[v]) for v in operands)

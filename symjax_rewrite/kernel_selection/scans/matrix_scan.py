@@ -364,8 +364,7 @@ def matrix_route(loop: Loop, growth: float) -> MatrixRoute:
 
 
 def _may_be_matrix(loop: Loop, group: Group) -> bool:
-    """Return True if a carry has axes for keys and values and shares no cycle with another carry.
-    """
+    """Return True if a carry has axes for keys and values and is in no cycle with others."""
     carry = loop.carries[group.carries[0]]
     aval = loop.body.avals[carry.inner]
     alone = len(group.carries) == 1 and isinstance(carry.out, int)
@@ -433,9 +432,7 @@ class _Planner:
         return True
 
     def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
-        """Return the equations that compute some values from known ones; None if an input is
-        unknown.
-        """
+        """Return the equations that compute some values from known ones, or None."""
         makers = makers_of(self.loop.body.equations)
         found = cone(values, value_operands(makers), {*self.ready, *inner})
         if not found <= makers.keys():

@@ -219,9 +219,7 @@ class StateReader:
         return holds(new, old) or holds(new, least)
 
     def _queries(self, readers: list[int]) -> list[Query]:
-        """Return the queries that some body values depend on; they must not depend on a state
-        otherwise.
-        """
+        """Return the queries through which some body values depend on the states."""
         makers = makers_of(self.loop.body.equations)
         found: list[Query] = []
         stack, seen = list(readers), set()
