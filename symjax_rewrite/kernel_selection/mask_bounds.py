@@ -258,7 +258,7 @@ class _Reader:
         return EVERYWHERE
 
     def linear(self, step: int) -> Linear | None:
-        """Return a value as a linear form of index numbers; None if it may wrap around."""
+        """Return a value as a linear form of index numbers that cannot wrap around, or None."""
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
         if kind == "const":

@@ -59,7 +59,7 @@ class SortedPart:
     slots: tuple[int, ...]
 
     def ends(self) -> tuple[int, int]:
-        """Return the first and last index of the row."""
+        """Return the lowest and highest index read."""
         last = self.start + self.stride * ((self.count or 1) - 1)
         return min(self.start, last), max(self.start, last)
 

@@ -93,7 +93,10 @@ class _Apart:
         return [(*args[:place], part, *args[place + 1 :]) for part in parts.values()]
 
     def place(self, args: tuple[Ref, ...]) -> int | None:
-        """Return the position of the only operand with ties along several indices, or None."""
+        """Return the position of an operand with ties along several indices, or None.
+
+        None is also returned where a second operand has ties.
+        """
         places = [k for k, a in enumerate(args) if self.sweeps(a)]
         return places[0] if len(places) == 1 and len(self.sweeps(args[places[0]])) > 1 else None
 

@@ -80,7 +80,7 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
 
 
 def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
-    """Return the operand that lacks the row and is no scalar per column, and the others."""
+    """Return the operand that depends on the column alone, and the other operands."""
     weights: Ref | None = None
     rest: list[Ref] = []
     tiled = {i for a in found.args if pair.holds(a) for i in a.axes}

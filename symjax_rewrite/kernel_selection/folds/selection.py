@@ -287,7 +287,7 @@ class Draft:
 
 
 def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
-    """Return for groups of candidates the group that reduces the same pairs in the other direction.
+    """Map groups of candidates to groups that sum the same pairs in the other direction.
 
     Sums over rows cost a fold slightly more than sums over columns, so the smaller group is reduced
     over rows.

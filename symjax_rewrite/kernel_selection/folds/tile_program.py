@@ -1,7 +1,7 @@
 """Pairwise terms as the tile program of a fold.
 
-References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for what rows and
-columns have in common, `At(k)` for one element of an axis that is written out.
+References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for the axes
+that rows and columns share, `At(k)` for one element of an axis that is written out.
 """
 
 from __future__ import annotations

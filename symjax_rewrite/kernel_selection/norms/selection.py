@@ -331,7 +331,10 @@ class _NormBuilder:
         return place_in(self.columns, terms)
 
     def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
-        """Return the step of `Σ_k terms·W_k` (None: γ·W_k), computed outside or inside."""
+        """Return the step of `Σ_k terms·W_k` (None: γ·W_k).
+
+        The sum is computed before the kernel where the weights are known, else inside it.
+        """
         if self.folded:
             return self.program.add("given", place_in(self.given, (terms, k)))
         number = None if terms is None else self.column(terms)
