@@ -58,7 +58,8 @@ class NormEpilogue:
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
     """Return the longest elementwise chain after a product.
 
-    No class inside the chain has another reader. Other members that join the chain are products of the same kernel.
+    No class inside the chain has another reader. Other members that join the chain are products of
+    the same kernel.
     """
     by_class = {m.cls: m for m in members}
     identity = tuple(range(len(g.classes[first.cls].sizes)))
