@@ -1,10 +1,10 @@
-"""Products with a matrix that is zero outside a band: block by block of its rows (a face).
+"""Products with a banded matrix, computed block by block of its rows.
 
-    (tril(A) @ B)[i] = Σ_{k ≤ i} A[i,k]·B[k]
+(tril(A) @ B)[i] = Σ_{k ≤ i} A[i,k]·B[k]
 
-A block of rows reads the columns that any of its rows has in the band. What lies outside is zero
-by its position, and is left out as labels and masks leave it out (README, Numerics levels). Half of
-the work of a triangle is saved at most, of a tridiagonal matrix nearly all.
+A block of rows reads only the columns that the band has in these rows. Entries outside the band are
+zero by their position, so they are left out (README, Numerics levels). A triangular matrix saves at
+most half of the work; a tridiagonal matrix saves nearly all of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_op
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 from symjax_rewrite.usage_records import RouteUse, ratio_of
 
-BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how many are tried
+BLOCKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # candidate numbers of blocks
 
 
 class RowBlock(NamedTuple):
@@ -49,9 +49,9 @@ class RowBlock(NamedTuple):
 
 @dataclass(slots=True)
 class BandedRoute(OneClass):
-    """A product in blocks.
+    """Product with a banded matrix, computed in blocks of rows.
 
-    row, column: indices of the product: of the matrix's rows, and the one that is summed.
+    row, column: indices of the product: the row of the matrix, and the summed index.
     """
 
     t: TermGraph
@@ -62,11 +62,11 @@ class BandedRoute(OneClass):
     backend: str = "blocks"
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this class."""
         return [a.cls for a in node_of(self.t.graph, cls).args]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The product, and its slots."""
+        """Return the product and its slots."""
         node, info = node_of(self.t.graph, cls), self.t.graph.classes[cls]
         operands = [(emitter.array(a.cls), a.axes) for a in node.args]
         sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
@@ -93,12 +93,12 @@ def _cut(
 
 
 class BandedProducts:
-    """Runs products with banded matrices in blocks, where the profile has prices for these."""
+    """Pass that computes products with banded matrices in blocks, where the profile prices them."""
 
     name = "banded"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The products that run in blocks."""
+        """Yield a candidate for each product that runs in blocks."""
         kernels = context.options.kernels in ("auto", "always")
         bands = context.device.bands
         if not kernels or bands is None or not context.reorders():
@@ -112,14 +112,14 @@ class BandedProducts:
 
 @dataclass(slots=True)
 class _BandedSelection:
-    """Finds products with banded matrices in one program."""
+    """Search for products with banded matrices in one program."""
 
     device: Device
     bands: BandedBlocks
     model: CostModel
 
     def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
-        """The products to run in blocks."""
+        """Yield the products to run in blocks."""
         masked = _masked(t, need)
         for cls in need.order:
             if not any(a.cls in masked for a in node_of(t.graph, cls).args):
@@ -143,7 +143,7 @@ class _BandedSelection:
     def _blocks(
         self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
     ) -> tuple[tuple[RowBlock, ...], tuple[float, float]]:
-        """Return the blocks predicted to be fastest, and seconds as written and in blocks."""
+        """Return the blocks predicted to be fastest; predicted seconds as written and in blocks."""
         g, node = t.graph, node_of(t.graph, cls)
         rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
         best: tuple[RowBlock, ...] = ()
@@ -159,7 +159,7 @@ class _BandedSelection:
         return best, (model.product_seconds(g, cls, node), least)
 
     def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
-        """The blocks' products, what they read cut out, and their results joined."""
+        """Return the seconds of the blocks' products, operand slices and joined results."""
         d, node, info = self.device, node_of(t.graph, cls), t.graph.classes[cls]
         sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
         total = 0.0
@@ -185,7 +185,7 @@ def _is_large(t: TermGraph, cls: int, least_flops: float) -> bool:
 
 
 def _masked(t: TermGraph, need: Needed) -> set[int]:
-    """Return the classes that are computed from index numbers or masks, element by element."""
+    """Return the classes computed elementwise from index numbers or masks."""
     g = t.graph
     masks = [c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)]
     return cone(
@@ -198,7 +198,7 @@ def _is_mask(op: str, dtype: str) -> bool:
 
 
 def _bands(t: TermGraph, cls: int, masked: set[int]) -> Iterator[tuple[int, Band]]:
-    """The indices over whose rows an operand is zero outside a band, and the band."""
+    """Yield each row index over which an operand is banded, with its band."""
     node = node_of(t.graph, cls)
     sizes = t.graph.classes[cls].sizes
     for ref, other in (node.args, node.args[::-1]):
@@ -212,7 +212,7 @@ def _bands(t: TermGraph, cls: int, masked: set[int]) -> Iterator[tuple[int, Band
 
 
 def _band(t: TermGraph, ref: Ref, row: int, column: int, rows: int, columns: int) -> Band:
-    """Outside of which the matrix is zero."""
+    """Return the band outside which the matrix is zero."""
     names: dict[Any, Any] = {i: f"b{i}" for i in ref.axes}
     names[row], names[column] = ROW, COLUMN
     batch = [names[i] for i in ref.axes if i not in (row, column)]
@@ -223,7 +223,7 @@ def _band(t: TermGraph, ref: Ref, row: int, column: int, rows: int, columns: int
 
 
 def _known(t: TermGraph, builder: TileBuilder, number: int, batch: list[str]) -> Known:
-    """Constant masks are read; whole weights would take long."""
+    """Read constant masks; other weights are not read, since reading them would take long."""
     cls, axes = builder.inputs[number]
     if t.graph.classes[cls].dtype != "bool":
         return Known()
@@ -235,7 +235,7 @@ def _cut_rows(rows: int, columns: int, size: int, band: Band) -> Iterator[RowBlo
         stop = min(start + size, rows)
         low = 0 if band.lower is None else max(0, start + band.lower)
         high = columns if band.upper is None else min(columns, stop + band.upper)
-        low = min(low, columns - 1)  # one column at least: a row of NaNs stays one
+        low = min(low, columns - 1)  # at least one column, so that a row of NaNs stays NaN
         yield RowBlock(start, stop, low, max(high, low + 1))
 
 

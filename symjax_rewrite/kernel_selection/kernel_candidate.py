@@ -1,4 +1,4 @@
-"""A kernel's call as a candidate: the classes that it computes become values of the program."""
+"""Kernel calls as candidates: the classes a kernel computes become values of the program."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from symjax_rewrite.usage_records import RouteUse
 
 
 class OneClass:
-    """A maker of one class, which others may read."""
+    """Route that computes one class, which others may read."""
 
     __slots__ = ()
     cls: int
 
     def classes(self) -> set[int]:
-        """The class it computes."""
+        """Return the class it computes."""
         return {self.cls}
 
     def gives(self) -> set[int]:
-        """The same."""
+        """Return the class that others may read."""
         return {self.cls}
 
 
@@ -37,14 +37,14 @@ def candidates(
     groups: Sequence[tuple[Sequence[Any], Sequence[RouteUse]]],
     opens: bool = False,
 ) -> list[Candidate]:
-    """Candidates of makers of classes: those of a group are taken together or not at all.
+    """Return candidates of routes; the routes of a group are accepted together or not at all.
 
     Args:
         t: the program's terms.
         name: of the candidates.
-        groups: makers that belong together, with `classes()`, `gives()`, `needs(cls)` and
-            `array(reader, cls)`, and what the report says of them.
-        opens: whether later passes see their equations.
+        groups: routes that belong together, with `classes()`, `gives()`, `needs(cls)` and
+            `array(reader, cls)`, and their report entries.
+        opens: later passes see their equations.
     """
     links, wide = _exchanged(t, [m for makers, _ in groups for m in makers])
 
@@ -81,10 +81,10 @@ def candidates(
 
 
 def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
-    """New values for classes that makers exchange, though no value of the program holds them so.
+    """Number new values for classes that routes exchange and that no value of the program holds.
 
     Returns:
-        By class, the value of those that the program has no value of, and of those held wider.
+        By class, the value of those without a program value, and of those held in a wider dtype.
     """
     read, value_of = classes_read(t, makers), TermPart(t).value_of
     links: dict[int, int] = {}
@@ -106,9 +106,9 @@ def _aval(t: TermGraph, cls: int) -> Any:
 
 
 def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
-    """Parts of arrays that makers read and no value holds: equations for later passes to see.
+    """Return slices that routes read and no value holds; they become equations for later passes.
 
-    A sum that reads four places of each row of a sort must not hide that nobody reads the others.
+    A sum that reads four entries of each row of a sort must not hide that the others are dead.
     """
     given = {c for m in makers for c in m.gives()}
     read = {c for m in makers for own in m.gives() for c in m.needs(own)} - given
@@ -116,7 +116,7 @@ def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
 
 
 def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
-    """The classes that makers read, also through classes that no value holds as they are."""
+    """Return the classes that routes read, also through classes that no value holds."""
     value_of = TermPart(t).value_of
     given = {c for m in makers for c in m.gives()}
     stack = [c for m in makers for own in m.gives() for c in m.needs(own)]
@@ -131,5 +131,5 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
 
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
-    """What was considered and is not proposed."""
+    """Return the refusals of candidates that are not proposed."""
     return [Refusal(u.name, u.reason, u.where, u.count, u.ratio) for u in uses if not u.taken]

@@ -1,12 +1,12 @@
-"""Which columns matter to a row: masks of a tile program read as index ranges (a face).
+"""Columns that contribute to a row: masks of a tile program read as index ranges.
 
-A mask is a comparison of index numbers: `j <= i`, `i - j < w`, `j < length[b]`. Where a condition
-fails the tile holds its fill, and a fold that knows the range skips whole tiles. Everything here
-says where something *may* be seen; what it does not understand may be seen everywhere.
+A mask is a comparison of index numbers: `j <= i`, `i - j < w`, `j < length[b]`. Where the condition
+fails, the tile holds its fill. A fold that knows the range skips whole tiles. All regions here are
+upper bounds: an expression that is not understood gives no bound.
 
-A fill of -inf weighs nothing. A finite one is skipped only if it lies below every finite score by
-the exponent range, and every row is shown to see some score: a row whose every key is masked with
-a finite fill is the mean over all keys, also those outside the range.
+A fill of -inf has weight zero. A finite fill is skipped under two conditions: it lies below every
+finite score by the exponent range, and every row is proved to have a score. A row whose keys are
+all masked with a finite fill is the mean over all keys, also over keys outside the range.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, MAP
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 
-SCAN_LIMIT = 1 << 28  # constants of more elements are not read
+SCAN_LIMIT = 1 << 28  # limit on elements of a constant that is read
 LOW = 0.7  # a fill below -LOW times the greatest number of its dtype is below every score
 INTEGERS = {"float32": 1 << 24, "bfloat16": 1 << 8, "float16": 1 << 11, "float64": 1 << 53}
 
 
 class Length(NamedTuple):
-    """The bound `j < operand + extra`, plus the row's number where it `follows`."""
+    """Bound `j < operand + extra`, plus the row number where it `follows`."""
 
     operand: int
     extra: int
@@ -51,7 +51,7 @@ class MaskRegion:
     empty: bool = False
 
     def meet(self, other: MaskRegion) -> MaskRegion:
-        """What is in both."""
+        """Return the intersection of both regions."""
         if self.empty or other.empty:
             return NOWHERE
         lower = _tighter(max, self.lower, other.lower)
@@ -61,7 +61,7 @@ class MaskRegion:
         return MaskRegion(lower, upper, self.length or other.length)
 
     def join(self, other: MaskRegion) -> MaskRegion:
-        """The least region that holds both."""
+        """Return the least region that contains both."""
         if self.empty or other.empty:
             return other if self.empty else self
         return MaskRegion(
@@ -79,7 +79,7 @@ def _tighter(pick: Any, a: int | None, b: int | None) -> int | None:
 
 
 class Known(NamedTuple):
-    """What is known of an operand that a tile reads.
+    """Known facts of an operand that a tile reads.
 
     length: its number, if it holds one integer per batch element. pairs: the array of an operand
     over rows and columns that is a constant of the program.
@@ -90,7 +90,7 @@ class Known(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """row·i + column·j + Σ coefficient·operand + constant."""
+    """Linear form row·i + column·j + Σ coefficient·operand + constant."""
 
     row: int
     column: int
@@ -100,9 +100,9 @@ class Linear(NamedTuple):
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads the steps of one tile program.
+    """Reader of the steps of one tile program.
 
-    finite: whether low finite fills count as nothing; used: whether one was met.
+    finite: low finite fills have weight zero. used: True once such a fill was read.
     """
 
     steps: Sequence[Step]
@@ -115,7 +115,7 @@ class _Reader:
     exact: _Reader | None = None
 
     def strict(self) -> _Reader:
-        """A reader that knows only infinite fills: what is added to them does not matter."""
+        """Return a reader that accepts only infinite fills, which absorb added terms."""
         if self.exact is None:
             self.exact = self
             if self.finite:
@@ -123,7 +123,7 @@ class _Reader:
         return self.exact
 
     def support(self, step: int, fill: float) -> MaskRegion:
-        """Where a value may differ from the fill."""
+        """Return the region where a value may differ from the fill."""
         key = (step, fill)
         if key not in self.memo:
             self.memo[key] = self._support(step, fill)
@@ -183,7 +183,7 @@ class _Reader:
         return EVERYWHERE
 
     def _constant(self, read: int, seen: Any) -> MaskRegion:
-        """Where a constant array over rows and columns is seen."""
+        """Return the region where a constant array over rows and columns differs from the fill."""
         array = self.known[read].pairs
         if array is None:
             return EVERYWHERE
@@ -195,7 +195,7 @@ class _Reader:
         return MaskRegion(int((first - i).min()), int((array.shape[1] - 1 - last - i).max()))
 
     def condition(self, step: int, wanted: bool) -> MaskRegion:
-        """Where a boolean may be `wanted`."""
+        """Return the region where a boolean may be `wanted`."""
         kind, data, args, dtype = self.steps[step]
         if dtype != "bool":
             return EVERYWHERE
@@ -242,7 +242,7 @@ class _Reader:
         return self._below(_minus(left, right), name)
 
     def _below(self, e: Linear, name: str) -> MaskRegion:
-        """Where `e <= 0`, or `e < 0`."""
+        """Return the region where `e <= 0`, or `e < 0`."""
         constant = e.constant + (name == "lt")
         ends = (0, self.rows - 1)
         if e.symbols:
@@ -258,7 +258,7 @@ class _Reader:
         return EVERYWHERE
 
     def linear(self, step: int) -> Linear | None:
-        """A value as a linear form of index numbers, where it is one and nothing wraps."""
+        """Return a value as a linear form of index numbers that cannot wrap around, or None."""
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
         if kind == "const":
@@ -308,7 +308,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def is_low(value: Any, dtype: str) -> bool:
-    """Whether a constant is a finite fill that lies below every finite score."""
+    """Return True if a constant is a finite fill that lies below every finite score."""
     if dtype_kind(dtype) != "f" or isinstance(value, complex) or not math.isfinite(value):
         return False
     return value <= -LOW * float(jnp.finfo(dtype).max)
@@ -333,17 +333,17 @@ def band_of(
     rows: int,
     cols: int,
 ) -> Band:
-    """The columns that matter to any output of a fold.
+    """Return the columns that contribute to any output of a fold.
 
     Args:
         steps: the tile program.
-        known: what is known of each operand it reads, in their order.
-        outputs: for every reduction its step and what it ignores: -inf, inf or 0.
+        known: known facts of each operand it reads, in their order.
+        outputs: for every reduction its step and its neutral fill: -inf, inf or 0.
         rows: number of rows.
         cols: number of columns.
 
     Returns:
-        A band outside which every output sees what it ignores.
+        A band outside which every output reads its neutral fill.
     """
     region = NOWHERE
     for step, fill in outputs:
@@ -365,7 +365,7 @@ def band_of(
 def known_operand(
     t: TermGraph, number: int, cls: int, axes: tuple[str, ...], batch: Sequence[str]
 ) -> Known:
-    """What is known of operand `number`, a class with named axes."""
+    """Return the known facts of operand `number`, a class with named axes."""
     if set(axes) <= set(batch):
         return Known(length=number)
     value = t.program.consts.get(t.leaf_value.get(cls, -1))
@@ -380,9 +380,9 @@ def known_operand(
 def every_row_sees(
     steps: Sequence[Step], step: int, rows: int, cols: int, seen: MaskRegion
 ) -> bool:
-    """Whether each row has a column with a score, whatever the operands hold.
+    """Return True if each row has a column with a score, for all values of the operands.
 
-    It is looked for on the diagonal, in the first column and at the ends of the range.
+    The columns tested are the diagonal, the first column and the ends of the range.
     """
     if rows == 0 or cols == 0 or rows > 1 << 22:
         return False
@@ -396,13 +396,13 @@ def every_row_sees(
 
 
 class _MaskPoints:
-    """A tile program at some pairs (i, j), as far as index numbers alone decide it."""
+    """Evaluator of a tile program at some pairs (i, j), where index numbers alone decide it."""
 
     def __init__(self, steps: Sequence[Step], i: np.ndarray, j: np.ndarray) -> None:
         self.steps, self.i, self.j = steps, i, j
 
     def scored(self, step: int) -> np.ndarray:
-        """Where the value is a contraction, scaled or capped: no fill, no operand added."""
+        """Return where the value is a contraction, scaled or capped: no fill, no operand added."""
         kind, data, args, _ = self.steps[step]
         none = np.zeros(self.i.shape, bool)
         if kind == "dot":
@@ -422,7 +422,7 @@ class _MaskPoints:
         return none
 
     def value(self, step: int) -> np.ndarray | None:
-        """The value of a step that depends on index numbers alone."""
+        """Return the value of a step that depends on index numbers alone, or None."""
         kind, data, args, dtype = self.steps[step]
         if kind == "const" and dtype_kind(dtype) in "iub":
             return np.full(self.i.shape, data, dtype)

@@ -1,15 +1,17 @@
-"""The ends of sorted rows by selection instead of a sort, and selection in a dtype that is fast.
+"""Ends of sorted rows by selection instead of a sort, in a dtype with fast selection.
 
-`sort(x)[:k]`, `argsort(x)[-k:]`, `sort(x)[::-1][:k]` and single order statistics read few places of
-a row: those are its k best, found in O(n). Values and places are those of the stable sort, bit for
-bit: both zeros are equal, equal values keep their order, and rows with NaNs are sorted after all.
-XLA's CPU backend selects in f32 alone and sorts for all other dtypes: what f32 holds exactly is
-selected in f32 (64 rows of 8192 in bfloat16: 92 ms as written, 1 ms so; sorted in f32: 79 ms).
-The best of every chunk of a row by itself were never faster there, nor those of a concatenation's
-pieces. The k chunks with the largest maxima do have the k best, and are found in a tenth of the
-time (2²⁰ entries, k = 10: 0.1 ms for 1.3). But to order NaNs and signs of zeros as top-k does,
-maxima must be of integers, which take 1.0 ms, or be checked by a branch, in which all else is up to
-four times slower.
+`sort(x)[:k]`, `argsort(x)[-k:]`, `sort(x)[::-1][:k]` and single order statistics read few entries
+of a row: its k best, found in O(n). Values and indices equal the stable sort's bit for bit: both
+zeros are equal, equal values keep their order, and rows with NaNs are sorted in full. XLA's CPU
+backend selects in f32 alone and sorts for all other dtypes. Values that f32 holds exactly are
+therefore selected in f32 (64 rows of 8192 in bfloat16: 92 ms as written, 1 ms selected; 79 ms
+sorted in f32).
+
+Two alternatives were not faster on the CPU. Selecting from every chunk of a row, or from every part
+of a concatenation, was never faster. Selecting the k chunks with the largest maxima is correct and
+takes a tenth of the time (2²⁰ entries, k = 10: 0.1 ms for 1.3 ms). To order NaNs and signed zeros
+as top-k does, however, the maxima must be of integers (1.0 ms), or be checked by a branch, which
+slows all other work inside it by up to four times.
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
 NARROW = SELECTED[1:]
-MAX_LENGTH = 1 << 24  # places of longer rows are no exact f32
+MAX_LENGTH = 1 << 24  # indices of longer rows are not exact in f32
 
 
 @dataclass(frozen=True, slots=True)
 class SortedPart:
-    """Places `start + stride·i` of a sorted row, `count` of them; None: one, and no axis is left.
+    """Entries `start + stride·i` of a sorted row, `count` of them; None: one entry without an axis.
 
-    output: of the sort. slots: for every axis of that output's atoms, the class's slot.
+    output: output number of the sort. slots: for every axis of that output's atoms, the class's
+    slot.
     """
 
     output: int
@@ -56,14 +59,14 @@ class SortedPart:
     slots: tuple[int, ...]
 
     def ends(self) -> tuple[int, int]:
-        """The first and last place of the row."""
+        """Return the lowest and highest index read."""
         last = self.start + self.stride * ((self.count or 1) - 1)
         return min(self.start, last), max(self.start, last)
 
 
 @dataclass(slots=True)
 class SelectionRoute:
-    """A sort of which only parts are read, or a top-k, without the sort.
+    """Selection that replaces a sort of which only parts are read, or a top-k.
 
     axis: of the operands. parts: by class; none for a top-k, whose results are `outputs`.
     """
@@ -76,20 +79,20 @@ class SelectionRoute:
     backend: str = "top_k"
 
     def classes(self) -> set[int]:
-        """What this route computes."""
+        """Return the classes this route computes."""
         return {*self.parts, *self.outputs}
 
     def gives(self) -> set[int]:
-        """What others may read."""
+        """Return the classes that others may read."""
         return self.classes()
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this route."""
         del cls
         return [self.t.view(v).cls for v in self.e.invals if isinstance(v, int)]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """A class's value, and its slots."""
+        """Return a class's value, and its slots."""
         made = emitter.folded(self)
         if cls in self.outputs:
             data = made[self.outputs[cls]]
@@ -121,11 +124,11 @@ class SelectionRoute:
 
     @property
     def length(self) -> int:
-        """Entries of a row."""
+        """Return the number of entries of a row."""
         return shape_of(self.e.eqn.invars[0])[self.axis]
 
     def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The places that are read at the start and at the end: first, and one after the last."""
+        """Return the (first, stop) index ranges read at the start and at the end of the row."""
         n = self.length
         ends = [p.ends() for p in self.parts.values()]
         head = max((b + 1 for a, b in ends if a < n // 2), default=0)
@@ -133,7 +136,7 @@ class SelectionRoute:
         return (0, head), (tail, n)
 
     def _places(self, row: Any, part: SortedPart, first: int) -> Any:
-        """The part's places of a row's end that begins at `first`."""
+        """Return a part's entries from the end of the row that begins at index `first`."""
         low, high = part.ends()
         row = lax.slice_in_dim(row, low - first, high + 1 - first, abs(part.stride), self.axis)
         if part.stride < 0:
@@ -141,7 +144,7 @@ class SelectionRoute:
         return lax.squeeze(row, (self.axis,)) if part.count is None else row
 
     def run(self, emitter: Any) -> list[Any]:
-        """For each end the sort's results there; the results of a top-k."""
+        """Return the sort's results at each end, or the results of a top-k."""
         operands = []
         for v in self.e.invals:
             if not isinstance(v, int):
@@ -155,7 +158,7 @@ class SelectionRoute:
         return [self._end(operands, *ends) for ends in self.ends()]
 
     def _selected(self, x: Any) -> list[Any]:
-        """A top-k in f32."""
+        """Return a top-k computed in f32."""
         written = lambda x: tuple(jax_internals.eval_equation(self.e.eqn, [x]))  # noqa: E731
 
         def fast(x: Any) -> tuple[Any, ...]:
@@ -165,7 +168,7 @@ class SelectionRoute:
         return list(_unless_nan(x, fast, written))
 
     def _end(self, operands: list[Any], low: int, high: int) -> list[Any]:
-        """The places from `low` to `high` of the sorted rows, in order."""
+        """Return the entries from `low` to `high` of the sorted rows, in order."""
         if low == high:
             return []
         axis, count = self.axis, high - low
@@ -177,7 +180,7 @@ class SelectionRoute:
         def fast(*xs: Any) -> tuple[Any, ...]:
             key = jnp.moveaxis(xs[0], axis, -1).astype(jnp.float32)
             key = jnp.where(key == 0, jnp.zeros_like(key), key)  # both zeros are equal
-            key = jnp.flip(key, -1) if low else -key  # of equal values the last come last
+            key = jnp.flip(key, -1) if low else -key  # among equal values the last come last
             place = lax.top_k(key, count)[1]
             place = self.length - 1 - jnp.flip(place, -1) if low else place
             place = jnp.moveaxis(place, -1, axis)
@@ -187,19 +190,19 @@ class SelectionRoute:
 
 
 def _unless_nan(x: Any, fast: Any, written: Any, *rest: Any) -> tuple[Any, ...]:
-    """`fast` where x has no NaNs, else what was written."""
+    """Return `fast` where x has no NaNs, else the results as written."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return fast(x, *rest)
     return lax.cond(jnp.any(x != x), written, fast, x, *rest)
 
 
 class PartialSorts:
-    """Sorts of which only the ends are read (a pass)."""
+    """Pass that replaces sorts of which only the ends are read."""
 
     name = "selection"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The sorts whose ends are selected."""
+        """Yield the sorts whose ends are selected."""
         kernels = context.options.kernels
         sorts = context.device.sorts
         looks = kernels == "always" or (kernels == "auto" and sorts.selects)
@@ -228,7 +231,7 @@ Reading = tuple[SelectionRoute | str, str] | None
 
 
 def _top_k(t: TermGraph, e: Equation) -> Reading:
-    """A top-k in a dtype that f32 holds."""
+    """Return a selection for a top-k in a dtype that f32 holds exactly."""
     aval: Any = e.eqn.invars[0].aval
     if str(aval.dtype) not in NARROW or not isinstance(e.invals[0], int):
         return None
@@ -240,7 +243,7 @@ def _top_k(t: TermGraph, e: Equation) -> Reading:
 
 
 def _sort(t: TermGraph, need: Needed, e: Equation, sorts: SortFacts) -> Reading:
-    """A sort of which the ends alone are read."""
+    """Return a selection for a sort of which only the ends are read."""
     aval: Any = e.eqn.invars[0].aval
     axis = int(e.eqn.params["dimension"])
     if e.eqn.params["num_keys"] != 1 or not isinstance(e.invals[0], int):
@@ -268,7 +271,7 @@ def _sort(t: TermGraph, need: Needed, e: Equation, sorts: SortFacts) -> Reading:
 def _parts(
     t: TermGraph, need: Needed, v: int, axis: int, output: int
 ) -> dict[int, SortedPart] | None:
-    """The parts that are read of a sort's output, by class; None where it is read otherwise."""
+    """Return the parts read of a sort's output, by class; None where another reader exists."""
     cls = t.view(v).cls
     if node_of(t.graph, cls).op != NATIVE or cls in need.outside:
         return None
@@ -296,7 +299,7 @@ def _parts(
 
 
 def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> SortedPart | None:
-    """A slice along the axis of a sort alone."""
+    """Return the part that a slice along the sorted axis alone reads, or None."""
     node = node_of(t.graph, cls)
     if node.op != SLICE or len(along) != 1:
         return None
@@ -316,6 +319,6 @@ def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> Sorted
 
 
 def _size(e: Equation) -> int:
-    """Elements of the array that is sorted; 0 where a size is a name."""
+    """Return the number of elements of the sorted array; 0 where a size is symbolic."""
     shape = getattr(e.eqn.invars[0].aval, "shape", ())
     return math.prod(shape) if all(isinstance(d, int) for d in shape) else 0

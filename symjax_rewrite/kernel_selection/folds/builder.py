@@ -1,4 +1,4 @@
-"""From exits to a fold that serves them, and from its results back to their values (a face)."""
+"""Build a fold from reductions, and compute their values from the fold's results."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ _REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
 
 @dataclass(slots=True)
 class FoldRoute:
-    """A fold and the exits it serves.
+    """Fold and the reductions that it computes.
 
-    inputs: per operand its class, and what each slot reads: an axis name or one place. rows: its
-    epilogue; without one, the row algebra is done outside. steps: the tile program. wide: classes
-    that folds pass on in f32; with None everything rounds as the program does. price: gives its
-    cost on a device.
+    inputs: per operand its class and, for each slot, an axis name or one index. rows: the epilogue;
+    without an epilogue the row algebra is computed outside. steps: the tile program. wide: classes
+    that folds exchange in f32; with None every step rounds as the program does. price: returns the
+    fold's cost on a device.
     """
 
     spec: FoldSpec
@@ -81,17 +81,17 @@ class FoldRoute:
     price: Callable[[Device], Cost] | None = None
 
     def classes(self) -> set[int]:
-        """The classes this route computes."""
+        """Return the classes this route computes."""
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
 
     def gives(self) -> set[int]:
-        """Those of them that others may read; the rest exists within the fold alone."""
+        """Return the computed classes that others may read; the rest exist only within the fold."""
         if self.rows is None:
             return set(self.served)
         return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before a class: the operands, and its row algebra."""
+        """Return the classes that a class needs: the operands and its row algebra's inputs."""
         needed = [c for c, _ in self.inputs]
         for piece in self.served[cls].form if cls in self.served else ():
             rows = piece.rows() if self.rows is None else [piece.after]
@@ -99,7 +99,7 @@ class FoldRoute:
         return needed
 
     def run(self, emitter: Any) -> Any:
-        """Emit the fold: everything it returns."""
+        """Emit the fold and return all of its results."""
         arrays = [
             read_operand(emitter, cls, axes, o.dtype)
             for (cls, axes), o in zip(self.inputs, self.spec.operands, strict=True)
@@ -107,23 +107,23 @@ class FoldRoute:
         return fold(self.spec, *arrays, backend=self.backend)
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value of a class and its slots."""
+        """Return the value of a class and its slots."""
         data, slots = self._value(emitter, cls)
         return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
     def wide_classes(self) -> set[int]:
-        """The classes that it can give in f32, wider than they are."""
+        """Return the classes that the fold can return in f32 although their dtype is narrower."""
         return self.gives() & (self.wide or frozenset())
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The same in f32, if the class is one that folds pass on in f32."""
+        """Return a class's value in f32 if folds exchange it in f32, and its slots."""
         if cls not in (self.wide or ()):
             return self.array(emitter, cls)
         data, slots = self._value(emitter, cls)
         return data.astype(np.dtype(held_dtype(emitter.t.graph.classes[cls].dtype))), slots
 
     def _value(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value of a class in whatever dtype the fold has it, and its slots."""
+        """Return the value of a class in the fold's dtype, and its slots."""
         results = emitter.folded(self)
         if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
@@ -142,14 +142,14 @@ class FoldRoute:
         return _finished(emitter.t, served, total, axes)
 
     def _keyed(self, emitter: Any, served: Served, results: Any) -> tuple[Any, tuple[int, ...]]:
-        """A sum by key: it has no rows, and the axes that the keys say come last."""
+        """Return a sum by key and its slots: it has no row axis, and the keyed axes come last."""
         ((output, k), *_), *_ = served.places
         index = {name: i for i, name in served.names.items()}
         kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
         return results[output][k], (*kept, *served.exit.along)
 
     def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
-        """One piece of an exit over the leading axes and its features."""
+        """Return one term of a reduction over the leading axes and its features."""
         piece, (place, shift, features) = served.form[k], served.places[k]
         axes = (*served.lead, *features)
         if self.rows is not None:
@@ -165,7 +165,7 @@ class FoldRoute:
             data = results[place[0]][place[1]]
             top = None if shift is None else results[shift[0]][shift[1]]
         if abs(piece.coefficient) < 1 and self.rows is None:
-            data = _times(data, piece.coefficient)  # before what may take the product out of range
+            data = _times(data, piece.coefficient)  # the product may leave the range
         if piece.after is not None:
             rows = self._read_over(emitter, piece.after, axes, data.shape)
             data = jnp.sum(data * rows.astype(data.dtype), axis=tuple(range(-len(features), 0)))
@@ -194,7 +194,7 @@ def _times(data: Any, coefficient: float) -> Any:
 def _finished(
     t: TermGraph, served: Served, data: Any, axes: tuple[str, ...]
 ) -> tuple[Any, tuple[int, ...]]:
-    """The value over the exit's own indices: what it reduces besides the column goes last."""
+    """Return the value over the reduction's own indices; other reduced axes are summed last."""
     dtype = np.dtype(t.graph.classes[served.exit.cls].dtype)
     index = {name: i for i, name in served.names.items()}
     gone = tuple(k for k, a in enumerate(axes) if index.get(a) in served.exit.bound)
@@ -216,16 +216,17 @@ def _finished(
 
 
 def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
-    """A result without the axis of rows, where the program has one row and no such axis."""
+    """Drop the row axis of a result where the program has one row and no such axis."""
     if ROW in known or ROW not in axes:
         return data, axes
     return jax.lax.squeeze(data, (axes.index(ROW),)), tuple(a for a in axes if a != ROW)
 
 
 def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> Any:
-    """An operand's array: its slots in order, those at one place dropped.
+    """Return an operand's array with its slots in order; slots read at one index are dropped.
 
-    dtype: what it is read in; a class that folds pass on in f32 may be wider than the program's.
+    dtype: the dtype it is read in; a class that folds exchange in f32 may be wider than in the
+    program.
     """
     wide = dtype != emitter.t.graph.classes[cls].dtype
     array = emitter.wide_array(cls) if wide else emitter.array(cls)
@@ -236,25 +237,25 @@ def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> A
     for axis in reversed(order):
         if isinstance(axes[axis], At):
             data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
-    return data if len(axes) == len(order) else data[..., None]  # the one row
+    return data if len(axes) == len(order) else data[..., None]  # append the axis of the single row
 
 
 def read_over(
     emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int], wide: bool = False
 ) -> Any:
-    """A class broadcast over named axes; in f32 if it is `wide`."""
+    """Return a class broadcast over named axes, in f32 if it is `wide`."""
     array = emitter.wide_array(ref.cls) if wide else emitter.array(ref.cls)
     labels = tuple(list(axes).index(ref.axes[s]) for s in array.slots)
     return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
 
 
 def named(ref: Ref, names: dict[Any, Any]) -> Ref:
-    """A reference with its indices called by name."""
+    """Return a reference with its indices renamed."""
     return Ref(ref.cls, tuple([names[i] for i in ref.axes]))  # pyright: ignore[reportArgumentType]
 
 
 def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
-    """A piece with its axes called by name; features are called after the weights."""
+    """Return a term with its axes renamed; features are named after the weights."""
     full: dict[Any, Any] = dict(names)
     weights = piece.weights
     if weights is not None:
@@ -274,7 +275,7 @@ def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
 
 
 class FoldBuilder:
-    """Assembles one fold from the pieces of several exits."""
+    """Assembly of one fold from the terms of several reductions."""
 
     def __init__(
         self,
@@ -292,12 +293,12 @@ class FoldBuilder:
         self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
 
     def add(self, served: Served) -> None:
-        """Have an exit served."""
+        """Add a reduction to the fold."""
         self.served[served.exit.cls] = served
         self._keys.append((served, [self._piece(served, piece) for piece in served.form]))
 
     def reads(self) -> set[int]:
-        """The classes that the tiles and the row algebra of the exits read."""
+        """Return the classes read by the tiles and the row algebra of the reductions."""
         rows = {r.cls for s in self.served.values() for piece in s.form for r in piece.rows()}
         return rows | {c for c, _ in self.tiles.inputs}
 
@@ -305,7 +306,7 @@ class FoldBuilder:
         return place_in(self.roots, step)
 
     def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
-        """What a piece is a result of, which result, and its feature axes."""
+        """Return a term's output key, the index of its result, and its feature axes."""
         if piece.kind == "count":
             return (), 0, ()
         if piece.kind == "keyed":
@@ -313,7 +314,7 @@ class FoldBuilder:
         if piece.kind not in ("exp", "sum"):
             assert piece.tile is not None
             step = self.tiles.build(piece.tile)
-            if piece.kind in ("argmax", "argmin", "top_k", "sorted"):  # rounded, values may tie
+            if piece.kind in ("argmax", "argmin", "top_k", "sorted"):  # rounded values may tie
                 step = self.tiles.as_written(step, piece.tile.cls)
             if piece.kind == "sorted":
                 step = self.tiles.ranked(step)
@@ -335,7 +336,7 @@ class FoldBuilder:
         return key, place_in(terms, term) + (piece.kind == "exp"), features
 
     def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
-        """What a sum by key is a result of."""
+        """Return the output key of a sum by key."""
         found, g = served.exit, self.t.graph
         counted = [is_counted(g, key.cls) for key in piece.keys]
         keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
@@ -354,7 +355,7 @@ class FoldBuilder:
 
     @staticmethod
     def _is_own(served: Served, axis: str) -> bool:
-        """Whether an axis is one of the exit's result."""
+        """Return True if an axis belongs to the reduction's result."""
         return any(n == axis and i not in served.exit.bound for i, n in served.names.items())
 
     def _term(
@@ -370,16 +371,16 @@ class FoldBuilder:
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
     def _rounding(self, found: Exit, dtype: str) -> str | None:
-        """What a tile is rounded to before it meets weights of a dtype: as in the program.
+        """Return the dtype a tile is rounded to before weights multiply it, as in the program.
 
-        A product of f32 and half precision rounds neither.
+        A product of f32 and half precision rounds neither operand.
         """
         classes = self.t.graph.classes
         alike = all(classes[a.cls].dtype == dtype for a in found.args)
         return dtype if is_half(dtype) and alike else None
 
     def _place(self) -> list[Output]:
-        """The outputs; every exit learns where its results are."""
+        """Return the outputs, and record for every reduction where its results are."""
         exps = {root for kind, root, _ in self.outputs if kind == "exp"}
         outputs: list[Output] = []
         at: dict[tuple, int] = {}
@@ -389,7 +390,7 @@ class FoldBuilder:
                 kind, root, places = key
                 outputs.append(_output(kind, root, places, tuple(terms)))
         for root in exps:
-            at["max", root, 0] = at["exp", root, 0]  # it comes first there
+            at["max", root, 0] = at["exp", root, 0]  # the maximum is the first result of `exp`
         for served, keys in self._keys:
             served.places = [
                 ((at.get(key, 0), k), (at[key], 0) if key[:1] == ("exp",) else None, features)
@@ -398,10 +399,10 @@ class FoldBuilder:
         return outputs
 
     def _band(self) -> Band:
-        """The columns that matter, from the tile program and what is known of what it reads."""
+        """Return the band of columns read, from the tile program and known operands."""
         ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "across": 0.0, "keyed": 0.0}
         if any(kind not in ignored for kind, _, _ in self.outputs):
-            return Band()  # these say which column it is
+            return Band()  # these outputs depend on the column number
         tiles, batch = self.tiles, self.lead[:-1]
         known = [
             known_operand(self.t, n, tiles.inputs[n][0], tiles.operands[n].axes, batch)
@@ -411,10 +412,10 @@ class FoldBuilder:
         return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
 
     def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
-        """The route.
+        """Return the route.
 
         Raises:
-            UsageError: the parts are no fold.
+            UsageError: the parts do not form a fold.
         """
         outputs = self._place()
         rows = row_algebra(around, self.served, self.tiles)
@@ -437,7 +438,7 @@ class FoldBuilder:
 
 
 def _output(kind: str, root: int, places: Any, terms: tuple[WeightedTerm, ...]) -> Output:
-    """An output of a fold; `places` says how many of a top-k, and how sums by key are made."""
+    """Return an output of a fold; `places` is the k of a top-k, or describes a sum by key."""
     match kind:
         case "keyed":
             keys, sizes, kept, varies, clips = places

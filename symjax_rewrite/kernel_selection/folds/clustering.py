@@ -1,8 +1,8 @@
-"""Which exits of a program share pairwise terms, and in what order folds serve them (a face).
+"""Clusters of reductions that share pairwise terms, and the order in which folds compute them.
 
-Exits that share a pairwise term form a *cluster*: either all of them become folds and the term is
-never made whole, or it is made and they stay. Exits of one cluster that wait for the same earlier
-results, and reduce the same way round, are served by one fold.
+Reductions that share a pairwise term form a *cluster*. Either all of them become folds and the term
+is never materialised, or the term is materialised and none becomes a fold. One fold computes the
+reductions of a cluster that wait for the same earlier results and reduce in the same direction.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, forms, r
 from symjax_rewrite.kernel_selection.folds.reductions import Exit, exit_of
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
 
-_EXACT = {"max", "min"}  # the order in which they reduce does not matter
+_EXACT = {"max", "min"}  # independent of the order of reduction
 _RANDOM = ("random_", "threefry", "rng_")
 
 
 @dataclass(slots=True, eq=False)
 class ClusterMember:
-    """An exit that could be served by a fold: its pair of indices and what its tile is made of.
+    """Reduction that a fold could compute: its pair of indices and the parts of its tile.
 
-    space: the indices of the tile. form: how it is read; level: how many folds come before.
+    space: the indices of the tile. form: its chosen form. level: number of folds that precede it.
     """
 
     exit: Exit
@@ -62,16 +62,16 @@ class ClusterMember:
 
     @property
     def pairs(self) -> int:
-        """Elements of the tile."""
+        """Return the number of elements of the tile."""
         return prod(int(self.exit.sizes[i]) for i in self.space)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(slots=True)
 class Cluster:
-    """Candidates that share pairwise terms; `ids` names the indices they share.
+    """Reductions that share pairwise terms; `ids` names the indices they share.
 
-    light: classes made of index numbers and tests alone that some exit reduces by themselves.
-    seconds: predicted, of its terms as written and of the folds in their place.
+    light: classes computed from index numbers and tests alone that some reduction reduces directly.
+    seconds: predicted, of its terms as written and of the folds that replace them.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -82,20 +82,20 @@ class Cluster:
 
     @property
     def pairs(self) -> int:
-        """Elements of its largest tile."""
+        """Return the number of elements of the largest tile."""
         return max(c.pairs for c in self.members)
 
     def shared(self, c: ClusterMember) -> list[Ref]:
-        """The pairwise references of a member by which it shares indices with others."""
+        """Return the pairwise references through which a member shares indices with others."""
         return [r for r, heavy in c.tile.inner.items() if heavy or r.cls in self.light]
 
 
 class Scope(NamedTuple):
-    """What is looked at.
+    """Limits and options of the search.
 
-    least: elements of a tile worth it. single: whether scores of one row are looked at, as of one
-    query of a decoder. tables: whether tiles look values up in tables, and add up by key.
-    sort_share: a sorted row is at least so many times what is kept of it.
+    least: minimum number of elements of a tile. single: include scores of one row, as of one
+    decoder query. tables: tiles may look values up in tables and sum by key. sort_share: minimum
+    ratio between the length of a sorted row and the number of places kept.
     """
 
     least: int
@@ -105,22 +105,22 @@ class Scope(NamedTuple):
 
 
 def _sorted_size(found: Exit) -> int:
-    """Elements of the row whose sorted places an exit keeps."""
+    """Return the length of the row whose sorted places a reduction keeps."""
     return int(found.sizes[found.bound[0]])  # pyright: ignore[reportArgumentType]
 
 
 def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
-    """The clusters of a program, in program order.
+    """Find the clusters of a program, in program order.
 
     Args:
         t: the lifted program.
-        need: its needed classes.
-        scope: what is looked at.
+        need: its live set.
+        scope: limits and options of the search.
     """
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
     found: list[ClusterMember] = []
-    made: set[int] = set()  # what a tile is made of comes before it
+    made: set[int] = set()  # reductions found so far; a tile reads only earlier ones
     for cls in need.order:
         if _is_less(t, cls, 0 if scope.single else scope.least):
             continue
@@ -161,7 +161,7 @@ def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
 
 
 def _join(found: list[Cluster], c: ClusterMember) -> None:
-    """Have an exit that reduces tests alone served by a cluster that makes these tests too."""
+    """Add a reduction of tests alone to a cluster that computes the same tests."""
     mine = {r.cls for r in c.tile.inner}
     for cluster in found:
         if any(r.cls in mine for m in cluster.members for r in m.tile.inner):
@@ -171,12 +171,12 @@ def _join(found: list[Cluster], c: ClusterMember) -> None:
 
 
 def _makes_work(c: ClusterMember) -> bool:
-    """Whether a tile is more than sums of products, which the rules of algebra see to."""
+    """Return True if a tile is more than sums of products, which the algebraic rules handle."""
     return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
 
 
 def _is_less(t: TermGraph, cls: int, least: int) -> bool:
-    """Whether a class is no reduction, or one of fewer elements."""
+    """Return True if a class is no reduction, or has fewer elements than `least`."""
     node = node_of(t.graph, cls)
     if node.op not in (REDUCE, CONTRACT) or not node.bound:
         return node.op in (LEAF, CONST, MAP, ADD)
@@ -200,9 +200,7 @@ def _candidate(
     if not any(_may_open(t, a) for a in found.args):
         return None
     size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
-    plain: ClusterMember | None = (
-        None  # values that are products themselves pair their features too
-    )
+    plain: ClusterMember | None = None  # products among the values pair their features too
     if found.kind == "sorted" and found.places * scope.sort_share > _sorted_size(found):
         return None
     if found.kind == "keyed" and not scope.tables:
@@ -226,12 +224,12 @@ def _candidate(
 def _single(
     t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
 ) -> ClusterMember | None:
-    """An exit over scores of one row, as of one query of a decoder: it has no index."""
-    if len(found.bound) != 1 or found.kind == "at":  # one place of a row is read where it is made
+    """Return a member for a reduction over scores of one row, such as one decoder query."""
+    if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
         return None
     (column,) = found.bound
     if int(found.sizes[column]) < LEAST_DOT:  # pyright: ignore[reportArgumentType]
-        return None  # components of a vector, which are written out
+        return None  # components of a vector are written out
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
     space = min(spaces, key=len, default=None)
     if space is None or not all(space <= s for s in spaces):
@@ -261,7 +259,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     if any(b not in space for b in found.bound):
         return None
     if not any(set(space) == set(a.axes) for a in held):
-        return None  # the product of these is larger than they are
+        return None  # the product is larger than its factors
     tile = explore(pair, held, found.keys)
     if tile is None or not tile.meets or (found.kind == "at" and tile.looked):
         return None
@@ -273,7 +271,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
         return None
     whole = [r for r in tile.whole if dtype_kind(t.graph.classes[r.cls].dtype) == "f"]
     if not tile.dots and any(len(r.axes) == len(space) for r in whole):
-        return None  # it lies in memory as it is
+        return None  # the value is already in memory
     if found.kind == "sum" and split_sum(pair, found) is None:
         return None
     tile.nonlinear |= len(held) > 1
@@ -281,7 +279,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
 
 
 def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
-    """For every (heavy class, slot) the number of the index it is, over the whole cluster."""
+    """Return the number of the index at every (heavy class, slot), over the whole cluster."""
     parent: dict[Any, Any] = {}
 
     def root(x: Any) -> Any:
@@ -300,9 +298,9 @@ def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
 
 
 def _turn(cluster: Cluster) -> None:
-    """Have sums by key, which have no rows, reduce the way round that another exit does.
+    """Align sums by key, which have no rows, with the direction of another reduction.
 
-    Where there are both, keys are read as they lie.
+    Without another reduction, keys are read in their stored order.
     """
     others = {direction(cluster, c)[:2] for c in cluster.members if c.exit.kind != "keyed"}
     for c in cluster.members:
@@ -317,25 +315,25 @@ def _turn(cluster: Cluster) -> None:
         if turned:
             c.pair = c.pair.of(c.pair.column, c.pair.row, None, c.pair.inside)
             tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
-            assert tile is not None  # as large as it was the other way round
+            assert tile is not None  # the size does not depend on the direction
             tile.nonlinear = c.tile.nonlinear
             c.tile = tile
 
 
 def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
-    """For every index of a candidate's tile what it is called in its cluster."""
+    """Return the cluster's name of every index of a candidate's tile."""
     out: dict[int, Any] = {}
     for ref in cluster.shared(c):
         for slot, i in enumerate(ref.axes):
             if isinstance(i, int):
                 out[i] = cluster.ids[ref.cls, slot]
-    if len(set(out.values())) != len(out):  # read both ways round: it shares names with nobody
+    if len(set(out.values())) != len(out):  # read in both directions, so its names are not shared
         out = {}
     return {i: out.get(i, (c.exit.cls, i)) for i in c.space}
 
 
 def _reaches(t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, int]:
-    """For every class, as bits, the clusters whose exits it depends on; -1: on random numbers."""
+    """Return for every class, as bits, the clusters it depends on; -1 marks random numbers."""
     own: dict[int, int] = {}
     for number, cluster in enumerate(found):
         for c in cluster.members:
@@ -353,7 +351,7 @@ def _reaches(t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, int]
 
 
 def _name(t: TermGraph, cls: int) -> str:
-    """What a class is called in a reason."""
+    """Return the name of a class in a reason."""
     node = node_of(t.graph, cls)
     if node.op == MAP:
         return str(node.attr[0])
@@ -365,7 +363,7 @@ def _name(t: TermGraph, cls: int) -> str:
 def _refused(
     t: TermGraph, need: Needed, cluster: Cluster, reaches: dict[int, int], number: int
 ) -> str:
-    """Why a cluster must stay, or nothing."""
+    """Return the reason to refuse a cluster, or an empty string."""
     inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
     exits = {c.exit.cls for c in cluster.members}
     passed = {x for c in cluster.members for x in c.exit.through}
@@ -387,11 +385,11 @@ def _refused(
 
 
 def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) -> str:
-    """Have tiles compute the reductions that they are compared with; why not, or nothing.
+    """Include in tiles the reductions they are compared with; return the reason if impossible.
 
-    A term that is its own maximum in one kernel is a rounding away from it in the next. What it is
-    compared with, and what counts how often it is equal, is reduced where it is compared, from
-    tiles that hold whole rows.
+    A term and its maximum computed by two kernels may differ by rounding. The maximum, and the
+    count of elements equal to it, are therefore reduced in the kernel that compares, from tiles
+    that hold whole rows.
     """
     jumps = {x for c in cluster.members for x in c.tile.compared if reaches(x)}
     if not jumps:
@@ -416,7 +414,10 @@ def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) ->
 
 
 def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] | None:
-    """The reductions that jumps compare with and that count them, with the row algebra between."""
+    """Return the reductions behind discontinuities, and the row algebra between them.
+
+    These are the reductions that discontinuous terms compare with, and those that count the terms.
+    """
     exits = {c.exit.cls: c for c in cluster.members}
     pairwise = {r.cls for c in cluster.members for r in c.tile.inner}
     counts = {
@@ -437,7 +438,7 @@ def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] |
 
 
 def _between(t: TermGraph, cls: int, roots: Set[int]) -> set[int]:
-    """A class and those below it that are elementwise in some roots, and these."""
+    """Return a class and the classes below it that are elementwise in `roots`, with the roots."""
     found: dict[int, bool] = {}
     first = min(roots, default=cls + 1)
 
@@ -455,10 +456,10 @@ def _between(t: TermGraph, cls: int, roots: Set[int]) -> set[int]:
 
 
 def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]:
-    """Choose the form of every candidate; returns how many folds come before each class.
+    """Choose the form of every candidate; return the number of folds that precede each class.
 
-    What nothing else waits for is made as late as a fold over the same pairs runs: the gradients
-    by keys and by values share one.
+    A result that no fold waits for is scheduled as late as a fold over the same pairs: the
+    gradients by keys and by values share one fold.
     """
     least: dict[int, int] = {}
     depth = _levels(t, need, taken, least)
@@ -480,7 +481,7 @@ def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]
 
 
 def direction(cluster: Cluster, m: ClusterMember) -> tuple:
-    """Equal for candidates of a cluster that reduce the same pairs the same way round."""
+    """Return a key equal for members that reduce the same pairs in the same direction."""
     ids = frame(cluster, m)
     row, column = ids.get(m.pair.row), ids[m.pair.column]
     along = frozenset(ids[i] for i in m.tile.along)
@@ -490,13 +491,13 @@ def direction(cluster: Cluster, m: ClusterMember) -> tuple:
 def _levels(
     t: TermGraph, need: Needed, taken: list[Cluster], least: dict[int, int]
 ) -> dict[int, int]:
-    """The earliest level of every candidate, none before the `least` of its class."""
+    """Return the earliest level of every candidate, none before the `least` of its class."""
     members = {m.exit.cls: m for cluster in taken for m in cluster.members}
     depth: dict[int, int] = {}
 
     def depth_of(cls: int) -> int:
         found = depth.get(cls)
-        if found is None:  # a sum made here
+        if found is None:  # a sum computed in the tile
             found = max((depth_of(a.cls) for a in node_of(t.graph, cls).args), default=0)
             depth[cls] = found
         return found
@@ -516,6 +517,6 @@ def _levels(
             rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
             if best is None or level < best[0]:
                 best = (level, max([level + 1, *rows]), form)
-        assert best is not None  # as it is written, at least
+        assert best is not None  # the written form always exists
         m.level, depth[cls], m.form = best
     return depth

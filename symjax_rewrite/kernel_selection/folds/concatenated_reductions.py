@@ -1,10 +1,10 @@
-"""Reductions over concatenated columns as reductions over each piece (a face).
+"""Reductions over concatenated columns as reductions over each concatenated part.
 
-    max [a, b] = max (max a, max b)      Σ [a, b]·w = Σ a·w₁ + Σ b·w₂      [a, b][:k] = a
+max [a, b] = max (max a, max b)      Σ [a, b]·w = Σ a·w₁ + Σ b·w₂      [a, b][:k] = a
 
-Scores that a program sets side by side before their softmax (with sinks, with a negative queue,
-local beside global) are pairwise terms of their own. What depends on them is stated again, as new
-classes of the same graph; the routes then say which of both is computed from which.
+Scores concatenated before a softmax (attention sinks, a negative queue, local and global attention)
+are pairwise terms of their own. Classes that depend on such scores are restated as new classes of
+the same graph. The routes decide which of the two classes is computed from the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
 
 
 class Pieces(NamedTuple):
-    """A class as pieces along one of its indices, each read over the class's indices."""
+    """Class as parts along one of its indices, each read over the class's indices."""
 
     along: int
     sizes: tuple[int, ...]
@@ -35,10 +35,10 @@ class Pieces(NamedTuple):
 
 @dataclass(slots=True)
 class Restated:
-    """What depends on concatenated scores, stated again.
+    """Classes that depend on concatenated scores, restated over the parts.
 
-    to: for an old class, the new one over the old one's indices. joined: old classes that put
-    results of pieces together. wanted: new classes that a fold must compute for it to pay.
+    to: for an old class, the new class over the old class's indices. joined: old classes that
+    concatenate results of the parts. wanted: new classes that a fold must compute to be profitable.
     """
 
     to: dict[int, Ref] = field(default_factory=dict)
@@ -48,27 +48,27 @@ class Restated:
 
 @dataclass(slots=True)
 class Reread(OneClass):
-    """A class that is another one, over its indices."""
+    """Class computed by reindexing another class."""
 
     cls: int
     source: Ref
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this class."""
         del cls
         return [self.source.cls]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value over the class's indices, and its slots."""
+        """Return the value over the class's indices, and its slots."""
         del cls
         array = emitter.array(self.source.cls)
         return array.data, tuple(self.source.axes[s] for s in array.slots)
 
 
 def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
-    """The program with reductions over concatenated scores taken apart; None without any.
+    """Restate reductions over concatenated scores; return None without any.
 
-    least: elements of scores worth looking at.
+    least: minimum number of elements of the scores.
     """
     seeds = {c for c in need.order if _joins_scores(t, c, least)}
     sums = opposed(t.graph, need, least)
@@ -81,7 +81,7 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
 
 
 def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
-    """Whether a class sets products side by side, next to something else."""
+    """Return True if a class concatenates products with other values."""
     node = node_of(t.graph, cls)
     if node.op != CONCAT or not all(isinstance(s, int) for s in t.graph.classes[cls].sizes):
         return False
@@ -98,7 +98,7 @@ def _joins_scores(t: TermGraph, cls: int, least: int) -> bool:
 
 
 class _Restating:
-    """The walk over a program, oldest class first."""
+    """Traversal that restates a program, oldest class first."""
 
     def __init__(
         self, t: TermGraph, need: Needed, seeds: set[int], sums: dict[int, list[tuple[Ref, ...]]]
@@ -108,7 +108,7 @@ class _Restating:
         self.out = Restated()
 
     def visit(self, cls: int) -> bool:
-        """State a class again if it must be; False where pieces are needed whole."""
+        """Restate a class if necessary; return False if the concatenation must be materialised."""
         node = node_of(self.g, cls)
         if cls in self.seeds:
             index, sizes = node.attr
@@ -128,12 +128,12 @@ class _Restating:
         return cls not in self.pieces or cls not in self.need.outside
 
     def _moved(self, ref: Ref) -> Ref:
-        """A reference to what its class is stated as."""
+        """Return a reference to the restated class."""
         new = self.out.to.get(ref.cls)
         return ref if new is None else over(ref, new)
 
     def _multiplied_out(self, cls: int, node: Node) -> Ref:
-        """A sum as several."""
+        """Distribute a sum over its terms."""
         c, made = self.g.classes[cls], []
         for factors in self.sums[cls]:
             args = tuple(self._moved(a) for a in factors)
@@ -162,7 +162,7 @@ class _Restating:
         return True
 
     def _each(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> tuple[Ref, ...]:
-        """A node applied to each piece of its operands."""
+        """Apply a node to each part of its operands."""
         c, refs, start = self.g.classes[cls], [], 0
         for k, size in enumerate(sizes):
             args = tuple(self._piece(a, index, k, start, size) for a in node.args)
@@ -177,7 +177,7 @@ class _Restating:
         return tuple(refs)
 
     def _piece(self, ref: Ref, index: int, k: int, start: int, size: int) -> Ref:
-        """What a reference reads of `index` in piece k."""
+        """Return the view of part k along `index`."""
         found = self.pieces.get(ref.cls)
         if found is not None and ref.axes[found.along] == index:
             return over(ref, found.refs[k])
@@ -185,7 +185,7 @@ class _Restating:
         return self._narrowed(ref, index, start, size) if index in ref.axes else ref
 
     def _narrowed(self, ref: Ref, index: int, start: int, size: int) -> Ref:
-        """A reference with one index cut; what is set side by side there is not made whole."""
+        """Slice one index of a reference without materialising a concatenation along it."""
         node, of = node_of(self.g, ref.cls), self.g.classes[ref.cls]
         if node.op == CONCAT and ref.axes[node.attr[0]] == index:
             first = 0
@@ -206,13 +206,13 @@ class _Restating:
         return self._cut(ref, {index: (start, 1)}, size)
 
     def _has_concat(self, cls: int) -> bool:
-        """Whether an elementwise class is made of concatenated ones."""
+        """Return True if an elementwise class reads concatenated classes."""
         node = node_of(self.g, cls)
         inside = is_elementwise(node) and any(self._has_concat(a.cls) for a in node.args)
         return node.op == CONCAT or inside
 
     def _cut(self, ref: Ref, entries: dict[int, Any], size: int) -> Ref:
-        """A slice of a reference: `size` places of an index, or one place of it."""
+        """Return a slice of a reference: `size` elements of an index, or one element of it."""
         of = self.g.classes[ref.cls]
         attr = tuple(entries.get(i) for i in ref.axes)
         used = sorted({i for i in ref.axes if not isinstance(entries.get(i), int)})
@@ -223,7 +223,7 @@ class _Restating:
         return Ref(made.cls, tuple(used[i] for i in made.axes))
 
     def _joined(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> Ref | None:
-        """A reduction or a part of pieces, from what each gives."""
+        """Return a reduction or slice of a concatenation, from the results of the parts."""
         c = self.g.classes[cls]
         if node.op == SLICE:
             return self._part(node, sizes, c.sizes)
@@ -243,7 +243,7 @@ class _Restating:
         return reduce(join, refs)
 
     def _part(self, node: Node, sizes: tuple[int, ...], shape: tuple[Dim, ...]) -> Ref | None:
-        """A slice that is one of the pieces, or one place of a piece."""
+        """Return a slice that equals one part, or reads one index of a part."""
         (arg,) = node.args
         found = self.pieces[arg.cls]
         entry = node.attr[found.along]
@@ -261,7 +261,7 @@ class _Restating:
         return None
 
     def _place(self, arg: Ref, piece: Ref, start: int) -> Ref:
-        """One place of a piece."""
+        """Return one index of a part."""
         found = self.pieces[arg.cls]
         if found.along not in piece.axes:
             return over(arg, piece)
@@ -269,15 +269,15 @@ class _Restating:
 
 
 def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
-    """Return the live set where the new classes stand for the old ones."""
+    """Return the live set after the new classes replace the old ones."""
     outside = {found.to[c].cls if c in found.to else c for c in need.outside}
     return replace(live_classes(outside, class_operands(t.graph)), known=need.known)
 
 
 def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:
-    """Which of an old and a new class is read from the other, once some classes are routed.
+    """Choose whether the old or the new class is read from the other, given the routed classes.
 
-    hidden: those that exist within a kernel alone, so that nobody reads the old ones.
+    hidden: classes that exist only within a kernel, so that no reader of the old class remains.
     """
     out: list[Reread] = []
     for old, new in found.to.items():
@@ -291,6 +291,6 @@ def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]
 
 
 def _inverse(old: int, new: Ref) -> Ref:
-    """The old class over the new one's indices."""
+    """Return the old class over the new class's indices."""
     place = {i: n for n, i in enumerate(new.axes)}
     return Ref(old, tuple(place[n] for n in range(len(new.axes))))

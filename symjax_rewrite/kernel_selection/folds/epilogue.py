@@ -1,8 +1,8 @@
-"""Row algebra after a fold, done where the sums are made: divisions, casts, log-sum-exp.
+"""Row algebra computed in the epilogue of a fold: divisions, casts, log-sum-exp.
 
-An exit is a fold's results times row algebra; what follows it elementwise (a normaliser, a cast)
-is row algebra too. All of it becomes the fold's epilogue, so that one kernel makes what the
-program goes on with, and the raw sums are never stored.
+A reduction's value is the fold's results times row algebra. Elementwise terms that follow it (a
+normaliser, a cast) are row algebra too. The fold's epilogue computes all of them, so that the raw
+sums are never stored.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
 
-# what both a loop and a Triton kernel can do to a row
+# row operations that both loops and Triton kernels support
 ROW_MAPS = frozenset(
     """abs ceil clamp convert_element_type cos div eq exp exp2 floor ge gt is_finite le log log1p
     logistic lt max min ne not or and pow reciprocal rsqrt select_n sign sin sqrt tanh""".split()
 )
 Names = tuple[str, ...]
-Place = tuple[int, int]  # output of a fold, and which of its results
-Value = int | tuple[int, int]  # a class, or (exit, piece): a piece before what comes after it
+Place = tuple[int, int]  # output of a fold, and the index of its result
+Value = int | tuple[int, int]  # a class, or (reduction, term): a term before its row algebra
 
 
 @dataclass(slots=True)
 class Served:
-    """One exit as a fold serves it.
+    """Reduction as one fold computes it.
 
-    form: its pieces, axes by name. places: for each piece the result of the fold, that of its
-    shift (None without an exponential) and its feature axes. names: index of the exit to axis
+    form: its terms, axes by name. places: for each term the result of the fold, the result of its
+    shift (None without an exponential) and its feature axes. names: index of the reduction to axis
     name. lead: the axes of every result.
     """
 
@@ -57,10 +57,10 @@ class Served:
 
 @dataclass(slots=True)
 class Rows:
-    """What a fold's epilogue computes.
+    """Values computed by a fold's epilogue.
 
-    exits: the values it gives, in order. names: for each of them, the axis of each slot. inside:
-    every class that is computed on the way. axes: the axes of each result as it is stored.
+    exits: the returned values, in order. names: for each of them, the axis of each slot. inside:
+    every class computed on the way. axes: the axes of each result as it is stored.
     """
 
     epilogue: Epilogue
@@ -72,10 +72,10 @@ class Rows:
 
 @dataclass(slots=True)
 class FoldSurroundings:
-    """The program around a fold.
+    """Program around a fold.
 
-    need: what of it is needed. pairwise: classes that are never made. read: classes that others
-    read. late: classes that other folds make at the same time or later.
+    need: its live set. pairwise: classes that are never materialised. read: classes that others
+    read. late: classes that other folds compute at the same time or later.
     """
 
     t: TermGraph
@@ -87,10 +87,7 @@ class FoldSurroundings:
 
 @dataclass(slots=True)
 class _RowSteps(StepProgram):
-    """The steps of an epilogue under construction, and what they read.
-
-    wide: as in `TileBuilder`.
-    """
+    """Builder of an epilogue's steps and of the list of operands they read."""
 
     t: TermGraph
     lead: Names
@@ -102,7 +99,7 @@ class _RowSteps(StepProgram):
     reads: list[Ref] = field(default_factory=list)
 
     def value(self, ref: Ref, names: dict[Any, str] | None = None) -> int | None:
-        """Return the step of an operand with indices called by `names`; None if no row value."""
+        """Return the step of an operand with its indices renamed; None if it is no row value."""
         axes: Any = ref.axes if names is None else tuple(names.get(i, "") for i in ref.axes)
         if ref.cls in self.number:
             return self.number[ref.cls] if axes == self.names[ref.cls] else None
@@ -117,13 +114,13 @@ class _RowSteps(StepProgram):
         return self.add("read", place_in(self.reads, Ref(ref.cls, axes)), (), dtype)
 
     def serve(self, served: Served) -> bool:
-        """Take in an exit: the fold's results times their row algebra."""
+        """Add a reduction: the fold's results times their row algebra."""
         found, cls = served.exit, served.exit.cls
         dtype = self.t.graph.classes[cls].dtype
         whole = not any(served.names.get(b) in served.lead for b in found.bound)
         whole = whole and not any(piece.after for piece in served.form)
         if not whole or self.wide is not None:
-            dtype = held_dtype(dtype)  # what is summed later is not rounded before
+            dtype = held_dtype(dtype)  # a value that is summed later is not rounded before
         if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
             return False
         made: list[int] = []
@@ -160,7 +157,7 @@ class _RowSteps(StepProgram):
         return self.add("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
 
     def follow(self, cls: int) -> bool:
-        """Take in a class that is elementwise in what is in already."""
+        """Add a class that is elementwise in classes already added."""
         node, c = node_of(self.t.graph, cls), self.t.graph.classes[cls]
         if node.bound or ("float" not in c.dtype and c.dtype != "bool"):
             return False
@@ -181,7 +178,7 @@ class _RowSteps(StepProgram):
         return True
 
     def _applied(self, cls: int, args: list[int]) -> int:
-        """Return the step of an elementwise class whose operands are there."""
+        """Return the step of an elementwise class whose operands have steps."""
         g = self.t.graph
         node, dtype = node_of(g, cls), g.classes[cls].dtype
         if self.wide is not None:
@@ -191,7 +188,7 @@ class _RowSteps(StepProgram):
         return self.add("apply", (node.op, node.attr), tuple(args), dtype)
 
     def result(self, value: Value) -> int:
-        """Return the step of what leaves the fold, in the dtype that it is stored in."""
+        """Return the step of a value that leaves the fold, in the dtype that it is stored in."""
         step = self.number[value]
         if self.wide is None or not isinstance(value, int):
             return step
@@ -199,7 +196,10 @@ class _RowSteps(StepProgram):
         return self.cast(step, held_dtype(dtype) if value in self.wide else dtype)
 
     def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
-        """Return the steps that some need, these, and what they read: attempts may leave others."""
+        """Return the steps that `used` needs, their roots, and the references they read.
+
+        Steps that `used` does not need are dropped.
+        """
         steps, roots = pruned(self.steps, used)
         numbers = [step.data for step in steps if step.kind == "read"]
         place = iter(range(len(numbers)))
@@ -208,7 +208,7 @@ class _RowSteps(StepProgram):
 
 
 def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
-    """Return the needed classes that depend on any of `roots`, and these."""
+    """Return the needed classes that depend on any of `roots`, including the roots."""
     found = set(roots)
     for cls in need.order:
         if any(a.cls in found for a in node_of(g, cls).args):
@@ -219,20 +219,20 @@ def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
 def row_algebra(
     around: FoldSurroundings, served: dict[int, Served], tiles: TileBuilder
 ) -> Rows | None:
-    """Return the row algebra around a fold's exits as its epilogue.
+    """Return the row algebra around a fold's reductions as its epilogue.
 
     Args:
         around: the program around it.
-        served: the exits, by class.
-        tiles: the fold's operands; those that the epilogue reads are added.
+        served: the reductions, by class.
+        tiles: the fold's operands; operands that the epilogue reads are added.
 
     Returns:
-        None where some row algebra cannot be done inside.
+        None where some row algebra cannot be computed inside.
     """
     t, need = around.t, around.need
     lead, *others = {s.lead for s in served.values()}
     if others:
-        return None  # some are sums over rows: there is no row for them
+        return None  # sums over rows have no row for the epilogue
     after = dependents(t.graph, need, set(served))
     program = _RowSteps(t, lead, after, around.late, tiles.wide)
     for cls in need.order:
@@ -254,7 +254,7 @@ def row_algebra(
 
 
 def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
-    """Return the classes taken in that are read by something that is not."""
+    """Return the classes inside the epilogue that an outside class reads."""
 
     def leaves(cls: int) -> bool:
         users = around.need.users.get(cls, ())
@@ -266,7 +266,7 @@ def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
 
 
 def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[int]:
-    """Return the classes taken in that make what leaves the fold smaller."""
+    """Return the classes inside the epilogue that make the fold's outputs smaller."""
 
     def weight(inside: set[int]) -> int:
         classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
@@ -287,7 +287,7 @@ def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[
 
 
 def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: Value) -> Names:
-    """Return the axes of a result in the order in which the program holds it last."""
+    """Return the axes of a result in the order in which the program stores it last."""
     names = program.names[value]
     order = list(names)
     for v in range(len(t.views) - 1, -1, -1):
@@ -296,7 +296,7 @@ def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: 
             by_place = sorted(range(len(names)), key=lambda s: view.axes[s])
             order = [names[s] for s in by_place]
             break
-    if program.lead[-1] not in order:  # the one row
+    if program.lead[-1] not in order:  # the single row
         order.insert(sum(a in program.lead for a in order), program.lead[-1])
     features = [a for a in names if a not in program.lead]
     known = [list(place[2]) for s in served.values() for place in s.places]
@@ -333,13 +333,13 @@ def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
     exponent = list(zip(terms, coefficients, strict=True))
     scale = row_scale(top, exponent, list(zip(factors, powers, strict=True)), args[0].dtype)
     number = term_lowering.literal(coefficient, str(args[0].dtype))
-    data = args[0] * number if abs(coefficient) < 1 else args[0]  # before it may leave the range
+    data = args[0] * number if abs(coefficient) < 1 else args[0]  # may leave the range otherwise
     scaled = data if scale is None else data * scale
     return scaled if coefficient == 1 or abs(coefficient) < 1 else scaled * number
 
 
 def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:
-    """e^(shift + Σ coefficient·term) · Π factor^power in a dtype; None where it is 1.
+    """Return e^(shift + Σ coefficient·term) · Π factor^power in a dtype; None where it is 1.
 
     Args:
         top: the maximum that exponentials were shifted by; None for no shift.

@@ -1,8 +1,8 @@
-"""Places where a term is its own maximum: the derivative of a maximum goes there (a face).
+"""Positions where a term equals its own maximum, and sums with such ties along several indices.
 
-What is 1 at the largest of a row depends on all of the row. A sum that holds such tests along rows
-and along columns (the distance between two clouds looks both ways) is two sums, each of which is
-computed from whole rows or from whole columns.
+The derivative of a maximum is nonzero only at these ties. A tie depends on all of its row. A sum
+with ties along both rows and columns (as in the Chamfer distance) is split into two sums. Each of
+them is computed from whole rows or from whole columns.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from symjax_rewrite.ir.sizes import product
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, REDUCE, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise, is_product
 
-Along = frozenset[int]  # slots of a class that a maximum in it is taken along
-Sweep = tuple[frozenset[int], Along]  # the indices of a tie, and along which
+Along = frozenset[int]  # slots of a class that its maximum is taken along
+Sweep = tuple[frozenset[int], Along]  # the indices of a tie, and its maximum's slots
 
 
 def is_tie(g: EGraph, cls: int) -> bool:
-    """Whether a class is 1 where a term is its own maximum (or minimum), else 0."""
+    """Return True if a class is 1 where a term is its own maximum (or minimum), else 0."""
     return _along(g, cls) is not None
 
 
 def _along(g: EGraph, cls: int) -> Along | None:
-    """The slots that the maximum in a tie is taken along; None where a class is no tie."""
+    """Return the slots that the maximum in a tie is taken along; None where a class is no tie."""
     node = node_of(g, cls)
     if node.op == MAP and node.attr[0] == "convert_element_type":
         found = _along(g, node.args[0].cls)
@@ -43,9 +43,9 @@ def _along(g: EGraph, cls: int) -> Along | None:
 
 
 def opposed(g: EGraph, need: Needed, least: int) -> dict[int, list[tuple[Ref, ...]]]:
-    """Sums that hold ties along several of their indices, as sums that hold ties along one.
+    """Return sums with ties along several indices, each as sums with ties along one index.
 
-    least: elements of a term worth looking at.
+    least: minimum number of elements of a term.
     """
     found: dict[int, set[Sweep]] = {}
     out: dict[int, list[tuple[Ref, ...]]] = {}
@@ -67,25 +67,25 @@ def opposed(g: EGraph, need: Needed, least: int) -> dict[int, list[tuple[Ref, ..
 
 
 def _read(found: dict[int, set[Sweep]], ref: Ref) -> set[Sweep]:
-    """The ties in an operand, by the indices of the term that reads it."""
+    """Return the ties in an operand, over the indices of the reading term."""
     read = lambda slots: frozenset(ref.axes[s] for s in slots)  # noqa: E731
     return {(read(axes), read(along)) for axes, along in found.get(ref.cls, ())}
 
 
 class _Apart:
-    """The summand of a sum, as terms that hold ties along one index each."""
+    """Decomposition of a summand into terms with ties along one index each."""
 
     def __init__(self, g: EGraph, found: dict[int, set[Sweep]], args: tuple[Ref, ...]) -> None:
         self.g, self.found = g, found
         ties = set().union(*(_read(found, a) for a in args))
-        self.rank = max((len(axes) for axes, _ in ties), default=0)  # ties of fewer are row values
+        self.rank = max((len(axes) for axes, _ in ties), default=0)  # fewer: ties of row values
 
     def sweeps(self, ref: Ref) -> set[Along]:
-        """Along what the ties in an operand run."""
+        """Return the slots that the ties in an operand are taken along."""
         return {along for axes, along in _read(self.found, ref) if len(axes) == self.rank}
 
     def factors(self, args: tuple[Ref, ...]) -> list[tuple[Ref, ...]] | None:
-        """The factors of each sum; None where it need not or cannot be taken apart."""
+        """Return the factors of each sum; None where no split is needed or possible."""
         place = self.place(args)
         parts = None if place is None else self.parts(args[place])
         if place is None or parts is None:
@@ -93,12 +93,15 @@ class _Apart:
         return [(*args[:place], part, *args[place + 1 :]) for part in parts.values()]
 
     def place(self, args: tuple[Ref, ...]) -> int | None:
-        """The operand with ties along several indices, where the others have none."""
+        """Return the position of an operand with ties along several indices, or None.
+
+        None is also returned where a second operand has ties.
+        """
         places = [k for k, a in enumerate(args) if self.sweeps(a)]
         return places[0] if len(places) == 1 and len(self.sweeps(args[places[0]])) > 1 else None
 
     def parts(self, ref: Ref) -> dict[Along, Ref] | None:
-        """A term as a sum, by the index that the ties in each part run along."""
+        """Split a term into a sum, by the index that the ties in each part are taken along."""
         sweeps, inner = self.sweeps(ref), node_of(self.g, ref.cls)
         if len(sweeps) < 2:
             return {next(iter(sweeps), frozenset()): ref}
@@ -117,7 +120,7 @@ class _Apart:
         }
 
     def summed(self, inner: Node, args: tuple[Ref, ...]) -> dict[Along, Ref] | None:
-        """The parts of a sum; what has no ties goes with those that have."""
+        """Split a sum into parts; terms without ties join a part with ties."""
         groups: dict[Along, list[tuple[Any, Ref]]] = {}
         for c, arg in zip(inner.attr, args, strict=True):
             parts = self.parts(arg)
@@ -133,7 +136,7 @@ class _Apart:
         }
 
     def is_linear(self, inner: Node, place: int) -> bool:
-        """Whether a map is linear in an operand."""
+        """Return True if a map is linear in an operand."""
         name, others = inner.attr[0], [node_of(self.g, a.cls) for a in inner.args[1:]]
         zeros = [n.op == CONST and n.attr[0] == 0 for n in others]
         if name == "select_n" and place > 0:
@@ -141,7 +144,7 @@ class _Apart:
         return name == "div" and place == 0
 
     def term(self, op: str, attr: Any, args: tuple[Ref, ...]) -> Ref:
-        """An elementwise term as a class of its own."""
+        """Add an elementwise term as a class of its own."""
         g = self.g
         size_of = {i: s for a in args for i, s in zip(a.axes, g.classes[a.cls].sizes, strict=True)}
         used = sorted(size_of, key=str)

@@ -1,7 +1,7 @@
-"""The prices of folds, and of the pairwise terms made whole that they replace.
+"""Prices of folds, and of the materialised pairwise terms that folds replace.
 
-Both sides are priced by the device model. A fold computes every tile again that it reads and
-writes none; the program as written makes each pairwise term once and reads it for every use.
+The device model prices both sides. A fold recomputes every tile that it reads and writes no tile.
+The program as written computes each pairwise term once and reads it for every use.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
 
-MOST_PAIRS = 2000  # of parts of a product that are tried for its best order
+MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
 
 
 def compared(
     t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
 ) -> tuple[float, float]:
-    """Return predicted seconds of a cluster's terms as written, and of the folds in their place."""
+    """Return predicted seconds of a cluster's terms as written, and of its folds."""
     fresh = bytes_whole(t, cluster, device)
     fast = with_temporaries(device, fresh)
     whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
@@ -50,14 +50,14 @@ def compared(
 
 
 def with_temporaries(device: Device, fresh: float) -> Device:
-    """Return a device as it runs a program that holds so many bytes of temporaries at once."""
+    """Return the device model for a program that holds `fresh` bytes of temporaries at once."""
     memory = device.memory
     cached = 1.0 if fresh >= memory.kept_bytes else memory.cached_terms
     return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
 
 
 def page_seconds(device: Device, fresh: float) -> float:
-    """Return the seconds of memory pages that come anew from the system in every call."""
+    """Return the seconds spent on memory pages that every call requests from the system again."""
     memory = device.memory
     return max(fresh - memory.kept_bytes, 0) / memory.fresh_bytes_per_s
 
@@ -68,7 +68,7 @@ def sorting_seconds(name: str, count: float, places: float, device: Device) -> f
     Args:
         name: of the primitive.
         count: elements that are sorted, or searched.
-        places: of a top-k: the k of every row, of all rows together.
+        places: of a top-k: k times the number of rows.
         device: where it runs.
     """
     folds = device.folds
@@ -77,9 +77,9 @@ def sorting_seconds(name: str, count: float, places: float, device: Device) -> f
 
 
 def cost_folded(route: FoldRoute, device: Device) -> Cost:
-    """Return what a fold costs: a program with it stores no more of its tile than a block.
+    """Return the cost of a fold, which stores no more than one block of its tile.
 
-    Its FLOPs are those of the blocks that it visits; NaN where data decide which these are.
+    Its FLOPs are the FLOPs of the visited blocks; NaN where data decide which blocks are visited.
     """
     spec, blocks = route.spec, xla_blocks(route.spec)
     flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
@@ -96,7 +96,7 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
 
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
-    """Return True for a cluster of products that cost less in an order without its pairs."""
+    """Return True if reordering a cluster's products is cheaper, without materialised pairs."""
     seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
     fast = _fused(device)
     folded = sum(seconds_folded(r, fast) for r in routes)
@@ -104,12 +104,12 @@ def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: De
 
 
 def _fused(device: Device) -> Device:
-    """The profile with the elementwise rate of loops that stay in cache."""
+    """Return the profile with the elementwise rate of loops that stay in cache."""
     return replace(device, elementwise_per_s=device.folds.fused_steps_per_s)
 
 
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
-    """Seconds of an exit in the best order of its factors, none of whose parts is as large."""
+    """Return seconds of a reduction in the best order of its factors without a pairwise product."""
     g = t.graph
     if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
         return math.inf
@@ -132,7 +132,7 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
 
 
 def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:
-    """The written nodes of a cluster, its classes, and its exits."""
+    """Return a cluster's nodes as written, its classes, and its reductions."""
     exits = sorted({m.exit.cls for m in cluster.members})
     mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
     mine |= {x for m in cluster.members for x in m.exit.through}
@@ -141,18 +141,19 @@ def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], 
 
 
 def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
-    """What a cluster writes whatever is fused: its exits, and what XLA's own routines read."""
+    """Return the classes a cluster always writes: reductions, and inputs of XLA's own routines."""
     native = [node_of(t.graph, c) for c in exits if node_of(t.graph, c).op == NATIVE]
     return (*exits, *sorted({a.cls for n in native for a in n.args if a.cls in mine} - {*exits}))
 
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
-    """Seconds of the pairwise terms and their exits as they are written."""
+    """Return seconds of the pairwise terms and their reductions as written."""
     choice, mine, exits = _choice(t, cluster)
     model, folds = CostModel(device, lambda d: value(d, {})), device.folds
     roots = _roots(t, mine, exits)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
-    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}  # values, places
+    # Values and indices of one sort are two members; the sort is priced once.
+    once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
     steps = float(sum(folds.plain_steps(m.exit.kind) * _reduced(m) for m in once.values()))
     steps += sum(folds.top_k_place * m.exit.places * _rows(m) for m in once.values())
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
@@ -174,7 +175,7 @@ def _is_short_sum(t: TermGraph, m: ClusterMember, ref: Ref, long: int) -> bool:
 
 
 def _reduced(m: ClusterMember) -> int:
-    """Elements that an exit reduces: what is summed by key is summed over other indices first."""
+    """Return the elements that a reduction reduces; a sum by key first sums over other indices."""
     if m.exit.kind != "keyed":
         return m.pairs
     out = min(m.exit.bound)
@@ -183,12 +184,12 @@ def _reduced(m: ClusterMember) -> int:
 
 
 def _rows(m: ClusterMember) -> int:
-    """Rows that a top-k or a sort searches: its pairs without what it reduces."""
+    """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
     return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
 
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
-    """Bytes of pairwise terms in memory at once when the program runs as it is written."""
+    """Return the peak bytes of pairwise terms in memory when the program runs as written."""
     choice, mine, exits = _choice(t, cluster)
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
@@ -206,7 +207,10 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
 
     def overwritten(c: int, x: int) -> bool:
-        """Whether x is made where c lay; c lives on where it is also reduced on the way to x."""
+        """Return True if x can be computed in c's buffer.
+
+        It cannot if c is also reduced on the way to x.
+        """
         return x in in_place and (x in roots or users[c] == 1)
 
     def lives(c: int, x: int) -> bool:
@@ -217,7 +221,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
-    """Seconds of a fold: its products, its elementwise work, and its operands and results."""
+    """Return seconds of a fold: its products, elementwise work, operands and results."""
     spec, folds = route.spec, device.folds
     dtype = spec.contractions[0].dtype if spec.contractions else "float32"
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
@@ -233,7 +237,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
             op, attr = data
             steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
-        steps *= 2  # a search reads a block twice, and XLA computes it for each
+        steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
     products = fold_cost.flops(spec) / device.peak(dtype)
     kept = 4 * pairs * _blocks_kept(route) if folds.writes_blocks else 0
@@ -244,13 +248,13 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
 
 
 def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
-    """How many blocks a fold's loops go through."""
+    """Return the number of blocks that a fold's loops visit."""
     looped = math.prod(spec.size[a] for a in spec.batch if a not in blocks.inner)
     return looped * -(-spec.rows // max(blocks.rows, 1)) * -(-spec.cols // max(blocks.cols, 1))
 
 
 def _blocks_kept(route: FoldRoute) -> int:
-    """How often a block of the tile is written or read where no kernel holds it on a GPU."""
+    """Return how often a tile block is written or read where no GPU kernel holds it."""
     spec = route.spec
     if spec.tile.whole is None:
         return 0
@@ -259,7 +263,7 @@ def _blocks_kept(route: FoldRoute) -> int:
 
 
 def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
-    """Steps per pair of one output of a fold."""
+    """Return the steps per pair of one output of a fold."""
     match output:
         case ExpSums():
             return 7
@@ -268,6 +272,6 @@ def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
         case TopK(k=k):
             return 9 + (folds.fold_row + folds.fold_place * k) / columns
         case KeyedSums():
-            return 0  # counted where they are shared
+            return 0  # counted with the output that shares them
         case _:
             return 1

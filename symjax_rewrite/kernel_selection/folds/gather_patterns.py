@@ -1,8 +1,8 @@
-"""Gathers and scatters of single elements, read as terms (a face).
+"""Gathers and scatters of single elements, read as terms.
 
-`x[m, label[m]]`, in any of its spellings, chooses a column for each row; its transpose puts a value
-into the column chosen and zero everywhere else. `table[key[m, n]]` is looked up for each pair; its
-transpose adds up what the pairs of equal keys hold.
+`x[m, label[m]]` selects a column for each row. Its transpose writes a value into the selected
+column and zero everywhere else. `table[key[m, n]]` looks a value up for each pair. Its transpose
+sums the values of pairs with equal keys.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ SCATTERS = ("scatter-add", "scatter_add", "scatter")
 class Choice:
     """`table[.., place[..], ..]`, one element for each index of the result.
 
-    table: what is read, over the result's indices and `index`, of `size` elements. place: integers
-    over the result's indices. mode: `fill` (with `fill`, or NaN) or `clip` what is out of range.
+    table: the operand, over the result's indices and `index`, of `size` elements. place: integers
+    over the result's indices. mode: `fill` (with `fill`, or NaN) or `clip` for integers out of
+    range.
     """
 
     table: Ref
@@ -47,7 +48,7 @@ class Hit(NamedTuple):
 
 
 def choice(node: Node, size: Dim) -> Choice | None:
-    """A gather that reads one element along one index, of `size` elements."""
+    """Return a gather that reads one element along one index, of `size` elements."""
     if node.op != TAKE or len(node.args) != 2 or len(node.bound) != 1:
         return None
     mode, fill, windows = node.attr
@@ -59,7 +60,7 @@ def choice(node: Node, size: Dim) -> Choice | None:
 
 
 def hit(t: TermGraph, ref: Ref) -> Hit | None:
-    """A scatter into zeros of one element per row, over the reference's indices."""
+    """Return a scatter into zeros of one element per row, over the reference's indices."""
     found = _scatter(t, ref.cls, SCATTERS)
     if found is None or len(found.along) != 1 or found.bound:
         return None
@@ -73,9 +74,10 @@ def hit(t: TermGraph, ref: Ref) -> Hit | None:
 class Keyed:
     """`out[.., k, ..] = Σ value` over the bound indices whose places are k.
 
-    along: the result's indices that places say. places: one reference of integers for each, over
-    the result's other indices and the bound ones, which are numbered after the result's; so is
-    `value`. bound: their sizes. clips: what is out of range counts at the end, else nowhere.
+    along: the result's indices that places determine. places: one reference of integers for each,
+    over the result's other indices and the bound indices, which are numbered after the result's.
+    value: over the same indices. bound: sizes of the bound indices. clips: integers out of range
+    select the nearest place; otherwise they are dropped.
     """
 
     along: tuple[int, ...]
@@ -86,12 +88,12 @@ class Keyed:
 
 
 def keyed(t: TermGraph, cls: int) -> Keyed | None:
-    """A scatter into zeros that adds up."""
+    """Return a scatter into zeros that adds."""
     return _scatter(t, cls, SCATTERS[:2])
 
 
 def scattered(t: TermGraph, cls: int) -> Keyed | None:
-    """A scatter into zeros that adds up, or has one place in each row."""
+    """Return a scatter into zeros that adds, or that has one place in each row."""
     found = _scatter(t, cls, SCATTERS)
     return keyed(t, cls) if found is not None and found.bound else found
 
@@ -114,7 +116,7 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
     found = _free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
     if found is None:
         return None
-    free, mine = found  # axis of the result: axis of the updates
+    free, mine = found  # maps axes of the result to axes of the updates
     at = [axis for _, axis in free]
     for a, b in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
         mine[a] = spread[b]
@@ -126,7 +128,7 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
     axes = [a for a in range(len(shape)) if a not in at]
     if sorted(mine) != axes or any(len(t.positions[out][a]) != 1 for a in at):
         return None
-    back: dict[int, int] = {}  # position in the updates: index of the result
+    back: dict[int, int] = {}  # maps positions in the updates to indices of the result
     for a, b in mine.items():
         theirs, ours = t.positions[u][b], t.positions[out][a]
         if [t.sizes[u][q] for q in theirs] != [t.sizes[out][q] for q in ours]:
@@ -145,7 +147,7 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
 
 
 def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
-    """`(place, index)` of a reference that is 1 where the place is the index, and 0 elsewhere."""
+    """Return `(place, index)` of a reference that is 1 where place equals index, else 0."""
     node = node_of(t.graph, ref.cls)
     if node.op != MAP or node.attr[0] != "convert_element_type":
         return None
@@ -162,7 +164,7 @@ def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
 
 
 def is_counted(g: EGraph, cls: int) -> bool:
-    """Return True if integers are computed from integers alone, so that no rounding moves them."""
+    """Return True if integers are computed from integers alone, without rounding."""
 
     def is_integer(c: int) -> bool:
         return dtype_kind(g.classes[c].dtype) in "iub"
@@ -187,10 +189,10 @@ def _free(
     positions: Groups,
     sizes: tuple[Dim, ...],
 ) -> tuple[list[tuple[Ref, int]], dict[int, int]] | None:
-    """The index arrays that choose, each with the axis it chooses along; and the axes in step.
+    """Return the index arrays that select, each with its axis; and the axes that are batched.
 
-    Index arrays that count up along an axis of the result only say that the axes go in step.
-    `spread` are the axes of the result (or updates) that the arrays are spread over.
+    An index array that counts up along an axis of the result only says that the two axes are
+    batched. `spread` are the axes of the result (or updates) that the arrays are broadcast over.
     """
     parts = _parts(t, w, len(axes))
     if parts is None:
@@ -218,7 +220,7 @@ def _free(
 
 
 def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
-    """The index arrays stacked along the last axis of a value, over its positions."""
+    """Return the index arrays stacked along the last axis of a value, over its positions."""
     view = t.view(w)
     if count == 1:
         return [view]
@@ -233,7 +235,7 @@ def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
 
 
 def counts_along(t: TermGraph, ref: Ref) -> int | None:
-    """The index that an integer reference is the number of, if it is one."""
+    """Return the index that an integer reference enumerates, if there is one."""
     g = t.graph
     node = node_of(g, ref.cls)
     if node.op == IOTA:
@@ -243,7 +245,7 @@ def counts_along(t: TermGraph, ref: Ref) -> int | None:
     args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
     if node.attr[0] == "convert_element_type":
         return counts_along(t, args[0])
-    if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative: there is none
+    if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative index; none occurs here
         test = node_of(g, args[0].cls)
         if test.op == MAP and test.attr[0] == "lt" and node_of(g, test.args[1].cls).op == CONST:
             least = node_of(g, test.args[1].cls).attr[0]

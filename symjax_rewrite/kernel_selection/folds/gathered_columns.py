@@ -1,7 +1,7 @@
 """One column of a pairwise term for each row, computed from that row and column alone.
 
-The label's logit in a cross-entropy, `(h @ W)[m, label[m]]`, needs one product per row. The term
-is evaluated by the same tile program as in a fold, with the column operands gathered first.
+The label's logit in a cross-entropy, `(h @ W)[m, label[m]]`, needs one product per row. The tile
+program of a fold evaluates the term, after the column operands are gathered.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Named = tuple[Any, tuple[str, ...]]
 
 @dataclass(slots=True)
 class Columns:
-    """A tile program at chosen columns.
+    """Tile program at selected columns.
 
-    names: the axes that its values are over: rows, what rows and columns have in common, and what
-    tells the columns of one row apart.
+    names: the axes of its values: rows, the axes that rows and columns share, and the axes that
+    number the columns of one row.
     """
 
     builder: TileBuilder
@@ -48,7 +48,7 @@ class Columns:
 
         Args:
             emitter: of the program.
-            place: integers, the columns; all inside.
+            place: integers, the columns; all in range.
             over: the names of its axes.
         """
         sizes, b = self.builder.sizes, self.builder
@@ -66,7 +66,7 @@ class Columns:
         return take(data, axes, place, over) if COLUMN in axes else (data, axes)
 
     def spread(self, data: Any, axes: tuple[str, ...]) -> Any:
-        """Return an array with its axes in the order of the names, of size 1 where it has none."""
+        """Return an array with its axes in the order of the names; missing axes have size 1."""
         order = sorted(range(len(axes)), key=lambda k: self.names.index(axes[k]))
         data = jax.lax.transpose(data, order)
         return jax.lax.expand_dims(data, [k for k, n in enumerate(self.names) if n not in axes])
@@ -88,7 +88,7 @@ class Columns:
 
 @dataclass(slots=True)
 class ChoiceRoute(OneClass):
-    """A class that chooses one column of a pairwise term for each of its indices.
+    """Class that selects one column of a pairwise term for each of its indices.
 
     columns: the tile program; its names are the class's indices. root: its step.
     """
@@ -100,7 +100,7 @@ class ChoiceRoute(OneClass):
     backend: str = "gathered"
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this class."""
         del cls
         return [*self.columns.operands(), self.choice.place.cls]
 
@@ -122,7 +122,7 @@ class ChoiceRoute(OneClass):
 
 
 def take(data: Any, axes: tuple[str, ...], place: Any, over: tuple[str, ...]) -> Named:
-    """`data[.., place, ..]` along the column axis, other axes of both in step where shared."""
+    """Return `data[.., place, ..]` along the column axis; axes that both share are batched."""
     shared = [a for a in axes if a in over]
     if not shared:
         at = axes.index(COLUMN)

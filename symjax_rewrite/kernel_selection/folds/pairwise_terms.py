@@ -1,8 +1,8 @@
-"""Pairwise regions: terms over a row index m and a column index n (a face).
+"""Pairwise terms: terms over a row index m and a column index n.
 
-A term is *pairwise* where it carries both m and n. `Pair.open` says how such a term is computed
-from others of its kind, from small contractions of row and column operands, and from what lacks
-m or n.
+A term is *pairwise* where it depends on both m and n. `Pair.open` returns how such a term is
+computed from other pairwise terms, from small contractions of row and column operands, and from
+terms that lack m or n.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from symjax_rewrite.ir.term import (
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
 
-UNROLL = 64  # terms of a sum inside a tile that are written out at most
-LEAST_DOT = 16  # elements of a sum that are worth a small product: kernels pad to as many
-MOST_PIECES = 8  # that are chosen from in a tile
-LARGEST_TILE = 256  # terms of one tile at most
-MOST_STEPS = 512  # of one tile, its sums written out
+UNROLL = 64  # limit on terms of a sum written out inside a tile
+LEAST_DOT = 16  # least length of a sum computed as a product: kernels pad to it
+MOST_PIECES = 8  # limit on concatenated parts that a tile selects from
+LARGEST_TILE = 256  # limit on terms of one tile
+MOST_STEPS = 512  # limit on steps of one tile, its sums written out
 
 COMPARISONS = frozenset(
     "eq ne lt le gt ge sign floor ceil round is_finite nextafter clz population_count".split()
@@ -46,7 +46,7 @@ COMPARISONS = frozenset(
 
 
 def _over_slots(ref: Ref, value: Ref) -> Ref:
-    """A value over a class's slots and further names, over the indices a reference reads."""
+    """Return a value over a class's slots and further names, over the indices a reference reads."""
     return Ref(value.cls, tuple([i if isinstance(i, str) else ref.axes[i] for i in value.axes]))
 
 
@@ -57,36 +57,36 @@ class At(NamedTuple):
 
 
 def reads_twice(ref: Ref) -> bool:
-    """Whether a reference reads an index along two axes."""
+    """Return True if a reference reads an index along two axes."""
     indices = [i for i in ref.axes if not isinstance(i, At)]
     return len(set(indices)) != len(indices)
 
 
 def elements(t: TermGraph, cls: int) -> int:
-    """How many elements a class has."""
+    """Return the number of elements of a class."""
     return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
 
 
 def is_product(node: Node) -> bool:
-    """Whether a node multiplies its operands element by element."""
+    """Return True if a node multiplies its operands elementwise."""
     return node.op == CONTRACT and not node.bound
 
 
 def is_elementwise(node: Node) -> bool:
-    """Whether a node combines its operands element by element."""
+    """Return True if a node combines its operands elementwise."""
     return node.op in (MAP, ADD) or is_product(node)
 
 
 class Opened(NamedTuple):
-    """How a pairwise reference is computed.
+    """Computation of a pairwise reference.
 
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
-    column operand, the tokens of what is summed over in `data`), `sum` (written out), `delta`,
-    `hit` (a value where the column is the one chosen), `lookup` (a table and the integers it is
-    read at; how in `data`, a `Lookup`), `part` (another at places), `pieces` (an
-    index and what is joined along it; where each begins but the first in `data`), `along` (a
-    product reduced; the monoid, and whether along rows, in `data`), `chosen` (what it is at the
-    chosen columns), or `leaf`.
+    column operand, the tokens of the summed indices in `data`), `sum` (written out), `delta`,
+    `hit` (a value at the selected column, else zero), `lookup` (a table and the integers it is
+    read at; a `Lookup` in `data`), `part` (single indices of another term), `pieces` (an
+    index and the parts joined along it; the start of each part but the first in `data`), `along` (a
+    reduced product; the monoid, and whether it is along rows, in `data`), `chosen` (the value at
+    the selected columns), or `leaf`.
     """
 
     kind: str
@@ -95,10 +95,10 @@ class Opened(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """How a table is read at integers: `fill` out of range, None for the nearest place.
+    """Lookup in a table: `fill` is returned out of range; with None the nearest index is read.
 
-    counted: for each of the integers, whether tiles compute it. What is made from floating-point
-    values is read as the program made it: a rounding may change it.
+    counted: for each of the integers, True if tiles compute it. Integers computed from
+    floating-point values are read as the program computed them, since rounding may change them.
     """
 
     fill: Any
@@ -106,13 +106,14 @@ class Lookup(NamedTuple):
 
 
 class Pair:
-    """The reading of terms as pairwise in the indices m and n of one exit.
+    """Terms as pairwise in the indices m and n of one reduction.
 
-    gone: classes that sums leave out, since they are zero. made: exits found before, whose sums are
-    not written out. single: where there is one row, which has no index: the indices of the term.
-    inside: row values that tiles compute for themselves. tables: whether tiles look values up.
-    chosen: where tiles are read at some columns of each row alone, a class that is zero at others,
-    and what it is there: a reference over its slots, and over names that tell the columns apart.
+    gone: classes that sums leave out, since they are zero. made: reductions found before, whose
+    sums are not written out. single: the indices of the term, where there is one row and no row
+    index. inside: row values that tiles compute themselves. tables: tiles may look values up in
+    tables. chosen: where tiles are read at some columns of each row alone, a class that is zero at
+    other columns, and its value there: a reference over its slots, and over names that number the
+    columns.
     """
 
     def __init__(
@@ -133,28 +134,28 @@ class Pair:
         self._fresh = 0
 
     def holds(self, ref: Ref) -> bool:
-        """Whether a reference carries both indices."""
+        """Return True if a reference depends on both indices."""
         if self.single is not None:
             return self.column in ref.axes and self.single.issuperset(ref.axes)
         return self.row in ref.axes and self.column in ref.axes
 
     def computing(self, inside: frozenset[int]) -> Pair:
-        """The same reading where tiles compute some row values for themselves."""
+        """Return the same pair where tiles compute the row values in `inside` themselves."""
         return self.of(self.row, self.column, self.single, inside)
 
     def of(self, row: Any, column: Any, single: frozenset | None, inside: frozenset[int]) -> Pair:
-        """The same reading in other indices."""
+        """Return the same pair with other indices."""
         kept = self.gone, self.made, single, inside, self.tables, self.chosen
         return Pair(self.t, row, column, *kept)
 
     def is_of_row(self, ref: Ref) -> bool:
-        """Whether a reference carries the row; without an index of rows, whether it may."""
+        """Return True if a reference depends on the row; without a row index, if it may."""
         if self.single is not None:
             return self.column not in ref.axes
         return self.row in ref.axes
 
     def open(self, ref: Ref) -> Opened:
-        """How a reference that carries both is computed."""
+        """Return the computation of a reference that depends on both indices."""
         node = node_of(self.g, ref.cls)
         if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
             return Opened("leaf")
@@ -178,7 +179,7 @@ class Pair:
         return Opened("leaf")
 
     def reduced(self, ref: Ref) -> Opened:
-        """How a row value is computed from whole rows of a tile, or from other row values."""
+        """Return the computation of a row value from rows of a tile or from row values."""
         node = node_of(self.g, ref.cls)
         if is_elementwise(node):
             return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
@@ -195,7 +196,7 @@ class Pair:
         return Opened("apply", tuple([over(ref, node.args[k]) for k in kept]), attr)
 
     def _part(self, ref: Ref, node: Node) -> Opened:
-        """Components of terms that are computed here: `d[.., 0]` of differences of points."""
+        """Open components of terms that the tile computes: `d[.., 0]` of differences of points."""
         (arg,) = node.args
         inner = node_of(self.g, arg.cls)
         computed = is_elementwise(inner) or inner.op in (CONTRACT, SLICE)
@@ -208,7 +209,7 @@ class Pair:
         return Opened("part", (Ref(arg.cls, tuple(axes)),))  # pyright: ignore[reportArgumentType]
 
     def _pieces(self, ref: Ref, node: Node) -> Opened:
-        """Components that are computed here side by side: `stack([dx * f, dy * f], -1)`."""
+        """Open components that the tile computes and joins: `stack([dx * f, dy * f], -1)`."""
         along, sizes = node.attr
         index = ref.axes[along]
         loose = all(along not in a.axes for a in node.args) and all(
@@ -230,7 +231,7 @@ class Pair:
         return Opened("hit", args, (hit.along == self.row, hit.limit))
 
     def _take(self, ref: Ref, node: Node) -> Opened:
-        """A table read at pairs of integers."""
+        """Open a table lookup at pairs of integers."""
         mode, fill, windows = node.attr
         if any(w is not None for w in windows):
             return Opened("leaf")
@@ -238,7 +239,7 @@ class Pair:
         return self._lookup(ref, table, tuple(places), fill[0] if mode == "fill" else None)
 
     def _lookup(self, ref: Ref, table: Ref, places: tuple[Ref, ...], fill: Any) -> Opened:
-        read = [i for i in table.axes if isinstance(i, tuple)]  # the tokens of what is looked up
+        read = [i for i in table.axes if isinstance(i, tuple)]  # the tokens of the looked-up axes
         shared = [i for i in table.axes if i not in read]
         if (
             not self.tables
@@ -257,11 +258,11 @@ class Pair:
         return Opened("lookup", (table, *places), Lookup(fill, counted))
 
     def _token(self, k: int) -> tuple:
-        """The index of a sum, or of what is looked up, in the term that was opened last."""
+        """Return the token of an index that the last opened term sums over or looks up."""
         return ("sum", self._fresh, k)
 
     def _opened(self, ref: Ref, node: Node) -> tuple[list[tuple], list[Ref]]:
-        """The bound indices of a node, named anew, and its operands over them."""
+        """Return the bound indices of a node, renumbered, and its operands over them."""
         self._fresh += 1
         tokens = [self._token(k) for k in range(len(node.bound))]
         axes: list[Any] = [*ref.axes, *tokens]
@@ -281,7 +282,7 @@ class Pair:
             inner = node_of(self.g, args[0].cls)
             factors = [over(args[0], a) for a in inner.args] if is_product(inner) else []
             split = self._separable(factors, set(tokens))
-            if split is not None:  # a sum of products is a dot that loses no digits
+            if split is not None:  # a sum of products becomes a dot that loses no digits
                 return Opened("dot", split, (tuple(tokens), "highest"))
         if isinstance(count, int) and 0 < count <= UNROLL and ref.cls not in self.made:
             unread = all(tokens[0] not in a.axes for a in args)
@@ -289,7 +290,7 @@ class Pair:
         return Opened("leaf")
 
     def _separable(self, args: list[Ref], tokens: set) -> tuple[Ref, Ref] | None:
-        """Row and column operand of a contraction, where it has them."""
+        """Return the row and column operand of a contraction, if it separates."""
         if len(args) != 2:
             return None
         left, right = args if self.column in args[1].axes else args[::-1]
@@ -306,15 +307,15 @@ class Pair:
 
 @dataclass(slots=True)
 class PairwiseTile:
-    """What the pairwise terms under an exit are made of.
+    """Terms that the pairwise terms under a reduction are computed from.
 
-    inner: pairwise classes computed from others, by reference; heavy: those among them that
-    are more than tests of index numbers. operands: what is read. whole: those that are pairwise
-    themselves. dots: features summed over, for each contraction. nonlinear: whether some step is
-    no sum. compared: classes that jump where their operands change a little. counts: how often
-    an index of a sum is written out; steps: how many there are then. along: the indices that
-    row values are reduced along inside the tile; rows: these and what is made of them. looked:
-    what is looked up in tables.
+    inner: pairwise classes computed from others, by reference; heavy: the inner classes that
+    are more than tests of index numbers. operands: the leaves. whole: leaves that are pairwise
+    themselves. dots: number of summed features, for each contraction. nonlinear: True if some step
+    is no sum. compared: classes discontinuous in their operands. counts: how often
+    an index of a sum is written out; steps: the number of steps then. along: the indices that
+    row values are reduced along inside the tile; rows: row values computed inside the tile. looked:
+    table lookups.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
@@ -332,12 +333,12 @@ class PairwiseTile:
     looked: list[Ref] = field(default_factory=list)
 
     def heavy(self) -> Iterator[Ref]:
-        """Pairwise references that cost something."""
+        """Yield the pairwise references that cost work."""
         return (r for r, is_heavy in self.inner.items() if is_heavy)
 
 
 def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> PairwiseTile | None:
-    """Everything pairwise under some references and keys; None where it is too much."""
+    """Collect the pairwise terms under references and keys; None if the tile is too large."""
     tile = PairwiseTile()
     for ref in refs:
         if _visit(pair, tile, ref) is None:
@@ -349,7 +350,7 @@ def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> PairwiseTi
 
 
 def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool | None:
-    """Whether a pairwise reference is heavy; None where the tile grows too large."""
+    """Return True if a pairwise reference is heavy; None where the tile grows too large."""
     if ref in tile.inner:
         return tile.inner[ref]
     tile.steps += math.prod(tile.counts.get(i, 1) for i in ref.axes)
@@ -378,7 +379,7 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool | None:
         for place, counted in zip(found.args[1:], found.data.counted, strict=True):
             if not visit_key(pair, tile, place, counted):
                 return None
-    if found.kind == "sum":  # work, even of tests
+    if found.kind == "sum":  # work, even if its terms are only tests
         heavy = True
     for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
         inside = _enter(pair, tile, arg)
@@ -399,7 +400,7 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool | None:
 
 
 def visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> bool:
-    """Have integers that something is looked up or added up at visited; False for too much."""
+    """Visit the integers of a lookup or of a sum by key; return False if the tile is too large."""
     if counted:
         return _enter(pair, tile, place) is not None
     tile.whole.append(place)
@@ -407,7 +408,7 @@ def visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> bool
 
 
 def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
-    """Whether an operand of a pairwise term is heavy; None where the tile grows too large."""
+    """Return True if an operand of a pairwise term is heavy; None if the tile is too large."""
     if pair.holds(arg):
         return _visit(pair, tile, arg)
     if arg in tile.rows:
@@ -428,7 +429,7 @@ def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
 
 
 def asks_whether_finite(g: EGraph, node: Node) -> bool:
-    """Whether a comparison is a test for NaN or infinity, which no rounding changes."""
+    """Return True if a comparison tests for NaN or infinity, which rounding does not change."""
     if node.attr[0] == "is_finite" or (len(node.args) == 2 and node.args[0] == node.args[1]):
         return True
     limits = [node_of(g, a.cls) for a in node.args]
@@ -436,7 +437,7 @@ def asks_whether_finite(g: EGraph, node: Node) -> bool:
 
 
 def is_test_like(g: EGraph, cls: int) -> bool:
-    """Whether a class is made of index numbers, integers, tests and constants alone."""
+    """Return True if a class depends on index numbers, integers, tests and constants alone."""
     if dtype_kind(g.classes[cls].dtype) in "iub":
         return True
     node = node_of(g, cls)

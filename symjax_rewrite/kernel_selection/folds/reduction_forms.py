@@ -1,10 +1,10 @@
-"""How an exit reads as sums over tiles with row algebra outside (a face).
+"""Forms of a reduction as sums over tiles times row algebra.
 
-`Σ_n e^(t-r)·f·w` has several readings that are equal as real functions: as it is written; with
-what lacks n outside, under a shift of the fold's own; with a sum among its factors taken apart
-where a part lacks n; and with a factor `Σ_d a[m,d]·v[n,d]` replaced by weights v, a being applied
-afterwards (an n-ary contraction, its pairwise index eliminated first). Which is taken depends on
-what each must wait for.
+`Σ_n e^(t-r)·f·w` has several forms that are equal as real functions. The first is the sum as
+written. In others, terms that lack n are moved outside, under the fold's own shift; a sum among the
+factors is distributed where a term lacks n; or a factor `Σ_d a[m,d]·v[n,d]` is replaced by weights
+v, and a is applied afterwards (an n-ary contraction with its pairwise index eliminated first). The
+choice depends on the inputs that each form must wait for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One term of an exit's value: row algebra times one result of a fold.
+    """Term of a reduction's value: row algebra times one result of a fold.
 
-    kind: what the fold does (`exp`: Σ e^tile·product·weights; `count`: nothing, the number of
-    columns is in the coefficient). tile: its tile. product: factors
-    of the summand beside it. weights: a column operand. after: a row operand, summed with the
-    features of the weights. coefficient, factors, exponent: the row algebra. keys: what a sum by
-    key adds up at.
+    kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
+    of columns is in the coefficient). tile: its tile. product: other factors of the summand.
+    weights: a column operand. after: a row operand, summed with the features of the weights.
+    coefficient, factors, exponent: the row algebra. keys: integers that a sum by key sums at.
     """
 
     kind: str
@@ -48,11 +47,11 @@ class Piece:
     keys: tuple[Ref, ...] = ()
 
     def pairwise(self) -> list[Ref]:
-        """What the tile is made of."""
+        """Return the references that the tile reads."""
         return [*([self.tile] if self.tile else []), *(r for r, _ in self.product)]
 
     def rows(self) -> list[Ref]:
-        """What the row algebra reads."""
+        """Return the references that the row algebra reads."""
         refs = [r for r, _ in self.factors] + [r for r, _ in self.exponent]
         return [*refs, self.after] if self.after else refs
 
@@ -61,7 +60,7 @@ Form = tuple[Piece, ...]
 
 
 def forms(pair: Pair, found: Exit) -> list[Form]:
-    """The readings of an exit, as it is written first."""
+    """Return the forms of a reduction, the written form first."""
     g = pair.g
     if found.kind == "keyed":
         product = tuple([(r, ONE) for r in found.args])
@@ -75,13 +74,13 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
     weights, rest = split
     written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
     if dtype_kind(g.classes[found.cls].dtype) != "f" or pair.inside:
-        return [written]  # what is compared is not taken apart from what it is counted by
+        return [written]  # compared terms keep the form of the counts they are compared in
     apart = _log_form(pair, found, weights, rest)
     return [written] if apart is None else [written, apart]
 
 
 def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
-    """The operand that lacks the row and is no scalar per column, and the others."""
+    """Return the operand that depends on the column alone, and the other operands."""
     weights: Ref | None = None
     rest: list[Ref] = []
     tiled = {i for a in found.args if pair.holds(a) for i in a.axes}
@@ -106,9 +105,9 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
     inside = [x for x in form.exponent if pair.column in x[0].axes]
     outside = tuple(x for x in form.exponent if pair.column not in x[0].axes)
     if len(inside) > 1:
-        return None  # e^a·e^b as e^(a+b) loses b beside a large a, however it is shifted
+        return None  # e^a·e^b as e^(a+b) loses b beside a large a under any shift
     if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
-        return None  # outside of the sum, the sum would be computed in another range
+        return None  # outside of the sum, its range would change
     tile = _joined(g, inside, found) if inside else None
     if inside and (tile is None or not pair.holds(tile)):
         return None
@@ -124,7 +123,7 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
 
 
 def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
-    """The piece with one sum among its factors taken apart, where a part of it is row algebra."""
+    """Yield the term with one sum among its factors distributed, where a part is row algebra."""
     for k, (ref, power) in enumerate(piece.product):
         terms = sum_terms(g, ref, 1.0)
         rows = [x for x in terms if pair.column not in x[0].axes]
@@ -146,7 +145,7 @@ def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[P
 
 
 def _eliminated(pair: Pair, piece: Piece) -> Piece:
-    """A small contraction among the factors becomes weights, and its row operand comes after."""
+    """Replace a small contraction among the factors by weights and a later row operand."""
     if piece.weights is not None:
         return piece
     for k, (ref, power) in enumerate(piece.product):
@@ -158,9 +157,9 @@ def _eliminated(pair: Pair, piece: Piece) -> Piece:
         if found.kind != "dot" or not (others or piece.tile):
             continue
         if any(is_half(pair.g.classes[a.cls].dtype) for a in found.args):
-            continue  # the product was kept in f32, its parts would be rounded
+            continue  # the product was kept in f32, its factors would be rounded
         if _is_narrowed(pair.g, ref, inner):
-            continue  # others read it rounded: what cancels against them is rounded alike
+            continue  # other readers round it: terms that cancel must round alike
         row, column = found.args
         return replace(
             piece, product=others, weights=column, after=row, coefficient=piece.coefficient * scale
@@ -169,7 +168,7 @@ def _eliminated(pair: Pair, piece: Piece) -> Piece:
 
 
 def reads(pair: Pair, form: Form) -> list[Ref] | None:
-    """What must be there before the fold of a form runs."""
+    """Return the references that must be computed before the fold of a form runs."""
     out: list[Ref] = []
     for piece in form:
         tile = explore(pair, [r for r in piece.pairwise() if pair.holds(r)], piece.keys)
@@ -182,7 +181,7 @@ def reads(pair: Pair, form: Form) -> list[Ref] | None:
 
 
 def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref]:
-    """A reference as a number times another, casts between floating types seen through."""
+    """Return a reference as a number times another; casts between floating types are ignored."""
     scale = 1.0
     while True:
         node = node_of(g, ref.cls)
@@ -195,7 +194,7 @@ def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref]:
 
 
 def _is_narrowed(g: EGraph, ref: Ref, inner: Ref) -> bool:
-    """Whether a half precision is passed between a reference and what `_unscaled` makes of it."""
+    """Return True if a half precision lies between a reference and its `_unscaled` reference."""
     while ref.cls != inner.cls:
         if is_half(g.classes[ref.cls].dtype):
             return True
@@ -204,7 +203,7 @@ def _is_narrowed(g: EGraph, ref: Ref, inner: Ref) -> bool:
 
 
 def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | None:
-    """The sum of the terms as one class, so that equal tiles meet."""
+    """Return the sum of the terms as one class, so that equal tiles share an e-class."""
     if not terms:
         return None
     dtype = g.classes[terms[0][0].cls].dtype

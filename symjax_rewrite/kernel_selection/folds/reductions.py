@@ -1,7 +1,7 @@
-"""Exits: where a pairwise term is left (a face).
+"""Reductions of pairwise terms.
 
-A reduction over columns (or rows, with the roles exchanged), a sum by key over both, or the choice
-of one column for each row.
+A reduction over columns (or rows, with the roles exchanged), a sum by key over both, or the
+selection of one column for each row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 
 
 class ReadPart(NamedTuple):
-    """What is read of a sorted row: `start + stride·i` at index `axis`; no axis: one place."""
+    """Slice of a sorted row: `start + stride·i` at index `axis`, or a single index."""
 
     start: int
     stride: int
@@ -30,13 +30,14 @@ class ReadPart(NamedTuple):
 
 @dataclass(slots=True)
 class Exit:
-    """A class that reduces terms or chooses from one, over its own indices.
+    """Class that reduces terms or selects from one, over its own indices.
 
     kind: `sum`, `max`, `min`, `any`, `all`, `argmax`, `argmin`, `top_k`, `sorted`, `at` or `keyed`.
-    args: what is reduced (of a sum: the product of it). bound: indices reduced over.
-    choice: what a gather chooses. through: classes between the args and this one that it alone
-    reads: a sort of which only `part` is read, a sum that is summed further. keys: of a sum by
-    key, what says the indices `along` of the result. clips: whether keys out of range are clipped.
+    args: the reduced terms (of a sum: the factors of its summand). bound: indices reduced over.
+    choice: the element that a gather selects. through: classes between the args and this class that
+    it alone reads: a sort of which only `part` is read, a sum that is summed further. keys: of a
+    sum by key, the integers that give the indices `along` of the result. clips: True if keys out of
+    range are clipped.
     """
 
     cls: int
@@ -45,8 +46,8 @@ class Exit:
     bound: tuple[int, ...]
     sizes: dict[int, Dim]
     choice: gather_patterns.Choice | None = None
-    places: int = 0  # of a top-k or a sort: how many
-    output: int = 0  # of a top-k or a sort: values or places
+    places: int = 0  # k of a top-k, or number of sorted entries
+    output: int = 0  # of a top-k or a sort: 0 for values, 1 for indices
     through: tuple[int, ...] = ()
     part: ReadPart | None = None
     keys: tuple[Ref, ...] = ()
@@ -54,12 +55,12 @@ class Exit:
     clips: bool = False
 
     def reads(self) -> tuple[Ref, ...]:
-        """What it is computed from."""
+        """Return the references it is computed from."""
         return (*self.args, *self.keys)
 
 
 def exit_of(t: TermGraph, cls: int) -> Exit | None:
-    """The class as an exit, if it reduces something."""
+    """Return the class as a reduction, or None."""
     g = t.graph
     node = node_of(g, cls)
     if node.op == NATIVE:
@@ -85,7 +86,7 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
 
 
 def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
-    """`x[i, i]`: the column chosen for each row is the one of its own number."""
+    """Return `x[i, i]` as the selection of column i for row i."""
     axes = list(node.args[0].axes)
     twice = [i for i in set(axes) if axes.count(i) == 2]
     if len(node.args) != 1 or len(axes) != len(set(axes)) + 1 or not twice:
@@ -102,7 +103,7 @@ def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
 
 
 def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Dim]) -> Exit | None:
-    """`Σ [key[i, j] = n]·x[i, j, ..]`, a sum by key in another spelling."""
+    """Return `Σ [key[i, j] = n]·x[i, j, ..]` as a sum by key."""
     for k, a in enumerate(node.args):
         found = gather_patterns.one_hot(t, a)
         rest = node.args[:k] + node.args[k + 1 :]
@@ -121,7 +122,7 @@ def _by_key(
     sizes: dict[int, Dim],
     keyed: tuple[tuple[int, ...], tuple[Ref, ...], bool],
 ) -> Exit:
-    """A sum by key; what is a sum already is summed at once."""
+    """Return a sum by key; a summand that is itself a sum is merged into it."""
     along, keys, clips = keyed
     through: tuple[int, ...] = ()
     while len(args) == 1 and (inner := _summed(t.graph, args[0], sizes)) is not None:
@@ -134,7 +135,7 @@ def _by_key(
 def _summed(
     g: EGraph, ref: Ref, sizes: dict[int, Dim]
 ) -> tuple[tuple[Ref, ...], dict[int, Dim], tuple[int, ...]] | None:
-    """What a sum, seen through casts, adds up over further indices; and the classes between."""
+    """Return the summand of a sum behind casts, its further indices, and the classes between."""
     passed = []
     node = node_of(g, ref.cls)
     while node.op == MAP and node.attr[0] == "convert_element_type":
@@ -187,7 +188,7 @@ def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
 
 
 def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
-    """The first places of a sorted row, or of the numbers that were sorted along."""
+    """Return the first entries of a sorted row (values or indices) as a reduction."""
     sort = node.args[0]
     if sort.cls not in t.made_by or node_of(t.graph, sort.cls).op != NATIVE:
         return None
@@ -223,7 +224,7 @@ def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
 
 
 def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
-    """Whether a value holds the index of an axis."""
+    """Return True if a value holds the index of an axis."""
     if not isinstance(v, int) or t.views[v] is None:
         return False
     view = t.view(v)

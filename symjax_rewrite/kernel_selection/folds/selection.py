@@ -1,7 +1,8 @@
-"""Routes: reductions over pairwise terms become folds, which never make the terms (a face).
+"""Selection of folds: reductions over pairwise terms become folds, which never store the terms.
 
-Recognition works on the whole program's terms (`pairs`, `fold_plan`); what an exit's value is in
-terms of a fold's results is `fold_forms`; `fold_route` and `choice_route` emit. This file decides.
+`pairwise_terms` and `clustering` find candidates in the whole program's terms. `reduction_forms`
+writes a reduction in terms of a fold's results. `builder` and `gathered_columns` emit. This module
+decides.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Route = FoldRoute | ChoiceRoute | SparseRoute | Reread | WideRow
 
 
 def known_kernels(kernels: str) -> str:
-    """The setting `kernels` itself.
+    """Return the setting `kernels` unchanged.
 
     Raises:
         UsageError: no such backend.
@@ -62,12 +63,12 @@ def known_kernels(kernels: str) -> str:
 
 
 class Folds:
-    """Pairwise terms whose reductions become folds (a pass)."""
+    """Pass that replaces reductions over pairwise terms by folds."""
 
     name = "fold"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The reductions over pairs that a fold computes."""
+        """Yield the reductions over pairs that a fold computes."""
         kernels = context.options.kernels
         if kernels == "off" or not context.reorders():
             return
@@ -80,17 +81,17 @@ class Folds:
 
 
 class _FoldSelection:
-    """Finds pairwise terms of one program and decides which become folds."""
+    """Search for pairwise terms of one program, and the decision which of them become folds."""
 
     def __init__(self, kernels: str, device: Device) -> None:
         self.kernels, self.device = kernels, device
 
     def _streams(self) -> bool:
-        """Whether loops run the folds: they look values up, and sum by key and over rows too."""
+        """Return True if loops run the folds; loops also support lookups and keyed sums."""
         return self.kernels in ("xla", "reference") or self.device.folds.streams
 
     def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
-        """The folds, and what was considered."""
+        """Return the folds and the refused candidates."""
         made = self._find(t, need, least)
         again = restated(t, need, least)
         if again is None:
@@ -107,7 +108,7 @@ class _FoldSelection:
     def _find(
         self, t: TermGraph, need: Needed, least: int
     ) -> tuple[list[list[Route]], list[RouteUse]]:
-        """For each cluster its folds, none where it stays, and what the report says of it."""
+        """Return the folds of each cluster, empty where it is refused, and its report entries."""
         single = self.kernels != "auto" or self.device.folds.single_rows
         found = clusters(
             t, need, Scope(least, single, self._streams(), self.device.folds.least_of_sort)
@@ -119,7 +120,7 @@ class _FoldSelection:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
         made: dict[int, list[Route]] = {}
         while any(not c.reason and n not in made for n, c in enumerate(found)):
-            # What was refused is made whole, so that others wait for more than they did before.
+            # Terms of refused clusters are materialised, so that other folds need more.
             made = self._decided(t, need, found)
         groups = [made.get(number, []) for number in range(len(found))]
         return groups, [_use(t, c, group) for c, group in zip(found, groups, strict=True)]
@@ -127,9 +128,9 @@ class _FoldSelection:
     def _decided(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
     ) -> dict[int, list[Route]]:
-        """The routes of every cluster in play; none at all where one of these is refused.
+        """Return the routes of every live cluster; no route at all where one cluster is refused.
 
-        also: row values that folds must give though no fold reads them as they are.
+        also: row values that folds must return though no fold reads them in the program's dtype.
         """
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
@@ -166,7 +167,7 @@ class _FoldSelection:
     def _decide(
         self, t: TermGraph, draft: Draft, need: Needed, read: Counter[int]
     ) -> list[Route] | str:
-        """The routes of a cluster, or why it stays as it is."""
+        """Return the routes of a cluster, or the reason it is refused."""
         try:
             folds = draft.finish(self.kernels, need, read)
         except UsageError as error:
@@ -189,22 +190,22 @@ class _FoldSelection:
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
-    """A candidate for each cluster that becomes folds."""
+    """Return a candidate for each cluster that becomes folds."""
     taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
     return [*refusals(uses), *candidates(t, "fold", taken)]
 
 
 def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
-    """One candidate for folds of scores that are stated again."""
+    """Return one candidate for all folds of restated scores."""
     taken = [use for use in uses if use.taken]
     return [*refusals(uses), *candidates(t, "fold", [(routes, taken)])]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
-    """Leave clusters that read pairs that one that is taken never makes, or make those it reads.
+    """Refuse clusters that read pairs that an accepted cluster does not materialise, or vice versa.
 
-    What is made whole for one fold and anew inside another is rounded in two ways: weights by other
-    scores than those that were summed add up to no whole.
+    A value materialised for one fold and recomputed inside another is rounded in two ways. Softmax
+    weights from one rounding and their sum from the other would not add up to one.
     """
     inner, read = _pairs(taken)
     for other in found:
@@ -218,13 +219,13 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 
 def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
-    """The pairwise classes that a cluster never makes, and what else its tiles read."""
+    """Return the pairwise classes a cluster never materialises, and its tiles' operands."""
     inner = {r.cls for m in cluster.members for r in m.tile.inner}
     return inner, {r.cls for m in cluster.members for r in m.tile.operands}
 
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
-    """What became of a cluster, for the report."""
+    """Return the report entry of a cluster."""
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     reason = cluster.reason or f"{cluster.pairs} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
@@ -232,7 +233,7 @@ def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
 
 
 class Draft:
-    """The folds of a cluster before their epilogues: these depend on what all others read."""
+    """Folds of a cluster before their epilogues, which depend on the reads of all other folds."""
 
     def __init__(
         self,
@@ -259,11 +260,11 @@ class Draft:
         self.levels = [key[0] for key in groups if key not in turned.values()]
 
     def reads(self) -> list[set[int]]:
-        """The classes that each fold and each choice reads."""
+        """Return the classes that each fold and each column selection reads."""
         return [*(b.reads() for b in self.builders), *(set(c.needs(c.cls)) for c in self.choices)]
 
     def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
-        """The folds; what is `read` elsewhere is given by their epilogues if they make it.
+        """Return the folds; their epilogues return the classes in `read` that they compute.
 
         Raises:
             UsageError: the parts of some fold do not fit.
@@ -286,9 +287,10 @@ class Draft:
 
 
 def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
-    """For groups of candidates the one that reduces the same pairs the other way round.
+    """Map groups of candidates to groups that sum the same pairs in the other direction.
 
-    Sums over rows cost a fold a little more than those over columns: the fewer of them are made so.
+    Sums over rows cost a fold slightly more than sums over columns, so the smaller group is reduced
+    over rows.
     """
     out: dict[tuple, tuple] = {}
     for key in groups:
@@ -303,7 +305,7 @@ def _turned(groups: dict[tuple, list[ClusterMember]]) -> dict[tuple, tuple]:
 
 
 def _sums(group: list[ClusterMember]) -> bool:
-    """Whether candidates are nothing but sums of the tile as it is."""
+    """Return True if all candidates are plain sums of the tile."""
     return all(piece.kind in ("sum", "count") for m in group for piece in m.form)
 
 
@@ -314,9 +316,9 @@ def _fold(
     turned: list[ClusterMember],
     wide: frozenset[int] | None,
 ) -> FoldBuilder:
-    """One fold for candidates that wait for the same results.
+    """Return one fold for candidates that wait for the same results.
 
-    Those of the group reduce the same way round, those turned the other.
+    The candidates in `turned` reduce in the other direction than the group.
     """
     first = frame(cluster, group[0])
     pair = group[0].pair
@@ -341,7 +343,7 @@ def _fold(
 
 
 def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
-    """The route of an exit that chooses a column for each row."""
+    """Return the route of a reduction that selects a column for each row."""
     choice = m.exit.choice
     assert choice is not None
     count = len(t.graph.classes[m.exit.cls].sizes)

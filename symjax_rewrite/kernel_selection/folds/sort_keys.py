@@ -1,6 +1,6 @@
-"""Integers in the order in which `lax.sort` places values (a face).
+"""Integers in the order in which `lax.sort` orders values.
 
-The k first of a sorted row are a top-k of these integers, NaNs last and equal values in order.
+The first k entries of a sorted row are a top-k of these integers: NaNs last, ties in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def ranks(x: Any) -> Any:
-    """An integer for each value, larger where it sorts earlier.
+    """Return an integer for each value, larger where it sorts earlier.
 
     Example:
         >>> r = ranks(jnp.array([1.0, -2.0, jnp.nan, 0.0, -0.0]))
@@ -24,13 +24,13 @@ def ranks(x: Any) -> Any:
         return ~x
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     integer = np.dtype(f"int{8 * x.dtype.itemsize}")
-    x = jnp.where(x == 0, jnp.zeros_like(x), x)  # both zeros are equal
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)  # +0 and -0 are equal
     order = _turned(jax.lax.bitcast_convert_type(x, integer))
     return ~jnp.where(x != x, jnp.full_like(order, np.iinfo(integer).max), order)
 
 
 def unranked(r: Any, dtype: np.dtype) -> Any:
-    """The values that `ranks` gave integers to."""
+    """Return the values whose ranks are given (inverse of `ranks`)."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return (~r).astype(dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -38,7 +38,7 @@ def unranked(r: Any, dtype: np.dtype) -> Any:
 
 
 def _turned(bits: Any) -> Any:
-    """A float's bits as an integer of the same order, and back: it is its own inverse."""
+    """Map a float's bits to an integer of the same order; the map is its own inverse."""
     greatest = np.iinfo(bits.dtype).max
     negative = jax.lax.shift_right_arithmetic(bits, jnp.full_like(bits, 8 * bits.itemsize - 1))
     return bits ^ (negative & greatest)

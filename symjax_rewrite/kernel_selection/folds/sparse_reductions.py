@@ -1,10 +1,10 @@
-"""Sums of what is zero but at a few places of each row: these places alone are read (a face).
+"""Sums of a sparse operand that is nonzero at a few places of each row: only these are read.
 
-    Σ_m S[n,m]·g[n,m]·w[m] = Σ_k v[n,k]·g[n,p[n,k]]·w[p[n,k]]        S[n, p[n,k]] += v[n,k]
+Σ_m S[n,m]·g[n,m]·w[m] = Σ_k v[n,k]·g[n,p[n,k]]·w[p[n,k]]        S[n, p[n,k]] += v[n,k]
 
-The derivative by the k nearest of a row is such an S: zero but at k columns. What multiplies it is
-computed at these columns alone, and summed where it stands, or by column. What a zero stands before
-by its position is not read, as for labels and masks (README, Numerics levels).
+The derivative by the k nearest neighbours of a row is such an S: it is nonzero at k columns. Its
+cofactors are computed at these columns alone, and summed in place or by column. Cofactors of zeros
+are not read, as for labels and masks (README, Numerics levels).
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.usage_records import RouteUse
 
-MOST_CUT = 64  # elementwise steps in a chain that are made at some places alone
-MOST_ELEMENTS = 2**31 - 1  # of a result that is summed by column: places are int32
+MOST_CUT = 64  # limit on elementwise steps in a chain computed at sliced indices
+MOST_ELEMENTS = 2**31 - 1  # limit on a result summed by column: places are int32
 
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A class that is zero but at some places of each row.
+    """Class that is zero except at some places of each row.
 
-    along: the slot that the places are along. place, value: over the class's other slots and the
-    names in `extra`, which have sizes. clips: what places out of range are; else they are nowhere.
+    along: the slot that the places index. place, value: over the class's other slots and the names
+    in `extra`, which have sizes. clips: places out of range are clipped; else they are dropped.
     """
 
     cls: int
@@ -74,10 +74,10 @@ class Sparse:
 
 @dataclass(slots=True)
 class SparseRoute(OneClass):
-    """A sum over the places of a class that is zero elsewhere.
+    """Sum over the nonzero places of a class.
 
-    columns: the program of what is summed. roots: the steps of its factors. place: the columns, by
-    name. names: of each index of the class; COLUMN among them where it is summed by column.
+    columns: the program of the summand. roots: the steps of its factors. place: the columns, by
+    name. names: of each index of the class; COLUMN is among them where the sum is by column.
     """
 
     cls: int
@@ -89,12 +89,12 @@ class SparseRoute(OneClass):
     backend: str = "gathered"
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this class."""
         del cls
         return [*self.columns.operands(), self.place.cls]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value over the class's indices, and its slots."""
+        """Return the value over the class's indices, and its slots."""
         size, lead = self.columns.builder.sizes, self.columns.names
         over = tuple(n for n in lead if n in self.place.axes)
         place = read_over(emitter, self.place, over, tuple(size[n] for n in over))
@@ -117,7 +117,7 @@ class SparseRoute(OneClass):
         return jax.lax.transpose(total, order).astype(dtype), tuple(range(len(order)))
 
     def _by_column(self, total: Any, place: Any) -> tuple[Any, list[str]]:
-        """Sums by column, and their axes: what the columns depend on, the columns, the others."""
+        """Return sums by column, and their axes: the shared axes, the columns, the other axes."""
         size, lead = self.columns.builder.sizes, self.columns.names
         shared = [n for n in lead if n in self.names and n in self.place.axes]
         summed = [n for n in lead if n not in self.names and n in self.place.axes]
@@ -132,7 +132,7 @@ class SparseRoute(OneClass):
         at = jnp.broadcast_to(place.reshape(place.shape[: len(here)]), here).reshape(*counts[:2])
         at = at.astype(jnp.int32)
         first = columns * jnp.arange(counts[0], dtype=jnp.int32)[:, None]
-        at = jnp.clip(at, 0, columns - 1) + first  # what is out of range is zero, or clipped
+        at = jnp.clip(at, 0, columns - 1) + first  # values out of range are zero, or clipped
         empty = jnp.zeros((counts[0] * columns, counts[2]), total.dtype)
         made = empty.at[at.reshape(-1)].add(total.reshape(-1, counts[2]), mode="promise_in_bounds")
         kept = [*shared, COLUMN, *wide]
@@ -140,12 +140,12 @@ class SparseRoute(OneClass):
 
 
 class _Finder:
-    """Looks for sums of sparse classes.
+    """Search for sums of sparse classes.
 
-    least: elements of a class worth looking at. share: times the terms that are summed that a
-    product has at least. supports: of classes that are zero at the zeros of
-    a sparse one, that one over their indices. given: classes that are elementwise in inputs. cuts:
-    what was made at some places of an index.
+    least: minimum number of elements of a class. share: minimum ratio between the terms of a
+    product and the summed terms. supports: for classes that are zero at the zeros of a sparse
+    class, the sparse class over their indices. given: classes that are elementwise in inputs. cuts:
+    slices already built.
     """
 
     def __init__(self, t: TermGraph, need: Needed, least: int, share: float) -> None:
@@ -163,7 +163,7 @@ class _Finder:
                 self.given.add(cls)
 
     def sparse(self, cls: int) -> Sparse | None:
-        """A class as one that is zero but at some places."""
+        """Return a class as one that is zero except at some places, or None."""
         if cls not in self.known:
             self.known[cls] = self._sparse(cls)
         return self.known[cls]
@@ -189,7 +189,7 @@ class _Finder:
         return Sparse(cls, along, place, value, extra, found.clips)
 
     def _window(self, ref: Ref, index: int) -> tuple[tuple[int, int], Ref] | None:
-        """Where a padded reference is not zero along an index, (start, size), and what is there."""
+        """Return (start, size) of a padded reference's interior, and the unpadded operand."""
         node = node_of(self.g, ref.cls)
         if node.op != CONCAT or ref.axes[node.attr[0]] != index or ref.axes.count(index) != 1:
             return None
@@ -202,7 +202,7 @@ class _Finder:
         return None
 
     def _cut(self, ref: Ref, index: int, start: int, size: int, depth: int = 0) -> Ref:
-        """A reference at some places of an index; what is elementwise is made of what is cut."""
+        """Slice a reference along an index; elementwise nodes read sliced operands."""
         if index not in ref.axes:
             return ref
         key = (ref, index, start, size)
@@ -221,12 +221,12 @@ class _Finder:
         return self.cuts[key]
 
     def support(self, ref: Ref) -> Ref | None:
-        """A sparse reference at whose zeros a reference is zero."""
+        """Return a sparse reference at whose zeros a reference is zero."""
         held = self.supports.get(ref.cls)
         return None if held is None else over(ref, held)
 
     def _support(self, cls: int) -> Ref | None:
-        """The same for a class, over its indices, once it is known for what it reads."""
+        """Return `support` of a class over its indices, once it is known for its operands."""
         node = node_of(self.g, cls)
         if self.sparse(cls) is not None:
             return Ref(cls, tuple(range(node.out)))
@@ -246,7 +246,7 @@ class _Finder:
         return shared.pop() if len(shared) == 1 else None
 
     def route(self, cls: int) -> SparseRoute | None:
-        """A sum over the places of a sparse class."""
+        """Return a sum over the nonzero places of a sparse class, or None."""
         node, of = node_of(self.g, cls), self.g.classes[cls]
         if node.op != CONTRACT or not node.bound or dtype_kind(of.dtype) != "f":
             return None
@@ -292,7 +292,7 @@ class _Finder:
         return SparseRoute(cls, source, columns, roots, place, mine)
 
     def _is_steady(self, tile: PairwiseTile) -> bool:
-        """Whether no step compares what is computed here with what others reduce it to."""
+        """Return True if no step compares a value with its reduction computed elsewhere."""
         return all(
             a.cls in self.given or any(a.cls == r.cls for r in tile.inner)
             for cls in tile.compared
@@ -300,7 +300,7 @@ class _Finder:
         )
 
     def _is_given(self, cls: int) -> bool:
-        """Whether a class is elementwise in inputs, once it is known for what it reads."""
+        """Return True if a class is elementwise in inputs, once this is known for its operands."""
         node = node_of(self.g, cls)
         if node.op == LEAF or is_test_like(self.g, cls):
             return True
@@ -308,12 +308,12 @@ class _Finder:
 
 
 class SparseReductions:
-    """Sums over the places of a class that is zero elsewhere (a pass)."""
+    """Pass that restricts sums to the nonzero places of a sparse class."""
 
     name = "sparse"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The sums that read the places alone."""
+        """Yield the sums that read only the nonzero places."""
         kernels, auto = context.options.kernels, context.options.kernels == "auto"
         if kernels == "off" or not context.reorders():
             return
@@ -333,14 +333,14 @@ class SparseReductions:
 
 
 def sparse_routes(t: TermGraph, need: Needed, least: int, share: float) -> list[SparseRoute]:
-    """The sums that are taken over the places of a sparse class."""
+    """Return the sums that are taken over the nonzero places of a sparse class."""
     finder = _Finder(t, need, least, share)
     found = (finder.route(cls) for cls in need.order)
     return [route for route in found if route is not None]
 
 
 def _use(t: TermGraph, source: Sparse) -> RouteUse:
-    """What the report says of a class that is not made."""
+    """Return the report entry of a class that is not materialised."""
     count = math.prod(size for _, size in source.extra)
     row = t.graph.classes[source.cls].sizes[source.along]
     reason = f"sums over a row read the {count} of {row} places that are not zero"

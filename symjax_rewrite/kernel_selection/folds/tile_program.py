@@ -1,7 +1,7 @@
 """Pairwise terms as the tile program of a fold.
 
-References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for what rows and
-columns have in common, `At(k)` for one element of an axis that is written out.
+References here read axes by name: `m` and `n` for row and column, `b0`, `b1`, … for the axes
+that rows and columns share, `At(k)` for one element of an axis that is written out.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from symjax_rewrite.pallas_kernels.fold.spec import Contraction, Operand
 from symjax_rewrite.pallas_kernels.fold.tile import numbered
 
 ROW, COLUMN = "m", "n"
-READ_NARROW = ("int8", "int32")  # integers that every backend reads as they are
+READ_NARROW = ("int8", "int32")  # integers that every backend reads without a cast
 
 
 @dataclass(slots=True)
 class TileBuilder(StepProgram):
-    """Collects the steps, operands and contractions of a fold's tiles.
+    """Builder of the steps, operands and contractions of a fold's tiles.
 
-    like: the pair that the exits are over. inputs: per operand its class and what each slot reads.
-    number: step of a reference. whole: the axis that tiles are reduced along. wide: classes that
-    are read in f32 although the program has them in half precision; with None every step rounds as
-    the program does, else tiles are held in f32.
+    like: the pair of the reductions. inputs: per operand its class and, for each slot, an axis name
+    or one index. number: step of a reference. whole: the axis that tiles are reduced along. wide:
+    classes that are read in f32 although the program has them in half precision. With None every
+    step rounds as the program does; otherwise tiles are held in f32.
     """
 
     t: TermGraph
@@ -80,7 +80,10 @@ class TileBuilder(StepProgram):
         return self._times(None, made, self._widest(made))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
-        """Return the step that multiplies; what a unit matrix takes out may be infinite."""
+        """Return the product of factors, where a unit matrix selects the diagonal.
+
+        A product with a unit matrix's zeros would be NaN where the other factor is infinite.
+        """
         rest = [f for f in factors if self.steps[f].kind != "delta"]
         product = ("apply", (CONTRACT, data), tuple(rest or factors), dtype)
         if len(rest) in (0, len(factors)):
@@ -89,7 +92,7 @@ class TileBuilder(StepProgram):
         return self.add("diagonal", None, (self._cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
-        """Return the step that gives each value an integer in the order of a sort."""
+        """Return the step that maps each value to an integer in sort order."""
         dtype = np.dtype(self.steps[step].dtype)
         made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
         return self.add("rank", None, (step,), str(made.dtype))
@@ -172,7 +175,7 @@ class TileBuilder(StepProgram):
         return self._cast(self.add("lookup", data, tuple(made), held), dtype)
 
     def key_of(self, place: Ref, counted: bool) -> int:
-        """Return the step of integers that something is looked up or added up at."""
+        """Return the step of integers that a lookup or a sum by key reads."""
         if counted:
             return self.build(place)
         return self._read(place, self.t.graph.classes[place.cls].dtype)
@@ -190,13 +193,13 @@ class TileBuilder(StepProgram):
 
     def _read(self, ref: Ref, dtype: str) -> int:
         stored = self._stored(ref)
-        if stored is not None:  # integers are widened in the kernel
+        if stored is not None:  # the kernel widens integers
             return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
         dtype = self.dtype_of(ref.cls)
         return self.add("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
-        """Return the place of an operand among those that the tile reads."""
+        """Return the position of an operand among the tile's operands."""
         return place_in(self.reads, self.operand(ref))
 
     def _stored(self, ref: Ref) -> Ref | None:
@@ -211,9 +214,9 @@ class TileBuilder(StepProgram):
         return arg if exact else None
 
     def operand(self, ref: Ref, of_row: bool = False) -> int:
-        """Return the number of an operand, every axis of which has a name or is at one place.
+        """Return the number of an operand; every axis has a name or is read at one index.
 
-        of_row: it is contracted as the operand of rows, so a single row's gets its axis here.
+        of_row: the operand is the row operand of a contraction, so a single row gets its axis here.
         """
         g = self.t.graph
         sizes = g.classes[ref.cls].sizes
@@ -273,15 +276,15 @@ class TileBuilder(StepProgram):
         return self.add("apply", cast, (step,), dtype)
 
     def key(self, roots: tuple[int, ...]) -> tuple:
-        """Return what tells two tile programs apart."""
+        """Return a key that is equal for equal tile programs."""
         return ("route", roots, key_of(self.steps))
 
 
 def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
     """Return the dtypes of an elementwise node's operands and result as kernels hold them.
 
-    Half precision is held in f32. A cast rounds as it is written, and a comparison compares what
-    the program compares: rounded values may be equal where others are not.
+    Half precision is held in f32. A cast rounds as written. A comparison compares the rounded
+    values of the program, since rounded values may tie where unrounded values do not.
 
     Args:
         node: the node.
@@ -385,7 +388,7 @@ def tile_handlers(
 def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
     """Return a table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
 
-    fill: what is read out of range; None for what is nearest.
+    fill: returned out of range; with None the nearest index is read.
     """
     count = len(places)
     sizes = table.shape[table.ndim - count :]
@@ -393,12 +396,12 @@ def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
     lead = table.shape[: table.ndim - count - 2]
     flat = table.reshape(*lead, -1)
     at = at.reshape(*(1,) * (len(lead) + 2 - at.ndim), *at.shape)
-    found = _along_last(flat, jax.lax.optimization_barrier(at))  # one loop of both is slow
+    found = _along_last(flat, jax.lax.optimization_barrier(at))  # fusing both into one loop is slow
     return found if fill is None else jnp.where(inside, found, jnp.asarray(fill, table.dtype))
 
 
 def _along_last(table: Any, at: Any) -> Any:
-    """`table[lead.., k]` at places `[lead.., m, n]`; either may be shared along a leading axis."""
+    """Return `table[lead.., k]` at places `[lead.., m, n]`; leading axes may be size 1."""
     if table.ndim == 1:
         return table.at[at].get(mode="promise_in_bounds")
     if table.shape[0] == 1:

@@ -1,9 +1,9 @@
-"""Gradients that flow through a row's maximum and are zero in exact arithmetic (a face).
+"""Gradients through a row's maximum that are zero in exact arithmetic.
 
-A softmax does not depend on the shift it is computed with, so the derivative by the maximum is a
-sum that cancels; what is written spreads it over the places where the maximum is taken. That it
-cancels is proved here, from Σ(a+b) = Σa + Σb and Σ r·a = r·Σa alone. A fold then leaves it out: no
-tile need be compared with its own maximum.
+A softmax does not depend on its shift, so the derivative by the maximum is a sum that cancels. The
+program as written spreads this sum over the positions of the maximum. The cancellation is proved
+here from Σ(a+b) = Σa + Σb and Σ r·a = r·Σa alone. A fold then omits the sum, and no tile is
+compared with its own maximum.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
 
-MAX_TERMS = 32  # of a sum that is multiplied out
+MAX_TERMS = 32  # limit on terms of an expanded sum
 MAX_DEPTH = 40
-MOST_FLAT = 3  # indices of nested sums that are one sum
+MOST_FLAT = 3  # limit on indices of nested sums merged into one sum
 
 Monomial = frozenset  # of (factor, power)
 Sum = dict[Any, float]  # monomial: coefficient
 
 
 class Whole(NamedTuple):
-    """A sum that something is divided by, not multiplied out."""
+    """Denominator that is a sum and is not expanded."""
 
     ref: Ref
 
 
 class TooLargeError(Exception):
-    """More terms than are looked at (internal)."""
+    """Expansion with more than `MAX_TERMS` terms (internal)."""
 
 
 def vanishing(g: EGraph, need: Needed) -> set[int]:
-    """The classes that spread a vanishing derivative over the places of a maximum."""
+    """Return the classes that spread a vanishing derivative over the positions of a maximum."""
     out: set[int] = set()
     for cls in need.order:
         node = node_of(g, cls)
@@ -55,7 +55,7 @@ def vanishing(g: EGraph, need: Needed) -> set[int]:
 
 
 def _spread(g: EGraph, node: Node) -> bool:
-    """A vanishing sum times the reciprocal of a count of ties."""
+    """Return True for a vanishing sum times the reciprocal of a count of ties."""
     counts = [a for a in node.args if _is_reciprocal_count(g, a.cls)]
     rest = [a for a in node.args if a not in counts]
     return bool(counts) and any(_cancels(g, a) for a in rest if node_of(g, a.cls).op != MAP)
@@ -67,7 +67,7 @@ def _is_reciprocal_count(g: EGraph, cls: int) -> bool:
 
 
 def _is_tie_count(g: EGraph, cls: int) -> bool:
-    """Whether a class counts the places of a maximum along a row: at least one."""
+    """Return True if a class counts the positions of a maximum along a row (at least one)."""
     node = node_of(g, cls)
     return node.op == CONTRACT and len(node.args) == 1 and is_tie(g, node.args[0].cls)
 
@@ -82,7 +82,7 @@ def _cancels(g: EGraph, ref: Ref) -> bool:
 
 
 def _cleared(g: EGraph, terms: Sum) -> Sum:
-    """The terms times the sums they are divided by, multiplied out."""
+    """Return the terms multiplied by the sums in their denominators, expanded."""
     while True:
         least: dict[Whole, Fraction] = {}
         for m in terms:
@@ -105,7 +105,7 @@ def _cleared(g: EGraph, terms: Sum) -> Sum:
 
 
 def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
-    """A reference as a sum of products of what is no sum or product."""
+    """Expand a reference into a sum of products."""
     if depth == 0:
         raise TooLargeError
     node = node_of(g, ref.cls)
@@ -142,7 +142,7 @@ def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
 
 
 def _put(total: Sum, m: Any, k: float) -> None:
-    """Add a term; what cancels to rounding is gone."""
+    """Add a term; drop it if the coefficients cancel up to rounding."""
     old = total.pop(m, 0.0)
     if abs(old + k) > 1e-9 * max(abs(old), abs(k)):
         total[m] = old + k
@@ -162,7 +162,7 @@ def _times(a: Sum, b: Sum) -> Sum:
 
 
 def _summed(product: Sum, tokens: tuple) -> Sum:
-    """Sums over bound indices: factors that lack them go outside; equal sums are equal factors."""
+    """Sum over bound indices; move factors that lack them outside; merge equal sums."""
     out: Sum = {}
     for m, k in product.items():
         inside = [(f, p) for f, p in m if _reads(f, tokens)]
@@ -175,7 +175,7 @@ def _summed(product: Sum, tokens: tuple) -> Sum:
 
 
 def _flat(inside: list[tuple[Any, Fraction]], tokens: tuple) -> tuple:
-    """Σ a·(Σ b·c) is one sum of a·b·c, whichever way round it was written."""
+    """Merge Σ a·(Σ b·c) into one sum of a·b·c, in a canonical order."""
     indices, powers = list(tokens), {}
     for f, p in inside:
         inner = [(f, p)]
@@ -197,7 +197,7 @@ def _flat(inside: list[tuple[Any, Fraction]], tokens: tuple) -> tuple:
 
 
 def _name(level: int, number: int) -> str:
-    """What an index of a sum is called: sums inside it have lower levels, and other names."""
+    """Return the name of a sum's index; nested sums have lower levels, and so other names."""
     return f"#{level}.{number}"
 
 

@@ -1,10 +1,10 @@
-"""Row values that one fold makes and another reads, held in f32 (a face).
+"""Row values that folds exchange, held in f32.
 
-XLA holds what a loop has in registers in f32, and sums in f32, also where a program is written in
-bf16 or f16. A fold that rounded every score, maximum and normaliser would be farther from the exact
-value than the program it replaces, since an error of a row value is the same for the whole row. So
-tiles are computed in f32, and row values stay in f32 from one fold to the next. A cast that the
-program asks for still rounds.
+XLA holds intermediate values of a loop in f32 and sums in f32, also where a program is written in
+bf16 or f16. A fold that rounded every score, maximum and normaliser would be less accurate than the
+program it replaces, since the error of a row value affects the whole row. So tiles are computed in
+f32, and row values stay in f32 from one fold to the next. A cast written in the program still
+rounds.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Wide(NamedTuple):
 
 
 def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
-    """Find the row values that the folds of some clusters pass on in f32.
+    """Find the row values that the folds of some clusters exchange in f32.
 
-    A maximum is what exponentials are shifted by. Where the program reads it in half precision
-    beside sums of these exponentials, both must be of the same shift: then the tiles of the cluster
-    round as they are written.
+    Exponentials are shifted by a maximum. The program may read this maximum in half precision
+    beside sums of these exponentials. Both must use the same shift, so the tiles of such a cluster
+    round as written.
     """
     narrow: set[int] = set()
     while True:
@@ -66,7 +66,7 @@ def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
 
 
 def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> frozenset[int]:
-    """The half-precision row values of folds, and what is elementwise in them."""
+    """Return the half-precision row values of folds, and classes elementwise in them."""
     exits = {m.exit.cls: m for m in members}
     pairwise = _pairwise(members)
     rows: set[int] = set()
@@ -84,14 +84,14 @@ def _pairwise(members: Sequence[ClusterMember]) -> set[int]:
 
 
 def _is_row(g: EGraph, m: ClusterMember) -> bool:
-    """True if an exit is one half-precision number for each row."""
+    """Return True if a reduction gives one half-precision number for each row."""
     info = g.classes[m.exit.cls]
     slots = range(len(info.sizes))
     return is_half(info.dtype) and m.exit.kind in ("sum", "max", "min") and {*slots} <= {*m.space}
 
 
 def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
-    """True if a class is elementwise in wide row values, and no larger than they are."""
+    """Return True if a class is elementwise in wide row values, and no larger than they are."""
     g = t.graph
     node, dtype = node_of(g, cls), g.classes[cls].dtype
     if not is_elementwise(node) or dtype_kind(dtype) != "f" or _jumps(node):
@@ -105,7 +105,7 @@ def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMem
 
 
 def _jumps(node: Node) -> bool:
-    """True if a node compares, or rounds as the program asks for."""
+    """Return True if a node compares, or is a cast written in the program."""
     return node.op == MAP and node.attr[0] in (*COMPARISONS, "reduce_precision")
 
 
@@ -114,7 +114,7 @@ def _is_cast(node: Node) -> bool:
 
 
 def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
-    """True if a class is in f32 for the sake of a sum alone: `jnp.sum` casts there and back."""
+    """Return True if a class is in f32 only because `jnp.sum` casts its operand to f32 and back."""
     node = node_of(g, cls)
     while node.op == ADD and len(node.args) == 1 and abs(node.attr[0]) == 1:
         cls = node.args[0].cls
@@ -128,7 +128,7 @@ def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, Cluster
 
 
 def _is_sum_of_halves(g: EGraph, m: ClusterMember) -> bool:
-    """True for a sum of half-precision values in f32."""
+    """Return True for a sum of half-precision values in f32."""
     if m.exit.kind != "sum":
         return False
     nodes = [node_of(g, a.cls) for a in m.exit.args]
@@ -142,7 +142,7 @@ def _reads_shift(
     rows: frozenset[int],
     members: Sequence[ClusterMember],
 ) -> bool:
-    """True if a maximum of a cluster is read in half precision by what no fold holds in f32."""
+    """Return True if a cluster's maximum is read in half precision outside of folds."""
     shifts = {m.exit.cls for m in cluster.members if m.exit.kind in ("max", "min")} & rows
     held = rows | _pairwise(members)
     stack = [*shifts]
@@ -164,26 +164,26 @@ def _reads_shift(
 
 @dataclass(slots=True)
 class WideRow(OneClass):
-    """A class that is elementwise in row values of folds, computed from these in f32."""
+    """Class elementwise in row values of folds, computed from them in f32."""
 
     t: TermGraph
     cls: int
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before."""
+        """Return the classes that must be computed before this class."""
         return [a.cls for a in node_of(self.t.graph, cls).args]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The value over the class's indices, and its slots."""
+        """Return the value over the class's indices, and its slots."""
         data, slots = emitter.wide_array(cls)
         return data.astype(np.dtype(self.t.graph.classes[cls].dtype)), slots
 
     def wide_classes(self) -> set[int]:
-        """The class, which it can give in f32."""
+        """Return the class, which is available in f32."""
         return {self.cls}
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """The same in f32."""
+        """Return the value in f32, and its slots."""
         g = self.t.graph
         node, dtype = node_of(g, cls), held_dtype(g.classes[cls].dtype)
         operands = [emitter.operand(a, _widened(emitter.wide_array(a.cls))) for a in node.args]

@@ -11,15 +11,15 @@ from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref, over
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Normed
 from symjax_rewrite.kernel_selection.norms.row_statistics import ProgramBuilder
 
-MAX_INSIDE = 24  # classes of one epilogue
+MAX_INSIDE = 24  # limit on classes of one epilogue
 
 
 @dataclass(slots=True)
 class NormEpilogue:
-    """The last class of an elementwise chain behind some products.
+    """Last class of an elementwise chain behind some products.
 
-    cls: the class; axes: for its slots, the index of the first product they are. inside: products
-    and the classes between. products: members by class, read over the first one's indices.
+    cls: the class. axes: for its slots, the matching indices of the first product. inside: products
+    and the classes between. products: members by class, read over the first product's indices.
     """
 
     g: EGraph
@@ -56,9 +56,10 @@ class NormEpilogue:
 
 
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:
-    """Return the longest elementwise chain behind a product that nothing else looks into.
+    """Return the longest elementwise chain after a product.
 
-    Other members that meet it are products of the same kernel.
+    No class inside the chain has another reader. Other members that join the chain are products of
+    the same kernel.
     """
     by_class = {m.cls: m for m in members}
     identity = tuple(range(len(g.classes[first.cls].sizes)))
@@ -94,7 +95,10 @@ def _joined(
     members: dict[int, Normed],
     first: Normed,
 ) -> dict[int, tuple[int, ...]] | None:
-    """A user and the members it reads, over the first product's indices; None if it must wait."""
+    """Return the axes of a user and its members over the first product's indices, or None.
+
+    None means that the user must wait for other operands.
+    """
     node = node_of(g, user)
     if node.op not in (MAP, ADD, CONTRACT) or node.bound or not _is_real(g, user):
         return None
@@ -135,6 +139,6 @@ def _is_real(g: EGraph, cls: int) -> bool:
 
 
 def _same_ends(first: Normed, other: Normed, read: tuple[int, ...]) -> bool:
-    """Return True if another product, read so, has the rows and outputs of the first."""
+    """Return True if another product, read so, has the rows and outputs of the first product."""
     rows, ends = (tuple(read[i] for i in group) for group in (other.rows, other.ends))
     return rows == first.rows and ends == first.ends

@@ -1,12 +1,12 @@
-"""Frozen weights behind a norm: γ, β and shared projections are folded into them (a face).
+"""Frozen weights behind a norm, with γ, β and shared projections folded into the weights.
 
-    ((x - μ)·r·γ + β) @ W + b = ((x - μ)·r) @ (γ⊙W) + (β @ W + b)
+((x - μ)·r·γ + β) @ W + b = ((x - μ)·r) @ (γ⊙W) + (β @ W + b)
 
-Everything on the right but x, μ and r is computed once by `.prepare`. On a GPU, weights that
-multiply the same normalised value stand beside each other in one product where its result is small
-against them: then cutting it costs less than further launches. On a CPU one wide product was
+`.prepare` computes everything on the right but x, μ and r once. On a GPU, weights that multiply the
+same normalised value are concatenated into one product where its result is small against the
+weights: slicing the result then costs less than further launches. On a CPU one wide product was
 slower than three (experiments/deferred_norm). Distributing over β is safe because the normalised
-value is bounded: nothing large cancels.
+value is bounded, so no large terms cancel.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from symjax_rewrite.usage_records import RouteUse
 
 @dataclass(slots=True)
 class FrozenProduct:
-    """A product of a normalised value and a frozen weight.
+    """Product of a normalised value and a frozen weight.
 
-    exit: the class it computes: its own, or that of the sum with a frozen bias. axes: the slots
+    exit: the class it computes: the product, or its sum with a frozen bias. axes: the slots
     of `exit` as indices of the product.
     """
 
@@ -55,21 +55,21 @@ class FrozenProduct:
 
 @dataclass(slots=True)
 class FrozenRoute:
-    """Products of one normalised value, with everything frozen folded beforehand."""
+    """Products of one normalised value, with all frozen factors folded beforehand."""
 
     products: list[FrozenProduct]
     cut_share: float | None
 
     def classes(self) -> set[int]:
-        """The classes this route computes or makes superfluous."""
+        """Return the classes this route computes or makes dead."""
         return {c for p in self.products for c in (p.exit, p.normed.cls)}
 
     def gives(self) -> set[int]:
-        """Those of them that others may read."""
+        """Return the classes that others may read."""
         return {p.exit for p in self.products}
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before the products."""
+        """Return the classes that must be computed before the products."""
         m = self.products[0].normed
         found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
         found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
@@ -77,7 +77,7 @@ class FrozenRoute:
         return found + [p.bias.cls for p in self.products if p.bias is not None]
 
     def run(self, emitter: Any) -> list[Any]:
-        """Every product as [rows, outputs]."""
+        """Return every product as [rows, outputs]."""
         m = self.products[0].normed
         g = emitter.t.graph
         sizes = g.classes[m.x.cls].sizes
@@ -102,7 +102,7 @@ class FrozenRoute:
         return out
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """One result over its class's slots."""
+        """Return one result over its class's slots."""
         results = emitter.folded(self)
         number = next(k for k, p in enumerate(self.products) if p.exit == cls)
         p = self.products[number]
@@ -114,7 +114,7 @@ class FrozenRoute:
 
 
 def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
-    """(x + Σ rows)·Π scale: what is left of the operand without γ and β."""
+    """Return (x + Σ rows)·Π scale: the operand without γ and β."""
     slots = tuple(range(len(sizes)))
     over = lambda r: read_over(emitter, r, order, sizes)  # noqa: E731
     total = jnp.promote_types(emitter.t.graph.classes[m.x.cls].dtype, jnp.float32)
@@ -132,7 +132,7 @@ def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
 
 
 def _bias(emitter: Any, p: FrozenProduct, raw: Any, across: tuple, sizes: Any) -> Any:
-    """β @ W + b, or None."""
+    """Return β @ W + b, or None."""
     m = p.normed
     out: Any = None
     for s in m.shifts:
@@ -150,7 +150,7 @@ def _bias(emitter: Any, p: FrozenProduct, raw: Any, across: tuple, sizes: Any) -
 def _products(
     value: Any, weights: list[Any], products: list[Normed], g: EGraph, cut_share: float | None
 ) -> list[Any]:
-    """value @ W for every weight; one product where its result is small against the weights."""
+    """Return value @ W for every weight, as one product where its result is small."""
     rows, width = value.shape
     node = node_of(g, products[0].cls)
     dtype = g.classes[products[0].cls].dtype
@@ -172,19 +172,19 @@ def _products(
 
 
 def moves(m: Normed, s: Shift) -> tuple[Ref, ...] | None:
-    """The rows by which a shift moves x itself; None for a shift of its own."""
+    """Return the rows that a shift adds to x itself; None for an independent shift."""
     if len(m.gain) != 1 or s.columns != m.gain[0].columns:
         return None
     return without(s.rows, m.scale)
 
 
 class FrozenWeights:
-    """Norms before frozen weights (a pass). What it computes is open to the rules after it."""
+    """Pass that folds norms into frozen weights; later rules see its equations."""
 
     name = "frozen_norm"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The frozen weights that a norm's own scale and shift are folded into."""
+        """Yield the frozen weights into which a norm's scale and shift are folded."""
         if not context.frozen or not context.reorders():
             return
         terms = context.terms(program)
@@ -209,7 +209,7 @@ class FrozenWeights:
 
 
 def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
-    """Whether all weights and columns are frozen, and the value normalised by its own sums."""
+    """Return True if weights and columns are frozen and the value has its own statistics."""
     g = t.graph
     read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
     if not all(c in need.known for c in read) or m.dtype == "float16":
@@ -221,7 +221,7 @@ def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
 
 
 def _with_bias(t: TermGraph, need: Needed, m: Normed) -> FrozenProduct:
-    """The product, with the frozen bias that alone is added to it."""
+    """Return the product, with a frozen bias if the bias is the only term added to it."""
     g = t.graph
     alone = FrozenProduct(m, m.cls, tuple(range(len(g.classes[m.cls].sizes))), None)
     users = need.users.get(m.cls, [])

@@ -1,8 +1,8 @@
-"""The call of a kernel for products of one normalised value, as JAX operations (a face).
+"""Kernel call for products of one normalised value, as JAX operations.
 
-Arrays are handed over as they are stored where the kernel can read them so: a weight may lie
-[outputs, contracted] and x [contracted, rows]. Weights that are known beforehand are scaled,
-summed and shifted outside, once.
+Arrays are passed in their stored layout where the kernel supports it: a weight may be stored
+[outputs, contracted] and x [contracted, rows]. Constant weights are scaled, summed and shifted
+once, outside the kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 
 @dataclass(slots=True)
 class NormPart:
-    """One result of a kernel: an elementwise function of one or several contractions.
+    """Result of a kernel: an elementwise function of one or several contractions.
 
     members: the contractions. exit: the class it computes. columns: the vectors over k that the
-    kernel reads. folded: whether γ is in the weights before the call. given: the column sums that
-    are computed outside and read as ends: None for γ·W, else a column, and the member's number.
+    kernel reads. folded: γ is multiplied into the weights before the call. given: the column sums
+    computed outside and read as ends: None for γ·W, else a column, and the member's number.
     """
 
     spec: NormSpec
@@ -44,7 +44,7 @@ class NormPart:
     operands: dict[str, list[Ref]]
 
     def needs(self) -> list[int]:
-        """Classes that must be there before the call."""
+        """Return the classes that must be computed before the call."""
         first = self.members[0]
         columns = [*self.columns, *(c for c, _ in self.given if c is not None), first.gain]
         found = [first.x.cls, *(m.weight.cls for m in self.members)]
@@ -52,7 +52,7 @@ class NormPart:
         return found + [r.cls for refs in self.operands.values() for r in refs]
 
     def arrays(self, emitter: Any) -> list[Any]:
-        """What the spec reads besides x."""
+        """Return the arrays that the spec reads besides x."""
         m, swapped = self.members[0], self.spec.weights_swapped
         across, down = axes_of(m)
         sizes = emitter.t.graph.classes[m.x.cls].sizes
@@ -84,7 +84,7 @@ class NormPart:
         return array.reshape(*lead, self.spec.outputs)
 
     def shaped(self, emitter: Any, data: Any) -> tuple[Any, tuple[int, ...]]:
-        """The result over its class's slots."""
+        """Return the result over its class's slots."""
         m = self.members[0]
         sizes = emitter.t.graph.classes[m.cls].sizes
         order = (*m.rows, *m.ends)
@@ -94,9 +94,9 @@ class NormPart:
 
 @dataclass(slots=True)
 class NormRoute:
-    """One kernel call for one or several results of one normalised value.
+    """Kernel call for one or several results of one normalised value.
 
-    price: gives its cost on a device; None where the device has no model of it.
+    price: returns its cost on a device; None where the device has no model of the kernel.
     """
 
     parts: list[NormPart]
@@ -105,24 +105,24 @@ class NormRoute:
 
     @property
     def group(self) -> NormGroup:
-        """What the kernel computes."""
+        """Return the specification of the kernel."""
         return NormGroup(tuple(p.spec for p in self.parts))
 
     def classes(self) -> set[int]:
-        """The classes this route computes or makes superfluous."""
+        """Return the classes this route computes or makes dead."""
         return {c for p in self.parts for c in (p.exit.cls, *p.exit.inside)}
 
     def gives(self) -> set[int]:
-        """Those of them that others may read."""
+        """Return the classes that others may read."""
         return {p.exit.cls for p in self.parts}
 
     def needs(self, cls: int) -> list[int]:
-        """Classes that must be there before the call."""
+        """Return the classes that must be computed before the call."""
         del cls
         return [c for p in self.parts for c in p.needs()]
 
     def run(self, emitter: Any) -> list[Any]:
-        """Emit the call: every result as [rows, outputs]."""
+        """Emit the call and return every result as [rows, outputs]."""
         m, spec = self.parts[0].members[0], self.parts[0].spec
         across, down = axes_of(m)
         sizes = emitter.t.graph.classes[m.x.cls].sizes
@@ -133,26 +133,26 @@ class NormRoute:
         return list(norm_linears(self.group, *operands, backend=self.backend))
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """One result over its class's slots."""
+        """Return one result over its class's slots."""
         number = next(k for k, p in enumerate(self.parts) if p.exit.cls == cls)
         return self.parts[number].shaped(emitter, emitter.folded(self)[number])
 
 
 def axes_of(m: Normed) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The slots of x that are contracted, and the others."""
+    """Return the slots of x that are contracted, and the other slots."""
     across = tuple(s for s, i in enumerate(m.x.axes) if i in m.contracted)
     return across, tuple(s for s in range(len(m.x.axes)) if s not in across)
 
 
 def read_over(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
-    """A reference as an array over exactly the indices of `order`."""
+    """Return a reference as an array over exactly the indices of `order`."""
     array = emitter.array(ref.cls)
     labels = tuple(ref.axes[s] for s in array.slots)
     return term_lowering.arrange(array.data, labels, order, sizes)
 
 
 def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:
-    """Σ coefficient · Π columns as a vector over k."""
+    """Return Σ coefficient · Π columns as a vector over k."""
     single = len(terms) == 1 and terms[0].coefficient == 1 and len(terms[0].columns) == 1
     total: Any = None
     for coefficient, refs in terms:
@@ -169,7 +169,7 @@ def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: An
 
 
 def weight_of(emitter: Any, m: Normed, swapped: bool = False) -> Any:
-    """A product's weight as [contracted, outputs], or as [outputs, contracted]."""
+    """Return a product's weight as [contracted, outputs], or as [outputs, contracted]."""
     node = node_of(emitter.t.graph, m.cls)
     sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
     first, last = (m.ends, m.contracted) if swapped else (m.contracted, m.ends)

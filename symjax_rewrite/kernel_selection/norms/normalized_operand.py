@@ -1,10 +1,10 @@
-"""The normal form of a normalised operand: row factors, one value, columns, shifts.
+"""Normal form of a normalised operand: row factors, one value, columns, shifts.
 
-    A[m, k] = Σ_t c_t · Π rows(m) · x[m, k] · Π columns(k)  +  Σ_s c_s · Π rows(m) · Π columns(k)
+A[m, k] = Σ_t c_t · Π rows(m) · x[m, k] · Π columns(k)  +  Σ_s c_s · Π rows(m) · Π columns(k)
 
-Whatever a norm is called and however it is spelled, an operand of a contraction over k reads so:
-products are multiplied out, casts between floating types are looked through, and what is left are
-factors that do or do not depend on k. Nothing here knows of any norm.
+The normal form covers every norm in any spelling as an operand of a contraction over k: products
+are expanded, casts between floating types are ignored, and the remaining factors either depend on k
+or not. No norm is matched by name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.tile_program import unwidened
 
-MAX_DEPTH = 24  # levels of nested products and sums that are opened
-MAX_PARTS = 8  # terms of a multiplied-out operand
-MAX_FACTORS = 16  # of one such term
+MAX_DEPTH = 24  # limit on levels of nested products and sums that are opened
+MAX_PARTS = 8  # limit on terms of an expanded operand
+MAX_FACTORS = 16  # limit on factors of one such term
 
 
 class Column(NamedTuple):
-    """coefficient · Π columns, over x's slots."""
+    """Term coefficient · Π columns, over x's slots."""
 
     coefficient: float
     columns: tuple[Ref, ...]
 
 
 class Shift(NamedTuple):
-    """A term without x: coefficient · Π rows · Π columns, over x's slots."""
+    """Term without x: coefficient · Π rows · Π columns, over x's slots."""
 
     coefficient: float
     rows: tuple[Ref, ...]
@@ -43,11 +43,11 @@ class Shift(NamedTuple):
 
 @dataclass(slots=True)
 class Normed:
-    """A contraction Σ_k A·W whose operand A is in normal form.
+    """Contraction Σ_k A·W whose operand A is in normal form.
 
-    cls: its class. x, weight: over its indices. contracted: its bound indices, in x's order.
-    rows: its output indices that x reads, in x's order; ends: the others. scale, gain, shifts:
-    over x's slots. opened: classes between x and the contraction.
+    cls: its class. x, weight: over its indices. contracted: its bound indices, in x's order. rows:
+    its output indices that x reads, in x's order. ends: its other output indices. scale, gain,
+    shifts: over x's slots. opened: classes between x and the contraction.
     """
 
     cls: int
@@ -64,7 +64,7 @@ class Normed:
 
     @property
     def key(self) -> tuple:
-        """Equal for contractions of the same operand, whatever their weights."""
+        """Return a key equal for contractions of the same operand with any weights."""
         slots = tuple(self.x.axes.index(i) for i in self.contracted)
         return (self.x.cls, slots, self.scale, self.gain, self.shifts, self.dtype)
 
@@ -74,8 +74,8 @@ def opener(g: EGraph, is_full: Callable[[Ref], bool], scaled: bool = True) -> Su
 
     Args:
         g: the graph.
-        is_full: says which references are looked into.
-        scaled: whether a number below 1 that scales one value is looked into. Without that number
+        is_full: selects the references to open.
+        scaled: open a value scaled by a number below 1. Without that number
             the value may be out of range.
     """
 
@@ -94,14 +94,14 @@ def opener(g: EGraph, is_full: Callable[[Ref], bool], scaled: bool = True) -> Su
         if node.op == CONTRACT or len(reads) == 1:
             small = node.op == ADD and abs(node.attr[0]) < 1
             return scaled or not small or not form.is_factor(reads[0])
-        # Where every term is a value of its own, their sum is one value.
+        # A sum of terms that are all leaves is one leaf.
         return not all(is_full(r) and form.is_factor(r) for r in reads)
 
     return SumOfProducts(g, opens, keeps, MAX_PARTS, MAX_FACTORS, MAX_DEPTH)
 
 
 def _cancel(parts: list[ProductTerm]) -> bool:
-    """Whether parts of equal factors differ in sign: apart, they leave what their rounding is."""
+    """Return True if parts of equal factors differ in sign: computed apart, they lose digits."""
     signs: dict[tuple[Ref, ...], set[bool]] = {}
     for p in parts:
         signs.setdefault(tuple(sorted(p.factors)), set()).add(p.coefficient > 0)
@@ -109,7 +109,7 @@ def _cancel(parts: list[ProductTerm]) -> bool:
 
 
 def is_product(node: Node) -> bool:
-    """Return True if a node multiplies element by element; a diagonal reads one index twice."""
+    """Return True if a node multiplies elementwise; a diagonal reads one index twice."""
     if node.op != CONTRACT or node.bound:
         return False
     return all(len(set(a.axes)) == len(a.axes) for a in node.args)
@@ -124,13 +124,13 @@ def is_cast(g: EGraph, cls: int) -> bool:
 
 
 def as_stored(g: EGraph, ref: Ref) -> Ref:
-    """Return the value that an exact cast to f32 widens: a kernel widens what it reads."""
+    """Return the value behind an exact cast to f32: a kernel widens its operands."""
     found = unwidened(g, ref)
     return found if g.classes[found.cls].dtype in HALF else ref
 
 
 def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
-    """Return True if a sum is among what a class is computed from."""
+    """Return True if a class depends on a sum."""
     for c in postorder([cls], class_operands(g), cache):
         node = node_of(g, c)
         is_sum = node.op == CONTRACT and bool(node.bound)
@@ -139,7 +139,7 @@ def has_sums(g: EGraph, cls: int, cache: dict[int, bool]) -> bool:
 
 
 def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | None:
-    """A contraction in normal form, why a norm before it is none, or None: there is no norm."""
+    """Return a contraction in normal form, the reason it has none, or None without a norm."""
     node = node_of(g, cls)
     if node.op != CONTRACT or not node.bound or len(node.args) != 2:
         return None
@@ -155,7 +155,7 @@ def normal_form(g: EGraph, cls: int, cache: dict[int, bool]) -> Normed | str | N
 
 
 def _is_of_value(g: EGraph, m: Normed) -> bool:
-    """Whether the row factors are computed from the value, not from what it is a multiple of."""
+    """Return True if the row factors are computed from the value itself, not a multiple."""
     return any(is_computed_from(g, f.cls, (m.x.cls,)) for f in m.scale)
 
 
@@ -180,7 +180,7 @@ def _side(
     form = opener(g, is_full, open_scaled)
     parts = form.terms(a)
     scaled = [f for p in parts for f in p.factors if _is_row(g, f, bound)]
-    if not scaled or (rows and not any(f.axes for f in scaled)):  # one number scales no row
+    if not scaled or (rows and not any(f.axes for f in scaled)):  # a scalar scales no row
         return _nonlinear(g, a, bound, is_full) or _other_axis(g, parts, bound, rows)
     x = _value(g, parts, scaled, bound, rows)
     if not isinstance(x, Ref):
@@ -201,7 +201,7 @@ def _is_row(g: EGraph, f: Ref, bound: set[int]) -> bool:
 def _value(
     g: EGraph, parts: list[ProductTerm], scaled: list[Ref], bound: set[int], rows: set[int]
 ) -> Ref | str | None:
-    """Return the one factor x of all parts that have any, or why there is none."""
+    """Return the factor x that all parts with a full factor share, or the reason there is none."""
     found: set[Ref] = set()
     for p in parts:
         mine = [f for f in p.factors if set(f.axes) & bound]
@@ -253,7 +253,7 @@ def _collect(
 
 
 def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool]) -> str | None:
-    """Return the reason if a norm is there behind an elementwise function."""
+    """Return the reason for a refusal if a norm lies behind an elementwise function."""
     stack, seen = [a], {a}
     while stack and len(seen) < 4 * MAX_PARTS:
         ref = stack.pop()
@@ -278,7 +278,7 @@ def _is_normed(g: EGraph, arg: Ref, bound: set[int], is_full: Callable[[Ref], bo
 
 
 def _other_axis(g: EGraph, parts: list[ProductTerm], bound: set[int], rows: set[int]) -> str | None:
-    """The reason if a column factor is a statistic of the value over an axis that stays."""
+    """Return the reason if a column factor is a statistic of the value over an axis that stays."""
     for p in parts:
         full = [f for f in p.factors if set(f.axes) & bound and set(f.axes) & rows]
         columns: list[Any] = [f for f in p.factors if not set(f.axes) & rows]

@@ -1,7 +1,7 @@
 """Row algebra and epilogues of a normalised product as programs over its sums.
 
-The terms between the sums and the results are evaluated as they are written. What the sums are is
-found by algebra: `Σ_k (a·x + b)(c·x + d)` with a, b, c, d of the rows alone is a polynomial in
+The terms between the sums and the results are evaluated as written. The sums are recognised by
+algebra: `Σ_k (a·x + b)(c·x + d)` with row values a, b, c, d is a polynomial in
 Σx and Σx², or in Σ(x - centre)² where x is centred.
 """
 
@@ -36,8 +36,8 @@ CENTRE, SUM, SQUARES = "centre", "sum", "squares"
 class ProgramBuilder(StepProgram):
     """Steps over the sums of one contraction of x, whose slots `contracted` are summed.
 
-    count: elements of those. centred: x's mean is taken from it. operands: by kind ("rows",
-    "ends", "fulls") the references read, over x's slots or the results' indices.
+    count: number of contracted elements. centred: x's mean is subtracted. operands: by kind
+    ("rows", "ends", "fulls") the references read, over x's slots or the results' indices.
     """
 
     g: EGraph
@@ -58,7 +58,7 @@ class ProgramBuilder(StepProgram):
         return self.add("const", float(value))
 
     def times(self, *args: int) -> int:
-        """Return the product of steps; 0 and 1 are recognised."""
+        """Return the product of steps; constant factors 0 and 1 are simplified."""
         kept = [a for a in args if not self.equals(a, 1.0)]
         if any(self.equals(a, 0.0) for a in kept):
             return self.constant(0)
@@ -67,7 +67,7 @@ class ProgramBuilder(StepProgram):
         return kept[0] if len(kept) == 1 else self.add("times", None, tuple(sorted(kept)))
 
     def plus(self, *terms: tuple[float, int]) -> int:
-        """Σ coefficient·step, like steps collected; a sum that cancels exactly is 0."""
+        """Return Σ coefficient·step with like steps collected; a sum that cancels exactly is 0."""
         collected: dict[int, float] = {}
         for coefficient, a in terms:
             if not self.equals(a, 0.0):
@@ -80,18 +80,18 @@ class ProgramBuilder(StepProgram):
         return self.add("plus", tuple(c for c, _ in kept), tuple(a for _, a in kept))
 
     def equals(self, a: int, value: float) -> bool:
-        """Return True if a step is this constant."""
+        """Return True if a step is the constant `value`."""
         kind, data, _, _ = self.steps[a]
         return kind == "const" and data == value
 
     def is_of_mean(self, a: int) -> bool:
-        """Return True if a step is computed of x's mean and constants alone."""
+        """Return True if a step depends on x's mean and constants alone."""
         kind, data, args, _ = self.steps[a]
         combines = kind in ("times", "plus") or (kind == "apply" and data[0] in (ADD, CONTRACT))
         return kind in (CENTRE, "const") or (combines and all(map(self.is_of_mean, args)))
 
     def row(self, ref: Ref) -> int:
-        """Return a value of the rows, over x's slots."""
+        """Return the step of a row value, over x's slots."""
         if ref not in self.number:
             self.number[ref] = self._row(ref)
         return self.number[ref]
@@ -113,7 +113,7 @@ class ProgramBuilder(StepProgram):
         return self.apply(node, args, dtype)
 
     def apply(self, node: Node, args: list[int], dtype: str) -> int:
-        """Return an elementwise node on steps."""
+        """Return the step of an elementwise node applied to steps."""
         dtypes = tuple(self.g.classes[a.cls].dtype for a in node.args)
         return self.add("apply", (node.op, node.attr, dtypes), tuple(args), dtype)
 
@@ -123,7 +123,7 @@ class ProgramBuilder(StepProgram):
         return self.centred and arg == total and abs(scale * self.count - 1) < 1e-6
 
     def _statistic(self, ref: Ref, node: Node) -> int | None:
-        """`Σ_k Π (a·x + b)` as a polynomial in the sums; None where it is no such thing."""
+        """Return `Σ_k Π (a·x + b)` as a polynomial in the sums; None where it has another form."""
         bound = set(range(node.out, node.out + len(node.bound)))
         factors = self._factors(node.args, bound)
         forms = [self._linear(ref, node, f, bound) for f in factors]
@@ -134,7 +134,7 @@ class ProgramBuilder(StepProgram):
         scale = self.times(*(b for a, b in linear if self.equals(a, 0.0)))
         zero, count = self.constant(0), float(self.count)
         total = zero if self.centred else self.add("sides", SUM)
-        if not slopes:  # a sum over other indices than x's, maybe
+        if not slopes:  # may be a sum over other indices than x's
             return self.plus((float(prod(int(str(n)) for n in node.bound)), scale))
         if len(slopes) == 1:
             (a, b) = slopes[0]
@@ -149,7 +149,7 @@ class ProgramBuilder(StepProgram):
         )
 
     def _factors(self, args: tuple[Ref, ...], bound: set[int]) -> tuple[Ref, ...]:
-        """Return the factors of a summand, products opened and casts looked through."""
+        """Return the factors of a summand, with products opened and casts ignored."""
 
         def opens(ref: Ref, node: Node) -> bool:
             inside = ref.cls != self.x.cls and bool(set(ref.axes) & bound)
@@ -159,7 +159,7 @@ class ProgramBuilder(StepProgram):
         return args if made is None else made[0].factors
 
     def _linear(self, ref: Ref, node: Node, arg: Ref, bound: set[int]) -> tuple[int, int] | None:
-        """(a, b) with `arg = a·(x - centre) + b`; None where it is not linear in x."""
+        """Return (a, b) with `arg = a·(x - centre) + b`; None where it is not linear in x."""
         form = opener(self.g, lambda r: bool(set(r.axes) & bound) and r.cls != self.x.cls)
         slope: list[tuple[float, int]] = []
         start: list[tuple[float, int]] = []
@@ -179,7 +179,7 @@ class ProgramBuilder(StepProgram):
         return a, self.plus(*start)
 
     def _is_x(self, ref: Ref, node: Node, value: Ref) -> bool:
-        """Return True if a factor of a sum is x itself, summed as it is contracted."""
+        """Return True if a factor of a sum is x itself, summed over the contracted index."""
         if value.cls != self.x.cls or len(set(value.axes)) < len(value.axes):
             return False
         for slot, i in enumerate(value.axes):

@@ -1,7 +1,8 @@
-"""Routes: a norm and the linear layer after it become one matmul with sums (a face).
+"""Selection of norm kernels: a norm and the next linear layer become one matmul with sums.
 
-`norm_form` reads the operand of every contraction; here statistics and epilogue become programs
-(`norm_program`) and the kernel is priced against what is written; `norm_call` emits it.
+`normalized_operand` reads the operand of every contraction. `row_statistics` builds programs of the
+statistics and the epilogue. This module prices the kernel against the program as written.
+`kernel_call` emits the kernel.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ from symjax_rewrite.usage_records import RouteUse
 NAME = "norm_linear"
 Compared = tuple[float, float] | None  # predicted seconds as written and with kernels
 LIGHT = frozenset({MAP, ADD, CONTRACT, SLICE, CONCAT, TAKE, DELTA, IOTA, CONST, LEAF})
-MOST_PARTS = 8  # results of one kernel: each has code of its own
-STARTS = 8  # products from which the chain of one epilogue is followed
+MOST_PARTS = 8  # limit on results of one kernel: each result adds code
+STARTS = 8  # limit on products from which the chain of one epilogue is followed
 
 
 class Norms:
-    """Norms before linear layers that become kernels (a pass)."""
+    """Pass that replaces norms before linear layers by kernels."""
 
     name = NAME
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The products of normalised values that a kernel computes."""
+        """Yield the products of normalised values that a kernel computes."""
         kernels = context.options.kernels
         if kernels not in ("auto", "always", *BACKENDS) or not context.reorders():
             return
@@ -82,13 +83,13 @@ class Norms:
 
 
 class _NormSelection:
-    """Finds norms before linear layers and decides which become kernels."""
+    """Search for norms before linear layers, and the decision which of them become kernels."""
 
     def __init__(self, kernels: str, device: Device) -> None:
         self.kernels, self.device = kernels, device
 
     def found(self, t: TermGraph, need: Needed) -> list[Found]:
-        """The kernels, and what was considered."""
+        """Return the kernels and the refused candidates."""
         uses: list[RouteUse] = []
         groups: dict[tuple, list[Normed]] = {}
         cache: dict[int, bool] = {}
@@ -101,7 +102,7 @@ class _NormSelection:
             elif found is not None:
                 note(uses, t, cls, False, found)
             if found is not None and self.kernels == "auto" and not self.device.runs_pallas:
-                break  # nothing is taken: that is said once, for the first
+                break  # no kernel is taken: the reason is reported once, for the first class
         out: list[Found] = []
         for members in groups.values():
             made, reason, seconds = self._group(t, need, members)
@@ -115,7 +116,7 @@ class _NormSelection:
     def _group(
         self, t: TermGraph, need: Needed, members: list[Normed]
     ) -> tuple[list[NormRoute], str, Compared]:
-        """Return the kernels of one normalised value, why, and what was compared."""
+        """Return the kernels of one normalised value, the reason, and the compared seconds."""
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
             return [], "several devices: XLA might gather the kernel's operands", None
         if any(c in need.outside for c in members[0].opened):
@@ -143,7 +144,7 @@ class _NormSelection:
         return made, _count(made, members), seconds
 
     def _refusal(self, part: NormPart) -> str:
-        """Why no backend that was asked for runs a part; empty if one does."""
+        """Return the reason no requested backend runs a part; empty if one does."""
         alone = NormGroup((part.spec,))
         support: Support = YES
         if self.kernels == "auto":
@@ -157,9 +158,9 @@ class _NormSelection:
     ) -> tuple[tuple[float, float], str]:
         """Return predicted seconds as written and with the kernels, and a sentence of both.
 
-        What is written runs as one kernel for the norm, a library product for each weight, and
-        one for whatever follows beyond a bias. A scale that is no sum over x needs no kernel of
-        its own: XLA multiplies by it where the product reads x.
+        The program as written runs one kernel for the norm, a library product for each weight, and
+        one kernel for the epilogue beyond a bias. A scale that is no sum over x needs no separate
+        kernel: XLA multiplies by it where the product reads x.
         """
         d, x = self.device, members[0].x.cls
         size = partial(_bytes_of, t)
@@ -180,7 +181,7 @@ class _NormSelection:
         return (before, after), text
 
     def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:
-        """Seconds of a part's products and of what follows them, as they are written."""
+        """Return seconds of a part's products and of its epilogue, as written."""
         d, spec = self.device, p.spec
         products = [size(m.cls) for m in p.members]
         total = 0.0
@@ -210,7 +211,7 @@ def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:
 
 
 def kernel_cost(t: TermGraph, route: NormRoute, device: Device) -> Cost | None:
-    """Return what a norm kernel costs on a GPU; elsewhere XLA runs its operations one by one."""
+    """Return the cost of a norm kernel on a GPU; elsewhere XLA runs its operations separately."""
     if not device.runs_pallas:
         return None
     sums = len(_sums_of_x(t, route))
@@ -254,7 +255,7 @@ def note(
     reason: str,
     seconds: Compared = None,
 ) -> None:
-    """Note what was considered at a class; equal reasons count as one entry."""
+    """Record a candidate at a class; equal reasons count as one entry."""
     for use in uses:
         if (use.taken, use.reason) == (taken, reason):
             use.count += 1
@@ -265,9 +266,9 @@ def note(
 def _exits(
     t: TermGraph, need: Needed, members: list[Normed]
 ) -> Iterable[tuple[NormEpilogue, list[Normed]]]:
-    """Members in kernels: those that meet in one elementwise result share one.
+    """Yield members in kernels: members of one elementwise result share a kernel.
 
-    A chain is followed from where most of them are met: `a / (1 + exp(b))` from b.
+    A chain is followed from the member that reaches most others: `a / (1 + exp(b))` from b.
     """
     left = list(members)
     while left:
@@ -279,9 +280,10 @@ def _exits(
 
 
 def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[NormPart]]:
-    """Parts by kernel: those that can be there as soon as x is, and what all read, share one.
+    """Group parts by kernel: parts that can run once x is known share one with the common operands.
 
-    One that reads a sum of its own, a residual say, might have to wait for what reads another.
+    A part that reads an operand of its own (a residual, for example) might have to wait for a class
+    that reads another part.
     """
     g = t.graph
     common = set.intersection(*(set(p.needs()) for p in parts))
@@ -298,13 +300,13 @@ def _together(t: TermGraph, need: Needed, parts: list[NormPart]) -> list[list[No
 
 
 def _is_light(g: EGraph, cls: int) -> bool:
-    """Whether a class is its operands' elements, each by itself or elsewhere."""
+    """Return True if a class only rearranges or maps its operands' elements."""
     node = node_of(g, cls)
     return node.op in LIGHT and not node.bound
 
 
 class _NormBuilder:
-    """Makes the spec of one result."""
+    """Builder of the spec of one result."""
 
     def __init__(
         self, t: TermGraph, members: list[Normed], exit_: NormEpilogue, known: frozenset[int]
@@ -313,7 +315,7 @@ class _NormBuilder:
         m = self.first = members[0]
         read = [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
         read += [w.weight.cls for w in members]
-        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may leave it
+        self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may overflow
         sizes = t.graph.classes[m.x.cls].sizes
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
         self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
@@ -329,7 +331,10 @@ class _NormBuilder:
         return place_in(self.columns, terms)
 
     def column_sum(self, terms: tuple[Column, ...] | None, k: int) -> int:
-        """The step of `Σ_k terms·W_k` (None: γ·W_k), computed before or inside the kernel."""
+        """Return the step of `Σ_k terms·W_k` (None: γ·W_k).
+
+        The sum is computed before the kernel where the weights are known, else inside it.
+        """
         if self.folded:
             return self.program.add("given", place_in(self.given, (terms, k)))
         number = None if terms is None else self.column(terms)
@@ -351,7 +356,7 @@ class _NormBuilder:
         return self._finished(steps, root, sides, gain)
 
     def moved(self) -> int:
-        """The step of what x is moved by beside its mean."""
+        """Return the step of the shift added to x besides its mean."""
         m, b = self.first, self.program
         offset = [(1.0, b.add(CENTRE, None))] if b.centred else []
         for s in m.shifts:
@@ -362,7 +367,7 @@ class _NormBuilder:
         return b.plus(*offset)
 
     def product(self, k: int) -> int:
-        """The step of one contraction's value, in its dtype."""
+        """Return the step of one contraction's value, in its dtype."""
         m, b = self.first, self.program
         scale = b.times(*(b.row(r) for r in m.scale))
         inner = [(1.0, b.add("product", k))]
@@ -429,7 +434,7 @@ class _NormBuilder:
 
 
 def _left(sides: tuple[str, ...], centred: bool) -> Any:
-    """What is multiplied, and summed beside: x, or x less its mean."""
+    """Return a function that computes the left operand and the summands from x."""
 
     def left(pairs: tuple, columns: tuple, centre: Any) -> tuple[Any, tuple[Any, ...]]:
         del columns
@@ -440,12 +445,12 @@ def _left(sides: tuple[str, ...], centred: bool) -> Any:
 
 
 def _same_columns(m: Normed, s: Shift) -> bool:
-    """Whether a shift moves x itself: it has x's one column factor."""
+    """Return True if a shift moves x itself: it has x's only column factor."""
     return len(m.gain) == 1 and s.columns == m.gain[0].columns
 
 
 def without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
-    """The rows that are left when the scale is divided out."""
+    """Return the remaining rows after the scale is divided out."""
     left = list(rows)
     for r in scale:
         if r not in left:

@@ -2,5 +2,5 @@
 
 May import what `kernel_selection` may. Before: a loop in normal form. After: one `ScanSpec`.
 
-    scan(h ← a_t * h + b_t)  →  scan over the monoid of affine maps (a, b)
+scan(h ← a_t * h + b_t)  →  scan over the monoid of affine maps (a, b)
 """

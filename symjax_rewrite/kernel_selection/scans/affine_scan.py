@@ -1,10 +1,10 @@
-"""From an affine loop to a scan kernel.
+"""Scan kernels for affine loops.
 
-The body is read as index terms, where axes of size one, transpositions and broadcasts are gone. One
-carry moves as h ← a·h + b over its own indices: the kernel is given the body itself, run with pairs
-(a, b) in place of what depends on h, so that coefficients in any spelling are made inside it.
-Results of a step are the states, or a sum of products with them over some of their axes. What else
-is done with those (skips, gates, projections) is done for all steps after the kernel.
+The body is read as index terms, without axes of size one, transpositions and broadcasts. One carry
+is updated as h ← a·h + b over its own indices. The kernel runs the body itself on pairs (a, b) in
+place of the values that depend on h, so that coefficients in any spelling are computed inside it.
+Results of a step are the states, or a sum of products with them over some of their axes. Other
+readers of the results (skips, gates, projections) run for all steps after the kernel.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ TIME = "t"
 
 
 class NotAScanError(Exception):
-    """Why a loop is no scan (internal)."""
+    """Loop that is no scan, with the reason (internal)."""
 
 
 class AffinePair(NamedTuple):
-    """a·h + b; `a` is None where h does not occur, and `b` where nothing is added to it.
+    """Affine form a·h + b; `a` is None where h does not occur, and `b` where nothing is added.
 
-    A zero in place of the latter would be none any more once it is divided by zero.
+    A zero `b` in place of None would become NaN if it were divided by zero.
     """
 
     a: Any
@@ -80,11 +80,12 @@ def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class ScanRoute:
-    """A loop as a scan.
+    """Loop as a scan.
 
     operands: body value and its axes by name, in the order of the kernel's operand. read_out: the
-    body values that the kernel gives for all steps. tail: what is made of these. run_scan: the scan
-    of a spec, a backend and operands. seconds: predicted, of the loop and of the scan.
+    body values that the kernel returns for all steps. tail: the equations after the kernel.
+    run_scan: runs the scan of a spec, a backend and operands. seconds: predicted, of the loop and
+    of the scan.
     """
 
     loop: Loop
@@ -105,7 +106,7 @@ class ScanRoute:
         return loop.finish([final], stacked, read)
 
     def advance(self, known: dict[int, Any], steps: dict[int, Any], read: Read) -> Any:
-        """Add to `steps` what all steps give, of what they know and read; the last state."""
+        """Add to `steps` the results of all steps; return the last state."""
         loop, avals = self.loop, self.loop.body.avals
         (carry,) = loop.carries
         size = self.spec.size
@@ -121,7 +122,7 @@ class ScanRoute:
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = jax_internals.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
-        known.pop(loop.carries[0].inner, None)  # it was the first state, and is one of every step
+        known.pop(loop.carries[0].inner, None)  # `steps` holds the state of every step
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
         run_all(loop, self.tail, known, steps)
@@ -131,7 +132,7 @@ class ScanRoute:
 def route_loop(
     loop: Loop, kernels: str, device: Device
 ) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """Return a scan kernel for a loop, or why there is none.
+    """Return a scan kernel for a loop, or the reason there is none.
 
     Args:
         loop: a clean loop of a known number of steps.
@@ -152,12 +153,12 @@ def route_loop(
 def scan_of(
     loop: Loop, kernels: str, device: Device, beside_bytes: float | None = None
 ) -> tuple[ScanRoute | None, str]:
-    """Return a loop of one affine carry as a scan kernel where one is best, and why.
+    """Return a loop of one affine carry as a scan kernel where it is fastest, and the reason.
 
     Args:
         loop: a loop; `kernels` and `device` as for `route_loop`.
-        beside_bytes: moved for what the kernel needs beside a loop of its own; None where it
-            takes the place of the whole loop.
+        beside_bytes: bytes moved for the kernel's inputs beside a loop that remains; None where the
+            kernel replaces the whole loop.
     """
     try:
         builder = _ScanBuilder(loop, device.scans.growth)
@@ -193,9 +194,9 @@ def scan_of(
 def route_differentiated(
     loop: Loop, kernels: str, device: Device
 ) -> tuple[ScanRoute | MatrixRoute | None, str]:
-    """Return a kernel for a loop that is differentiated in reverse mode, or why there is none.
+    """Return a kernel for a loop differentiated in reverse mode, or the reason there is none.
 
-    What is read as terms is without rules of derivatives: a body that has any is left.
+    Index terms carry no custom derivative rules, so a body that has any is refused.
     """
     matrices, why = matrices_of(loop, kernels, device, gradient=True)
     remakes = device.scans.remakes_states
@@ -221,9 +222,9 @@ def route_differentiated(
 
 @dataclass(slots=True)
 class _ScanBuilder:
-    """Reads one loop as a scan.
+    """Reader of one loop as a scan.
 
-    growth: times the bytes of the loop's results that the kernel may write.
+    growth: limit on the bytes that the kernel writes, as a multiple of the loop's results.
     """
 
     loop: Loop
@@ -238,13 +239,13 @@ class _ScanBuilder:
     def route(
         self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
     ) -> ScanRoute:
-        """Return the loop as a scan that was built."""
+        """Return the route of a scan that was built."""
         return ScanRoute(
             self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
         )
 
     def build(self) -> ScanSpec:
-        """Return the scan; note its operands, its readouts and the equations after it."""
+        """Return the scan; record its operands, its readouts and the equations after it."""
         loop = self.loop
         groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
@@ -284,7 +285,7 @@ class _ScanBuilder:
         )
 
     def _read_results(self, out: Ref) -> None:
-        """Find what the kernel gives for all steps, by body value, and the equations after it."""
+        """Find the body values the kernel returns for all steps, and the equations after it."""
         body = self.loop.body
         makers = makers_of(body.equations)
         level = self.loop.levels()
@@ -305,7 +306,7 @@ class _ScanBuilder:
                 except NotAScanError as error:
                     del self.operands[count:]
                     why = why or error
-                    if y not in makers:  # the state before a step, which is not made again
+                    if y not in makers:  # the state before a step, which is not recomputed
                         raise
             if y in makers:
                 tail.add(id(makers[y]))
@@ -332,7 +333,7 @@ class _ScanBuilder:
         return place_in(self.operands, (v, axes))
 
     def counted(self, ref: Ref) -> tuple[int, int] | int | None:
-        """Return a counter as its start and step, or as the only step where it holds."""
+        """Return a counter as its start and step, or as the only step where it is true."""
         numbers = self.loop.counters.get(self.t.leaf_value[ref.cls])
         if numbers is None or numbers.size != self.loop.length or numbers.dtype.kind not in "iub":
             return None
@@ -375,7 +376,7 @@ class _ScanBuilder:
         return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
 
     def _place(self, tops: list[Ref], out: Ref) -> dict[int, int]:
-        """Index of a result, or of its sum, to index of the state."""
+        """Return the map from indices of a result, or of its sum, to indices of the state."""
         found: dict[int, int] = {}
         targets = {out.cls: out.axes, self.carry: self.indices}
         stack = list(tops)
@@ -424,7 +425,7 @@ class _ScanSteps(StepProgram):
     """Steps over the indices of a state.
 
     after: the state after the step, where it may be read. number: step of a reference. reads:
-    operands, by number. roots: steps of what was asked for.
+    operands, by number. roots: steps of the requested terms.
     """
 
     scan: _ScanBuilder
@@ -460,7 +461,7 @@ class _ScanSteps(StepProgram):
         raise NotAScanError(f"{node.op} inside a step")
 
     def product(self, dtype: str) -> _ScanSteps:
-        """Add the product of what was asked for as the last step."""
+        """Add the product of the requested terms as the last step."""
         self.add("apply", (CONTRACT, None), self.roots, dtype)
         return self
 
@@ -519,7 +520,7 @@ def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
 
 
 def _apply_pairs(handler: Handler, what: tuple, args: list[AffinePair], dtype: str) -> AffinePair:
-    """Return a term of a·h + b's: sums and products with what has no h go through both."""
+    """Return a term of a·h + b's: sums, and products with terms without h, act on both parts."""
     op, attr = what
 
     def of(values: list[Any]) -> Any:

@@ -1,8 +1,9 @@
-"""Loops of which some carries are affine, run one part after the other (a face).
+"""Partition of loops in which some carries are affine; the parts run one after the other.
 
-Carries that depend on each other stay together. Parts come in the order of what they read: those
-that run as scan kernels, and between them loops of all that is ready by then. What a part reads of
-those before it, these give for all steps; where that is smaller, the operands of what it reads.
+Carries that depend on each other stay together. Parts are in topological order: scan kernels, and
+between them loops of all carries that are ready by then. Earlier parts return the values that a
+part reads for all steps, or the operands of the equations that compute them where these are
+smaller.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop import Loop, Read, Source
 
 MAX_PARTS = 8
-EARLY = -1  # the part of what no carry is needed for
+EARLY = -1  # the part of values that depend on no carry
 
 
 @dataclass(slots=True)
 class CarryGroup:
-    """A part of a loop: its carries by number, its equations, and what later ones read of it.
+    """Part of a loop: its carries by number, its equations, and its values that later parts read.
 
-    scan: the kernel that runs it, else it is a loop.
+    scan: the kernel that runs it; None for a loop.
     """
 
     carries: tuple[int, ...]
@@ -52,14 +53,14 @@ class CarryGroup:
 
 @dataclass(slots=True)
 class SplitRoute:
-    """A loop in parts; `early` runs for all steps before them."""
+    """Loop in parts; `early` runs for all steps before them."""
 
     loop: Loop
     early: list[Equation]
     pieces: list[CarryGroup]
 
     def run(self, read: Read) -> list[Any]:
-        """What the loop gives."""
+        """Return the results of the loop."""
         loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
         run_all(loop, self.early, known, steps)
@@ -75,13 +76,13 @@ class SplitRoute:
 
 
 def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[SplitRoute | None, str]:
-    """A loop of several carries in parts, of which some run as kernels.
+    """Partition a loop of several carries, of which some run as kernels.
 
     Args:
         loop: a clean loop of a known number of steps.
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
         device: where it runs.
-        why: it is no kernel as a whole.
+        why: the reason the whole loop is no kernel.
     """
     groups = groups_of(loop)
     affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
@@ -109,7 +110,7 @@ def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[Spli
 
 
 def _scan(route: SplitRoute, n: int, kernels: str, device: Device) -> tuple[ScanRoute | None, str]:
-    """A part as a kernel, if that pays for what is written for it, and why."""
+    """Return a part as a kernel if its memory traffic is worth it, and the reason."""
     loop, piece = route.loop, route.pieces[n]
     if (
         device.loops.steps_are_launches
@@ -135,7 +136,7 @@ def _scan(route: SplitRoute, n: int, kernels: str, device: Device) -> tuple[Scan
 
 
 class _Splitter:
-    """Cuts a loop at some groups of carries."""
+    """Partition of a loop at some groups of carries."""
 
     def __init__(
         self, loop: Loop, groups: list[Group], scans: set[tuple[int, ...]], growth: float
@@ -146,7 +147,7 @@ class _Splitter:
         self.level = loop.levels()
 
     def split(self) -> SplitRoute | None:
-        """The parts, or None where too much would be written."""
+        """Return the parts, or None where too much would be written."""
         loop, avals = self.loop, self.loop.body.avals
         early = self._early()
         made_early = {v for e in early for v in e.outvals}
@@ -178,13 +179,13 @@ class _Splitter:
         return SplitRoute(loop, [*early, *known], pieces)
 
     def _early(self) -> list[Equation]:
-        """Return the heavy equations that no carry is needed for, and all they are made of."""
+        """Return the heavy equations that depend on no carry, and the equations they read."""
         equations = self.loop.body.equations
         heavy = [e for e in equations if e.outvals and self.level[e.outvals[0]] < 2]
         return making(equations, [v for e in heavy if is_heavy(e.eqn) for v in e.outvals])
 
     def _order(self) -> list[tuple[int, ...]]:
-        """The parts: scans, and loops of what is ready before and after them."""
+        """Return the parts: scans, and loops of the carries ready before and after them."""
         reads = dependencies(self.loop)
         done: set[int] = set()
         waiting = [g.carries for g in self.groups]
@@ -195,8 +196,9 @@ class _Splitter:
 
         while waiting:
             together: tuple[int, ...] = ()
-            for carries in [c for c in waiting if c not in self.scans]:  # in order: each may be
-                if ready(carries):  # ready by those before it
+            # The order matters: an earlier group may make a later group ready.
+            for carries in [c for c in waiting if c not in self.scans]:
+                if ready(carries):
                     together += carries
                     done |= {*carries}
                     waiting.remove(carries)
@@ -209,7 +211,7 @@ class _Splitter:
         return found
 
     def _parts(self, pieces: list[CarryGroup]) -> dict[int, int]:
-        """The part that every value is made in: the last one that it depends on."""
+        """Return the part that computes every value: the last one that it depends on."""
         part: dict[int, int] = {}
         for n, piece in enumerate(pieces):
             part.update((self.loop.carries[k].inner, n) for k in piece.carries)
@@ -221,7 +223,7 @@ class _Splitter:
     def _cone(
         self, roots: Iterable[int], ready: set[int], part: dict[int, int], n: int
     ) -> tuple[list[Equation], set[int]]:
-        """Return a part's equations that make some values, and what it reads of earlier parts."""
+        """Return a part's equations that compute some values, and its reads of earlier parts."""
         operands = value_operands(self.makers)
 
         def crosses(v: int) -> bool:
@@ -235,7 +237,7 @@ class _Splitter:
         return [e for e in self.loop.body.equations if not made.isdisjoint(e.outvals)], crossing
 
     def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
-        """Whether less is handed over as the operands of an equation than as its results."""
+        """Return True if an equation is cheap and its operands are smaller than its results."""
         avals = self.loop.body.avals
         operands = {v for v in e.invals if isinstance(v, int) and part.get(v, EARLY) != EARLY}
         given = sum(aval_bytes(avals[v]) for v in operands)

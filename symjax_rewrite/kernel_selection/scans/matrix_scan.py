@@ -1,8 +1,8 @@
-"""From a loop with matrix states to chunked matmuls (a face).
+"""Loops with matrix states as chunked matmuls.
 
-The loop is taken apart: what does not depend on its states is made for all steps at once, carries
-that are no matrices stay loops of their own, states are run by `matrix_scan`, and what depends on
-their queries is made for all steps after that. Each part is the body's own equations.
+Values that do not depend on the states are computed for all steps at once. Carries that are no
+matrices stay separate loops. `matrix_scan` runs the states. Values that depend on their queries are
+computed for all steps afterwards. Each part consists of the body's own equations.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     matrix_scan,
 )
 
-TIME = -1  # the axis of steps among those of a state
+TIME = -1  # the axis of steps, beside the axes of a state
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(slots=True)
 class StatePart:
-    """What is run at once: equations for all steps, then states of a matrix or a smaller loop.
+    """Part of a loop: equations for all steps, then states of a matrix or a smaller loop.
 
-    state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: what
-    every step of that loop gives.
+    state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: the
+    results of every step of that loop.
     """
 
     equations: list[Equation]
@@ -62,7 +62,7 @@ class StatePart:
 
 @dataclass(slots=True)
 class MatrixRoute:
-    """A loop in parts, the last of which has what only results need.
+    """Loop in parts; the last part holds the equations that only results need.
 
     seconds: predicted on a CPU, of the loop and of its parts.
     """
@@ -75,11 +75,11 @@ class MatrixRoute:
 
     @property
     def states(self) -> list[MatrixState]:
-        """The matrices."""
+        """Return the matrix states."""
         return [p.state for p in self.parts if p.state is not None]
 
     def run(self, read: Read) -> list[Any]:
-        """What the loop gives."""
+        """Return the results of the loop."""
         loop = self.loop
         known, steps = loop.constants(read), loop.stacks(read)
         finals: dict[int, Any] = {}
@@ -100,7 +100,7 @@ class MatrixRoute:
 def run_all(
     loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
 ) -> None:
-    """Run equations once where they are the same at every step, else for all steps."""
+    """Run loop-invariant equations once, and other equations for all steps."""
     moving = []
     for e in equations:
         if all(not isinstance(v, int) or v in known for v in e.invals):
@@ -133,7 +133,7 @@ def run_steps(
 
 
 def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
-    """A result of every step."""
+    """Return a result of every step, stacked."""
     if isinstance(v, int) and v in steps:
         return steps[v]
     value = jnp.asarray(get(known, v))
@@ -142,7 +142,7 @@ def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int,
 
 @dataclass(slots=True)
 class _MatrixKernel:
-    """The states of one matrix by `matrix_scan`."""
+    """States of one matrix, run by `matrix_scan`."""
 
     route: MatrixRoute
     state: MatrixState
@@ -150,7 +150,7 @@ class _MatrixKernel:
     steps: dict[int, Any]
 
     def run(self, start: Any) -> Any:
-        """Add what queries read to the steps; the last state."""
+        """Add the values read by queries to the steps; return the last state."""
         s, loop = self.state, self.route.loop
         inner = loop.body.avals[loop.carries[s.carry].inner]
         wide = jnp.promote_types(inner.dtype, jnp.float32)
@@ -172,7 +172,7 @@ class _MatrixKernel:
         return None if last is None else self._as_carried(last).astype(inner.dtype)
 
     def _array(self, ref: Ref) -> tuple[Any, tuple[int, ...]]:
-        """A factor over the state's axes and time, and which of them it has, in order."""
+        """Return a factor over the state's axes and time, and the axes it has, in order."""
         t = self.route.t
         v = value_of(t, ref.cls)
         assert v is not None
@@ -186,12 +186,12 @@ class _MatrixKernel:
         for p in range(len(t.sizes[v])):
             if p in slots:
                 axes.append(slots[p])
-            else:  # the same all along this axis
+            else:  # constant along this axis
                 array = lax.index_in_dim(array, 0, len(axes), keepdims=False)
         return array, tuple(axes)
 
     def _product(self, factors: Iterable[Ref], order: Sequence[int], dtype: Any) -> Any:
-        """A product of factors over some axes, of size 1 where none has them."""
+        """Return a product of factors over some axes, of size 1 where no factor has the axis."""
         total = jnp.ones((1,) * len(order), dtype)
         for ref in factors:
             array, axes = self._array(ref)
@@ -202,7 +202,7 @@ class _MatrixKernel:
         return total
 
     def _rows(self, factors: Iterable[Ref], columns: tuple[int, ...], dtype: Any) -> Any:
-        """(*batch, time, columns): the product of factors that have no other axes."""
+        """Return the product of factors that have no other axes, as (*batch, time, columns)."""
         s = self.state
         array = self._product(factors, (*s.batch, TIME, *columns), dtype)
         lead = array.shape[: len(s.batch) + 1]
@@ -256,7 +256,7 @@ class _MatrixKernel:
             self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
 
     def _summed(self, term: StateTerm, order: tuple[int, ...], dtype: Any) -> Any:
-        """A product without the state, summed over the keys."""
+        """Return a product without the state, summed over the keys."""
         s = self.state
         letters = {TIME: "t"} | {i: chr(ord("A") + i) for i in range(len(s.sizes))}
         arrays = [self._array(f) for f in term.factors]
@@ -271,7 +271,7 @@ class _MatrixKernel:
 
 
 def spec_of(loop: Loop, s: MatrixState, query: Query, is_last: bool) -> MatrixScan:
-    """What the kernel computes for one query."""
+    """Return the kernel's specification for one query."""
     carry = loop.carries[s.carry]
     dtype = jnp.promote_types(loop.body.avals[carry.inner].dtype, jnp.float32)
     return MatrixScan(
@@ -289,7 +289,7 @@ def spec_of(loop: Loop, s: MatrixState, query: Query, is_last: bool) -> MatrixSc
 
 
 def value_of(t: TermGraph, cls: int) -> int | None:
-    """A body value whose entries are those of a class."""
+    """Return a body value whose entries are those of a class, or None."""
     found = (v for v, view in enumerate(t.views) if view is not None and view.cls == cls)
     return next(found, None)
 
@@ -297,16 +297,16 @@ def value_of(t: TermGraph, cls: int) -> int | None:
 def matrices_of(
     loop: Loop, kernels: str, device: Device, gradient: bool = False
 ) -> tuple[MatrixRoute | None, str]:
-    """A loop with matrix states by chunked matmuls, where they are faster.
+    """Find a route of chunked matmuls for a loop with matrix states, where it is faster.
 
     Args:
         loop: a clean loop of a known number of steps.
         kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
         device: where it runs.
-        gradient: whether it is to be differentiated.
+        gradient: the loop will be differentiated.
 
     Returns:
-        The route, or None, and why; nothing where no state is a matrix.
+        The route or None, and the reason; an empty reason where no state is a matrix.
     """
     if kernels not in ("auto", "always", "xla"):
         return None, ""
@@ -331,14 +331,16 @@ def matrices_of(
 
 
 def matrix_route(loop: Loop, growth: float) -> MatrixRoute:
-    """Cut a loop in parts of which some are matrix states.
+    """Partition a loop into parts of which some are matrix states.
 
     Args:
         loop: in normal form.
-        growth: times what the loop is given and gives that all steps may write.
+        growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
+            results.
 
     Raises:
-        NotAMatrixError: it has none, or they cannot be run apart from the rest.
+        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the other
+            carries.
     """
     body = loop.body
     if any(e.eqn.effects for e in body.equations):
@@ -362,7 +364,7 @@ def matrix_route(loop: Loop, growth: float) -> MatrixRoute:
 
 
 def _may_be_matrix(loop: Loop, group: Group) -> bool:
-    """Whether a carry has axes for keys and values, and no other carry reads and is read by it."""
+    """Return True if a carry has axes for keys and values and is in no cycle with others."""
     carry = loop.carries[group.carries[0]]
     aval = loop.body.avals[carry.inner]
     alone = len(group.carries) == 1 and isinstance(carry.out, int)
@@ -371,7 +373,7 @@ def _may_be_matrix(loop: Loop, group: Group) -> bool:
 
 @dataclass(slots=True)
 class _Planner:
-    """Puts the parts of a loop in order."""
+    """Ordering of the parts of a loop."""
 
     loop: Loop
     t: TermGraph
@@ -381,10 +383,10 @@ class _Planner:
     parts: list[StatePart] = field(default_factory=list)
 
     def plan(self) -> MatrixRoute:
-        """The parts, each after those that it reads.
+        """Return the parts in topological order.
 
         Raises:
-            NotAMatrixError: some wait for each other, or too much would be written.
+            NotAMatrixError: some parts wait for each other, or too much would be written.
         """
         loop = self.loop
         self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
@@ -403,7 +405,7 @@ class _Planner:
         return route
 
     def _take(self, carries: tuple[int, ...]) -> bool:
-        """Make a part of some carries, if what they read is there."""
+        """Make a part of some carries, if their inputs are computed."""
         loop = self.loop
         state = self.states.get(carries[0]) if len(carries) == 1 else None
         if state is not None:
@@ -430,7 +432,7 @@ class _Planner:
         return True
 
     def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
-        """Return the equations that make some values of known ones; None if one is unknown."""
+        """Return the equations that compute some values from known ones, or None."""
         makers = makers_of(self.loop.body.equations)
         found = cone(values, value_operands(makers), {*self.ready, *inner})
         if not found <= makers.keys():
@@ -438,7 +440,7 @@ class _Planner:
         return [e for e in self.loop.body.equations if not found.isdisjoint(e.outvals)]
 
     def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
-        """Let loops before give what equations read of them, and some values."""
+        """Make earlier loops return for all steps the values that equations read, and `values`."""
         reads = {v for e in equations for v in e.invals if isinstance(v, int)} | {*values}
         reads |= {v for v in self.loop.ys if isinstance(v, int)}
         for part in self.parts:
@@ -449,10 +451,10 @@ class _Planner:
 
 
 def _check_written(route: MatrixRoute, growth: float) -> None:
-    """What all steps write must not be much more than what the loop is given and gives.
+    """Check that all steps write little more than the loop's operands and results.
 
     Raises:
-        NotAMatrixError: it is.
+        NotAMatrixError: they write more.
     """
     loop = route.loop
     limit = growth * loop.outside_bytes

@@ -1,9 +1,9 @@
-"""Loops whose states are matrices, read as decays, outer products and queries (a face).
+"""Loops whose states are matrices, read as decays, outer products and queries.
 
-The body is read as index terms. A carry is such a state where a step makes `a·S + k vᵀ` of it, the
-decay has no axis of the values, and everything else reads it through sums over the axes of the
-keys: `Σ_k q·S`, before or after the step. What is no axis of keys or values is a batch. How any of
-it is spelled (einsum, outer, broadcasts, vmapped heads) leaves no trace in the terms.
+The body is read as index terms. A carry is a matrix state under three conditions: a step updates it
+to `a·S + k vᵀ`, the decay has no axis of the values, and everything else reads it through sums over
+the axes of the keys: `Σ_k q·S`, before or after the step. All other axes are batch axes. The terms
+do not depend on the spelling (einsum, outer, broadcasts, vmapped heads).
 
 Sources: Katharopoulos et al. 2020, "Transformers are RNNs"; Sun et al. 2023, "Retentive network";
 Yang et al. 2024, "Gated linear attention"; Dao & Gu 2024, "Transformers are SSMs".
@@ -25,15 +25,15 @@ from symjax_rewrite.loops.loop import Loop
 
 Axes = tuple[int, ...]
 Factors = tuple[Ref, ...]
-MAX_TERMS = 8  # of a sum that is multiplied out
+MAX_TERMS = 8  # limit on terms of an expanded sum
 
 
 class NotAMatrixError(Exception):
-    """Why a carry is no such state (internal)."""
+    """Carry that is no matrix state, with the reason (internal)."""
 
 
 class StateTerm(NamedTuple):
-    """coefficient · Π factors, times the state `before` or `after` the step if it is named.
+    """Term coefficient · Π factors, times the state `before` or `after` the step if it is named.
 
     axes: for each axis of the state the index it is read at.
     """
@@ -45,11 +45,11 @@ class StateTerm(NamedTuple):
 
 
 class Query(NamedTuple):
-    """A result `Σ_keys q·S`, times `rest`, and what else is summed with it.
+    """Result `Σ_keys q·S`, times `rest`, and the terms summed with it.
 
     values: of the body, all of them of one class. term: with the state. others: terms without it;
     their indices are the state's axes. left: the state's axis of each slot of the class. over:
-    those summed over.
+    the summed axes.
     """
 
     values: tuple[int, ...]
@@ -61,10 +61,10 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatrixState:
-    """A carry that is a matrix for every entry of its batch; factors read the state's axes.
+    """Carry that is a matrix for every entry of its batch; factors read the state's axes.
 
     carry: its number. batch, keys, values: its axes. decay, key, value: the factors of each, with
-    the coefficients of the first and of the outer product. queries: what reads it.
+    the coefficients of the decay and of the outer product. queries: the results that read it.
     """
 
     carry: int
@@ -79,18 +79,18 @@ class MatrixState:
     queries: tuple[Query, ...]
 
     def size(self, axes: Axes) -> int:
-        """Entries along some axes."""
+        """Return the number of entries along some axes."""
         return math.prod(self.sizes[i] for i in axes)
 
     @property
     def kind(self) -> str:
-        """The decay as the kernel names it."""
+        """Return the kernel's name of the decay."""
         if any(set(f.axes) & {*self.keys} for f in self.decay.factors):
             return "diagonal"
         return "scalar" if self.decay.factors or self.decay.coefficient != 1 else "none"
 
     def factors(self) -> list[Ref]:
-        """Everything that must be known for all steps."""
+        """Return every factor that must be known for all steps."""
         found = [*self.decay.factors, *self.key, *self.value]
         for query in self.queries:
             found += [f for term in (query.term, *query.others) for f in term.factors]
@@ -98,7 +98,7 @@ class MatrixState:
 
 
 def terms_of(loop: Loop) -> TermGraph:
-    """The body of a loop as index terms, with everything that it is given as leaves."""
+    """Return the body of a loop as index terms, with all of its inputs as leaves."""
     body = loop.body
     body.inputs = [*loop.consts, *loop.sources, *loop.counters, *[c.inner for c in loop.carries]]
     return build(body)
@@ -106,7 +106,7 @@ def terms_of(loop: Loop) -> TermGraph:
 
 @dataclass(slots=True)
 class StateReader:
-    """Reads one carry of a loop as a matrix.
+    """Reader of one carry of a loop as a matrix.
 
     Args:
         loop: a clean loop.
@@ -119,16 +119,16 @@ class StateReader:
     carry: int
     state: Ref = field(init=False)
     out: Ref = field(init=False)
-    moving: dict[int, bool] = field(default_factory=dict)  # class: does it depend on the carry
+    moving: dict[int, bool] = field(default_factory=dict)  # class: True if it depends on the carry
 
     def read(self, readers: list[int]) -> MatrixState:
-        """The carry as a matrix state.
+        """Return the carry as a matrix state.
 
         Args:
-            readers: body values that must not depend on it but through queries.
+            readers: body values that may depend on it through queries only.
 
         Raises:
-            NotAMatrixError: it is none.
+            NotAMatrixError: the carry is no matrix state.
         """
         carry, t = self.loop.carries[self.carry], self.t
         assert isinstance(carry.out, int)
@@ -159,11 +159,11 @@ class StateReader:
         return self.moving[cls]
 
     def _form(self, dtype: str, whole: bool) -> SumOfProducts:
-        """Return a form that opens what depends on a state, up to the states.
+        """Return a form that opens terms that depend on a state, up to the states.
 
         Args:
-            dtype: of what is made of it; casts to narrower ones are none.
-            whole: whether the state after the step is named as such.
+            dtype: of the terms; a cast to a narrower dtype is not opened.
+            whole: give the state after the step its own name.
         """
         states = self._states(whole)
 
@@ -209,7 +209,7 @@ class StateReader:
         return StateTerm(term.coefficient, rest, name, tuple(place[i] for i in range(len(place))))
 
     def _is_cast(self, cls: int, least: str) -> bool:
-        """Whether a class is another one, cast without loss beside `least`."""
+        """Return True if a class is another one, cast without loss relative to `least`."""
         node, classes = node_of(self.t.graph, cls), self.t.graph.classes
         if node.op != MAP or node.attr[0] != "convert_element_type":
             return False
@@ -219,7 +219,7 @@ class StateReader:
         return holds(new, old) or holds(new, least)
 
     def _queries(self, readers: list[int]) -> list[Query]:
-        """The queries that some body values depend on; they depend on no state otherwise."""
+        """Return the queries through which some body values depend on the states."""
         makers = makers_of(self.loop.body.equations)
         found: list[Query] = []
         stack, seen = list(readers), set()
@@ -241,7 +241,7 @@ class StateReader:
         return found
 
     def _query(self, v: int, view: Ref) -> Query | None:
-        """A value as a sum over axes of the state, or None."""
+        """Return a value as a sum over axes of the state, or None."""
         node = node_of(self.t.graph, view.cls)
         width = len(self.t.sizes[v])
         if node.op != CONTRACT or not node.bound or len(view.axes) != width:
@@ -282,7 +282,7 @@ class StateReader:
         )
 
     def _arranged(self, sizes: Axes, terms: list[StateTerm], queries: list[Query]) -> MatrixState:
-        """Which axes are keys, values and batches, and the factors of each."""
+        """Classify the axes as keys, values and batches, and assign the factors of each."""
         width, keys = len(sizes), queries[0].over
         decays = [t for t in terms if t.state]
         added = [t for t in terms if not t.state and t.coefficient]
@@ -317,7 +317,7 @@ class StateReader:
         )
 
     def _opened(self, term: StateTerm, keys: Axes) -> StateTerm:
-        """Return a product with its factors opened that have axes of the keys and others."""
+        """Return a product with the factors opened that have both key axes and other axes."""
         dtype = self.t.graph.classes[self.state.cls].dtype
 
         def opens(ref: Ref, node: Node) -> bool:

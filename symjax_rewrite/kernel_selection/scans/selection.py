@@ -1,4 +1,4 @@
-"""Which kernel runs a loop: an affine scan, a scan of matrix states, or one for a part of it."""
+"""Selection of the kernel of a loop: an affine scan, a scan of matrix states, or a partition."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LoopKernel = ScanRoute | MatrixRoute | SplitRoute
 def loop_kernel(
     loop: Loop, options: Options, device: Device, gradient: bool = False
 ) -> tuple[LoopKernel | None, str]:
-    """A kernel for a loop, or None, and why.
+    """Return a kernel for a loop or None, and the reason.
 
     Args:
         loop: in normal form.
-        options: say which kernels are wanted, and what rounding is permitted.
+        options: requested kernels, and permitted rounding.
         device: where it runs.
-        gradient: whether a kernel is wanted whose derivatives cost little.
+        gradient: request a kernel with cheap derivatives.
     """
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
