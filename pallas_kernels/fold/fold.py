@@ -3,6 +3,7 @@
 A fold reduces a pairwise term along one axis without storing the whole term. Examples are attention
 and its gradients, cross-entropy over a vocabulary, N-body forces and nearest neighbours. A
 `FoldSpec` describes a fold. `reference.fold_reference` is the definition.
+"""
 
 from __future__ import annotations
 
