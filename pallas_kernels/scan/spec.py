@@ -175,8 +175,8 @@ def plain(
     """Build the scan whose operands are `a` and `b`, and the initial state with `start`.
 
     Args:
-        length: steps; the axis is called "t".
         length: number of steps; the axis is called "t".
+        state: the shape of a state; its axes are called "0", "1", ...
         a: axes of `a`.
         b: axes of `b`.
         dtype: dtype of operands and states.

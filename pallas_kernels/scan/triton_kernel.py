@@ -209,7 +209,7 @@ class Body:
         return jnp.broadcast_to(a, tile).astype(dtype), jnp.broadcast_to(b, tile).astype(dtype)
 
     def over_time(self, refs: Sequence[Any], state: Any, step: Any) -> Any:
-        """Return the state of `state = step(state, values, t, active)` over the steps of the chunk."""
+        """Run `state = step(state, values, t, active)` over the steps of the chunk."""
         fixed, unroll, length = self.fixed(refs), self.sweep.cut.unroll, self.spec.length
         chunks, first = self.sweep.grid[1], self.number * self.sweep.chunk
 
