@@ -1,4 +1,4 @@
-"""Measure the cuts of the Triton kernel on the GPU at hand and write the table.
+"""Tuning of the Triton kernel: measure block sizes on the local GPU and write the table.
 
     python -m symjax_rewrite.pallas_kernels.norm.tuning [--rounds 20] [--print]
 
