@@ -1,4 +1,4 @@
-"""Specs of folds, as data (may import the ground layer).
+"""Specs of folds, as data (may import the ground layer and backend.py).
 
 A fold reduces *tiles*, elementwise terms over a pair of axes (row m, column n), along n, without
 storing a whole tile. A `FoldSpec` names every axis. The axes of an operand decide its role:

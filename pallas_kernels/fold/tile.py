@@ -391,7 +391,7 @@ def arrange(spec: FoldSpec, number: int, x: Array, inner: Sequence[str]) -> Arra
     that.
     """
     axes = result_axes(spec)[number]
-    shared = tuple(a for a in (*spec.batch, spec.row) if a in axes)  # sums by key lack some
+    shared = tuple(a for a in (*spec.batch, spec.row) if a in axes)  # sums by key lack some axes
     x = lax.expand_dims(x, [k for k, a in enumerate(shared) if a not in (*inner, spec.row)])
     order = (*shared, *(a for a in axes if a not in shared))
     if list(order) == list(axes):

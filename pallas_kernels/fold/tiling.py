@@ -170,7 +170,7 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
 def with_splits(spec: FoldSpec, blocks: TritonBlocks) -> TritonBlocks:
     """Return the block sizes with columns split where programs are too few for the device."""
     programs = math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
-    if blocks.features or 4 * programs > MULTIPROCESSORS:  # otherwise the second kernel costs more
+    if blocks.features or 4 * programs > MULTIPROCESSORS:  # a second kernel would cost more
         return blocks
     most = max(1, spec.cols // (4 * blocks.cols))
     return replace(blocks, splits=min(-(-2 * MULTIPROCESSORS // programs), most, 32))

@@ -86,8 +86,8 @@ class MatrixScan:
         return out
 
 
-# A chunk of c steps does c/2 multiplications per step and key in addition to those of the state,
-# one per value. The two are balanced near c = 64 at the usual head sizes.
+# A chunk of c steps does c/2 multiplications per step and key, and the state one per value. The two
+# are balanced near c = 64 at the usual head sizes.
 CHUNK = 64
 TAME = 0.45  # exponent: operands up to max**TAME have finite sums of products
 
