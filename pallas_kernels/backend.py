@@ -77,7 +77,7 @@ class Backend(Generic[Spec]):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The limits that kernels must fit: those of the smallest GPU a program may be compiled for.
+    """The limits that kernels must fit: the smallest of the GPUs a program may be compiled for.
 
     shared_bytes: shared memory that one block may ask for.
     capability: compute capability.

@@ -44,12 +44,12 @@ class Attention:
         value_width: e; as `width` if left out.
         dtype: of all four arrays.
         scale: of the scores; 1/√d if left out.
-        causal: query i sees keys up to i.
-        window: (keys back, keys ahead) that a query sees; None for no bound.
+        causal: True if query i attends to keys up to i.
+        window: (keys back, keys ahead) that a query attends to; None for no bound.
         softcap: scores become `softcap·tanh(score / softcap)`; 0 for none.
         bias: axes of an additive array, e.g. ("h", "g", "m", "n"); empty for none.
-        mask: axes of a boolean array, True where a key is seen; empty for none.
-        segments: int32 numbers [b, m] and [b, n]; a query sees keys of its own number.
+        mask: axes of a boolean array, True where a query attends to a key; empty for none.
+        segments: int32 numbers [b, m] and [b, n]; a query attends to keys of equal number.
     """
 
     batch: int

@@ -195,8 +195,8 @@ class Epilogue:
         fun: `fun(results, values)` of the results of each output and the operands named in `reads`.
             Each has shape [.., m, f] with f its merged features or 1, so that all broadcast. It
             returns a tuple of arrays that broadcast likewise.
-        axes: the axes of each result, in the order wanted: the batch axes, the row axis, and none
-            or all feature axes of one of the weights (or of an operand read), in its order.
+        axes: the axes of each result, in the requested order: the batch axes, the row axis, and
+            none or all feature axes of one of the weights (or of an operand read), in its order.
         reads: numbers of row and batch operands.
         key: compared by equality and hashing, with `axes` and `reads`; `fun` itself if left out.
     """

@@ -269,7 +269,7 @@ def _sum_by_key(
 
 
 def _at_first(x: Array, axes: Sequence[int]) -> Array:
-    """Return an array without axes that it does not depend on."""
+    """Return an array at index 0 of axes along which the array is constant."""
     for axis in reversed(axes):
         x = lax.index_in_dim(x, 0, axis, keepdims=False)
     return x

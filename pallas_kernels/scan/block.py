@@ -54,7 +54,7 @@ def without_ones(spec: ScanSpec) -> ScanSpec:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A run of steps: every operand as [steps or 1, *order], with size 1 for axes it lacks.
+    """A run of steps: every operand as [steps or 1, *order], with size 1 for missing axes.
 
     Args:
         spec: the scan.
@@ -188,7 +188,7 @@ class ScanSource:
 
 
 def placed(x: Array, axes: Sequence[str], order: Sequence[str]) -> Array:
-    """Return `x[axes]` with its axes in `order` and size 1 for axes it lacks."""
+    """Return `x[axes]` with its axes in `order` and size 1 for missing axes."""
     x = lax.transpose(x, tuple(axes.index(a) for a in order if a in axes))
     return lax.expand_dims(x, [k for k, a in enumerate(order) if a not in axes])
 
