@@ -1,7 +1,7 @@
-"""The kernels: folds and scans over monoids, each with its plain-JAX definition and its backends.
+"""Kernels of folds and scans over monoids: definitions in plain JAX, and backends.
 
-This top-level folder is the package `symjax_rewrite.pallas_kernels` and goes by no other name:
-imported as `pallas_kernels`, every module in it would exist twice.
+This folder is the package `symjax_rewrite.pallas_kernels`. It cannot be imported as
+`pallas_kernels`, because every module would then exist twice.
 """
 
 if __name__ != "symjax_rewrite.pallas_kernels":

@@ -1,4 +1,4 @@
-"""What the doors of all kernels share: whether a backend can run a spec, and which one does.
+"""Backends of kernels: checks of support, and the choice of a backend for a spec.
 
 May import the ground layer alone.
 """
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Yes:
-    """The backend runs it."""
+    """The answer that a backend runs a spec."""
 
     def __bool__(self) -> bool:
         return True
@@ -37,7 +37,7 @@ class Yes:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The backend does not run it, and why.
+    """The reason why a backend does not run a spec.
 
     Example:
         >>> bool(Reason("head size above 256")), str(Reason("head size above 256"))
@@ -58,7 +58,7 @@ YES = Yes()
 
 
 def first_reason(*checks: tuple[bool, str]) -> Support:
-    """`YES` unless a check's condition holds: then its text."""
+    """Return `YES`, or the text of the first check whose condition holds."""
     for fails, text in checks:
         if fails:
             return Reason(text)
@@ -67,7 +67,7 @@ def first_reason(*checks: tuple[bool, str]) -> Support:
 
 @dataclass(frozen=True, slots=True)
 class Backend(Generic[Spec]):
-    """A way to run specs: whether it can, and how; `platform` is where, None for anywhere."""
+    """A way to run specs: a test of support, a function, and a platform (None for any)."""
 
     name: str
     platform: str | None
@@ -77,7 +77,7 @@ class Backend(Generic[Spec]):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What kernels must fit: the least of the GPUs that a program may be compiled for.
+    """The limits that kernels must fit: the smallest of the GPUs a program may be compiled for.
 
     shared_bytes: shared memory that one block may ask for.
     capability: compute capability.
@@ -88,12 +88,12 @@ class Gpu:
 
     @property
     def reads_products_from_memory(self) -> bool:
-        """Whether matmul instructions read shared memory, while the loop fills it for the next."""
+        """Return True if matmul instructions read shared memory while the loop fills it."""
         return 9 <= self.capability < 12
 
 
 def gpu_at_hand() -> Gpu:
-    """The GPU of the mesh that is traced for, the least of those here, or the least of all."""
+    """Return the GPU of the abstract mesh, else the smallest local GPU, else the smallest known."""
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return _gpu_of_kind(described.device_kind)
@@ -110,7 +110,7 @@ def _gpu_of_kind(kind: str) -> Gpu:
 
 
 def _gpu_of(device: Any) -> Gpu:
-    """A GPU by what its driver says of it, else by its kind."""
+    """Return the limits of a GPU as its driver reports them, else those of its kind."""
     known = _gpu_of_kind(device.device_kind)
     shared = getattr(device, "shared_memory_per_block_optin", None) or known.shared_bytes
     capability = getattr(device, "compute_capability", None) or known.capability
@@ -122,15 +122,15 @@ def _least(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def too_large(shapes: Iterable[Sequence[int]]) -> bool:
-    """True if an array of one of these shapes has more elements than a kernel can address."""
+    """Return True if an array of one of these shapes has more elements than a kernel addresses."""
     return any(math.prod(shape) > MOST_ELEMENTS for shape in shapes)
 
 
 def accepted(found: Found | Reason) -> Found:
-    """What was found.
+    """Return a result that is not a `Reason`.
 
     Raises:
-        KernelError: there is a reason why nothing was.
+        KernelError: the result is a `Reason`.
     """
     if isinstance(found, Reason):
         raise KernelError("no kernel here", got=str(found))
@@ -138,7 +138,7 @@ def accepted(found: Found | Reason) -> Found:
 
 
 def first_on_cuda(backends: Sequence[Backend[Spec]], spec: Spec) -> Backend[Spec] | Reason:
-    """The first that runs a spec where a program is lowered for CUDA, or why none does."""
+    """Return the first backend that runs a spec on CUDA, or the reasons why none does."""
     capability = gpu_at_hand().capability
     if capability < OLDEST_GPU:
         return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
@@ -154,11 +154,11 @@ def first_on_cuda(backends: Sequence[Backend[Spec]], spec: Spec) -> Backend[Spec
 def run_named(
     backends: Mapping[str, Backend[Spec]], name: str, spec: Spec, what: str
 ) -> Callable[..., Any]:
-    """What runs a spec by the backend asked for by name.
+    """Return the function that runs a spec by a named backend.
 
     Raises:
-        KernelError: it does not exist, or does not support the spec; where it is compiled for
-            another platform than it is of, when that is lowered.
+        KernelError: the backend does not exist or does not support the spec. Lowering for another
+            platform than the backend's raises it too.
     """
     if name not in backends:
         raise KernelError("no such backend", expected=["auto", *backends], got=name)
@@ -180,10 +180,10 @@ def run_named(
 def check_operands(
     wanted: Sequence[tuple[tuple[int, ...], str]], operands: Sequence[Any], what: str
 ) -> None:
-    """That arrays have the shapes and dtypes of a spec's operands.
+    """Check that arrays have the shapes and dtypes of a spec's operands.
 
     Raises:
-        KernelError: they do not.
+        KernelError: a shape or a dtype differs.
     """
     given = [(tuple(x.shape), str(x.dtype)) for x in operands]
     if list(wanted) != given:
@@ -193,23 +193,23 @@ def check_operands(
 def cost_estimate(
     flops: int | None, operands: Sequence[Any], results: Sequence[Any]
 ) -> pl.CostEstimate | None:
-    """Return what a kernel costs, for reports: its FLOPs, and the bytes of its arrays, each once.
+    """Return the cost of a kernel for reports: its FLOPs and the bytes of its arrays, each once.
 
     Args:
-        flops: of products and weighted sums, 2mnk; None where data decide.
-        operands: arrays that it reads.
-        results: arrays or avals that it writes.
+        flops: FLOPs of products and weighted sums, 2mnk; None where they depend on data.
+        operands: arrays that the kernel reads.
+        results: arrays or avals that the kernel writes.
     """
     if flops is None:
         return None
-    from jax.experimental import pallas as pl  # slow to import: not before a kernel is built
+    from jax.experimental import pallas as pl  # slow to import, so imported on first use
 
     moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
 def checker(what: str) -> Callable[[bool, str, object], None]:
-    """`check(holds, complaint, got)`: a UsageError that it is no `what`, unless it holds."""
+    """Return `check(holds, complaint, got)`, which raises a UsageError unless `holds` is true."""
 
     def check(holds: bool, complaint: str, got: object) -> None:
         if not holds:

@@ -1,8 +1,8 @@
-"""Derivatives of kernels, which have none of their own (may import the ground layer alone).
+"""Derivatives of kernels, by their definitions in plain JAX (may import the ground layer alone).
 
-A kernel is differentiated as its definition in plain JAX is: once, twice, forward, backward and
-under vmap, whatever device it runs on. Where a backward pass was written by hand, forward mode
-must not go through it: `two_modes` holds the two apart.
+A kernel has the derivatives of its definition, of any order, in both modes and under vmap, on any
+device. Forward mode cannot differentiate a hand-written backward pass. `two_modes` gives each mode
+its own function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Fun = Callable[..., Any]
 
 
 def by_definition(run: Fun, definition: Fun, *operands: Array) -> Any:
-    """`run(*operands)`, whose derivatives are those of `definition(*operands)`.
+    """Return `run(*operands)` with the derivatives of `definition(*operands)`.
 
     Args:
         run: a kernel, or a choice between kernels.
@@ -47,11 +47,11 @@ def by_definition(run: Fun, definition: Fun, *operands: Array) -> Any:
 
 
 def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]:
-    """`reverse(*operands)`, in forward mode differentiated as `forward(*operands)` is.
+    """Return `reverse(*operands)`, differentiated in forward mode as `forward(*operands)`.
 
     Args:
-        forward: gives a tuple of arrays, by what has forward mode.
-        reverse: gives the same; differentiated in reverse mode alone.
+        forward: returns a tuple of arrays; supports forward mode.
+        reverse: returns the same values; differentiated in reverse mode alone.
         operands: arrays.
 
     Example:
@@ -67,9 +67,9 @@ def two_modes(forward: Fun, reverse: Fun, *operands: Array) -> tuple[Array, ...]
 
 @dataclass(eq=False, slots=True)
 class _TwoModes:
-    """What a call of `two_modes` is differentiated and batched by.
+    """The rules by which a call of `two_modes` is differentiated and batched.
 
-    closed: the program that runs.
+    closed: the program that runs, a closed jaxpr.
     """
 
     forward: Fun
@@ -80,7 +80,7 @@ class _TwoModes:
         return f"two modes of {len(self.closed.jaxpr.eqns)} equations"
 
     def batch(self, axis: Any, values: Sequence[Array], dims: Any) -> tuple[list[Array], Any]:
-        """The call under vmap: both modes of it."""
+        """Return the call under vmap, with both modes batched."""
         names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
         both = partial(jax.vmap, in_axes=tuple(dims), axis_size=axis.size, **names)
         outs = two_modes(both(self.forward), both(self.reverse), *values)
@@ -89,7 +89,7 @@ class _TwoModes:
     def narrowed(
         self, made: jax_internals.ClosedJaxpr, used: Sequence[bool]
     ) -> tuple[_TwoModes, jax_internals.ClosedJaxpr, list[bool]]:
-        """The call of the results `used`, what runs then, and that every operand is read."""
+        """Return the call with the results `used`, its program, and True for each operand."""
         read = [True] * len(self.closed.in_avals)
         if all(used):
             return self, made, read
@@ -100,16 +100,16 @@ class _TwoModes:
         return call, jax_internals.prune_outputs(made, used), read
 
     def moving(self, live: list[int]) -> list[bool]:
-        """Which results have tangents."""
+        """Return, for each result, True if the result has a tangent."""
         del live
         return [jnp.issubdtype(a.dtype, jnp.inexact) for a in self.closed.out_avals]
 
     def jvp(self, primals: Sequence[Array], live: list[int], tangents: list[Array]) -> tuple:
-        """Results and tangents."""
+        """Return results and tangents."""
         return jax.jvp(_of(self.forward, primals, live), [primals[k] for k in live], tangents)
 
     def vjp(self, primals: Sequence[Array], live: list[int]) -> tuple[list[Any], list[Any], Any]:
-        """Results, residuals, and the pullback of these."""
+        """Return results, residuals, and the pullback as a function of the residuals."""
         outs, pullback = jax.vjp(_of(self.reverse, primals, live), *[primals[k] for k in live])
         residuals, tree = jax.tree.flatten(pullback)
 
@@ -126,7 +126,7 @@ class _TwoModes:
     def transpose(
         self, known: Sequence[Array], linear: dict[int, Any], cotangents: Sequence[Array]
     ) -> list[Array]:
-        """Cotangents of the operands it is linear in."""
+        """Return cotangents of the operands that the call is linear in."""
         rest = iter(known)
         count = len(self.closed.in_avals)
         fixed = [None if k in linear else next(rest) for k in range(count)]
@@ -136,7 +136,7 @@ class _TwoModes:
 
 
 def _of(fun: Fun, operands: Sequence[Array | None], live: list[int]) -> Fun:
-    """A function of the operands `live` alone; the others are as given."""
+    """Return a function of the operands `live`, with the other operands fixed."""
 
     def moving(*xs: Array) -> Any:
         full = list(operands)

@@ -1,10 +1,8 @@
-"""Monoids: what can be computed in halves and combined (imports jax only).
+"""Monoids: states of blocks, and how states combine (imports jax only).
 
-"If I split this in half, can I combine the halves?" is the one question behind every fold and
-every scan. A `Monoid` answers it with four functions; its state is a tuple of arrays over rows.
-`lift` maps a whole block `[..., n]` to its state, so that a split law holds besides the monoid
-laws:
-
+Every fold and every scan reduces over a `Monoid`. A `Monoid` has four functions; its state is a
+tuple of arrays over rows. `lift` maps a whole block `[..., n]` to its state, so a split law holds
+in addition to the monoid laws:
     combine(a, combine(b, c)) = combine(combine(a, b), c)        combine(identity, a) = a
     lift(x ++ y) = combine(lift(x), lift(y))                     lift(empty) = identity
 
@@ -29,15 +27,15 @@ Measure = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class Monoid:
-    """An associative way to combine, with what goes in and what comes out.
+    """An associative combination of states, with maps from blocks and to values.
 
     Args:
-        name: what it is called in reports.
+        name: the name in reports.
         identity: state avals (shapes and dtypes) to the state of an empty block.
-        lift: a block, reduced over its last axis, to its state.
+        lift: a block to its state, reduced over the last axis.
         combine: two states (left, right) to the state of both.
-        finalize: state to the value wanted.
-        absorb: `(state, *block)` to `combine(state, lift(*block))` in one step, if that is cheaper.
+        finalize: state to the final value.
+        absorb: `(state, *block)` to `combine(state, lift(*block))` in one cheaper step, or None.
 
     Example:
         >>> x = jnp.array([[1.0, 5.0, 2.0]])
@@ -53,24 +51,24 @@ class Monoid:
     absorb: Callable[..., State] | None = None
 
     def extend(self, state: State, *block: Any) -> State:
-        """The state after one more block."""
+        """Return the state after one more block."""
         if self.absorb is not None:
             return self.absorb(state, *block)
         return self.combine(state, self.lift(*block))
 
 
 def row_sum(p: Array) -> Array:
-    """The measure with weight 1."""
+    """Return the sum over the last axis: the measure with weight 1."""
     return jnp.sum(p, axis=-1)
 
 
 def least(dtype: Any) -> Any:
-    """The identity of max: -inf, False, or the smallest integer."""
+    """Return the identity of max: -inf, False, or the smallest integer."""
     return _extreme(dtype, -1)
 
 
 def greatest(dtype: Any) -> Any:
-    """The identity of min: inf, True, or the greatest integer."""
+    """Return the identity of min: inf, True, or the greatest integer."""
     return _extreme(dtype, 1)
 
 
@@ -85,7 +83,7 @@ def _extreme(dtype: Any, sign: int) -> Any:
 
 
 def _full(avals: Sequence[Any], *fills: Callable[[Any], Any] | float) -> State:
-    """One array per aval; the last fill serves the rest."""
+    """Return one array per aval; the last fill serves the remaining avals."""
     padded = [*fills, *[fills[-1]] * (len(avals) - len(fills))]
     return tuple(
         jnp.full(a.shape, fill(a.dtype) if callable(fill) else fill, a.dtype)
@@ -98,7 +96,7 @@ def _first(state: State) -> Array:
 
 
 def _elementwise(name: str, fill: Any, reduce: Callable, join: Callable) -> Monoid:
-    """A monoid with one value per row."""
+    """Build a monoid with one value per row."""
     return Monoid(
         name,
         identity=lambda avals: _full(avals, fill),
@@ -140,15 +138,15 @@ SUM = Monoid(
 
 
 def shift_of(maximum: Array) -> Array:
-    """What exponents are shifted by: the maximum where it is finite, else 0.
+    """Return the shift of exponents: the maximum where the maximum is finite, else 0.
 
-    A row that is all -inf then has sums 0, and one with an infinity or NaN what exp gives.
+    A row that is all -inf then has sums 0. A row with inf or NaN keeps the result of exp.
     """
     return jnp.where(jnp.abs(maximum) < float("inf"), maximum, jnp.zeros_like(maximum))
 
 
 def rescale(x: Array, factor: Array) -> Array:
-    """`x[..., m, *features]` times `factor[..., m]`."""
+    """Return `x[..., m, *features]` times `factor[..., m]`."""
     return x * factor.reshape(factor.shape + (1,) * (x.ndim - factor.ndim))
 
 
@@ -169,7 +167,7 @@ def _combine_exp(a: State, b: State) -> State:
 def _absorb_exp(state: State, t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
     top = jnp.maximum(state[0], _max_of(t, -1))
     shift = shift_of(top)
-    decay = jnp.exp(state[0] - shift)  # of the raw maximum: 0 for a row still empty
+    decay = jnp.exp(state[0] - shift)  # of the raw maximum, so 0 for an empty row
     p = jnp.exp(t - shift[..., None])
     sums = (rescale(x, decay) + m(p) for x, m in zip(state[1:], measures, strict=True))
     return (top, *sums)
@@ -203,7 +201,7 @@ LOGSUMEXP = Monoid(
 
 
 def _normalised(state: State, count: Array, column_sum: Array, eps: float = 1e-5) -> Array:
-    """`((x - mean) · rsqrt(var + eps)) @ w`, where `column_sum` is the sum of `w`'s rows."""
+    """Return `((x - mean) · rsqrt(var + eps)) @ w`; `column_sum` is the sum of the rows of `w`."""
     product, total, squares = state
     mean = total / count
     scale = lax.rsqrt(jnp.maximum(squares / count - mean * mean, 0) + eps)
@@ -245,7 +243,7 @@ AFFINE = Monoid(
 
 
 def _tropical(name: str, join: Callable, empty: Callable[[Any], Any]) -> Monoid:
-    """The maps h ↦ max(h + a, b), or with min: affine maps where max is + and + is ·."""
+    """Build the monoid of maps h ↦ max(h + a, b), or with min: affine maps over (max, +)."""
 
     def compose(first: State, then: State) -> State:
         return first[0] + then[0], join(first[1] + then[0], then[1])
@@ -274,17 +272,17 @@ MIN_PLUS = _tropical("min-plus maps", jnp.minimum, greatest)
 
 
 def _precedes(a: Array, b: Array, larger: bool) -> Array:
-    """Whether `a` comes before `b`: NaN first, then larger (or smaller) values."""
+    """Return True where `a` comes before `b`: NaN first, then larger (or smaller) values."""
     better = a > b if larger else a < b
     return better | ((a != a) & (b == b))
 
 
 def arg_extremum(larger: bool, apart: Callable[[Array], Array] = lambda x: x) -> Monoid:
-    """argmax or argmin: state (value, index); ties and NaN resolve as in `jnp.argmax`.
+    """Build argmax or argmin: state (value, index); ties and NaN resolve as in `jnp.argmax`.
 
     Args:
-        larger: whether it is argmax.
-        apart: what the extreme values go through before a block is compared with them.
+        larger: True for argmax, False for argmin.
+        apart: a function applied to the extreme values before a block is compared with them.
     """
     best = _max_of if larger else _min_of
 
@@ -313,10 +311,11 @@ ARGMAX, ARGMIN = arg_extremum(True), arg_extremum(False)
 
 
 def top_k(k: int, group: int = 32) -> Monoid:
-    """The k largest values of a row with their indices, as `lax.top_k` orders them.
+    """Build the monoid of the k largest values of a row with indices, ordered as by `lax.top_k`.
 
-    A block is searched in two steps: the k best of `group` neighbours hold the k best values,
-    since each group ahead of a value's own holds one that comes before it.
+    A block is searched in two steps: groups of `group` neighbours, then the k groups with the
+    largest maxima. These k groups hold the k largest values, because every other group has k values
+    before it.
 
     Args:
         k: values kept.
@@ -346,7 +345,7 @@ def top_k(k: int, group: int = 32) -> Monoid:
             broken = jnp.any(near[0] != near[0], axis=-1)
             leaders = jnp.where(broken, jnp.full_like(leaders, jnp.nan), leaders)
         _, chosen = lax.top_k(leaders, k)
-        chosen = jnp.sort(chosen, axis=-1)[..., None]  # neighbours stay in order, so ties do too
+        chosen = jnp.sort(chosen, axis=-1)[..., None]  # keeps the order of ties
         flat = (*shape[:-2], k * group)
         near = [jnp.take_along_axis(x, chosen, axis=-2).reshape(flat) for x in near]
         return best(*(jnp.concatenate(pair, axis=-1) for pair in zip(near, rest, strict=True)))
@@ -354,7 +353,7 @@ def top_k(k: int, group: int = 32) -> Monoid:
     def combine(a: State, b: State) -> State:
         values = jnp.concatenate([a[0], b[0]], axis=-1)
         index = jnp.concatenate([a[1], b[1]], axis=-1)
-        index, values = lax.sort((index, values), num_keys=1)  # an empty state's places last
+        index, values = lax.sort((index, values), num_keys=1)  # places of an empty state come last
         return best(values, index)
 
     return Monoid(
@@ -367,7 +366,7 @@ def top_k(k: int, group: int = 32) -> Monoid:
 
 
 def reduce_blocks(monoid: Monoid, blocks: Sequence[Sequence[Any]]) -> State:
-    """The state of several blocks in order (at least one).
+    """Return the state of several blocks in order (at least one).
 
     Example:
         >>> reduce_blocks(SUM, [(jnp.ones((2, 3)),), (jnp.ones((2, 1)),)])[0]

@@ -1,10 +1,10 @@
 """Bounds of the shared memory that the Triton kernels ask for (may import the specs and blocks).
 
-Triton copies into shared memory what matmul instructions multiply: operands read in the loop in as
-many buffers as its pipeline is deep, operands that stay, and tiles that were computed. Compute
-capability 9 multiplies from shared memory itself, so that it needs one buffer more. What the
-compiler shares between values that are not live together is not foreseen: these are upper bounds
-(`tests/pallas_kernels/test_triton_memory.py` compares them with what the compiler asks for).
+Triton copies the operands of matmul instructions into shared memory. An operand read in the loop
+has a buffer per pipeline stage but one; loop-invariant operands and computed tiles have one.
+Compute capability 9 multiplies from shared memory directly, and needs one buffer more. The bounds
+ignore memory that the compiler shares between values not live together, so they are upper bounds.
+`tests/pallas_kernels/test_triton_memory.py` compares them with the compiler's requests.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 
-LEAST = 16  # rows, columns and features of a product's tile, at least
+LEAST = 16  # the least number of rows, columns and features of a product's tile
 
 
 def buffers(stages: int, gpu: Gpu) -> int:
-    """Return how many steps' operands lie in shared memory at once."""
+    """Return for how many steps shared memory holds operands at once."""
     return max(stages - (not gpu.reads_products_from_memory), 1)
 
 
@@ -61,7 +61,7 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
     for k in {*spec.tile.reads, *contracted, *weights}:
         in_loop = spec.col in spec.operands[k].axes or (k in contracted and spec.width(k) > WIDE)
         total += size(k) * (buffers(blocks.stages, gpu) if in_loop else k in contracted)
-    for c in spec.contractions:  # what is converted is written once more
+    for c in spec.contractions:  # a converted operand is written once more
         wide = jnp.promote_types(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
         total += sum(size(k, wide) for k in (c.row, c.col) if spec.operands[k].dtype != wide)
     products = _products(spec)
@@ -75,7 +75,7 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
 
 
 def _products(spec: FoldSpec) -> set[tuple[int, str]]:
-    """The weights that tiles are multiplied by, and the dtype of the tile."""
+    """Return the weights that tiles are multiplied by, with the dtype of the tile."""
     terms = (t for o in spec.outputs for t in terms_of(o))
     pairs = ((t.weights, t.round_to or "float32") for t in terms)
     return {(k, tile) for k, tile in pairs if k is not None and spec.features(k)}
@@ -91,7 +91,7 @@ def norm_bytes(group: NormGroup, blocks: NormBlocks, gpu: Gpu) -> int:
 
 
 def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
-    """One member's: the others' code runs in other programs."""
+    """Return the bound of one member; each program runs the code of one member."""
     rows, outputs, step = blocks.rows, blocks.outputs, blocks.step
     factor, waiting = _itemsize(spec.factor), max(blocks.stages - 1, 1)
     multiplied, changed = _left_reads(spec)
@@ -107,7 +107,7 @@ def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
-    """The pairs that are multiplied, and whether the factor is anything else than x itself."""
+    """Return the pairs that are multiplied, and True if the factor is not x itself."""
 
     def left(*pairs: Any) -> Any:
         columns = tuple(jnp.zeros((1, LEAST), spec.accumulator) for _ in spec.columns)
@@ -120,7 +120,7 @@ def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
 
 
 def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
-    """Return the cut of a fold for the GPU at hand, or why no blocks fit."""
+    """Return the block sizes of a fold for the local GPU, or the reason why none fit."""
     gpu = gpu_at_hand()
     cuts = _smaller(triton_blocks(spec), _FOLD_STEPS)
     found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
@@ -128,13 +128,13 @@ def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
 
 
 def norm_cut(group: NormGroup) -> NormBlocks | Reason:
-    """Return the cut of matmuls with sums for the GPU at hand, or why no blocks fit."""
+    """Return the block sizes of matmuls with sums for the local GPU, or the reason why none fit."""
     gpu = gpu_at_hand()
     cuts = _smaller(norm_blocks(group), _NORM_STEPS)
     return _first_fitting(cuts, lambda b: norm_bytes(group, b, gpu), gpu)
 
 
-# Fields halved in turn (stages go down by one) while above a size: a shallower pipeline costs
+# Fields halved in turn while above a size (stages go down by one). A shallower pipeline costs
 # least, then a shorter step of the loop.
 _FOLD_STEPS = (
     ("stages", 2), ("cols", 32), ("rows", 32), ("features", 32), ("cols", LEAST), ("rows", LEAST),

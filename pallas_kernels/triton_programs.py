@@ -1,7 +1,7 @@
 """Elementwise programs as Pallas-Triton computes them (may import the ground layer alone).
 
-Pallas-Triton lowers maxima and minima to instructions that drop a NaN where XLA's keep it, and it
-has no rule for some operations. What it lowers is asked here, for every kind of kernel.
+Pallas-Triton lowers maxima and minima to instructions that drop a NaN, where XLA keeps the NaN. It
+has no lowering rule for some operations. This module handles both for every kind of kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unlowered(*programs: tuple[Fun, tuple[Any, ...]]) -> tuple[str, ...]:
 
 
 def keeping_nan(fun: Fun) -> Fun:
-    """Return a function whose maxima and minima of floats are NaN where an operand is.
+    """Return a function whose float maxima and minima are NaN where an operand is NaN.
 
     Example:
         >>> keeping_nan(jnp.maximum)(jnp.float32("nan"), 0.0)

@@ -1,9 +1,8 @@
 """Attention as folds: forward over keys, gradients over keys and over queries (imports `fold`).
 
-Nothing here is special to a kernel: these are specs a router could have built, written out so that
-tests, benchmarks and the library backend name the same ones. The backward pass recomputes the
-probabilities from the log-sum-exp (Dao 2023, "FlashAttention-2"); dK and dV are a fold whose rows
-are the keys.
+The specs are those that a router could build; tests, benchmarks and the cuDNN backend share them.
+The backward pass recomputes the probabilities from the log-sum-exp (Dao 2023,
+"FlashAttention-2"). dK and dV are a fold whose rows are the keys.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class Attention:
         value_width: e; as `width` if left out.
         dtype: of all four arrays.
         scale: of the scores; 1/√d if left out.
-        causal: query i sees keys up to i.
-        window: (keys back, keys ahead) that a query sees; None for no bound.
+        causal: True if query i attends to keys up to i.
+        window: (keys back, keys ahead) that a query attends to; None for no bound.
         softcap: scores become `softcap·tanh(score / softcap)`; 0 for none.
         bias: axes of an additive array, e.g. ("h", "g", "m", "n"); empty for none.
-        mask: axes of a boolean array, True where a key is seen; empty for none.
-        segments: int32 numbers [b, m] and [b, n]; a query sees keys of its own number.
+        mask: axes of a boolean array, True where a query attends to a key; empty for none.
+        segments: int32 numbers [b, m] and [b, n]; a query attends to keys of equal number.
     """
 
     batch: int
@@ -71,13 +70,13 @@ class Attention:
 
     @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
-        """Every axis with its size."""
+        """Return every axis with its size."""
         values = (self.batch, self.heads, self.groups, self.queries, self.keys, self.width)
         return (*zip("bhgmnd", values, strict=True), ("e", self.value_width or self.width))
 
     @property
     def extras(self) -> tuple[Operand, ...]:
-        """The operands beside q, k, v, in order: bias, mask, segments of queries, of keys."""
+        """Return the operands after q, k, v: bias, mask, segments of queries, of keys."""
         out = []
         if self.bias:
             out.append(Operand(self.bias, self.dtype))
@@ -89,13 +88,13 @@ class Attention:
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """Least and greatest key - query that is seen."""
+        """Return the least and the greatest key - query that is not masked."""
         back, ahead = self.window
         ahead = 0 if self.causal else ahead
         return (None if back is None else -back, ahead)
 
     def score(self, dot: Array, extras: tuple[Array, ...], query: Array, key: Array) -> Array:
-        """One tile of masked scores."""
+        """Return one tile of masked scores."""
         rest = list(extras)
         s = dot * (self.scale or self.width**-0.5)
         if self.softcap:
@@ -120,7 +119,10 @@ OUT, ROW = ("b", "m", "h", "g", "e"), ("b", "h", "g", "m")
 
 
 def forward(a: Attention) -> FoldSpec:
-    """Operands q, k, v, extras; results out [b, m, h, g, e] and log-sum-exp [b, h, g, m]."""
+    """Build the forward fold.
+
+    Operands: q, k, v, extras. Results: out [b, m, h, g, e] and log-sum-exp [b, h, g, m].
+    """
 
     def tile(dots: tuple, extras: tuple, i: Array, j: Array) -> Array:
         return a.score(dots[0], extras, i, j)
@@ -146,7 +148,10 @@ def forward(a: Attention) -> FoldSpec:
 
 
 def backward_queries(a: Attention) -> FoldSpec:
-    """Operands q, k, v, dout, lse, delta, extras; result dq [b, m, h, g, d]."""
+    """Build the fold of dQ.
+
+    Operands: q, k, v, dout, lse, delta, extras. Result: dq [b, m, h, g, d].
+    """
     probabilities = _probabilities(a)
 
     def tile(dots: tuple, values: tuple, i: Array, j: Array) -> Array:
@@ -167,7 +172,10 @@ def backward_queries(a: Attention) -> FoldSpec:
 
 
 def backward_keys(a: Attention) -> FoldSpec:
-    """The same operands; results dk [b, h, g, n, d], dv [b, h, g, n, e], to be summed over g."""
+    """Build the fold of dK and dV, to be summed over g; operands as in `backward_queries`.
+
+    Results: dk [b, h, g, n, d] and dv [b, h, g, n, e].
+    """
     probabilities = _probabilities(a)
 
     def tile(dots: tuple, values: tuple, i: Array, j: Array) -> tuple[Array, Array]:
@@ -219,7 +227,7 @@ def _backward_reads(a: Attention) -> tuple[int, ...]:
 
 def _probabilities(a: Attention) -> Any:
     def pair(dots: tuple, rows: tuple, extras: tuple, i: Array, j: Array) -> tuple[Array, Array]:
-        """The probabilities, and the gradient of the contraction."""
+        """Return the probabilities and the cotangent of the contraction."""
         s, pull = jax.vjp(lambda dot: a.score(dot, extras, i, j), dots[0])
         p = jnp.exp(s - rows[0])
         return p, pull(p * (dots[1] - rows[1]))[0]
@@ -230,14 +238,14 @@ def _probabilities(a: Attention) -> Any:
 def gradients(
     a: Attention, run: Any, operands: tuple[Array, ...], out: Array, lse: Array, dout: Array
 ) -> tuple[Array, Array, Array]:
-    """dq, dk, dv of `forward`, by two folds run with `run(spec, *operands)`.
+    """Return dq, dk, dv of `forward`, by two folds run with `run(spec, *operands)`.
 
     Args:
         a: the attention.
-        run: what executes a fold, `fold` for instance.
+        run: a function that executes a fold, for instance `fold`.
         operands: q, k, v and the extras.
-        out: [b, m, h, g, e], as `forward` gave it.
-        lse: [b, h, g, m], as `forward` gave it.
+        out: [b, m, h, g, e], the result of `forward`.
+        lse: [b, h, g, m], the result of `forward`.
         dout: the gradient of `out`.
     """
     q, k, v, *extras = operands
@@ -250,5 +258,5 @@ def gradients(
 
 
 def unscaled(a: Attention) -> FoldSpec:
-    """`forward` without its epilogue: the raw maximum and sums."""
+    """Build `forward` without its epilogue; the results are the raw maximum and sums."""
     return dataclasses.replace(forward(a), epilogue=None)

@@ -1,4 +1,4 @@
-"""What a fold costs, for the router's model (may import the spec, its results and its cuts)."""
+"""Costs of folds, for the router's model (may import spec.py, reference.py and tiling.py)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
 
 
 def flops(spec: FoldSpec) -> int:
-    """Multiplications and additions of the contractions and weighted sums, whole tiles counted."""
+    """Return the FLOPs of the contractions and weighted sums, whole tiles counted."""
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     return 2 * pairs * (_contracted(spec) + _summed(spec))
 
 
 def _contracted(spec: FoldSpec) -> int:
-    """Products of a pair that its contractions add up."""
+    """Return the products that the contractions sum for one pair."""
     return sum(spec.width(c.row) for c in spec.contractions)
 
 
 def _summed(spec: FoldSpec) -> int:
-    """Features that weighted sums add up for a pair."""
+    """Return the features that weighted sums accumulate for one pair."""
     terms = [t for output in spec.outputs for t in terms_of(output)]
     return sum(spec.width(t.weights) for t in terms if t.weights is not None)
 
 
 def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int = 1) -> int | None:
-    """The same of the blocks alone that a kernel visits because they meet the band.
+    """Return the FLOPs of the blocks that a kernel visits, those that meet the band.
 
     Args:
         spec: the fold.
         block_rows: rows of a block.
         block_cols: columns of a block.
-        slices: how many programs share the features of the weighted sums; each makes the pairs.
+        slices: programs that share the features of the weighted sums; each recomputes the tile.
 
     Returns:
-        None where data decide which blocks these are.
+        FLOPs; None where the visited blocks depend on data.
     """
     band, pairs = spec.band, 0
     if band.length is not None:
@@ -52,7 +52,7 @@ def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int 
 
 
 def bytes_moved(spec: FoldSpec) -> int:
-    """Bytes of all operands and results, each once."""
+    """Return the bytes of all operands and results, each once."""
     read = sum(
         math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
     )
@@ -60,12 +60,12 @@ def bytes_moved(spec: FoldSpec) -> int:
 
 
 def tile_bytes(spec: FoldSpec) -> int:
-    """Bytes of one tile made whole in f32: what a program without the fold holds."""
+    """Return the bytes of one whole tile in f32, which a program without the fold stores."""
     return 4 * math.prod(spec.batch_shape) * spec.rows * spec.cols
 
 
 def block_bytes(spec: FoldSpec) -> int:
-    """Bytes of one tile of the `xla` backend: it holds a few of these."""
+    """Return the bytes of one tile of the `xla` backend, which holds a few tiles at once."""
     blocks = xla_blocks(spec)
     inner = math.prod(spec.size[a] for a in blocks.inner)
     return 4 * inner * blocks.rows * blocks.cols

@@ -1,8 +1,8 @@
-"""Folds that are plain attention, by a library call: cuDNN (may import the spec and `attention`).
+"""Folds that are plain attention, by cuDNN (may import spec.py and attention.py).
 
-Only a fold whose tile says it is an `Attention` can be one. What cuDNN gets wrong or does slowly is
-left to the other backends: f32, fully masked rows, a bias beside f16 or bf16, windows (its masks
-are materialised), odd head sizes.
+The tile of such a fold has an `Attention` as its `form`. Other backends run the cases that cuDNN
+computes wrongly or slowly: f32, fully masked rows, a bias beside f16 or bf16, windows (cuDNN's
+masks are materialised), odd head sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 
 
 def supports(spec: FoldSpec) -> Support:
-    """Whether cuDNN's fused attention computes the fold."""
+    """Return `YES` if cuDNN's fused attention computes the fold, else the reason why not."""
     a = spec.tile.form
     if not isinstance(a, Attention) or spec != forward(a):
         return Reason("not plain attention")
@@ -38,14 +38,14 @@ def supports(spec: FoldSpec) -> Support:
 
 
 def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
-    """The fold by `jax.nn.dot_product_attention(implementation="cudnn")`.
+    """Run a fold by `jax.nn.dot_product_attention(implementation="cudnn")`.
 
     Args:
         spec: a fold that `supports` accepts.
         operands: q [b, m, h, g, d], k and v [b, n, h, d].
 
     Returns:
-        The same as `fold_reference`.
+        The results of `reference.fold_reference`.
     """
     a = spec.tile.form
     assert isinstance(a, Attention)

@@ -1,8 +1,8 @@
-"""Folds: the door to every backend (may import all of `fold_*`).
+"""Entry point of folds: the choice of a backend (may import all modules of `fold`).
 
-A fold reduces a pairwise term along one axis and never makes the term whole: attention and its
-gradients, cross-entropy over a vocabulary, N-body forces, nearest neighbours. What it computes is
-a `FoldSpec`; `fold_reference` is its definition.
+A fold reduces a pairwise term along one axis without storing the whole term. Examples are attention
+and its gradients, cross-entropy over a vocabulary, N-body forces and nearest neighbours. A
+`FoldSpec` describes a fold. `reference.fold_reference` is the definition.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import Band, FoldSpec, one_way
 
 
 def _triton_supports(spec: Any) -> Support:
-    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    """Return `YES` or the reason why not for the Triton backend; import Pallas on first use."""
     from symjax_rewrite.pallas_kernels.fold import triton
 
     return triton.supports(spec)
@@ -59,13 +59,13 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     """Run a fold.
 
     Args:
-        spec: what to compute.
+        spec: the fold.
         operands: one array per operand of the spec.
         backend: "auto" takes the best for the device the program is lowered for; else a name of
             `BACKENDS`.
 
     Returns:
-        What the epilogue returns; without one, per output the tuple of its results, each
+        The results of the epilogue; without an epilogue a tuple of results per output, each
         [batch.., m, ..].
 
     Raises:
@@ -93,13 +93,13 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
         run = streamed
     else:
         run = partial(lax.platform_dependent, cuda=on_cuda, default=streamed)
-    # Loops whose length a band decides have no reverse mode; a band changes no value.
+    # Reverse mode does not support loops of data-dependent length; a band changes no value.
     definition = partial(_xla.fold_xla, replace(spec, band=Band()))
     return by_definition(run, definition, *operands)
 
 
 def _on_cuda(spec: FoldSpec) -> Callable[..., Any] | Reason:
-    """What runs a fold on CUDA, or why nothing does: no kernel there sums rows and columns both."""
+    """Return the function that runs a fold on CUDA, or why there is none; row sums run apart."""
     parts = one_way(spec)
     runs = []
     for _, part in parts:
@@ -118,5 +118,5 @@ def _on_cuda(spec: FoldSpec) -> Callable[..., Any] | Reason:
 
 
 def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:
-    """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
+    """Return the backend that "auto" takes on CUDA, or the reason why there is none."""
     return first_on_cuda([BACKENDS[name] for name in CUDA_ORDER], spec)

@@ -1,6 +1,6 @@
-"""How operands and results lie for the Triton kernel: features merged into one axis.
+"""Layout of operands and results of the Triton kernel: feature axes merged into one.
 
-May import the spec. An operand is moved only where its feature axes are not adjacent.
+May import spec.py. An operand is transposed only where its feature axes are not adjacent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Array = Any
 
 
 def kind(dtype: Any) -> str:
-    """Whether a dtype is floating ("f") or not ("i")."""
+    """Return "f" for a floating dtype, else "i"."""
     return "f" if jnp.issubdtype(jnp.dtype(dtype), jnp.floating) else "i"
 
 
 def loadable(dtype: Any) -> Any:
-    """The dtype in memory: Triton loads no booleans."""
+    """Return the dtype in memory; booleans become int8, because Triton loads no booleans."""
     return jnp.int8 if jnp.dtype(dtype) == jnp.bool_ else dtype
 
 
-FEATURE = ""  # the name of an operand's one merged feature axis
+FEATURE = ""  # the name of the merged feature axis of an operand
 
 
 def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
-    """The order both sides of a contraction use, or that of the results."""
+    """Return the feature axes in the order of the operand's contraction, else in its own order."""
     for c in spec.contractions:
         if number in (c.row, c.col):
             return c.over
@@ -40,7 +40,7 @@ def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
 
 
 def merge_features(spec: FoldSpec, number: int, x: Array) -> tuple[tuple[str, ...], Array]:
-    """An operand with its feature axes merged into one; only moved where they are not adjacent."""
+    """Merge the feature axes of an operand; transpose only where they are not adjacent."""
     axes, order = spec.operands[number].axes, feature_order(spec, number)
     if not order:
         return axes, x
@@ -57,7 +57,7 @@ def merge_features(spec: FoldSpec, number: int, x: Array) -> tuple[tuple[str, ..
 
 @dataclass(frozen=True, slots=True)
 class FoldResult:
-    """One result: its axes as wanted and as the kernel stores it (features merged into one)."""
+    """One result: its axes as requested, and as the kernel stores them (features merged)."""
 
     wanted: tuple[str, ...]
     axes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The definition of a fold in plain JAX, tiles made whole (may import the spec and the tile)."""
+"""The definition of a fold in plain JAX, with whole tiles (may import spec.py and tile.py)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
 
 
 def supports(spec: FoldSpec) -> Support:
-    """Every fold."""
+    """Return `YES`: the definition runs every fold."""
     del spec
     return YES
 
 
 def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
-    """What a fold is: the tiles over all rows and columns, each reduced at once.
+    """Compute a fold by its definition: reduce tiles over all rows and columns at once.
 
     Args:
         spec: the fold.
         operands: one array per operand of the spec.
 
     Returns:
-        What the epilogue returns; without one, per output the tuple of its results, each
+        The results of the epilogue; without an epilogue a tuple of results per output, each
         [batch.., m, ..].
     """
     inner = spec.batch
@@ -47,11 +47,11 @@ def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=256)
 def result_shapes(spec: FoldSpec) -> tuple[Any, ...]:
-    """What a fold returns, as shapes and dtypes."""
+    """Return shapes and dtypes of the results of a fold, as `fold` structures them."""
     args = [jax.ShapeDtypeStruct(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
     return jax.eval_shape(lambda *xs: fold_reference(spec, *xs), *args)
 
 
 def flat_shapes(spec: FoldSpec) -> list[jax.ShapeDtypeStruct]:
-    """What a fold returns, flat."""
+    """Return shapes and dtypes of the results of a fold, flat."""
     return jax.tree.leaves(result_shapes(spec))

@@ -1,14 +1,14 @@
-"""What a fold computes, as data (may import the ground layer and `monoid`).
+"""Specs of folds, as data (may import the ground layer and backend.py).
 
-A fold reduces *tiles*, elementwise terms over a pair of axes (row m, column n), along n, and never
-makes a tile whole. A `FoldSpec` names every axis; what an operand is follows from its axes:
+A fold reduces *tiles*, elementwise terms over a pair of axes (row m, column n), along n, without
+storing a whole tile. A `FoldSpec` names every axis. The axes of an operand decide its role:
 
     row operand   [batch.., m, feature..]      column operand   [batch.., n, feature..]
     pair operand  [batch.., m, n]              batch operand    [batch..]  (a scalar per batch)
                                                table            [batch.., feature..]
 
-An operand may lack any batch axis, and is then shared along it, never repeated. Axes may stand in
-any order.
+An operand may lack any batch axis; the operand is then shared along that axis without a copy. The
+axes may have any order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TileFunction = Callable[[tuple[Array, ...], tuple[Array, ...], Array, Array], An
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input array: the name of each of its axes, in order, and its dtype."""
+    """One input array: the names of its axes, in order, and its dtype."""
 
     axes: tuple[str, ...]
     dtype: str = "float32"
@@ -44,7 +44,7 @@ class Contraction:
         row: number of the row operand.
         col: number of the column operand.
         over: the feature axes summed over.
-        dtype: what is accumulated and returned.
+        dtype: dtype of the accumulator and of the result.
         precision: as in `jax.lax.dot`: "default", "high", "highest", or None.
     """
 
@@ -60,16 +60,16 @@ class Tile:
     """The elementwise program from contractions and operands to one or more tiles.
 
     Args:
-        fun: `fun(dots, values, i, j)`: the contractions, the operands named in `reads`, the
-            int32 row and column numbers. All broadcast against each other as in NumPy; so must
-            the tiles returned (one array or a tuple). Constants inside must be scalars.
-            `from_scalars` makes one out of a function of scalars, a scalar jaxpr for instance.
-        reads: numbers of the operands without feature axes that `fun` is given, and of tables,
+        fun: `fun(dots, values, i, j)` of the contractions, the operands named in `reads`, and the
+            int32 row and column numbers. All arguments broadcast as in NumPy. The tiles returned
+            (one array or a tuple) must broadcast too. Constants inside must be scalars.
+            `from_scalars` builds `fun` from a function of scalars, for instance a scalar jaxpr.
+        reads: numbers of the operands passed to `fun`: operands without feature axes, and tables,
             whose feature axes come last.
-        key: what equality and hashing compare beside `reads`; `fun` itself if left out.
-        form: what the program is, where a library call exists for it (see `fold_library`).
-        whole: the row axis, the column axis or none: what the program itself reduces along (a term
-            is compared with its own maximum), so that a block must hold all of it.
+        key: compared by equality and hashing, with `reads`; `fun` itself if left out.
+        form: a description of the program, where a library call exists for it (see cudnn.py).
+        whole: the row or column axis that the program itself reduces, or None. An example is the
+            comparison of a term with its row maximum. A block must hold all of that axis.
     """
 
     fun: TileFunction = field(compare=False)
@@ -88,10 +88,10 @@ class WeightedTerm:
     """One sum `Σ_n p·factor·weights`.
 
     Args:
-        weights: number of an operand of what is summed over, [batch.., n, feature..]; None for 1.
+        weights: number of an operand over the summed axis, [batch.., n, feature..]; None for 1.
         factor: number of a tile; None for 1.
-        round_to: dtype the summand's tile part is rounded to before it meets the weights.
-        precision: of that product, as in `jax.lax.dot`.
+        round_to: dtype that the tile part of the summand is rounded to before the product.
+        precision: precision of the product with the weights, as in `jax.lax.dot`.
     """
 
     weights: int | None = None
@@ -120,8 +120,8 @@ class Sums:
 class ExpSums:
     """`max_n t` and `Σ_n e^(t-s)·factor·weights` for each term, in one pass.
 
-    The shift s is the maximum where that is finite, else 0: a row that is all -inf has sums 0. For
-    a shift r of one's own multiply the sums by `exp(shift_of(max) - r)`; with r = max this gives
+    The shift s is the maximum where the maximum is finite, else 0. A row that is all -inf has sums
+    0. For another shift r, multiply the sums by `exp(shift_of(max) - r)`. With r = max this gives
     NaN for such a row, as the plain softmax does.
 
     Args:
@@ -160,7 +160,7 @@ class KeyedSums:
         sizes: the sizes of these axes.
         kept: the batch axes of the result, in the order of the batch; the others are summed over.
         varies: the batch axes that the keys depend on.
-        clips: whether keys out of range count at the nearest place, or nowhere.
+        clips: True if keys out of range count at the nearest place, False if they are dropped.
         tile: number of the tile.
     """
 
@@ -176,8 +176,8 @@ class KeyedSums:
 class ColumnSums:
     """`Σ_m t·factor·weights` for each term: sums over rows; results [batch.., n, feature..].
 
-    The weights are row operands [batch.., m, feature..]. Beside sums over columns the tile is made
-    once for both.
+    The weights are row operands [batch.., m, feature..]. If the spec has sums over columns too,
+    both use one computation of the tile.
     """
 
     terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
@@ -189,16 +189,16 @@ Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums | ColumnSums
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Row algebra on the results, done where they are made (a division, a cast, a layout).
+    """Elementwise algebra on the results of a row, inside the fold (a division, a cast, a layout).
 
     Args:
-        fun: `fun(results, values)`: per output its results, then the operands named in `reads`,
-            each as [.., m, f] with f its merged features or 1, so that they broadcast. Returns a
-            tuple, broadcastable likewise.
-        axes: the axes of each result, in the order wanted: the batch axes, the row axis, and none
-            or all feature axes of one of the weights (or of an operand read), in its order.
+        fun: `fun(results, values)` of the results of each output and the operands named in `reads`.
+            Each has shape [.., m, f] with f its merged features or 1, so that all broadcast. It
+            returns a tuple of arrays that broadcast likewise.
+        axes: the axes of each result, in the requested order: the batch axes, the row axis, and
+            none or all feature axes of one of the weights (or of an operand read), in its order.
         reads: numbers of row and batch operands.
-        key: what equality and hashing compare beside these; `fun` itself if left out.
+        key: compared by equality and hashing, with `axes` and `reads`; `fun` itself if left out.
     """
 
     fun: Callable[[tuple, tuple], tuple] = field(compare=False)
@@ -213,17 +213,18 @@ class Epilogue:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Columns that matter: j with `i + lower <= j <= i + upper` and `j < length + extra`.
+    """The columns that affect a row: j with `i + lower <= j <= i + upper` and `j < length + extra`.
 
-    A promise, not a mask: outside it every tile must hold what its outputs ignore (-inf under
-    exp and max, 0 under sums), and backends may skip such tiles or compute them.
+    A band is a promise, not a mask: outside the band every tile must hold the identity of its
+    outputs (-inf under exp and max, 0 under sums). Backends may skip or compute such tiles.
 
     Args:
         lower: least j - i; None for no bound.
         upper: greatest j - i; None for no bound.
         length: number of an integer batch operand that bounds j; None for no bound.
-        extra: what is added to it.
-        follows: whether the row number is added to it too (rows that continue a filled cache).
+        extra: added to the length.
+        follows: True if the row number is added to the length too (rows that extend a filled
+            cache).
     """
 
     lower: int | None = None
@@ -235,7 +236,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class FoldSpec:
-    """A fold; hashable, and valid once it exists.
+    """A fold; hashable, and validated when it is built.
 
     Args:
         sizes: every axis with its size.
@@ -243,14 +244,14 @@ class FoldSpec:
         row: the row axis.
         col: the column axis, reduced.
         operands: the inputs.
-        contractions: the tiles that are small contractions.
-        tile: the elementwise program over them.
-        outputs: what is reduced.
-        band: which columns matter.
-        epilogue: row algebra on the results; without it they are returned as they are.
+        contractions: the tiles that are contractions.
+        tile: the elementwise program over contractions and operands.
+        outputs: the reductions.
+        band: the columns that affect each row.
+        epilogue: row algebra on the results; without it the results are returned unchanged.
 
     Raises:
-        UsageError: the parts do not fit.
+        UsageError: the parts are inconsistent.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -269,52 +270,52 @@ class FoldSpec:
 
     @property
     def size(self) -> dict[str, int]:
-        """Axis name to size."""
+        """Return a map from axis name to size."""
         return dict(self.sizes)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """Sizes of the batch axes."""
+        """Return the sizes of the batch axes."""
         return tuple(self.size[a] for a in self.batch)
 
     @property
     def rows(self) -> int:
-        """Size of the row axis."""
+        """Return the size of the row axis."""
         return self.size[self.row]
 
     @property
     def cols(self) -> int:
-        """Size of the column axis."""
+        """Return the size of the column axis."""
         return self.size[self.col]
 
     def extent(self, axis: str) -> int:
-        """Size of an axis, also of one along which a top-k lists its values or keys count."""
+        """Return the size of an axis; the axes of top-k values and of keys are included."""
         return int(axis[1:]) if axis.startswith(PLACES) else self.size[axis]
 
     def features(self, operand: int) -> tuple[str, ...]:
-        """The axes of an operand that are neither batch, row nor column, in its order."""
+        """Return the axes of an operand that are neither batch, row nor column, in its order."""
         shared = {*self.batch, self.row, self.col}
         return tuple(a for a in self.operands[operand].axes if a not in shared)
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        """The shape of an operand."""
+        """Return the shape of an operand."""
         return tuple(self.size[a] for a in self.operands[operand].axes)
 
     def width(self, operand: int) -> int:
-        """How many features an operand has."""
+        """Return the number of features of an operand."""
         return math.prod(self.size[a] for a in self.features(operand))
 
 
-PLACES = "#"  # the axis of a top-k is called "#k", one that keys say likewise
+PLACES = "#"  # prefix of the axes of top-k values and of keys; an axis of size k is called "#k"
 
 
 def result_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
-    """The axes of everything a fold returns, flat."""
+    """Return the axes of all results of a fold, flat."""
     return spec.epilogue.axes if spec.epilogue else state_axes(spec)
 
 
 def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
-    """The axes of the results before any epilogue, flat."""
+    """Return the axes of the results before any epilogue, flat."""
     lead, axes = (*spec.batch, spec.row), []
     for output in spec.outputs:
         match output:
@@ -336,18 +337,18 @@ def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
 
 
 def terms_of(output: Output) -> tuple[WeightedTerm, ...]:
-    """The sums of an output, if it has any."""
+    """Return the sums of an output; empty if the output has none."""
     return output.terms if isinstance(output, (Sums, ExpSums, ColumnSums)) else ()
 
 
 def weights_of(spec: FoldSpec) -> tuple[int, ...]:
-    """Numbers of the operands that are weights of some sum, each once."""
+    """Return the numbers of the operands that are weights of some sum, each once."""
     terms = [t for o in spec.outputs for t in terms_of(o)]
     return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
 
 
 def in_two_parts(spec: FoldSpec, term: WeightedTerm) -> bool:
-    """True if kernels multiply the f32 tile of a term, in two parts, by weights in bf16."""
+    """Return True if kernels multiply a term's f32 tile by bf16 weights, the tile in two parts."""
     if term.weights is None or term.round_to is not None:
         return False
     usual = term.precision in (None, "default")
@@ -355,10 +356,10 @@ def in_two_parts(spec: FoldSpec, term: WeightedTerm) -> bool:
 
 
 def one_way(spec: FoldSpec) -> list[tuple[tuple[int, ...], FoldSpec]]:
-    """The folds that reduce columns only and give the outputs of a fold, with their numbers.
+    """Return folds that reduce columns only and give the outputs of a fold, with output numbers.
 
-    Sums over rows are sums over columns of the tile turned round. That holds for tiles that are
-    elementwise: one that reduces along an axis itself stays as it is.
+    Sums over rows are sums over columns of the transposed tile, if the tile is elementwise. A fold
+    whose tile reduces along an axis itself is returned unchanged.
     """
     across = tuple(n for n, o in enumerate(spec.outputs) if isinstance(o, ColumnSums))
     if not across or spec.tile.whole is not None:
@@ -371,7 +372,7 @@ def one_way(spec: FoldSpec) -> list[tuple[tuple[int, ...], FoldSpec]]:
 
 
 def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
-    """The fold of some sums over rows with rows and columns in each other's place."""
+    """Build the fold of some sums over rows, with rows and columns swapped."""
     sums = [o for n in across if isinstance(o := spec.outputs[n], ColumnSums)]
     inner = spec.tile
     lower, upper = (None if b is None else -b for b in (spec.band.upper, spec.band.lower))
@@ -391,7 +392,7 @@ def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
 
 
 def from_scalars(fun: TileFunction) -> TileFunction:
-    """A tile function from one of scalars, by mapping it over rows, columns and batches.
+    """Build a tile function from one of scalars, mapped over rows, columns and batches.
 
     Example:
         >>> tile = from_scalars(lambda dots, values, i, j: dots[0] * 2.0)
@@ -408,7 +409,7 @@ def from_scalars(fun: TileFunction) -> TileFunction:
 
 
 def _map_axes(fun: Callable, rank: int, args: tuple) -> Any:
-    """Map over `rank` leading axes; an array of fewer, or of size 1 there, is shared."""
+    """Map over `rank` leading axes; arrays of lower rank, or of size 1 there, are shared."""
     if rank == 0:
         return fun(*args)
     leaves, tree = jax.tree.flatten(args)

@@ -1,8 +1,8 @@
-"""One tile of a fold: reading blocks, the tile program, and each output's monoid.
+"""One tile of a fold: reads of blocks, the tile program, and the monoid of each output.
 
-May import `monoid` and the spec. Shared by the reference (one tile that covers everything) and the
-`xla` backend (many). A block keeps the batch axes named in `inner` and is at one place of all
-others; its axes stand in the order (inner batch axes, row, column, features).
+May import monoid.py and spec.py. The reference uses one tile that covers everything; the `xla`
+backend uses many. A block holds the batch axes named in `inner` whole, and one index of each other
+batch axis. The axes of a block have the order (inner batch axes, row, column, features).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 
 Array = Any
-MOST_COLUMNS = 2**30  # a row is shorter: sums of a length and offsets stay within int32
+MOST_COLUMNS = 2**30  # rows are shorter, so that sums of a length and offsets stay within int32
 EXTREMA = {"max": monoid.MAX, "min": monoid.MIN, "any": monoid.ANY, "all": monoid.ALL}
 
 
 def block_axes(spec: FoldSpec, number: int, inner: Sequence[str]) -> tuple[str, ...]:
-    """The axes of an operand's block, in a block's order."""
+    """Return the axes of an operand's block, in the order of a block."""
     axes = spec.operands[number].axes
     kept = [a for a in (*inner, spec.row, spec.col) if a in axes]
     return (*kept, *spec.features(number))
@@ -53,7 +53,7 @@ def read_block(
     extent: Mapping[str, int],
     inner: Sequence[str],
 ) -> Array:
-    """An operand's block at `place` with `extent`; axes not named there are read whole."""
+    """Return an operand's block at `place` with `extent`; axes not named there are read whole."""
     axes = spec.operands[number].axes
     starts = [jnp.asarray(place.get(a, 0), jnp.int32) for a in axes]
     sizes = [extent.get(a, spec.size[a]) for a in axes]
@@ -74,13 +74,13 @@ def _letters(spec: FoldSpec) -> dict[str, str]:
 
 
 class Block(NamedTuple):
-    """What one tile is computed from.
+    """The inputs of one tile.
 
     arrays: a block of each operand.
     i: int32 row numbers [rows, 1].
     j: int32 column numbers [1, columns].
     inner: the batch axes that the blocks hold.
-    first: the first row that no block before held; None where all are new.
+    first: the first row that no earlier block held; None if all rows are new.
     """
 
     arrays: Sequence[Array]
@@ -108,7 +108,7 @@ def _einsum(
 
 
 def contract(spec: FoldSpec, contraction: Contraction, block: Block) -> Array:
-    """The tile of a contraction, with a size-1 axis for each inner batch axis neither side has."""
+    """Return the tile of a contraction, with size 1 for inner batch axes that neither side has."""
     sides = [
         (block.arrays[k], block_axes(spec, k, block.inner))
         for k in (contraction.row, contraction.col)
@@ -120,7 +120,7 @@ def contract(spec: FoldSpec, contraction: Contraction, block: Block) -> Array:
 
 
 def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
-    """Every tile the tile program gives, broadcast to (inner batch axes, rows, columns)."""
+    """Return every tile of the tile program, broadcast to (inner batch axes, rows, columns)."""
     dots = tuple(contract(spec, c, block) for c in spec.contractions)
     full = (*block.inner, spec.row, spec.col)
     values = []
@@ -136,7 +136,7 @@ def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
 
 
 def accumulator(dtype: Any) -> jnp.dtype:
-    """The dtype in which values of `dtype` are summed: at least f32, or i32."""
+    """Return the dtype in which values of `dtype` are summed: at least f32, or i32."""
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bool_:
         return jnp.dtype(jnp.int32)
@@ -146,7 +146,7 @@ def accumulator(dtype: Any) -> jnp.dtype:
 
 
 def row_length(length: Array) -> Array:
-    """A length as int32; one beyond any array, in whatever integers, is far outside still."""
+    """Return a length as int32, clipped to a range larger than any array."""
     limits = jnp.iinfo(length.dtype)
     low, high = max(limits.min, -MOST_COLUMNS), min(limits.max, MOST_COLUMNS)
     low, high = (jnp.asarray(x, length.dtype) for x in (low, high))
@@ -173,7 +173,7 @@ def _measure(
 
 
 def _multiplied(term: WeightedTerm, p: Array, weights: Array) -> tuple[Array, Array]:
-    """A tile and its weights in the dtypes they are multiplied in."""
+    """Return a tile and its weights in the dtypes of their product."""
     if term.round_to is not None:
         return p.astype(term.round_to), weights
     weights = weights.astype(jnp.promote_types(accumulator(p.dtype), weights.dtype))
@@ -183,7 +183,7 @@ def _multiplied(term: WeightedTerm, p: Array, weights: Array) -> tuple[Array, Ar
 def _column_sum(
     spec: FoldSpec, term: WeightedTerm, p: Array, made: Sequence[Array], block: Block
 ) -> Array:
-    """`Σ_m p·factor·w` over the rows of a block that none before held: [inner.., n, feature..]."""
+    """Return `Σ_m p·factor·w` over the new rows of a block: [inner.., n, feature..]."""
     new = None if block.first is None else block.i >= block.first
     p = p.astype(accumulator(p.dtype))
     if term.factor is not None:
@@ -195,7 +195,7 @@ def _column_sum(
         return jnp.sum(p, axis=-2, dtype=total)
     axes, features = block_axes(spec, term.weights, block.inner), spec.features(term.weights)
     p, weights = _multiplied(term, p, block.arrays[term.weights])
-    # A product over the rows of both is slower than one of weights turned round, which are narrow.
+    # A product over the rows of both is slower than one with the narrower weights transposed.
     turned = (*(a for a in axes if a not in (spec.row, *features)), *features, spec.row)
     weights = lax.transpose(weights, [axes.index(a) for a in turned])
     if new is not None:
@@ -208,7 +208,7 @@ def _column_sum(
 
 
 def monoid_of(output: Output) -> Monoid:
-    """The monoid an output is reduced by."""
+    """Return the monoid that reduces an output."""
     match output:
         case Extremum(kind=kind):
             return EXTREMA[kind]
@@ -223,7 +223,7 @@ def monoid_of(output: Output) -> Monoid:
 
 
 def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block) -> tuple[Any, ...]:
-    """What the output's monoid lifts from one tile."""
+    """Return the arguments of the monoid's `lift` for one tile."""
     tile = made[output.tile]
     if isinstance(output, (ArgExtremum, TopK)):
         return tile, block.j
@@ -238,10 +238,10 @@ def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block)
 
 
 def numbered(places: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, Array]:
-    """Places along several axes as int32 places along all of them, and whether they are inside."""
+    """Return int32 places in the flattened axes, and True where all places are within bounds."""
     at, inside = jnp.zeros((), jnp.int32), jnp.ones((), bool)
     for place, size in zip(places, sizes, strict=True):
-        if place.dtype.itemsize < 4:  # may be too small for the sizes
+        if place.dtype.itemsize < 4:  # the dtype may be too small for the sizes
             place = place.astype(jnp.int32)
         inside = inside & (place >= 0) & (place < size)
         at = at * size + jnp.clip(place, 0, size - 1).astype(jnp.int32)
@@ -251,7 +251,7 @@ def numbered(places: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, Arra
 def _sum_by_key(
     spec: FoldSpec, output: KeyedSums, tile: Array, made: Sequence[Array], block: Block
 ) -> Array:
-    """`out[key] += tile` for one tile: [kept inner axes.., k..]."""
+    """Return `out[key] += tile` for one tile: [kept inner axes.., k..]."""
     lead = block.inner
     if block.first is not None:
         tile = jnp.where(block.i >= block.first, tile, jnp.zeros((), tile.dtype))
@@ -269,14 +269,14 @@ def _sum_by_key(
 
 
 def _at_first(x: Array, axes: Sequence[int]) -> Array:
-    """An array without axes that it does not depend on."""
+    """Return an array at index 0 of axes along which the array is constant."""
     for axis in reversed(axes):
         x = lax.index_in_dim(x, 0, axis, keepdims=False)
     return x
 
 
 def _scattered(tile: Array, at: Array, size: int, lead: Sequence[str], output: KeyedSums) -> Array:
-    """A tile [lead.., m, n] summed by the places [varying lead.., m, n]; [kept.., size]."""
+    """Sum a tile [lead.., m, n] by the places [varying lead.., m, n]; return [kept.., size]."""
     both = [n for n, a in enumerate(lead) if a in output.kept and a in output.varies]
     if both:
         axis = both[0]
@@ -293,10 +293,10 @@ def _scattered(tile: Array, at: Array, size: int, lead: Sequence[str], output: K
 
 
 def _streamed(output: Output) -> Monoid:
-    """The monoid that reduces an output where XLA compiles it.
+    """Return the monoid that reduces an output under XLA.
 
-    Compared with the tile in the loop that finds it, an extremum is written out as a tile of its
-    own, at times several times as slowly; hence the barrier (which Triton does not have).
+    Without a barrier XLA stores an extremum as a separate tile when the extremum is compared with
+    its tile in the same loop, and the loop is several times slower. Triton has no such barrier.
     """
     if isinstance(output, ArgExtremum):
         return monoid.arg_extremum(output.larger, apart=lax.optimization_barrier)
@@ -306,12 +306,12 @@ def _streamed(output: Output) -> Monoid:
 def _column_sums(
     spec: FoldSpec, output: ColumnSums, made: Sequence[Array], block: Block
 ) -> list[Array]:
-    """What a block adds to its columns, for each term."""
+    """Return the summands that a block adds to its columns, for each term."""
     return [_column_sum(spec, t, made[output.tile], made, block) for t in output.terms]
 
 
 def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
-    """The state of each output after this tile alone."""
+    """Return the state of each output after this tile alone."""
     made = tiles(spec, block)
 
     def lift(output: Output) -> State:
@@ -329,7 +329,7 @@ def lift_block(spec: FoldSpec, block: Block) -> tuple[State, ...]:
 
 
 def absorb_block(spec: FoldSpec, states: Sequence[State], block: Block) -> tuple[State, ...]:
-    """The state of each output after one more tile."""
+    """Return the state of each output after one more tile."""
     made = tiles(spec, block)
 
     def absorb(output: Output, state: State) -> State:
@@ -342,7 +342,7 @@ def absorb_block(spec: FoldSpec, states: Sequence[State], block: Block) -> tuple
 
 
 def _added_at(state: Sequence[Array], parts: Sequence[Array], start: Any, axis: int) -> State:
-    """The sums of all columns with what a block adds to its own, where these lie."""
+    """Return the sums of all columns, with the sums of a block added at its columns."""
     out = []
     for total, part in zip(state, parts, strict=True):
         old = lax.dynamic_slice_in_dim(total, start, part.shape[axis], axis)
@@ -356,7 +356,7 @@ def finish(
     blocks: Sequence[Array],
     inner: Sequence[str],
 ) -> list[Array]:
-    """Everything a fold returns for a block, flat, each as [inner batch axes, rows, features]."""
+    """Return all results of a fold for a block, flat, each [inner batch axes, rows, features]."""
     leaves = [x for state in states for x in state]
     if spec.epilogue is None:
         return leaves
@@ -384,13 +384,14 @@ def _row_value(spec: FoldSpec, number: int, block: Array, inner: Sequence[str]) 
 
 
 def arrange(spec: FoldSpec, number: int, x: Array, inner: Sequence[str]) -> Array:
-    """Result `number` of a block in the order of its axes, with size 1 for outer batch axes.
+    """Return result `number` of a block in the order of its axes, size 1 for outer batch axes.
 
-    XLA would move the transposition into the product that made the block: a product of two
-    transposed operands, up to ten times slower on a CPU. The barrier keeps it apart.
+    XLA would fuse the transposition into the product that computed the block. The product would
+    then have two transposed operands, and be up to ten times slower on a CPU. The barrier prevents
+    that.
     """
     axes = result_axes(spec)[number]
-    shared = tuple(a for a in (*spec.batch, spec.row) if a in axes)  # of sums by key not all
+    shared = tuple(a for a in (*spec.batch, spec.row) if a in axes)  # sums by key lack some axes
     x = lax.expand_dims(x, [k for k, a in enumerate(shared) if a not in (*inner, spec.row)])
     order = (*shared, *(a for a in axes if a not in shared))
     if list(order) == list(axes):
@@ -399,7 +400,7 @@ def arrange(spec: FoldSpec, number: int, x: Array, inner: Sequence[str]) -> Arra
 
 
 def bundle(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
-    """What a fold returns: flat after an epilogue, else one tuple per output."""
+    """Return results as a fold does: flat after an epilogue, else one tuple per output."""
     if spec.epilogue is not None:
         return tuple(arrays)
     rest = iter(arrays)

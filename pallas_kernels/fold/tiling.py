@@ -1,4 +1,4 @@
-"""How folds are cut into blocks: a small table of measurements (may import the spec)."""
+"""Block sizes of folds, from a table of measurements (may import spec.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the `xla` backend cuts a fold.
+    """The block sizes of a fold on the `xla` backend.
 
     Args:
         rows: rows per block.
@@ -33,18 +33,18 @@ class Blocks:
 
 
 def even(size: int, block: int) -> int:
-    """The block size nearest below `block` that cuts `size` into blocks of (almost) one size."""
+    """Return the block size nearest below `block` that cuts `size` into almost equal blocks."""
     return -(-size // -(-size // block)) if size else 0
 
 
 @dataclass(frozen=True, slots=True)
 class FoldTiling:
-    """A row of the table: what was fastest, f32 on two cores with 2 MiB of L2 each (2026-11).
+    """A row of the table: the fastest sizes, f32 on two cores with 2 MiB of L2 each (2026-11).
 
     Args:
         rows: rows per block.
         cols: columns per block.
-        pairs: a block holds whole batch axes while it has at most so many pairs.
+        pairs: the most pairs for which a block still holds whole batch axes.
     """
 
     rows: int
@@ -52,7 +52,7 @@ class FoldTiling:
     pairs: int = 2**19
 
 
-# beside each the time against the plain program's, where it was measured
+# The comments give the time relative to the plain program's, where it was measured.
 XLA_CUTS = {
     "top-k": FoldTiling(64, 65_536, 2**22),  # 4096 of 100,000 points, k = 10: 0.17 to 0.43
     "elementwise": FoldTiling(128, 512),  # N-body of 8192: 0.06 to 0.17
@@ -64,7 +64,7 @@ NARROWEST = 128  # rows and columns per block of a narrow band
 
 
 def xla_cut(spec: FoldSpec) -> FoldTiling:
-    """The row of the table that a fold falls under."""
+    """Return the row of the table for a fold."""
     if any(isinstance(o, TopK) for o in spec.outputs):
         return XLA_CUTS["top-k"]
     if not spec.contractions:
@@ -80,7 +80,7 @@ def xla_cut(spec: FoldSpec) -> FoldTiling:
 
 
 def xla_blocks(spec: FoldSpec) -> Blocks:
-    """The cut for a fold on the `xla` backend."""
+    """Return the block sizes of a fold on the `xla` backend."""
     cut = xla_cut(spec)
     shared = shared_axes(spec)
     many = math.prod(spec.size[a] for a in shared)
@@ -88,7 +88,7 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
         side = max(math.isqrt(cut.pairs // many), NARROWEST)
         shared = shared if many * side * side <= cut.pairs else ()
         cut = replace(cut, rows=min(cut.rows, side), cols=min(cut.cols, side)) if shared else cut
-    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more, but never for all
+    wider = cut.cols // max(spec.cols, 1)  # short rows leave room for more rows, but never for all
     rows = even(spec.rows, max(cut.rows, min(cut.rows * wider, spec.rows // 2)))
     cols = even(spec.cols, max(cut.cols, cut.rows * cut.cols // max(rows, 1)))
     if spec.tile.whole is not None:
@@ -107,7 +107,7 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
 
 
 def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
-    """The batch axes for all of which one look into the tables serves, and one sum by key."""
+    """Return the batch axes that share one table lookup and one sum by key."""
     tables = [k for k in spec.tile.reads if spec.features(k)]
     sums = [o for o in spec.outputs if isinstance(o, KeyedSums)]
     used = {a for k in tables for a in spec.operands[k].axes}
@@ -117,15 +117,15 @@ def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TritonBlocks:
-    """How the `triton` backend cuts a fold.
+    """The block sizes of a fold on the `triton` backend.
 
     Args:
         rows: rows per program.
         cols: columns per step.
-        chunk: features per step, where there are too many to hold.
+        chunk: features per step, where the features are too many to hold at once.
         warps: warps per program.
         stages: depth of the load pipeline.
-        splits: programs that share the columns of one block of rows.
+        splits: programs that share the columns of one row block.
         features: features of the weights per program; 0 for all of them.
     """
 
@@ -138,9 +138,9 @@ class TritonBlocks:
     features: int = 0
 
 
-# (bytes held per pair of a row and a column, at most) and the cut: what an H200 compiles without
-# spilling for attention forward, dQ and dK/dV at head sizes 64 to 256, ahead of time. How fast
-# they are was not measured.
+# (bytes per pair of a row and a column, at most) and block sizes: the sizes compile for an H200
+# without spilling, for attention forward, dQ and dK/dV at head sizes 64 to 256. Their speed was
+# not measured.
 TRITON_CUTS = (
     (256, TritonBlocks(128, 64, warps=4)),
     (512, TritonBlocks(128, 64, warps=8)),
@@ -148,29 +148,29 @@ TRITON_CUTS = (
     (1536, TritonBlocks(64, 32, warps=8)),
     (4096, TritonBlocks(32, 32, warps=8)),
 )
-TILES_OF_FOUR_WARPS = 2  # contractions and pair operands; more of them spill
+TILES_OF_FOUR_WARPS = 2  # contractions and pair operands; kernels with more of them spill
 TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
 TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
-TRITON_SLICED = (  # weights too wide for one program: (rows at most, cut)
+TRITON_SLICED = (  # weights too wide for one program: (rows at most, block sizes)
     (16, TritonBlocks(16, 128, warps=4, stages=3, features=32)),
     (64, TritonBlocks(64, 64, warps=4, stages=3, features=64)),
     (2**31, TritonBlocks(128, 64, warps=8, stages=3, features=128)),
 )
-WIDE = 256  # features contracted, or summed, in one step, at most
+WIDE = 256  # the most features contracted, or summed, in one step
 MULTIPROCESSORS = 132
 
 
 def triton_blocks(spec: FoldSpec) -> TritonBlocks:
-    """The cut for a fold on the `triton` backend, columns not split."""
+    """Return the block sizes of a fold on the `triton` backend, columns not split."""
     blocks = _triton_cut(spec)
     rows = min(blocks.rows, power_of_two(spec.rows))
     return replace(blocks, rows=rows, cols=min(blocks.cols, power_of_two(spec.cols)))
 
 
 def with_splits(spec: FoldSpec, blocks: TritonBlocks) -> TritonBlocks:
-    """The cut with the columns split where programs are too few to fill the device."""
+    """Return the block sizes with columns split where programs are too few for the device."""
     programs = math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
-    if blocks.features or 4 * programs > MULTIPROCESSORS:  # a second kernel costs more
+    if blocks.features or 4 * programs > MULTIPROCESSORS:  # a second kernel would cost more
         return blocks
     most = max(1, spec.cols // (4 * blocks.cols))
     return replace(blocks, splits=min(-(-2 * MULTIPROCESSORS // programs), most, 32))
@@ -192,9 +192,9 @@ def _triton_cut(spec: FoldSpec) -> TritonBlocks:
 
 
 def bytes_held(spec: FoldSpec) -> int:
-    """Bytes of features that one row and one column bring: contracted, and summed.
+    """Return the bytes of contracted and summed features that one row and one column need.
 
-    What is multiplied in a wider dtype than it is stored in counts as it is multiplied.
+    A feature multiplied in a wider dtype than its stored dtype counts in the wider dtype.
     """
 
     def held(number: int, *dtypes: str) -> int:
@@ -207,5 +207,5 @@ def bytes_held(spec: FoldSpec) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is no less than `size`, and at least 16 (what a dot needs)."""
+    """Return the least power of two not below `size`, and at least 16 (the minimum of a dot)."""
     return max(16, 1 << max(size - 1, 0).bit_length())

@@ -1,10 +1,10 @@
-"""Folds as one Pallas-Triton kernel (may import the spec, `fold_tile`, `fold_blocks`, `fold_cost`).
+"""Folds as one Pallas-Triton kernel (may import spec.py, tile.py, tiling.py and cost.py).
 
-One program holds one block of rows of one batch element and walks over the blocks of columns that
-matter to it, so shared operands (grouped queries) are read where they lie. Sizes that are no
-power of two are padded by masked loads. With `splits` the columns are cut into that many parts,
-each a program of its own, and the monoid combines them afterwards (Dao et al. 2023,
-"Flash-Decoding"). The tile program and the monoids are the same code as in every other backend.
+One program holds one row block of one batch element and loops over the blocks of columns in the
+band. Shared operands (grouped queries) are not copied. Sizes that are not powers of two are padded
+by masked loads. With `splits` the columns are cut into that many parts, each with its own program;
+the monoid combines the states of the parts (Dao et al. 2023, "Flash-Decoding"). All backends share
+the code of the tile program and of the monoids.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DTYPES = frozenset({"float32", "bfloat16", "float16", "int64", "int32", "int8", 
 
 
 def supports(spec: FoldSpec) -> Support:
-    """Whether this backend runs the fold on a GPU of compute capability 8.0 or newer."""
+    """Return `YES` if this backend runs the fold on a GPU of compute capability 8.0 or newer."""
     weights = weights_of(spec)
     widths = [spec.width(k) for k in weights]
     used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
@@ -112,7 +112,7 @@ def supports(spec: FoldSpec) -> Support:
 
 
 def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
-    """Whether blocks fit the device and results can be addressed."""
+    """Return `YES` if blocks fit the device and results can be addressed, else the reason."""
     cut = fold_cut(spec)
     if isinstance(cut, Reason):
         return cut
@@ -123,7 +123,7 @@ def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
 
 @lru_cache(maxsize=256)
 def unlowered(spec: FoldSpec) -> tuple[str, ...]:
-    """Operations of the tile program and the epilogue that Pallas-Triton has no rule for."""
+    """Return the operations of the tile program and epilogue that Pallas-Triton cannot lower."""
     side = 16
 
     def shaped(number: int) -> jax.ShapeDtypeStruct:
@@ -145,7 +145,7 @@ def unlowered(spec: FoldSpec) -> tuple[str, ...]:
 
 
 def _sliceable(spec: FoldSpec) -> bool:
-    """Whether wide weights can be cut along their features, one slice per program."""
+    """Return True if wide weights can be cut along their features, one slice per program."""
     weights = weights_of(spec)
     widths = {spec.width(k) for k in weights}
     if max(widths, default=0) <= WIDE:
@@ -170,17 +170,17 @@ def fold_triton(
     blocks: TritonBlocks | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """A fold as one kernel.
+    """Run a fold as one kernel.
 
     Args:
         spec: a fold that `supports` accepts.
         operands: one array per operand of the spec.
-        blocks: tile sizes, warps, stages and splits; if left out, those of the table or smaller
-            ones that fit the device.
+        blocks: tile sizes, warps, stages and splits; if left out, those of the table, reduced until
+            they fit the device.
         interpret: run in Pallas' interpreter, on any device.
 
     Returns:
-        The same as `fold_reference`.
+        The results of `reference.fold_reference`.
     """
     blocks = blocks or accepted(fold_cut(spec))
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
@@ -216,7 +216,7 @@ def fold_triton(
 def _combine(
     spec: FoldSpec, inside: FoldSpec, parts: Sequence[list[Array]], operands: Sequence[Array]
 ) -> tuple[Any, ...]:
-    """The states of all splits combined, then the epilogue."""
+    """Combine the states of all splits, then apply the epilogue."""
     states = bundle(inside, parts[0])
     for part in parts[1:]:
         states = tuple(

@@ -1,6 +1,6 @@
-"""The body of the Triton fold: masked loads, the column loop, stores (may import the spec).
+"""The body of the Triton fold: masked loads, the column loop, stores (may import spec.py).
 
-Everything here runs while the kernel is traced. A program has one row block of one batch element.
+The code here runs while the kernel is traced. A program has one row block of one batch element.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One fold with its block sizes; `axes` are the operands' axes after merging features."""
+    """One fold with its block sizes; `axes` are the operands' axes after features are merged."""
 
     spec: FoldSpec
     blocks: TritonBlocks
@@ -57,26 +57,26 @@ class Kernel:
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Row blocks of every batch element, splits of the columns, slices of the features."""
+        """Return the numbers of row blocks in all batches, column splits, and feature slices."""
         widths = [self.spec.width(k) for k in weights_of(self.spec)]
         slices = pl.cdiv(max(widths), self.blocks.features) if self.blocks.features else 1
         return self.row_blocks * math.prod(self.spec.batch_shape), self.blocks.splits, slices
 
     def sliced(self, number: int) -> bool:
-        """Whether each program has its own slice of the operand's features."""
+        """Return True if each program has its own slice of the operand's features."""
         reads = self.spec.epilogue.reads if self.spec.epilogue else ()
         return self.blocks.features > 0 and number in (*weights_of(self.spec), *reads)
 
     def held(self, width: int, sliced: bool) -> int:
-        """How many features a program holds of `width`."""
+        """Return how many of `width` features a program holds."""
         return self.blocks.features if sliced else power_of_two(width)
 
     def chunked(self, number: int) -> bool:
-        """Whether the operand's features are read in chunks inside the column loop."""
+        """Return True if the operand's features are read in chunks inside the column loop."""
         return self.spec.width(number) > WIDE and not self.sliced(number)
 
     def place(self, step: Any) -> dict[str, Any]:
-        """Batch place and row block of a program; late rows first where they have more to do."""
+        """Return batch indices and row block of a program; causal folds start with late rows."""
         count = jnp.int32(self.row_blocks)
         row = lax.rem(step, count)
         place = {self.spec.row: count - 1 - row if self.spec.band.upper is not None else row}
@@ -120,13 +120,13 @@ class Kernel:
         return pl.BlockSpec((None, *(extent.get(a) for a in result.axes)), index)
 
     def load(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
-        """A block as [rows or columns, features], [rows, columns], [rows], [columns] or a scalar.
+        """Load a block [rows or columns, features], [rows, columns], [rows], [columns] or [].
 
         Args:
-            ref: the operand.
-            number: its number.
-            at: number of the block's first row and first column.
-            chunk: which chunk of the features, if they are read in chunks.
+            ref: the reference of the operand.
+            number: the number of the operand.
+            at: the numbers of the block's first row and first column.
+            chunk: the number of the chunk of features, if features are read in chunks.
         """
         spec, blocks = self.spec, self.blocks
         kept = [a for a in self.axes[number] if a not in spec.batch]
@@ -219,7 +219,7 @@ class Kernel:
         return weighted
 
     def column_range(self, refs: Sequence[Any], row: Any, split: Any) -> tuple[Any, Any]:
-        """First and one past the last block of columns that this program walks over."""
+        """Return the first block of columns of this program, and one past its last."""
         spec, blocks = self.spec, self.blocks
         total = pl.cdiv(spec.cols, blocks.cols)
         low, high = jnp.int32(0), jnp.int32(total)
@@ -283,7 +283,7 @@ class Kernel:
             self.store(results[k], k, value, here)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
-        """Everything stored, flat: [rows] or [rows, features]."""
+        """Return all stored results, flat: [rows] or [rows, features]."""
         states = tuple(_told(o, s) for o, s in zip(self.spec.outputs, states, strict=True))
         if self.spec.epilogue is None:
             return [x for state in states for x in state]
@@ -314,7 +314,7 @@ class Kernel:
     def arguments(
         self, o: Output, made: Sequence[Array], held: dict[int, Array], valid: Any, j: Array
     ) -> tuple[Any, ...]:
-        """What the output's monoid lifts; columns past the end hold its identity."""
+        """Return the arguments of the monoid's `lift`; columns past the end hold the identity."""
         tile = made[o.tile]
         fill: Any = 0
         if isinstance(o, Extremum):
@@ -336,7 +336,7 @@ class Kernel:
         return tile, [self.measure(t, made, held, valid) for t in terms_of(o)]
 
     def start(self) -> tuple[State, ...]:
-        """The identity of every output's monoid, at the padded shapes of a block."""
+        """Return the identity of every output's monoid, at the padded shapes of a block."""
         raw = dataclasses.replace(self.spec, epilogue=None)
         avals = []
         for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
@@ -351,7 +351,7 @@ class Kernel:
         )
 
     def store(self, ref: Any, number: int, value: Array, here: dict[str, Any]) -> None:
-        """Write a block of result `number`, but nothing past its ends."""
+        """Write a block of result `number`, masked past the ends of the result."""
         result = self.results[number]
         value = value.astype(ref.dtype)
         kept = [a for a in result.axes if a not in self.spec.batch]
@@ -379,23 +379,23 @@ class Kernel:
 
 
 def _monoid(output: Output) -> Monoid:
-    """The monoid, with any and all as max and min of integers (Triton reduces no booleans)."""
+    """Return the monoid; any and all are max and min of integers (Triton reduces no booleans)."""
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return monoid.MAX if output.kind == "any" else monoid.MIN
     return monoid_of(output)
 
 
 def _total(output: ExpSums) -> int | None:
-    """The place in its state of the sum of the exponentials alone, if it has one."""
+    """Return the index, in the state, of the plain sum of exponentials; None if there is none."""
     plain = (k for k, t in enumerate(output.terms) if t.weights is None and t.factor is None)
     return next((1 + k for k in plain), None)
 
 
 def _extend(output: Output, state: State, *block: Any) -> State:
-    """The state after one more block; NaN where a term was.
+    """Return the state after one more block; a NaN term makes the state NaN.
 
-    The maximum of exponents may drop a NaN as long as their sum tells of it in the end: two
-    instructions more for each pair would make attention slower.
+    The maximum of exponents may drop a NaN where their sum keeps the NaN. Two more instructions per
+    pair would make attention slower.
     """
     extend = _monoid(output).extend
     if isinstance(output, ExpSums) and _total(output) is not None:
@@ -405,7 +405,7 @@ def _extend(output: Output, state: State, *block: Any) -> State:
 
 
 def _told(output: Output, state: State) -> State:
-    """The state as it is returned: booleans from integers, and maxima NaN where sums are."""
+    """Return the state to store: booleans from integers, and maxima NaN where sums are NaN."""
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return (state[0] != 0,)
     if isinstance(output, ExpSums) and (k := _total(output)) is not None:
@@ -420,9 +420,9 @@ def _dot(a: Array, b: Array, precision: str | None) -> Array:
 
 
 def _dot_in_two_parts(a: Array, b: Array) -> Array:
-    """`a @ b` of f32 and bf16: what bf16 leaves of `a` is multiplied too.
+    """Return `a @ b` of f32 and bf16; the bf16 rounding error of `a` is multiplied too.
 
-    Two products in bf16 take the time of one in TF32, which has 3 bits more than bf16.
+    Two products in bf16 take the time of one in TF32, whose mantissa has 3 bits more than bf16's.
     """
     high = a.astype(b.dtype)
     rest = jnp.where(lax.is_finite(high), a - high.astype(a.dtype), jnp.zeros_like(a))

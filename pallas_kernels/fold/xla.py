@@ -1,8 +1,8 @@
-"""Folds streamed by lax loops: any device, memory linear (may import the spec and `fold_tile`).
+"""Folds streamed by lax loops: any device, linear memory (may import spec.py and tile.py).
 
-An outer loop runs over blocks of rows (and over batch axes that do not fit), an inner one over
-blocks of columns. Blocks are read where they lie, so nothing is transposed, padded or repeated:
-the last block of rows overlaps the one before, the last columns are a block of their own size.
+An outer loop runs over row blocks and over batch axes that do not fit in a block; an inner loop
+runs over column blocks. Blocks are sliced from the operands without transposing, padding or
+repeating them. The last row block overlaps the one before. The last columns form a smaller block.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Array = Any
 
 
 def supports(spec: FoldSpec) -> Support:
-    """Every fold whose places 32-bit integers can number, on every device."""
+    """Return `YES` if 32-bit integers can number the fold's places."""
     tables = [k for k in spec.tile.reads if spec.features(k)]
     numbered = [[spec.size[a] for a in spec.features(k)] for k in tables]
     numbered += [o.sizes for o in spec.outputs if isinstance(o, KeyedSums)]
@@ -49,7 +49,7 @@ def supports(spec: FoldSpec) -> Support:
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """One fold in execution: its operands and how it is cut."""
+    """One fold in execution: its operands and block sizes."""
 
     spec: FoldSpec
     operands: Sequence[Array]
@@ -63,7 +63,7 @@ class _Sweep:
         )
 
     def column_range(self, place: dict[str, Any]) -> tuple[Any, Any]:
-        """First and one past the last column that matter to the block of rows at `place`."""
+        """Return the first column, and one past the last, for the row block at `place`."""
         spec, band = self.spec, self.spec.band
         first, last = place.get(spec.row, 0), place.get(spec.row, 0) + self.blocks.rows - 1
         low = 0 if band.lower is None else jnp.maximum(first + band.lower, 0)
@@ -76,7 +76,7 @@ class _Sweep:
         return low, high
 
     def rows(self, place: dict[str, Any], first: Any = None) -> list[Array]:
-        """What the fold returns for one block of rows, flat; `first` as in `Block`."""
+        """Return the results of a fold for one row block, flat; `first` as in `Block`."""
         spec, extent = self.spec, {self.spec.row: self.blocks.rows}
         fixed = [
             None if spec.col in o.axes else self.read(k, place, extent)
@@ -87,7 +87,7 @@ class _Sweep:
     def block(
         self, place: dict[str, Any], fixed: list[Any], first: Any, start: Any, width: int
     ) -> Block:
-        """The columns from `start`, beside what does not move with them."""
+        """Build the block of columns from `start`; `fixed` holds the operands without columns."""
         spec = self.spec
         place, extent = {**place, spec.col: start}, {spec.row: self.blocks.rows, spec.col: width}
         arrays = [self.read(k, place, extent) if x is None else x for k, x in enumerate(fixed)]
@@ -96,7 +96,7 @@ class _Sweep:
         return Block(arrays, i[:, None], j[None, :], self.blocks.inner, first)
 
     def columns(self, place: dict[str, Any], fixed: list[Any], first: Any) -> tuple[State, ...]:
-        """The states after every block of columns that matters."""
+        """Return the states after every block of columns in the band."""
         spec, size = self.spec, self.blocks.cols
         full, tail = divmod(spec.cols, size) if size else (0, 0)
         if full <= 1 and tail == 0:
@@ -118,9 +118,9 @@ class _Sweep:
 
 
 def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:
-    """Operands over pairs that lie with rows last, and are read more than once, with rows first.
+    """Transpose pair operands stored with rows last that are read more than once.
 
-    A block read across takes several times as long as one that is read along.
+    Reading a block across the storage order takes several times as long as reading along it.
     """
     described, arrays = list(spec.operands), list(operands)
     for k, operand in enumerate(spec.operands):
@@ -136,15 +136,15 @@ def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[A
 
 
 def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tuple[Any, ...]:
-    """A fold, streamed.
+    """Run a fold, streamed.
 
     Args:
         spec: the fold.
         arrays: one per operand of the spec.
-        blocks: how it is cut; chosen from the table of measurements if left out.
+        blocks: block sizes; chosen from the table of measurements if left out.
 
     Returns:
-        The same as `fold_reference`.
+        The results of `reference.fold_reference`.
     """
     shapes = flat_shapes(spec)
     if spec.rows == 0 or 0 in spec.batch_shape:
@@ -161,7 +161,7 @@ def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tupl
 
     def place_of(step: Any) -> tuple[dict[str, Any], Any]:
         place: dict[str, Any] = {}
-        step = lax.convert_element_type(step, jnp.int32)  # it is 64 bits wide where JAX's ints are
+        step = lax.convert_element_type(step, jnp.int32)  # 64 bits wide if JAX's ints are
         row = lax.rem(step, jnp.int32(row_blocks)) * sweep.blocks.rows
         place[spec.row] = jnp.minimum(row, spec.rows - sweep.blocks.rows)
         rest = lax.div(step, jnp.int32(row_blocks))

@@ -1,8 +1,8 @@
-"""Whole layers, a norm and a linear layer, and their gradients as specs (may import the spec).
+"""Specs of layers, a norm and a linear layer, and of their gradients (may import spec.py).
 
-With U = dy·(γW)ᵀ the gradient towards x is `r·(U - mean U - x̂·mean(U·x̂))`, and both means are
-sums over n: `Σ_k U = Σ_n dy·colsum(γW)`, `Σ_k U·x̂ = Σ_n dy·(x̂ γW)`. So it is the same kind of
-matmul as the layer itself, with sums that ride along n.
+With U = dy·(γW)ᵀ the gradient towards x is `r·(U - mean U - x̂·mean(U·x̂))`. Both means are sums
+over n: `Σ_k U = Σ_n dy·colsum(γW)`, `Σ_k U·x̂ = Σ_n dy·(x̂ γW)`. So the gradient is a matmul of the
+same kind as the layer, with additional sums over n.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class NormLinear:
         outputs: n, columns of W.
         norm: "rms" (x/√(mean x² + eps)), "layer" ((x - mean)/√(var + eps)) or "l2".
         dtype: of x, γ, W, bias and the result; statistics and sums are f32.
-        eps: as the norm has it.
-        gain: γ [k] multiplies x; leave it out where it is folded into W.
-        bias: b [n] is added to `norm(x) @ W`.
-        gated: a second matrix V [k, n]; the result is `activation(..W..) · (..V..)`.
+        eps: the ε of the norm.
+        gain: True if γ [k] multiplies x; False if γ is folded into W.
+        bias: True if b [n] is added to `norm(x) @ W`.
+        gated: True for a second matrix V [k, n]; the result is `activation(..W..) · (..V..)`.
         activation: "", "relu", "silu" or "gelu" (tanh form).
     """
 
@@ -65,12 +65,12 @@ class NormLinear:
 
     @property
     def count(self) -> int:
-        """What the sum of squares is divided by."""
+        """Return the divisor of the sum of squares."""
         return 1 if self.norm == "l2" else self.width
 
 
 def forward(a: NormLinear) -> NormSpec:
-    """The layer; operands x [m, k], γ [k] if any, W and if gated V [k, n], b [n] if any."""
+    """Build the layer; operands x [m, k], γ [k] if any, W and if gated V [k, n], b [n] if any."""
 
     def left(pairs: tuple, columns: tuple, centre: Array) -> tuple[Array, tuple[Array, ...]]:
         del columns
@@ -98,7 +98,7 @@ def forward(a: NormLinear) -> NormSpec:
 
 
 def backward_input(a: NormLinear) -> NormSpec:
-    """The gradient towards x of a layer without activation or gate.
+    """Build the gradient towards x of a layer without activation or gate.
 
     Operands: dy and z = x̂ @ γW [m, n]; for "layer" colsum(γW) [n]; γW [k, n]; r and, for "layer",
     the mean [m]; x [m, k].
@@ -131,7 +131,10 @@ def backward_input(a: NormLinear) -> NormSpec:
 
 
 def backward_weight(a: NormLinear) -> NormSpec:
-    """`x̂ᵀ @ dy` [k, n] in f32; operands x [m, k], r and the mean (0 but for "layer") [m], dy."""
+    """Build `x̂ᵀ @ dy` [k, n] in f32.
+
+    Operands: x [m, k], r and the mean [m] (0 but for "layer"), dy [m, n].
+    """
 
     def left(pairs: tuple, columns: tuple, centre: Array) -> tuple[Array, tuple[Array, ...]]:
         del centre
@@ -151,7 +154,7 @@ def backward_weight(a: NormLinear) -> NormSpec:
 
 
 def statistics(a: NormLinear, x: Array) -> tuple[Array, Array]:
-    """r and the mean (0 but for "layer") of every row, f32[m]."""
+    """Return r and the mean (0 but for "layer") of every row, f32[m]."""
     x = x.astype(jnp.float32)
     mean = jnp.mean(x, axis=1) if a.norm == "layer" else jnp.zeros(a.rows, jnp.float32)
     square = jnp.sum((x - mean[:, None]) ** 2, axis=1)
@@ -161,17 +164,17 @@ def statistics(a: NormLinear, x: Array) -> tuple[Array, Array]:
 def gradients(
     a: NormLinear, run: Callable[..., Array], arrays: tuple[Array, ...], y: Array, dy: Array
 ) -> tuple[Array, ...]:
-    """Gradients of a layer without activation or gate, towards each of its operands.
+    """Return the gradients of a layer without activation or gate, towards each of its operands.
 
     Args:
         a: the layer.
-        run: how a spec is run: `norm_linear`, or a backend's function.
-        arrays: its operands, as `forward` takes them.
-        y: its result.
+        run: a function that runs a spec: `norm_linear`, or a backend's function.
+        arrays: the operands of `forward`.
+        y: the result of `forward`.
         dy: the gradient towards the result, [m, n].
 
     Raises:
-        UsageError: the layer has an activation or a gate: differentiate that first.
+        UsageError: the layer has an activation or a gate; differentiate that first.
     """
     if a.activation or a.gated:
         raise UsageError("a layer with an activation or gate", remedy="differentiate that first")

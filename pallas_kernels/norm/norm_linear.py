@@ -1,10 +1,10 @@
-"""A norm and a linear layer in one pass: the door to every backend (may import all of `norm_*`).
+"""Entry point of a norm with a linear layer: the choice of a backend (may import all of `norm`).
 
     Σ_k (x·r·γ)·W = r · Σ_k x·(γ·W)
 
-The row scale leaves the contraction and its statistics ride along (the moments monoid), so x is
-read once and the normalised x is never written. What is computed is a `NormSpec`; `norm_xla` is
-its definition, `norm_layer` writes the specs of whole layers and of their gradients.
+The row scale leaves the contraction, and the loop of the contraction also sums the statistics (the
+moments monoid). So x is read once, and the normalised x is not stored. A `NormSpec` describes the
+computation; `xla.norm_xla` is its definition; layer.py builds the specs of layers and gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 
 
 def _triton_supports(spec: Any) -> Support:
-    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    """Return `YES`, or the reason against the Triton backend; Pallas is imported on first use."""
     from symjax_rewrite.pallas_kernels.norm import triton
 
     return triton.supports(spec)
@@ -52,16 +52,16 @@ BACKENDS = {
 
 
 def supports(group: NormGroup) -> Support:
-    """Whether a program lowered for CUDA runs the group as one kernel, or why not."""
+    """Return `YES` if a program lowered for CUDA runs the group as one kernel, else the reason."""
     found = first_on_cuda([BACKENDS["triton"]], group)
     return found if isinstance(found, Reason) else YES
 
 
 def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
-    """Run a matmul with sums: a group of one.
+    """Run one matmul with sums.
 
     Args:
-        spec: what to compute.
+        spec: the matmul.
         operands: one array per operand of the spec.
         backend: as for `norm_linears`.
 
@@ -69,7 +69,7 @@ def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
         The result, [m, n].
 
     Raises:
-        KernelError: as of `norm_linears`.
+        KernelError: as in `norm_linears`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,12 +82,12 @@ def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
 
 
 def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
-    """Run matmuls with sums of one x, in one kernel where there is one.
+    """Run several matmuls with sums of one x, in one kernel on CUDA.
 
     Args:
-        group: what to compute.
+        group: the matmuls.
         operands: one array per operand of the group.
-        backend: "auto" takes the kernel where the program is lowered for CUDA; else a name of
+        backend: "auto" takes the kernel where the program is lowered for CUDA; else a name in
             `BACKENDS`.
 
     Returns:

@@ -1,10 +1,10 @@
-"""A matmul whose loop over k carries sums of its own, as data (may import the ground layer).
+"""Specs of a matmul whose loop over k computes further sums (may import the ground layer).
 
     result = finish( Σ_k left·γ·W,  Σ_k side,  Σ_k c·W )      left, side: terms of x[m, k]
 
-With `left` = x and `side` = x² this is a norm and the linear layer after it: the row scale leaves
-the contraction and x is read once, as in `Σ_k (x·r·γ)·W = r·Σ_k x·(γ·W)` (Graef et al. 2024,
-"FlashNorm"; the moments monoid). With `left` = dy it is the gradient towards x.
+With `left` = x and `side` = x² the matmul is a norm and the linear layer after it. The row scale
+leaves the contraction, so x is read once: `Σ_k (x·r·γ)·W = r·Σ_k x·(γ·W)` (Graef et al. 2024,
+"FlashNorm"; the moments monoid). With `left` = dy the matmul is the gradient towards x.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class RowProgram:
-    """An elementwise function that is told apart by its key."""
+    """An elementwise function, compared and hashed by its key."""
 
     fun: Callable[..., Any] = field(compare=False)
     key: Hashable
 
 
 class RowSums(NamedTuple):
-    """What `finish` sees; everything broadcasts to [m, n].
+    """The arguments of `finish`; everything broadcasts to [m, n].
 
     products: `Σ_k left·γ·W` for each weight, [m, n]. sides: [m, 1]. columns: for each entry of
     `column_sums` the sum for each weight, [1, n]. centre: the mean of x over k, [m, 1]; 0 if the
@@ -49,7 +49,7 @@ class RowSums(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """One such matmul; operands in the order pairs, columns, weights, rows, ends, fulls.
+    """A matmul with sums; operands in the order pairs, columns, weights, rows, ends, fulls.
 
     Args:
         rows: m. width: k. outputs: n.
@@ -60,17 +60,17 @@ class NormSpec:
         ends: dtypes of the operands [n].
         fulls: dtypes of the operands [m, n].
         left: `(pairs, columns, centre) -> (left, sides)`, in f32 (f64 for f64 operands).
-        finish: `(Sums) -> result`.
+        finish: `(RowSums) -> result`.
         dtype: of the result.
-        centred: whether the mean of x is computed before the loop.
+        centred: True if the mean of x is computed before the loop.
         gain: number of the column γ that scales the weights' rows; None for no scale.
-        column_sums: columns c whose `Σ_k c·W` is wanted; None for `Σ_k γ·W`.
+        column_sums: columns c for which `Σ_k c·W` is computed; None stands for `Σ_k γ·W`.
         precision: of the products, as in `jax.lax.dot`.
-        pairs_swapped: the pairs are stored [k, m].
-        weights_swapped: the weights are stored [n, k].
+        pairs_swapped: True if the pairs are stored [k, m].
+        weights_swapped: True if the weights are stored [n, k].
 
     Raises:
-        UsageError: the parts do not fit.
+        UsageError: the parts are inconsistent.
     """
 
     rows: int
@@ -101,7 +101,7 @@ class NormSpec:
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every operand, in order."""
+        """Return shape and dtype of every operand, in order."""
         m, k, n = self.rows, self.width, self.outputs
         groups = [
             ((k, m) if self.pairs_swapped else (m, k), self.pairs),
@@ -114,7 +114,7 @@ class NormSpec:
         return [(shape, dtype) for shape, dtypes in groups for dtype in dtypes]
 
     def split(self, operands: Any) -> tuple[tuple[Any, ...], ...]:
-        """The operands by group: pairs, columns, weights, rows, ends, fulls."""
+        """Return the operands by group: pairs, columns, weights, rows, ends, fulls."""
         rest, out = list(operands), []
         groups = (self.pairs, self.columns, self.weights, self.row_vectors, self.ends, self.fulls)
         for dtypes in groups:
@@ -124,48 +124,48 @@ class NormSpec:
 
     @property
     def accumulator(self) -> Any:
-        """The dtype of every sum."""
+        """Return the dtype of every sum."""
         return jnp.result_type(jnp.float32, *self.pairs, *self.weights)
 
     @property
     def factor(self) -> Any:
-        """The dtype of what the product multiplies: f16 leaves its range once γ or a mean moves."""
+        """Return the dtype of the factors of the product; f16 overflows after a γ or a mean."""
         dtype = jnp.dtype(self.weights[0])
         moved = self.centred or self.gain is not None or jnp.dtype(self.pairs[0]) != dtype
         return self.accumulator if dtype == jnp.float16 and moved else dtype
 
     @property
     def in_parts(self) -> bool:
-        """Whether `left` is multiplied as two bf16 parts: x is exact in one, x - mean is not."""
+        """Return True if `left` is split into two bf16 parts; x fits in one, x - mean does not."""
         exact = self.pairs[0] == "bfloat16" and not self.centred
         return self.factor == jnp.bfloat16 and not exact
 
     @property
     def flops(self) -> int:
-        """Of the products, 2mnk each, and as much again where x is multiplied in two parts."""
+        """Return the FLOPs of the products, 2mnk each, doubled if x is multiplied in two parts."""
         products = len(self.weights) * (2 if self.in_parts else 1)
         return 2 * self.rows * self.width * self.outputs * products
 
     @property
     def bytes_moved(self) -> int:
-        """Of every operand and the result, each once."""
+        """Return the bytes of every operand and the result, each once."""
         result = _bytes((self.rows, self.outputs), self.dtype)
         return result + sum(_bytes(*a) for a in self.shapes)
 
     @property
     def of_x(self) -> tuple:
-        """Equal for matmuls that can read one x."""
+        """Return a key that is equal for matmuls that can read one x."""
         return self.rows, self.width, self.pairs, self.pairs_swapped
 
 
 @dataclass(frozen=True, slots=True)
 class NormGroup:
-    """Such matmuls of one x as one kernel: each with its own weights, sums and result.
+    """Matmuls with sums of one x as one kernel, each with its own weights, sums and result.
 
-    Operands: the pairs, which all share; then for each member the rest of its own.
+    Operands: the shared pairs; then for each member its other operands.
 
     Raises:
-        UsageError: they do not share x.
+        UsageError: the members have different x.
     """
 
     members: tuple[NormSpec, ...]
@@ -176,17 +176,17 @@ class NormGroup:
 
     @property
     def first(self) -> NormSpec:
-        """What all members share is read off the first."""
+        """Return the first member, which holds the fields that all members share."""
         return self.members[0]
 
     @property
     def shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every operand, in order."""
+        """Return shape and dtype of every operand, in order."""
         shared = len(self.first.pairs)
         return self.first.shapes[:shared] + [a for s in self.members for a in s.shapes[shared:]]
 
     def given(self, operands: Any) -> list[tuple[Any, ...]]:
-        """The operands of each member, the shared ones among them."""
+        """Return the operands of each member, including the shared operands."""
         count = len(self.first.pairs)
         shared, rest, out = tuple(operands[:count]), list(operands[count:]), []
         for s in self.members:
@@ -197,7 +197,7 @@ class NormGroup:
 
     @property
     def bytes_moved(self) -> int:
-        """Of every operand and result, each once."""
+        """Return the bytes of every operand and result, each once."""
         again = sum(_bytes(*a) for a in self.first.shapes[: len(self.first.pairs)])
         return sum(s.bytes_moved for s in self.members) - (len(self.members) - 1) * again
 

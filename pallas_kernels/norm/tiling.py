@@ -1,6 +1,6 @@
-"""How the Triton kernel is cut: a table per device (may import the spec).
+"""Block sizes of the Triton kernel: a table per device (may import spec.py).
 
-`norm_tune` writes the table from measurements; rows without one say so.
+tuning.py writes the table from measurements; rows without a measurement have `measured_s` null.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class NormBlocks:
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """The table as stored: per device a list of rows; the first that fits is taken."""
+    """Return the table as stored: per device a list of rows; the first that fits is used."""
     return json.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def devices() -> tuple[str, ...]:
-    """Devices the table has rows for."""
+    """Return the devices of the table."""
     return tuple(table())
 
 
 def device_here() -> str:
-    """The device of the table that is at hand; the H200 where none is."""
+    """Return the table's name of the local GPU; the H200 if the table has none for it."""
     kind = jax.devices()[0].device_kind.lower() if jax.default_backend() == "gpu" else ""
     return next((name for name in table() if name in kind), "h200")
 
 
 def norm_blocks(group: NormGroup, device: str | None = None) -> NormBlocks:
-    """The cut for a group: the first row of the device's table whose limits hold.
+    """Return the block sizes of a group: the first row of the device's table whose limits hold.
 
-    device: one of `devices()`; by default the one at hand. A row's limits are `rows`, `outputs`
-    (of all members together, at most) and `weights` (bytes of one element of a member's products
-    times their number, at most).
+    device: one of `devices()`; by default the local one. The limits of a row are `rows`, `outputs`
+    (the most, of all members together) and `weights` (the most bytes of one element of a member's
+    products, times the number of products).
     """
     held = max(_held(s) for s in group.members)
     outputs = sum(s.outputs for s in group.members)
@@ -79,10 +79,10 @@ def _clipped(group: NormGroup, blocks: NormBlocks) -> NormBlocks:
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is no less than `size`, and at least 16 (what a dot needs)."""
+    """Return the least power of two not below `size`, and at least 16 (the minimum of a dot)."""
     return max(16, 1 << max(size - 1, 0).bit_length())
 
 
 def as_row(blocks: NormBlocks) -> dict[str, int]:
-    """The cut as the table stores it."""
+    """Return the block sizes as the table stores them."""
     return {f.name: getattr(blocks, f.name) for f in fields(blocks)}

@@ -1,8 +1,8 @@
-"""A matmul with sums as one Pallas-Triton kernel (may import the spec and its blocks).
+"""A matmul with sums as one Pallas-Triton kernel (may import spec.py and tiling.py).
 
-A program has one block of rows and one of outputs and walks over k. A centred spec walks over x
-once before, for its mean: products of what is left lose no digits where the mean is large. Sizes
-that are no power of two are padded by masked loads.
+A program has one block of rows and one of outputs and loops over k. A centred spec has an earlier
+loop over x for its mean, so that products of x - mean lose no digits where the mean is large. Sizes
+that are not powers of two are padded by masked loads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
 def supports(group: NormGroup) -> Support:
-    """Whether this backend runs the group on a GPU of compute capability 8.0 or newer."""
+    """Return `YES` if this backend runs the group on a GPU of compute capability 8.0 or newer."""
     found = (_supports(spec) for spec in group.members)
     refusal = next((support for support in found if not support), YES)
     cut = norm_cut(group) if refusal else YES
@@ -64,7 +64,7 @@ def _supports(spec: NormSpec) -> Support:
 
 @functools.lru_cache(maxsize=256)
 def unlowered(spec: NormSpec) -> tuple[str, ...]:
-    """Operations of the spec's programs that Pallas-Triton has no rule for."""
+    """Return the operations of the spec's programs that Pallas-Triton cannot lower."""
     total = spec.accumulator
 
     def arrays(dtypes: Sequence[Any], shape: tuple[int, int]) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
 def norm_triton(
     spec: NormSpec, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> Any:
-    """A matmul with sums as one kernel: a group of one.
+    """Run one matmul with sums as one kernel.
 
     Args:
         spec: one that `supports` accepts.
@@ -98,7 +98,7 @@ def norm_triton(
         blocks, interpret: as for `group_triton`.
 
     Returns:
-        The same as `norm_xla`.
+        The result of `xla.norm_xla`.
     """
     group = NormGroup((spec,))
     return group_triton(group, *operands, blocks=blocks, interpret=interpret)[0]
@@ -107,17 +107,16 @@ def norm_triton(
 def group_triton(
     group: NormGroup, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """Matmuls with sums of one x as one kernel.
+    """Run several matmuls with sums of one x as one kernel.
 
     Args:
         group: one that `supports` accepts.
         operands: one array per operand of the group.
-        blocks: sizes of its blocks; if left out, those of the table or smaller ones that fit the
-            device.
+        blocks: block sizes; if left out, those of the table, reduced until they fit the device.
         interpret: run in Pallas' interpreter, on any device.
 
     Returns:
-        The same as `group_xla`.
+        The results of `xla.group_xla`.
     """
     cut = blocks or accepted(norm_cut(group))
     kernels, first = [], 0
@@ -156,7 +155,7 @@ def group_triton(
 
 @dataclass(frozen=True, slots=True)
 class _NormKernel:
-    """One spec with its block sizes; `first` is the place of its columns' programs in the grid."""
+    """One spec with its block sizes; `first` is the grid index of its first block of outputs."""
 
     spec: NormSpec
     blocks: NormBlocks
@@ -167,11 +166,11 @@ class _NormKernel:
         return pl.cdiv(self.spec.outputs, self.blocks.outputs)
 
     def is_here(self, j: Any) -> Any:
-        """Whether a program is one of those that compute the spec."""
+        """Return True if a program computes a block of this spec."""
         return (j >= self.first) & (j < self.first + self.programs)
 
     def column(self, j: Any) -> Any:
-        """The block of columns of a program; one of its own for those of other specs."""
+        """Return the block of columns of a program, clipped to this spec's blocks."""
         last = np.int32(self.programs - 1)
         return lax.min(lax.max(j - self.first, np.int32(0)), last)
 
@@ -185,7 +184,7 @@ class _NormKernel:
         return pl.cdiv(self.spec.width, self.blocks.step)
 
     def operand_specs(self) -> list[pl.BlockSpec]:
-        """Blocks of rows and outputs; k is there whole, and read step by step."""
+        """Return blocks of rows and outputs; k is whole in the block, and read step by step."""
         spec, cut = self.spec, self.blocks
         k = self.steps * cut.step
         pair = pl.BlockSpec((cut.rows, k), lambda i, j: (i, 0))
@@ -205,11 +204,11 @@ class _NormKernel:
         return [block for block, dtypes in groups for _ in dtypes]
 
     def place(self, i: Any, j: Any) -> dict[str, Any]:
-        """The first row and output of a program."""
+        """Return the first row and output of a program."""
         return {"m": i * self.blocks.rows, "n": (j - self.first) * self.blocks.outputs}
 
     def axes(self, here: dict[str, Any]) -> dict[str, tuple[Any, int, Any, int]]:
-        """Per axis: where its block starts in the reference, its size, its first index, its end."""
+        """Return per axis: start of the block in the reference, size, first index, and limit."""
         spec, cut = self.spec, self.blocks
         start = here.get("k", 0)
         return {
@@ -219,7 +218,7 @@ class _NormKernel:
         }
 
     def load(self, ref: Any, names: str, here: dict[str, Any]) -> Array:
-        """A block over the axes named, zero past their ends."""
+        """Load a block over the axes named, zero past their ends."""
         axes = [self.axes(here)[a] for a in names]
         shape = tuple(size for _, size, _, _ in axes)
         mask = _inside(axes, shape)
@@ -232,7 +231,7 @@ class _NormKernel:
         return tuple((b.T if swapped else b).astype(jnp.float32) for b in blocks)
 
     def centre(self, refs: Sequence[Any], here: dict[str, Any]) -> Array:
-        """The mean of x over k, [rows, 1]."""
+        """Return the mean of x over k, [rows, 1]."""
         cut = self.blocks
 
         def add(block: Any, total: Array) -> Array:
@@ -277,7 +276,7 @@ class _NormKernel:
         plgpu.store(refs[-1].at[...], result, mask=_inside(axes, wide))
 
     def step(self, refs: Any, centre: Array, here: dict[str, Any], block: Any, sums: Any) -> Any:
-        """The sums after one more block of k."""
+        """Return the sums after one more block of k."""
         spec, cut = self.spec, self.blocks
         pairs, columns, weights = refs
         start = block * cut.step
@@ -314,7 +313,7 @@ class _NormKernel:
 
 
 def _inside(axes: Sequence[tuple], shape: tuple[int, ...]) -> Array | None:
-    """Where a block lies inside its array; None if all of it does."""
+    """Return a mask of the elements inside the array; None if the whole block is inside."""
     mask = None
     for position, (_, size, first, limit) in enumerate(axes):
         if limit % size:

@@ -1,9 +1,10 @@
-"""Measure the cuts of the Triton kernel on the GPU at hand and write the table.
+"""Tuning of the Triton kernel: measure block sizes on the local GPU and write the table.
 
-    python -m symjax_rewrite.pallas_kernels.norm_tune [--rounds 20] [--print]
+    python -m symjax_rewrite.pallas_kernels.norm.tuning [--rounds 20] [--print]
 
-For every row of the table one shape within its limits is timed with each candidate that compiles;
-the fastest becomes the row's cut, with its seconds beside it. Without a GPU nothing is written.
+For every row of the table, one shape within its limits is timed with each candidate that compiles.
+The fastest candidate becomes the row's block sizes, with its time in `measured_s`. Without a GPU
+nothing is written.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MOST_ROWS, MOST_OUTPUTS = 4096, 14336
 
 
 def candidates(rows: int) -> Iterator[NormBlocks]:
-    """Cuts worth trying for so many rows."""
+    """Yield the candidate block sizes for a number of rows."""
     tall = [r for r in (16, 32, 64, 128) if r <= max(16, rows)]
     for cut in itertools.product(tall, (16, 32, 64, 128), (32, 64, 128, 256), (4, 8), (2, 3, 4)):
         if cut[0] * cut[1] <= 128 * 128 and cut[2] * (cut[0] + cut[1]) <= 2**15:
@@ -38,14 +39,14 @@ def candidates(rows: int) -> Iterator[NormBlocks]:
 
 
 def example(limits: dict[str, int]) -> NormSpec:
-    """A layer at the limits of a row of the table."""
+    """Build a layer at the limits of a row of the table."""
     rows, outputs = min(limits["rows"], MOST_ROWS), min(limits["outputs"], MOST_OUTPUTS)
     layers = {2: {}, 4: {"gated": True}, 8: {"gain": True}, 64: {"gain": True, "gated": True}}
     return forward(NormLinear(rows, WIDTH, outputs, dtype="bfloat16", **layers[limits["weights"]]))
 
 
 def seconds(spec: NormSpec, blocks: NormBlocks, rounds: int) -> float | None:
-    """The median time of one call; None where the cut does not compile."""
+    """Return the median time of one call in seconds; None where the kernel does not compile."""
     keys = jax.random.split(jax.random.key(0), len(spec.shapes))
     arrays = [
         jax.random.normal(k, shape, jnp.float32).astype(dtype)
@@ -65,7 +66,7 @@ def seconds(spec: NormSpec, blocks: NormBlocks, rounds: int) -> float | None:
 
 
 def tuned(rows: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-    """The rows of the table with their cuts replaced by the fastest."""
+    """Return the rows of the table with their block sizes replaced by the fastest."""
     out = []
     for row in rows:
         spec = example(row["limits"])
@@ -77,7 +78,7 @@ def tuned(rows: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Tune the device at hand."""
+    """Tune the local device."""
     parser = argparse.ArgumentParser(description="Measure and write the table of blocks.")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--print", action="store_true", help="do not write the table")

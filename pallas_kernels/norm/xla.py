@@ -1,4 +1,4 @@
-"""The definition of a matmul with sums, and what runs on any device (may import the spec)."""
+"""The definition of a matmul with sums, and the backend of any device (may import spec.py)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
 
 
 def supports(group: NormGroup) -> Support:
-    """Every one."""
+    """Return `YES`: this backend runs every group."""
     del group
     return YES
 
 
 def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
-    """Every member by itself; XLA computes once what they share."""
+    """Run each member alone; XLA shares their common subexpressions."""
     given = group.given(operands)
     return tuple(norm_xla(s, *xs) for s, xs in zip(group.members, given, strict=True))
 
 
 def norm_xla(spec: NormSpec, *operands: Any) -> Any:
-    """The sums over the whole of k at once, then `finish`.
+    """Compute the sums over all of k at once, then `finish`.
 
     Args:
-        spec: what to compute.
+        spec: the matmul.
         operands: one array per operand of the spec.
 
     Returns:
@@ -67,7 +67,7 @@ def norm_xla(spec: NormSpec, *operands: Any) -> Any:
 
 
 def scale_weight(spec: NormSpec, weight: Any, columns: tuple[Any, ...]) -> Any:
-    """γ·W for a block of k, in the products' dtype."""
+    """Return γ·W for a block of k, in the dtype of the products."""
     if spec.gain is not None:
         gain = columns[spec.gain].astype(spec.accumulator)
         weight = weight.astype(spec.accumulator) * gain[:, None]
@@ -81,5 +81,5 @@ def _dot(spec: NormSpec, left: Any, weight: Any) -> Any:
 
     if not spec.in_parts:
         return product(left)
-    high = lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)  # casts may be elided
+    high = lax.reduce_precision(left, exponent_bits=8, mantissa_bits=7)  # XLA may elide casts
     return product(high) + product(left - high)

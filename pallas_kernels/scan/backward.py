@@ -1,9 +1,9 @@
-"""The gradient of a scan, states recomputed block by block (imports the spec and `scan_xla`).
+"""The gradient of a scan, with rematerialised states (imports spec.py and xla.py).
 
-A first pass keeps one state per block. The second goes over the blocks from the end, computes a
-block's states again and pulls the cotangents through it: of arrays the size of all
-states none exists, and the recurrence of the cotangents is a scan like the first
-(Chen et al. 2016, "Training deep nets with sublinear memory cost").
+A first pass keeps one state per block. A second pass visits the blocks from the end. For each block
+it recomputes the states and pulls the cotangents back. No array has the size of all states. The
+recurrence of the cotangents is a scan too (Chen et al. 2016, "Training deep nets with sublinear
+memory cost").
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _differentiable.defvjp(_run_forward, _run_backward)
 
 
 def differentiable_scan(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
-    """`scan(spec, *operands, backend=backend)` with its gradient in linear memory.
+    """Run `scan(spec, *operands, backend=backend)`, with a gradient in linear memory.
 
-    In forward mode it is differentiated as `scan` is.
+    Forward mode differentiates `scan` itself.
     """
     return two_modes(
         partial(_run, spec, backend), partial(_differentiable, spec, backend), *operands
@@ -69,16 +69,16 @@ def scan_backward(
     cotangents: Sequence[Any],
     tree: bool | None = None,
 ) -> tuple[Any, ...]:
-    """The cotangents of a scan's operands.
+    """Return the cotangents of a scan's operands.
 
     Args:
         spec: the scan.
-        operands: its operands.
+        operands: the operands of the scan.
         cotangents: one per result of the scan.
-        tree: as in `scan_xla`.
+        tree: as in `xla.scan_xla`.
 
     Returns:
-        One array per operand, in its shape and dtype; None for operands that are no floats.
+        One array per operand, in its shape and dtype; None for operands that are not floats.
     """
     smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
     count = len(operands)
@@ -99,7 +99,7 @@ def scan_backward(
 def _backward(
     spec: ScanSpec, operands: tuple[Any, ...], cotangents: Sequence[Any], tree: bool
 ) -> tuple[Any, ...]:
-    """`scan_backward` with its blocks in trees or not."""
+    """Compute `scan_backward`, with tree-shaped blocks or without."""
     steps = tree_steps(spec) if tree else span_steps(spec)
     shapes = [x.shape for x in operands]
     spec, operands = smaller(spec, operands)
@@ -132,12 +132,12 @@ def _backward(
 
 
 def _moving(spec: ScanSpec) -> list[bool]:
-    """Which operands have a time axis."""
+    """Return, for each operand, True if the operand has a time axis."""
     return [spec.time in o.axes for o in spec.operands]
 
 
 def _read(source: ScanSource) -> list[Array]:
-    """What blocks read: an operand as it lies, or laid out if it does not move."""
+    """Return the arrays that blocks read: operands as stored, or laid out if loop-invariant."""
     pairs = zip(source.operands, source.fixed, strict=True)
     return [x if fixed is None else fixed for x, fixed in pairs]
 
@@ -156,7 +156,7 @@ def _pull(
     smooth: list[bool],
     tree: bool,
 ) -> tuple[Array, list[Any]]:
-    """Cotangents of the state before a block, and of what the block read of each operand."""
+    """Return cotangents of the state before a block and of the block's slice of each operand."""
     pieces = source.pieces(first, count)
 
     def run(smooth_pieces: list[Any], h: Array) -> tuple[Array, list[Array]]:
@@ -170,23 +170,23 @@ def _pull(
 
 
 def _states(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
-    """What `sequential` gives; a gradient keeps the states after each step and nothing else."""
+    """Compute the results of `sequential`; the gradient keeps only the states after each step."""
     after, last = _in_turn(spec, count, a, b, h)
     return _before(spec, after, h), after, last
 
 
 def _before(spec: ScanSpec, after: Array, h: Array) -> Array:
-    """The states before each step, by those after and the first."""
+    """Return the states before each step, from the states after each step and the first state."""
     return jnp.concatenate([after[1:], h[None]] if spec.reverse else [h[None], after[:-1]])
 
 
 def _row(x: Array, t: Array | int) -> Array:
-    """A step of an array of all, or of one for all."""
+    """Return step `t` of an array with one row per step, or with one row for all steps."""
     return x[0] if x.shape[0] == 1 else lax.dynamic_index_in_dim(x, t, keepdims=False)
 
 
 def _run_in_turn(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array]:
-    """States after each step, written over `b`, and the last."""
+    """Return states after each step, written over `b`, and the last state."""
     step = KINDS[spec.kind].step
 
     def turn(carry: tuple[Array, Array], t: Array) -> tuple[Any, None]:
@@ -205,7 +205,7 @@ def _in_turn_forward(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -
 
 
 def _in_turn_backward(spec: ScanSpec, count: int, kept: Any, cotangents: Any) -> tuple[Array, ...]:
-    """Cotangents of the states, written over those given; those of `a` and `b` by these at once."""
+    """Return cotangents of `a`, `b` and the first state; cotangents of states overwrite `given`."""
     a, b, h, after = kept
     given, last = cotangents
     step, before = KINDS[spec.kind].step, _before(spec, after, h)
@@ -233,7 +233,7 @@ _in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 
 
 def _gather(spec: ScanSpec, bars: list[Any], new: list[Any], first: Any) -> list[Any]:
-    """Cotangents of moving operands written at their steps, of the others added up."""
+    """Write cotangents of operands with a time axis at their steps; add up the others."""
     out = []
     for bar, x, operand in zip(bars, new, spec.operands, strict=True):
         if bar is None:
@@ -249,7 +249,7 @@ def _gather(spec: ScanSpec, bars: list[Any], new: list[Any], first: Any) -> list
 def _returned(
     source: ScanSource, bars: list[Any], g: Array, shapes: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """The cotangents in the operands' shapes and dtypes; that of the initial state added."""
+    """Return the cotangents in the operands' shapes and dtypes, with the initial state's added."""
     spec, out = source.spec, []
     for k, (bar, operand, x) in enumerate(zip(bars, spec.operands, source.operands, strict=True)):
         if bar is None:

@@ -1,7 +1,7 @@
-"""Steps of a scan as arrays: operands read, programs run, results laid out (imports `scan_spec`).
+"""Steps of a scan as arrays: operands, programs and layouts (imports scan/spec.py).
 
-Inside, a state's axes stand in an order of the backend's own, with the axes that readouts sum
-over first: then a sum is over leading axes and the last one is contiguous, which is what compilers
+Inside a backend the axes of a state have the backend's own order. The axes that readouts sum over
+come first. A sum is then over leading axes and the last axis is contiguous, which compilers
 vectorise.
 """
 
@@ -28,14 +28,14 @@ Array = Any
 
 
 def inner_order(spec: ScanSpec) -> tuple[str, ...]:
-    """The axes of a state, those that every summing readout sums over first."""
+    """Return the axes of a state, with the axes that every summing readout sums over first."""
     sums = [set(r.over) for r in spec.readouts if r.over]
     over = set.intersection(*sums) if sums else set()
     return (*(a for a in spec.state if a in over), *(a for a in spec.state if a not in over))
 
 
 def without_ones(spec: ScanSpec) -> ScanSpec:
-    """The scan without state axes of size 1: compilers lose contiguous loops behind them."""
+    """Return the scan without state axes of size 1, which prevent vectorised loops."""
     ones = {a for a in spec.state if spec.size[a] == 1}
 
     def left(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def without_ones(spec: ScanSpec) -> ScanSpec:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A run of steps: every operand as [steps or 1, *order], sizes 1 where it lacks an axis.
+    """A run of steps: every operand as [steps or 1, *order], with size 1 for missing axes.
 
     Args:
         spec: the scan.
@@ -70,23 +70,23 @@ class Steps:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Steps, then the sizes of a state."""
+        """Return the number of steps, then the sizes of a state."""
         return (self.t.shape[0], *(self.spec.size[a] for a in self.order))
 
     def run(self, program: ScanProgram, *arguments: Any) -> Any:
-        """A program on these steps."""
+        """Run a program on these steps."""
         return program.fun(*arguments, tuple(self.values[k] for k in program.reads), self.t)
 
     def coefficients(self) -> tuple[Array, Array]:
-        """`a` and `b` in the dtype states are carried in, each [steps or 1, *sizes or 1]."""
+        """Return `a` and `b` in the dtype of carried states, each [steps or 1, *sizes or 1]."""
         dtype, rank = carried(self.spec), len(self.order) + 1
         a, b = (jnp.asarray(x, dtype) for x in self.run(self.spec.coefficients))
         return _padded(a, rank), _padded(b, rank)
 
     def read_out(self, readout: Readout, before: Array, after: Array, dots: bool = False) -> Array:
-        """A readout of the states before and after each step, as [steps, *what is left].
+        """Return a readout of the states before and after each step: [steps, *remaining axes].
 
-        With `dots` the sums of products that may be products of matrices are.
+        With `dots`, sums of products that have a factor are computed as matrix products.
         """
         places = tuple(1 + self.order.index(a) for a in readout.over)
         if dots and places and readout.factor is not None:
@@ -105,7 +105,7 @@ class Steps:
         return lax.squeeze(made, places)
 
     def _dot(self, factor: Array, after: Array, over: tuple[int, ...]) -> Array:
-        """Σ_over after·factor as a product of matrices, the axes summed over of size 1."""
+        """Return Σ_over after·factor as a matrix product, with size 1 for the axes summed over."""
         factor = _padded(jnp.asarray(factor, after.dtype), after.ndim)
         whole = tuple(
             n if k in over else m
@@ -128,7 +128,7 @@ def _padded(x: Array, rank: int) -> Array:
 
 
 def carried(spec: ScanSpec) -> jnp.dtype:
-    """The dtype states are carried in: the scan's, at least f32 if they are floats."""
+    """Return the dtype of carried states: the scan's, at least f32 if they are floats."""
     dtype = jnp.dtype(spec.dtype)
     return accumulator(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
@@ -137,14 +137,14 @@ def carried(spec: ScanSpec) -> jnp.dtype:
 class ScanSource:
     """The operands of a scan, from which runs of steps are read.
 
-    What does not move with time is laid out once: left to a loop's body, its transposition would
-    be fused into the arithmetic of every step, which then no longer vectorises.
+    Loop-invariant operands are laid out once, outside the loop. Otherwise XLA would fuse the
+    transposition into the arithmetic of every step, and the step would not vectorise.
 
     Args:
         spec: the scan.
         order: the axes of a state.
         operands: one array per operand.
-        fixed: those without a time axis as [1, *order]; None for the others.
+        fixed: operands without a time axis as [1, *order]; None for the others.
     """
 
     spec: ScanSpec
@@ -154,7 +154,7 @@ class ScanSource:
 
     @staticmethod
     def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> ScanSource:
-        """The operands with what does not move laid out."""
+        """Build the source, with loop-invariant operands laid out."""
         axes = (spec.time, *order)
         fixed = (
             None if spec.time in o.axes else placed(x, o.axes, axes)
@@ -163,11 +163,11 @@ class ScanSource:
         return ScanSource(spec, order, tuple(operands), tuple(fixed))
 
     def steps(self, first: Any, count: int) -> Steps:
-        """`count` steps from number `first` on."""
+        """Return `count` steps, starting at number `first`."""
         return self.arranged(self.pieces(first, count), first, count)
 
     def pieces(self, first: Any, count: int) -> list[Array]:
-        """What these steps read: moving operands as they lie, and the fixed ones."""
+        """Return the arrays of these steps: slices of operands with time, and fixed operands."""
         out = []
         for operand, x, fixed in zip(self.spec.operands, self.operands, self.fixed, strict=True):
             if fixed is None and count != self.spec.length:
@@ -177,7 +177,7 @@ class ScanSource:
         return out
 
     def arranged(self, pieces: Sequence[Array], first: Any, count: int) -> Steps:
-        """The steps with what they read."""
+        """Build the steps from the arrays that they read."""
         axes = (self.spec.time, *self.order)
         values = tuple(
             placed(x, operand.axes, axes) if fixed is None else x
@@ -188,13 +188,13 @@ class ScanSource:
 
 
 def placed(x: Array, axes: Sequence[str], order: Sequence[str]) -> Array:
-    """`x[axes]` with its axes in `order` and size 1 for those it lacks."""
+    """Return `x[axes]` with its axes in `order` and size 1 for missing axes."""
     x = lax.transpose(x, tuple(axes.index(a) for a in order if a in axes))
     return lax.expand_dims(x, [k for k, a in enumerate(order) if a not in axes])
 
 
 def start_state(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> Array:
-    """The initial state as [*order], in the dtype it is carried in."""
+    """Return the initial state as [*order], in the dtype of carried states."""
     shape = tuple(spec.size[a] for a in order)
     if spec.start is None:
         return KINDS[spec.kind].start(shape, carried(spec))
@@ -203,18 +203,18 @@ def start_state(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...
 
 
 def laid_out(spec: ScanSpec, readout: Readout, order: tuple[str, ...], x: Array) -> Array:
-    """A readout as `read_out` gave it, in the order of axes wanted."""
+    """Return a result of `read_out` with its axes in the requested order."""
     made = (spec.time, *(a for a in order if a not in readout.over))
     return lax.transpose(x, tuple(made.index(a) for a in readout_axes(spec, readout)))
 
 
 def last_state(spec: ScanSpec, order: tuple[str, ...], h: Array) -> Array:
-    """The last state as it is returned."""
+    """Return the last state in the axes and dtype of the results."""
     return lax.transpose(h, tuple(order.index(a) for a in spec.state)).astype(spec.dtype)
 
 
 def empty_results(spec: ScanSpec) -> list[Array]:
-    """Room for every readout."""
+    """Return an array of zeros for every readout."""
     return [
         jnp.zeros([spec.size[a] for a in readout_axes(spec, r)], r.dtype or spec.dtype)
         for r in spec.readouts
@@ -224,7 +224,7 @@ def empty_results(spec: ScanSpec) -> list[Array]:
 def write_steps(
     spec: ScanSpec, results: Sequence[Array], made: Sequence[Array], first: Any
 ) -> list[Array]:
-    """The readouts of some steps put where they belong."""
+    """Write the readouts of some steps into the results at step `first`."""
     return [
         lax.dynamic_update_slice_in_dim(old, new, first, readout_axes(spec, r).index(spec.time))
         for r, old, new in zip(spec.readouts, results, made, strict=True)
@@ -234,12 +234,12 @@ def write_steps(
 def sequential(
     spec: ScanSpec, count: int, a: Array, b: Array, h: Array
 ) -> tuple[Array, Array, Array]:
-    """States before and after each step, and the last, by steps in turn.
+    """Return states before and after each step, and the last state, by a loop over steps.
 
     Args:
         spec: the scan.
-        count: steps.
-        a: [steps or 1, *sizes or 1], as `Steps.coefficients` gives it.
+        count: number of steps.
+        a: [steps or 1, *sizes or 1], a result of `Steps.coefficients`.
         b: the same.
         h: [*sizes], the state before the first step.
     """
@@ -260,7 +260,7 @@ def sequential(
 
 
 def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
-    """What `sequential` gives, by composing the maps of steps in a tree: for many cores."""
+    """Compute the results of `sequential` by a tree of composed maps, for parallel devices."""
     kind, shape = KINDS[spec.kind], (count, *h.shape)
     guarded = spec.kind == "affine" and jnp.issubdtype(h.dtype, jnp.inexact)
 
@@ -277,12 +277,12 @@ def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[A
 
 
 def _harmless(a: Array, h: Array) -> Array:
-    """A product of decays that may have overflowed, 0 where there is nothing it multiplies."""
+    """Return a product of decays, with an overflowed product replaced by 0 where `h` is 0."""
     return jnp.where((h == 0) & ~jnp.isfinite(a), jnp.zeros_like(a), a)
 
 
 def struct_of(spec: ScanSpec) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the operands."""
+    """Return shapes and dtypes of the operands."""
     return [
         jax.ShapeDtypeStruct(spec.shape(k), jnp.dtype(o.dtype)) for k, o in enumerate(spec.operands)
     ]

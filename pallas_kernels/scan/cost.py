@@ -1,4 +1,4 @@
-"""How scans are cut, and what they cost, for the router's model (may import the spec)."""
+"""Block sizes and costs of scans, for the router's model (may import scan/spec.py)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
     wide_order,
 )
 
-# Blocks pay where coefficients are dear or readouts are sums: computed for a whole block both
-# vectorise and run on all cores. Steps per block are taken so that what a block holds of states
-# stays in a core's cache. Measured on two CPU cores at states of 16 kB: 2.1 µs per step of a
-# selective scan from 8 to 64 steps, against 4.5 µs for steps that compute their own exponentials.
-# Without either a plain loop of steps compiles to one tight loop, and nothing was faster: at 4096
-# steps and 256 states 0.4 ms; in blocks 1.2, in parallel chunks 2.0, `associative_scan` 2.8 ms.
+# Blocks are faster where coefficients are expensive or readouts are sums: over a whole block both
+# vectorise and run on all cores. The steps per block are chosen so that the states of a block stay
+# in a core's cache. Measured on two CPU cores at states of 16 kB: 2.1 µs per step of a selective
+# scan at 8 to 64 steps per block, 4.5 µs for steps that compute their own exponentials. Otherwise a
+# plain loop of steps was fastest, at 4096 steps and 256 states: 0.4 ms; blocks 1.2 ms, parallel
+# chunks 2.0 ms, `associative_scan` 2.8 ms.
 BLOCK_BYTES = 1 << 17
 LEAST_STEPS, MOST_STEPS = 8, 64
 CHEAP = frozenset(
@@ -33,27 +33,27 @@ CHEAP = frozenset(
 
 
 def state_bytes(spec: ScanSpec) -> int:
-    """Bytes of one state as it is carried: at least f32."""
+    """Return the bytes of one carried state: at least f32."""
     return math.prod(spec.state_shape) * max(4, jnp.dtype(spec.dtype).itemsize)
 
 
-# On a GPU a step of a loop costs its launches, so blocks are trees, and as large as may be held.
+# On a GPU each step of a loop launches kernels. Blocks are therefore trees of many steps.
 TREE_BYTES = 1 << 26
 
 
 def tree_steps(spec: ScanSpec) -> int:
-    """Steps per block where blocks are trees."""
+    """Return the steps per block where blocks are trees."""
     return max(TREE_BYTES // max(state_bytes(spec), 1), 1)
 
 
 def is_light(spec: ScanSpec) -> bool:
-    """Whether a step is little more than the recurrence itself: no sum, nothing but arithmetic."""
+    """Return True if a step is little more than the recurrence: no sum, arithmetic alone."""
     return not any(r.over for r in spec.readouts) and _is_cheap(spec)
 
 
 @lru_cache(maxsize=256)
 def _is_cheap(spec: ScanSpec) -> bool:
-    """Whether coefficients are nothing but arithmetic."""
+    """Return True if coefficients use cheap arithmetic alone."""
     values = tuple(
         jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), o.dtype) for o in spec.operands
     )
@@ -64,7 +64,7 @@ def _is_cheap(spec: ScanSpec) -> bool:
 
 
 def _names(jaxpr: Any) -> set[str]:
-    """The primitives of a jaxpr, those of inner ones instead of the calls that hold them."""
+    """Return the primitives of a jaxpr; a call counts as the primitives of its inner jaxpr."""
     names: set[str] = set()
     for eqn in jaxpr.eqns:
         inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
@@ -74,18 +74,18 @@ def _names(jaxpr: Any) -> set[str]:
 
 
 def runs_in_turns(spec: ScanSpec) -> bool:
-    """Whether the `xla` backend runs a scan as one loop over its steps."""
+    """Return True if the `xla` backend runs a scan as one loop over its steps."""
     return spec.length > 0 and all(r.factor is not None for r in spec.readouts if r.over)
 
 
 def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:
-    """Predict the seconds of a loop that has its states as the scan names their axes.
+    """Predict the seconds of a loop whose states keep the scan's order of axes.
 
     Args:
         spec: the scan.
-        rates: of loops of vectorised steps. Where the innermost axis has few entries the compiler
-            unrolls the loop over it before the loop can be vectorised.
-        fused: whether its sums are no products of matrices: one loop with a cheap step.
+        rates: rates of loops of vectorised steps. Where the innermost axis has few entries the
+            compiler unrolls its loop before vectorisation.
+        fused: True if the sums are not matrix products, so that one loop with a cheap step remains.
     """
     if fused and _is_cheap(spec):
         return _seconds_in_turns(spec, 1, rates)
@@ -94,7 +94,7 @@ def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:
 
 
 def seconds_turned(spec: ScanSpec, rates: StepLoops) -> float:
-    """Predict the seconds of the same loop, the longest axis innermost, laying out included."""
+    """Predict the seconds of that loop with the longest axis innermost, layout changes included."""
     axes = [a for a in wide_order(spec) if spec.size[a] > 1]
     moved = 0
     given = [(o.axes, o.dtype) for o in spec.operands]
@@ -109,7 +109,7 @@ def seconds_turned(spec: ScanSpec, rates: StepLoops) -> float:
 
 
 def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
-    """Predict the seconds of a loop whose innermost axis has so many entries."""
+    """Predict the seconds of a loop whose innermost axis has `width` entries."""
     narrow, wide = rates.narrow_entry_s, rates.entry_s
     if not _is_cheap(spec):
         narrow, wide = rates.narrow_slow_entry_s, rates.slow_entry_s
@@ -119,39 +119,40 @@ def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
 
 
 def block_steps(spec: ScanSpec) -> int:
-    """Steps per block of the `xla` backend."""
+    """Return the steps per block of the `xla` backend."""
     if is_light(spec):
         return 1
     return steps_in_cache(spec)
 
 
 def steps_in_cache(spec: ScanSpec) -> int:
-    """Steps whose states stay in a core's cache."""
+    """Return the number of steps whose states stay in a core's cache."""
     return min(max(BLOCK_BYTES // max(state_bytes(spec), 1), LEAST_STEPS), MOST_STEPS)
 
 
 def span_steps(spec: ScanSpec) -> int:
-    """Steps per state that is kept for a gradient.
+    """Return the steps per state that is kept for a gradient.
 
-    A block holds some eight arrays of so many states: at √(length/8) kept and held are balanced.
+    A block holds about eight arrays of this many states. At √(length/8) steps the kept states and
+    the block have equal size.
     """
     return max(steps_in_cache(spec), math.isqrt(spec.length // 8))
 
 
 def flops(spec: ScanSpec) -> int:
-    """A multiplication and an addition per element of a state and step, and per sum over it."""
+    """Return the FLOPs: 2 per element of a state and step, and 2 per readout that sums over it."""
     elements = spec.length * math.prod(spec.state_shape)
     return 2 * elements * (1 + sum(bool(r.over) for r in spec.readouts))
 
 
 def sums_flops(spec: ScanSpec) -> int:
-    """FLOPs of the readouts that are sums over a state's axes, 2mnk."""
+    """Return the FLOPs of the readouts that are sums over a state's axes, 2mnk."""
     sums = sum(bool(r.over) for r in spec.readouts)
     return 2 * spec.length * math.prod(spec.state_shape) * sums
 
 
 def bytes_moved(spec: ScanSpec) -> int:
-    """Bytes of all operands and results, each once."""
+    """Return the bytes of all operands and results, each once."""
     read = sum(
         math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
     )
@@ -160,10 +161,10 @@ def bytes_moved(spec: ScanSpec) -> int:
 
 
 def states_bytes(spec: ScanSpec) -> int:
-    """Bytes of all states made whole: what a program without the scan holds."""
+    """Return the bytes of all states, which a program without the scan stores."""
     return spec.length * state_bytes(spec)
 
 
 def block_bytes(spec: ScanSpec) -> int:
-    """Bytes of one block of states of the `xla` backend: it holds a few of these."""
+    """Return the bytes of one block of states of the `xla` backend, which holds a few blocks."""
     return block_steps(spec) * state_bytes(spec)

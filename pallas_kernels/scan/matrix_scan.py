@@ -3,13 +3,13 @@
     S_t = diag(a_t)·S_{t-1} + k_t v_tᵀ          y_t = q_tᵀ S_t
 
 A step costs an outer product and a vector-matrix product; a chunk of c steps costs matmuls of c
-rows. What lies between two steps of a chunk is the product of the decays between them, and it is
-built by doubling: a block's prefix and suffix products from those of its halves. So nothing is
-ever divided, no logarithm is taken, and decays may be 0, negative or complex. Neither states nor
-outer products exist for more than one chunk.
+rows. Two steps of a chunk are related by the product of the decays between them. The products are
+built by doubling: the prefix and suffix products of a block come from those of its halves. This
+needs no division and no logarithm, so decays may be 0, negative or complex. States and outer
+products are stored for one chunk at a time.
 
 Sources: Dao & Gu 2024, "Transformers are SSMs" (the chunked form); Yang et al. 2024, "Gated linear
-attention". Imports the ground layer, `scan_block` and `scan_xla`.
+attention". Imports the ground layer and xla.py.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ DECAYS = ("none", "scalar", "diagonal")
 
 @dataclass(frozen=True, slots=True)
 class MatrixScan:
-    """A recurrence of matrices; hashable, and valid once it exists.
+    """A recurrence of matrices; hashable, and validated when it is built.
 
     Args:
-        batch: leading axes that all operands have; any of them may be 1 in an operand.
+        batch: leading axes of all operands; each may have size 1 in an operand.
         length: steps.
         keys: rows of a state.
         values: columns of a state.
         decay: "none" (a = 1), "scalar" (a[.., t, 1]) or "diagonal" (a[.., t, keys]).
-        dtype: of the operands and of y; states are at least f32.
-        inclusive: whether y_t reads S_t; else S_{t-1}.
-        reverse: whether time runs from its end to its beginning.
-        start: whether an initial state is given.
-        last: whether the last state is returned.
+        dtype: dtype of the operands and of y; states are at least f32.
+        inclusive: True if y_t reads S_t, False if y_t reads S_{t-1}.
+        reverse: True if time runs from its end to its beginning.
+        start: True if an initial state is given.
+        last: True if the last state is returned.
 
     Raises:
-        UsageError: there is no such decay.
+        UsageError: the decay does not exist.
 
     Example:
         >>> MatrixScan((2, 4), 128, 64, 64, decay="scalar").shapes()["a"]
@@ -72,11 +72,11 @@ class MatrixScan:
 
     @property
     def state_dtype(self) -> jnp.dtype:
-        """Of the states: the operands', at least f32."""
+        """Return the dtype of the states: the operands', at least f32."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The operands in order, with their shapes."""
+        """Return the operands in order, with their shapes."""
         row = (*self.batch, self.length)
         out = {"q": (*row, self.keys), "k": (*row, self.keys), "v": (*row, self.values)}
         if self.decay != "none":
@@ -86,23 +86,23 @@ class MatrixScan:
         return out
 
 
-# A chunk of c steps does c/2 multiplications per step and key beside those of the state, which
-# are as many as there are values: the two are balanced near c = 64 at the usual head sizes.
+# A chunk of c steps does c/2 multiplications per step and key, and the state one per value. The two
+# are balanced near c = 64 at the usual head sizes.
 CHUNK = 64
-TAME = 0.45  # power of the largest number whose products' sums are finite
+TAME = 0.45  # exponent: operands up to max**TAME have finite sums of products
 
 
 def flops(spec: MatrixScan, chunk: int = CHUNK) -> int:
-    """Multiplications and additions of the chunked form."""
+    """Return the FLOPs of the chunked form."""
     rows = math.prod(spec.batch) * spec.length
     inside = chunk * (spec.keys + spec.values)
     return 2 * rows * (inside + 2 * spec.keys * spec.values)
 
 
-# On one CPU core in f32 a step at states of 64·64 takes 0.4 µs in a loop and in chunks; at
-# 4·128·128 6.4 and 4.5 µs; their gradients at 64·64 33 and 3 (4·16·16: 4.7 and 5.1; 16·16: 1.9 and
-# 1.0): experiments/selective_scan/matrices.py.
-# Most of a loop's gradient is for states that it keeps.
+# Times of one step on one CPU core in f32, loop against chunks, in µs, by states:
+# 64·64: 0.4 and 0.4; 4·128·128: 6.4 and 4.5. Gradients: 64·64 33 and 3; 4·16·16 4.7 and 5.1; 16·16
+# 1.9 and 1.0 (experiments/selective_scan/matrices.py). Most of the time of a loop's gradient goes
+# to the states that the loop keeps.
 
 
 def loop_seconds(spec: MatrixScan, rates: ChunkedMatrices, gradient: bool = False) -> float:
@@ -130,20 +130,20 @@ def chunk_seconds(spec: MatrixScan, rates: ChunkedMatrices, gradient: bool = Fal
 def matrix_scan(
     spec: MatrixScan, *operands: Array, backend: str = "auto", chunk: int = CHUNK
 ) -> tuple[Array, ...]:
-    """A recurrence of matrices.
+    """Compute a recurrence of matrices.
 
     Args:
-        spec: what to compute.
-        operands: q, k, v, then a and the initial state if it has them, as `spec.shapes()` says.
+        spec: the recurrence.
+        operands: q, k, v, then a and the initial state if the spec has them, as in `spec.shapes()`.
         backend: "xla" (chunked matmuls, any device), "reference" (step by step), or "auto": chunks
-            where all decays are at most 1 and nothing is so large that it could leave its step.
+            where all decays are at most 1 and no operand is large enough to overflow a product.
         chunk: steps per chunk, a power of two.
 
     Returns:
         y[.., t, values] in the operands' dtype, and the last state [.., keys, values] if asked.
 
     Raises:
-        KernelError: no such backend, or the operands do not fit.
+        KernelError: the backend does not exist, or the operands do not fit.
 
     Example:
         >>> spec = MatrixScan((), 3, 1, 1, decay="scalar")
@@ -164,9 +164,9 @@ def matrix_scan(
     ways = {"xla": _chunk, "reference": _steps}
     if backend != "auto":
         return _blocks(spec, operands, chunk, ways[backend])
-    # Steps of a chunk are multiplied with those after them, and by zero: what is not finite would
-    # reach results of steps before it, and decays above 1 overflow where no state does. Remade for
-    # a gradient, so that the branch that is not taken keeps nothing.
+    # A chunk multiplies its steps with later steps and with zeros. A non-finite value would reach
+    # the results of earlier steps, and decays above 1 overflow where no state does. Both branches
+    # are rematerialised for a gradient, so that the branch not taken keeps no residuals.
     steps, chunks = (
         jax.checkpoint(lambda *xs, way=ways[name]: _blocks(spec, xs, chunk, way))
         for name in ("reference", "xla")
@@ -175,7 +175,7 @@ def matrix_scan(
 
 
 def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
-    """Whether no product of a chunk can overflow unless the states do."""
+    """Return True if no product of a chunk can overflow unless the states overflow."""
     tame = jnp.bool_(True)
     for name, x in zip(spec.shapes(), operands, strict=True):
         if name == "a":
@@ -188,7 +188,7 @@ def _is_tame(spec: MatrixScan, operands: tuple[Array, ...]) -> Array:
 def _blocks(
     spec: MatrixScan, operands: tuple[Array, ...], count: int, way: Callable[..., tuple]
 ) -> tuple[Array, ...]:
-    """The scan in blocks of `count` steps, each made again for a gradient."""
+    """Compute the scan in blocks of `count` steps, each rematerialised for a gradient."""
     parts = dict(zip(spec.shapes(), operands, strict=True))
     state = (*spec.batch, spec.keys, spec.values)
     start = parts.pop("start", jnp.zeros(state, spec.state_dtype))
@@ -221,7 +221,7 @@ def _blocks(
 
 
 def _steps(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
-    """The state after some steps one by one, and their y: the definition."""
+    """Return the state after some steps and their y, step by step: the definition."""
     axis = len(spec.batch)
     rows = {
         name: jnp.broadcast_to(p, (*p.shape[:axis], count, p.shape[-1]))
@@ -241,7 +241,7 @@ def _steps(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> 
 
 
 def _chunk(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> tuple:
-    """The state after a chunk of `count` steps, and their y, by matmuls."""
+    """Return the state after a chunk of `count` steps, and their y, by matmuls."""
     size = 1 << max(count - 1, 0).bit_length()
     q, k, v = (_whole(pieces[n], spec, count, size, 0) for n in ("q", "k", "v"))
     given = pieces.get("a", jnp.ones((1,) * (len(spec.batch) + 2), spec.state_dtype))
@@ -259,7 +259,7 @@ def _chunk(spec: MatrixScan, S: Array, pieces: dict[str, Array], count: int) -> 
 
 
 def _whole(x: Array, spec: MatrixScan, count: int, size: int, fill: float) -> Array:
-    """Steps in the order they are taken, filled up to `size` with steps that do nothing."""
+    """Return steps in the order of the recurrence, padded to `size` with identity steps."""
     x = jnp.broadcast_to(x, (*x.shape[:-2], count, x.shape[-1]))
     x = jnp.flip(x, -2) if spec.reverse else x
     pad = [(0, 0)] * (x.ndim - 2) + [(0, size - count), (0, 0)]
@@ -272,10 +272,10 @@ def _dot(x: Array, y: Array) -> Array:
 
 
 def _double(spec: MatrixScan, a: Array) -> Any:
-    """Level by level (prefix, suffix, total) products of blocks of 1, 2, 4, .. steps.
+    """Yield, level by level, (prefix, suffix, total) products of blocks of 1, 2, 4, .. steps.
 
-    The prefix product of a step is that from its block's start, itself included if the scan is
-    inclusive; the suffix product is that of the steps after it. All as [.., blocks, steps, keys].
+    The prefix product of a step starts at its block's start, and includes the step if the scan is
+    inclusive. The suffix product is that of the steps after it. All are [.., blocks, steps, keys].
     """
     total = a[..., None, :]
     before = total if spec.inclusive else jnp.ones_like(total)
@@ -290,10 +290,10 @@ def _double(spec: MatrixScan, a: Array) -> Any:
 
 
 def _by_halves(spec: MatrixScan, q: Array, k: Array, v: Array, a: Array) -> tuple:
-    """What the steps of a chunk read of each other, and the chunk's products.
+    """Return the contribution to y of the steps inside a chunk, and the chunk's products.
 
-    A step in a right half reads those of the left half over the boundary between them: one matmul
-    for each size of halves.
+    Each step in a right half reads the steps of its left half across their boundary: one matmul per
+    size of halves.
     """
     wide = spec.state_dtype
     lead = jnp.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v, a)))
@@ -316,7 +316,7 @@ def _by_halves(spec: MatrixScan, q: Array, k: Array, v: Array, a: Array) -> tupl
 
 
 def _by_matrix(spec: MatrixScan, q: Array, k: Array, v: Array, a: Array) -> tuple:
-    """The same for decays without a key axis: one matrix of products, built by doubling."""
+    """Compute `_by_halves` for decays without a key axis, by one matrix of products."""
     levels = list(_double(spec, a))
     between = jnp.full((*a.shape[:-1], 1, 1), spec.inclusive, spec.state_dtype)
     for before, after, _ in levels[:-1]:

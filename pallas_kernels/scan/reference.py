@@ -1,4 +1,4 @@
-"""The definition of a scan in plain JAX, step by step (may import the spec and `scan_block`)."""
+"""The definition of a scan in plain JAX, step by step (may import spec.py and block.py)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Array = Any
 
 
 def supports(spec: ScanSpec) -> Support:
-    """Every scan."""
+    """Return `YES`: the definition runs every scan."""
     del spec
     return YES
 
 
 def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
-    """What a scan is: one step after the other.
+    """Compute a scan by its definition, one step after the other.
 
     Args:
         spec: the scan.
@@ -63,12 +63,12 @@ def _time(spec: ScanSpec, readout: int) -> int:
 def advance(
     steps: Steps, h: Array, states: Callable[..., tuple[Array, Array, Array]] = sequential
 ) -> tuple[Array, list[Array]]:
-    """The state after some steps, and their readouts as they are laid out.
+    """Return the state after some steps, and their readouts in the layout of the results.
 
     Args:
-        steps: what they read.
+        steps: the steps with their operands.
         h: the state before.
-        states: how states are made: `sequential`, `in_tree`, or what gives the same.
+        states: a function that computes states: `sequential`, `in_tree`, or an equivalent one.
     """
     spec, order = steps.spec, steps.order
     a, b = steps.coefficients()

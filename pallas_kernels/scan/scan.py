@@ -1,8 +1,8 @@
-"""Scans: the door to every backend (may import all of `scan_*`).
+"""Entry point of scans: the choice of a backend (may import all modules of `scan`).
 
-A scan runs a first-order recurrence along an axis, with coefficients and readouts that are never
-made for all steps at once: moving averages, linear recurrent units, selective state spaces. What
-it computes is a `ScanSpec`; `scan_reference` is its definition.
+A scan runs a first-order recurrence along an axis. Coefficients and readouts are never stored for
+all steps at once. Examples are moving averages, linear recurrent units and selective state spaces.
+A `ScanSpec` describes a scan; `reference.scan_reference` is its definition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
 
 
 def _triton_supports(spec: Any) -> Support:
-    """Return whether the Triton backend runs a spec; Pallas is imported here, on first use."""
+    """Return `YES`, or the reason against the Triton backend; Pallas is imported on first use."""
     from symjax_rewrite.pallas_kernels.scan import triton
 
     return triton.supports(spec)
@@ -56,7 +56,7 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     """Run a scan.
 
     Args:
-        spec: what to compute.
+        spec: the scan.
         operands: one array per operand of the spec.
         backend: "auto" takes the best for the device the program is lowered for; else a name of
             `BACKENDS`.
@@ -89,5 +89,5 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
 
 def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
-    """The backend that "auto" takes where a program is lowered for CUDA, or why there is none."""
+    """Return the backend that "auto" takes on CUDA, or the reason why there is none."""
     return first_on_cuda([BACKENDS["triton"]], spec)

@@ -1,9 +1,9 @@
-"""The selective scan of Mamba as a scan (imports `scan_backward`).
+"""The selective scan of Mamba as a scan (imports scan/backward.py).
 
     h_t = exp(Δ_t·A)·h_{t-1} + Δ_t·B_t·x_t        y_t = (C_t·h_t + D·x_t)·silu(z_t)
 
-with Δ_t possibly softplus(Δ_t + bias). Nothing of size (batch, length, channels, states) is ever
-written: exponentials are made where they are used. Source: Gu & Dao 2023, "Mamba".
+with Δ_t possibly softplus(Δ_t + bias). No array of size (batch, length, channels, states) is
+stored; exponentials are computed where they are used. Source: Gu & Dao 2023, "Mamba".
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class SelectiveScan:
     Args:
         batch: sequences.
         length: steps.
-        channels: of x, over all groups.
-        states: per channel.
-        groups: of channels that share B and C.
-        dtypes: of the operands, in the order of `parts`; all f32 if empty. y has x's, states have
-            the widest of all and at least f32.
-        skip: whether D·x is added.
-        gate: whether y is multiplied by silu(z).
-        bias: whether Δ has a bias per channel.
-        softplus: whether Δ goes through softplus.
-        start: whether an initial state is given.
-        last: whether the last state is returned.
+        channels: channels of x, over all groups.
+        states: states per channel.
+        groups: groups of channels that share B and C.
+        dtypes: dtypes of the operands, in the order of `parts`; all f32 if empty. y has the dtype
+            of x; states have the widest dtype of all, at least f32.
+        skip: True if D·x is added.
+        gate: True if y is multiplied by silu(z).
+        bias: True if Δ has a bias per channel.
+        softplus: True if Δ is passed through softplus.
+        start: True if an initial state is given.
+        last: True if the last state is returned.
     """
 
     batch: int
@@ -59,12 +59,12 @@ class SelectiveScan:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The operands in order: x, dt, A, B, C, then those it has of D, z, bias, start."""
+        """Return the operands in order: x, dt, A, B, C, then those present of D, z, bias, start."""
         rest = {"D": self.skip, "z": self.gate, "bias": self.bias, "start": self.start}
         return ("x", "dt", "A", "B", "C", *(name for name, has in rest.items() if has))
 
     def operand(self, part: str) -> Operand:
-        """Axes and dtype of an operand."""
+        """Return axes and dtype of an operand."""
         axes = {
             **dict.fromkeys(("x", "dt", "z"), CHANNELS),
             **dict.fromkeys(("B", "C"), STATES),
@@ -76,29 +76,29 @@ class SelectiveScan:
 
     @property
     def dtype(self) -> str:
-        """Of the states."""
+        """Return the dtype of the states."""
         return str(jnp.result_type("float32", *self.dtypes))
 
     def reads(self, *parts: str) -> tuple[int, ...]:
-        """The numbers of those operands that it has."""
+        """Return the numbers of those named operands that are present."""
         return tuple(self.parts.index(p) for p in parts if p in self.parts)
 
     def step_size(self, dt: Array, bias: Values) -> Array:
-        """Δ from what was given."""
+        """Return Δ from the operands."""
         dt = dt.astype(self.dtype)
         if bias:
             dt = dt + bias[0]
         return jax.nn.softplus(dt) if self.softplus else dt
 
     def coefficients(self, values: Values, t: Array) -> Values:
-        """a = exp(Δ·A) and b = (Δ·x)·B."""
+        """Return a = exp(Δ·A) and b = (Δ·x)·B."""
         del t
         x, dt, A, B, *bias = values
         dt = self.step_size(dt, tuple(bias))
         return jnp.exp(dt * A), (dt * x.astype(self.dtype)) * B.astype(self.dtype)
 
     def gated(self, y: Array, values: Values, t: Array) -> Array:
-        """The skip and the gate."""
+        """Return y with the skip and the gate applied."""
         del t
         rest = list(values)
         if self.skip:
@@ -110,7 +110,10 @@ class SelectiveScan:
 
 
 def forward(s: SelectiveScan) -> ScanSpec:
-    """Operands as `s.parts` lists them; results y [b, t, g, e] and the last state [b, g, e, n]."""
+    """Build the scan, with operands as `s.parts` lists them.
+
+    Results: y [b, t, g, e] and the last state [b, g, e, n].
+    """
     finish = None
     if s.skip or s.gate:
         skip = ("x", "D") if s.skip else ()
@@ -147,7 +150,7 @@ def forward(s: SelectiveScan) -> ScanSpec:
 
 
 def describe(given: dict[str, Array | None], softplus: bool, last: bool) -> SelectiveScan:
-    """The selective scan of these arrays, by the names of `SelectiveScan.parts`; None for none."""
+    """Return the selective scan of arrays named as in `SelectiveScan.parts`; None for no array."""
     x, A, B = given["x"], given["A"], given["B"]
     assert x is not None and A is not None and B is not None
     batch, length, channels = x.shape
@@ -182,20 +185,20 @@ def selective_scan(
     return_last: bool = False,
     backend: str = "auto",
 ) -> Array | tuple[Array, Array]:
-    """Mamba's selective scan; its gradient recomputes the states in blocks.
+    """Compute Mamba's selective scan; its gradient rematerialises the states in blocks.
 
     Args:
         x: float[b, l, d].
         dt: float[b, l, d], the step sizes Δ.
         A: float[d, n].
         B: float[b, l, n], or float[b, l, g, n] for g groups of channels.
-        C: the same.
+        C: as B.
         D: float[d], the skip.
         z: float[b, l, d], the gate.
         dt_bias: float[d], added to Δ.
-        softplus: whether Δ goes through softplus.
+        softplus: True if Δ is passed through softplus.
         start: float[b, d, n], the state before the first step; zero if left out.
-        return_last: whether the state after the last step, float32[b, d, n], is returned too.
+        return_last: True if the state after the last step, float32[b, d, n], is returned too.
         backend: as in `scan`.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Scans by steps in turn, states laid out for one plain loop (imports the spec and `scan_block`).
+"""Scans as one loop over steps, states laid out to vectorise (imports spec.py and block.py).
 
-A compiler vectorises the innermost loop, and unrolls a short one before it can: with 16 entries
-innermost an exponential took three times as long as with 32 or more. So the longest axis of a state
-is made the innermost. Sums over the others are products of matrices: a sum would be fused with the
-recurrence, and make every exponential again, one entry at a time.
+A compiler vectorises the innermost loop, but unrolls a short innermost loop first: with 16 entries
+innermost an exponential took three times as long as with 32 or more. The longest axis of a state is
+therefore innermost. Sums over the other axes are matrix products: a plain sum would be fused with
+the recurrence, and compute every exponential again, one entry at a time.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Array = Any
 
 
 def supports(spec: ScanSpec) -> Support:
-    """Every scan of some steps."""
+    """Return `YES` for every scan with at least one step."""
     return YES if spec.length else Reason("there are no steps")
 
 
 def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
-    """A scan as one loop over its steps.
+    """Run a scan as one loop over its steps.
 
     Args:
-        spec: the scan; at least one step.
+        spec: the scan, with at least one step.
         operands: one array per operand of the spec.
 
     Returns:
-        The same as `scan_reference`.
+        The results of `reference.scan_reference`.
     """
     shapes = [shape for shape, _ in result_shapes(spec)]
     spec = without_ones(spec)
@@ -77,5 +77,5 @@ def scan_turns(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
 
 
 def _lacking(axes: tuple[str, ...], wanted: tuple[str, ...]) -> tuple[int, ...]:
-    """Places of the axes that are wanted and not there."""
+    """Return the places in `wanted` of the axes that `axes` lacks."""
     return tuple(k for k, a in enumerate(wanted) if a not in axes)

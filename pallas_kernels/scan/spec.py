@@ -1,15 +1,15 @@
-"""What a scan computes, as data (may import the ground layer, `monoid` and `fold_spec`).
+"""Specs of scans, as data (may import the ground layer, monoid.py and fold/spec.py).
 
-A scan runs a first-order recurrence over one axis (time) and never writes what it need not:
+A scan runs a first-order recurrence over one axis (time):
 
     h_t = a_t·h_{t-1} + b_t          (or max(h + a, b), min(h + a, b))
     y_t = finish(Σ_over readout(h_t))
 
-A state has any number of axes, and every operand is known by the axes it has of these and of time:
-a coefficient without an axis is shared along it, never repeated. `a` and `b` are an elementwise
-program of the operands (`exp(Δ·A)`, `Δ·B·x`), and so is what is read out of the states, which may
-be summed over some axes of the state (`y = C·h`). So neither the coefficients nor the states need
-ever exist for all times at once.
+A state has any number of axes. An operand is described by its axes among these and time. An operand
+that lacks an axis is shared along that axis without a copy. `a` and `b` are an elementwise program
+of the operands (`exp(Δ·A)`, `Δ·B·x`). A readout is an elementwise program of the states, and may
+be summed over some axes of the state (`y = C·h`). Neither the coefficients nor the states need to
+be stored for all times at once.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Values = tuple[Array, ...]
 
 @dataclass(frozen=True, slots=True)
 class ScanProgram:
-    """An elementwise program of a scan; everything it is given broadcasts as in NumPy.
+    """An elementwise program of a scan; its arguments broadcast as in NumPy.
 
     Args:
         fun: as coefficients `fun(values, t) -> (a, b)`; as a readout `fun((before, after),
             values, t)` with the states before and after the step; as a finish `fun(total, values,
             t)`. `t` holds int32 step numbers. Constants inside must be scalars.
         reads: numbers of the operands in `values`, in order.
-        key: what equality and hashing compare beside `reads`; `fun` itself if left out.
+        key: compared by equality and hashing, with `reads`; `fun` itself if left out.
     """
 
     fun: Callable[..., Any] = field(compare=False)
@@ -56,14 +56,14 @@ class Readout:
     """One result per step.
 
     Args:
-        program: what is read of the states; None for the state after the step.
+        program: the program of the states; None for the state after the step.
         over: axes of the state summed over.
         finish: an elementwise program of the sum; None for the sum itself.
-        axes: the axes of the result in the order wanted; time, then what is left of the state's, if
-            left out.
-        dtype: of the result; the scan's if left out.
-        factor: where `program` is the state after the step times what operands give, that factor
-            as `fun(values, t)`: such a sum is also a product of matrices.
+        axes: the axes of the result in the order requested; if left out, time, then the remaining
+            axes of the state.
+        dtype: dtype of the result; the scan's if left out.
+        factor: given where `program` is the state after the step times a function of the operands.
+            That function, as `fun(values, t)`: such a sum is also a matrix product.
     """
 
     program: ScanProgram | None = None
@@ -76,14 +76,14 @@ class Readout:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a state moves: `step(a, h, b)`, the monoid of such steps, and the state that is none."""
+    """A kind of recurrence: `step(a, h, b)`, the monoid of its steps, and its empty state."""
 
     step: Callable[[Array, Array, Array], Array]
     monoid: Monoid
     empty: float
 
     def start(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """The state before the first step where no other is given."""
+        """Return the state before the first step where no initial state is given."""
         return jnp.full(shape, self.empty, dtype)
 
 
@@ -96,7 +96,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class ScanSpec:
-    """A scan; hashable, and valid once it exists.
+    """A scan; hashable, and validated when it is built.
 
     Args:
         sizes: every axis with its size.
@@ -104,16 +104,16 @@ class ScanSpec:
         state: the axes of a state, in the order of the results.
         operands: the inputs; each has some axes of time and the state, in any order.
         coefficients: the program `fun(values, t) -> (a, b)`.
-        readouts: what is returned for every step.
-        last: whether the last state is returned too, after the readouts.
-        start: number of the operand that holds the initial state; it has no time axis. Without it
+        readouts: the results of every step.
+        last: True if the last state is returned too, after the readouts.
+        start: number of the operand that holds the initial state, without a time axis. If left out
             the state starts empty: 0, or -inf under max and inf under min.
         kind: a key of `KINDS`.
-        reverse: whether time runs from its end to its beginning.
-        dtype: of the states; floats below f32 are carried in f32 and rounded where returned.
+        reverse: True if time runs from its end to its beginning.
+        dtype: dtype of the states; floats below f32 are carried in f32 and rounded when returned.
 
     Raises:
-        UsageError: the parts do not fit.
+        UsageError: the parts are inconsistent.
 
     Example:
         >>> spec = ScanSpec(
@@ -142,21 +142,21 @@ class ScanSpec:
 
     @property
     def size(self) -> dict[str, int]:
-        """Axis name to size."""
+        """Return a map from axis name to size."""
         return dict(self.sizes)
 
     @property
     def length(self) -> int:
-        """How many steps there are."""
+        """Return the number of steps."""
         return self.size[self.time]
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """The shape of a state."""
+        """Return the shape of a state."""
         return tuple(self.size[a] for a in self.state)
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        """The shape of an operand."""
+        """Return the shape of an operand."""
         return tuple(self.size[a] for a in self.operands[operand].axes)
 
 
@@ -172,17 +172,17 @@ def plain(
     last: bool = False,
     **options: Any,
 ) -> ScanSpec:
-    """The scan whose operands are `a` and `b` themselves, and the initial state with `start`.
+    """Build the scan whose operands are `a` and `b`, and the initial state with `start`.
 
     Args:
-        length: steps; the axis is called "t".
+        length: number of steps; the axis is called "t".
         state: the shape of a state; its axes are called "0", "1", ...
         a: axes of `a`.
         b: axes of `b`.
-        dtype: of operands and states.
-        start: whether the third operand is the initial state.
-        states: whether all states are returned.
-        last: whether the last state is returned.
+        dtype: dtype of operands and states.
+        start: True if the third operand is the initial state.
+        states: True if all states are returned.
+        last: True if the last state is returned.
         options: `kind` and `reverse` of the `ScanSpec`.
 
     Example:
@@ -211,20 +211,20 @@ def _pair(values: Values, t: Array) -> Values:
 
 
 def readout_axes(spec: ScanSpec, readout: Readout) -> tuple[str, ...]:
-    """The axes of a readout's result, in order."""
+    """Return the axes of a readout's result, in order."""
     if readout.axes is not None:
         return readout.axes
     return (spec.time, *(a for a in spec.state if a not in readout.over))
 
 
 def result_axes(spec: ScanSpec) -> tuple[tuple[str, ...], ...]:
-    """The axes of everything a scan returns."""
+    """Return the axes of all results of a scan."""
     axes = [readout_axes(spec, r) for r in spec.readouts]
     return (*axes, *[spec.state] * spec.last)
 
 
 def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
-    """Shape and dtype of everything a scan returns."""
+    """Return shape and dtype of all results of a scan."""
     dtypes = [r.dtype or spec.dtype for r in spec.readouts]
     dtypes += [spec.dtype] * spec.last
     axes = result_axes(spec)
@@ -235,13 +235,13 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def wide_order(spec: ScanSpec) -> tuple[str, ...]:
-    """The axes of a state, the longest last: the innermost loop is the one that vectorises."""
+    """Return the axes of a state, the longest last, because the innermost loop is vectorised."""
     last = max(reversed(spec.state), key=lambda a: spec.size[a], default=None)
     return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
 
 
 def programs_of(spec: ScanSpec) -> tuple[ScanProgram, ...]:
-    """Every program of a scan."""
+    """Return every program of a scan."""
     found = [p for r in spec.readouts for p in (r.program, r.factor, r.finish) if p is not None]
     return (spec.coefficients, *found)
 

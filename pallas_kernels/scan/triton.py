@@ -1,11 +1,11 @@
-"""Scans as Pallas-Triton kernels (may import the spec and `scan_triton_kernel`).
+"""Scans as Pallas-Triton kernels (may import spec.py and triton_kernel.py).
 
-A program holds the states of one block of lanes in registers and sweeps over time: coefficients
-are made where they are used, a readout's sum stays inside, and every operand is read once. Where
-the states are too few to fill the device, time is cut into chunks as well, in two kernels: the
-first gives each chunk's map from the state before to the state after, as an element of the kind's
-monoid; the second composes the maps of the chunks before its own and sweeps again from there
-(Blelloch 1990; chunks of a scan). That makes the coefficients twice.
+A program holds the states of one block of lanes in registers and loops over time. Coefficients are
+computed where they are used, a readout's sum stays in registers, and every operand is read once.
+Where the states are too few to fill the device, time is cut into chunks, in two kernels. The first
+computes the map of each chunk, from the state before to the state after, as an element of the
+kind's monoid. The second composes the maps of earlier chunks and runs its chunk from there
+(Blelloch 1990). The coefficients are then computed twice.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from symjax_rewrite.pallas_kernels.scan.xla import smaller
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int32"})
-MOST_HELD = 256  # elements of a state's summed axis that a program holds
+MOST_HELD = 256  # the most elements along a state's summed axis in a program
 TILE = 256  # elements of state per program: eight per thread of one warp
 
 
 def supports(spec: ScanSpec) -> Support:
-    """Whether this backend runs the scan on a GPU of compute capability 8.0 or newer."""
+    """Return `YES` if this backend runs the scan on a GPU of compute capability 8.0 or newer."""
     spec = without_ones(spec)
     if 0 in spec.size.values():
         return Reason("an axis is empty")
@@ -69,7 +69,7 @@ def supports(spec: ScanSpec) -> Support:
 
 @lru_cache(maxsize=256)
 def unlowered(spec: ScanSpec) -> tuple[str, ...]:
-    """Operations of a scan's programs that Pallas-Triton has no rule for."""
+    """Return the operations of a scan's programs that Pallas-Triton cannot lower."""
     state, t = jax.ShapeDtypeStruct((16, 16), carried(spec)), jax.ShapeDtypeStruct((), jnp.int32)
 
     def values(program: ScanProgram) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ def unlowered(spec: ScanSpec) -> tuple[str, ...]:
 
 
 def triton_cut(spec: ScanSpec) -> ScanTiling:
-    """The cut for a scan; chunks where lanes alone leave most of the device idle."""
+    """Return the tiling of a scan, with chunks where lanes alone leave most of the device idle."""
     sweep = Sweep.of(spec, ScanTiling(1))
     lanes = spec.size[sweep.lane] if sweep.lane else 1
     rows = min(max(TILE // sweep.held_size, 1), power_of_two(lanes))
@@ -104,16 +104,16 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
 def scan_triton(
     spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """A scan as one kernel, or two where time is cut into chunks.
+    """Run a scan as one kernel, or as two where time is cut into chunks.
 
     Args:
         spec: a scan that `supports` accepts.
         operands: one array per operand of the spec.
-        cut: into programs; chosen from the sizes if left out.
+        cut: the tiling; chosen from the sizes if left out.
         interpret: run in Pallas' interpreter, on any device.
 
     Returns:
-        The same as `scan_reference`.
+        The results of `reference.scan_reference`.
     """
     shapes = result_shapes(spec)
     spec, operands = smaller(spec, operands)

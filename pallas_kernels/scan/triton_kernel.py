@@ -1,7 +1,7 @@
-"""The body of the Triton scan: masked loads, the loop over time, stores (may import the spec).
+"""The body of the Triton scan: masked loads, the loop over time, stores (may import spec.py).
 
-What a `Body` does runs while the kernel is traced. A program has one block of lanes of one element
-of the outer axes, and one chunk of time.
+The methods of `Body` run while the kernel is traced. A program has one block of lanes of one
+element of the outer axes, and one chunk of time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class ScanTiling:
-    """How a scan is cut into programs.
+    """The tiling of a scan.
 
     Args:
         rows: lanes per program.
-        chunks: of time.
-        unroll: steps whose operands are loaded before the first of them is taken.
-        warps: per program.
+        chunks: chunks of time.
+        unroll: steps whose operands are loaded before the first of these steps.
+        warps: warps per program.
     """
 
     rows: int
@@ -42,20 +42,20 @@ class ScanTiling:
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is no less than `size`."""
+    """Return the least power of two not below `size`."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A scan without axes of size 1, and which of its state's axes are what in a program.
+    """A scan without axes of size 1, and the roles of its state's axes in a program.
 
     Args:
         spec: the scan.
-        cut: into programs.
+        cut: the tiling.
         lane: the axis cut into rows; None if there is none.
-        held: the axis held whole, since readouts sum over it; None if there is none.
-        outer: the others, one element of them per program.
+        held: the axis held whole, because readouts sum over it; None if there is none.
+        outer: the other axes; a program has one element of them.
     """
 
     spec: ScanSpec
@@ -66,7 +66,7 @@ class Sweep:
 
     @staticmethod
     def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
-        """The axes given their places."""
+        """Build the sweep, with a role for each axis."""
         held = next((a for r in spec.readouts for a in r.over), None)
         rest = [a for a in spec.state if a != held]
         lane = rest[-1] if rest else None
@@ -74,38 +74,38 @@ class Sweep:
 
     @property
     def held_size(self) -> int:
-        """Elements held along the summed axis, padded."""
+        """Return the elements along the summed axis, padded to a power of two."""
         return power_of_two(self.spec.size[self.held]) if self.held else 1
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The shape of a program's states."""
+        """Return the shape of a program's states."""
         return self.rows, self.held_size
 
     @property
     def rows(self) -> int:
-        """Lanes per program."""
+        """Return the lanes per program."""
         return self.cut.rows if self.lane else 1
 
     @property
     def lane_blocks(self) -> int:
-        """Programs along the lanes."""
+        """Return the number of programs along the lanes."""
         return pl.cdiv(self.spec.size[self.lane], self.rows) if self.lane else 1
 
     @property
     def chunk(self) -> int:
-        """Steps per chunk, a multiple of the unrolled ones."""
+        """Return the steps per chunk, a multiple of the unrolled steps."""
         steps = pl.cdiv(self.spec.length, self.cut.chunks)
         return pl.cdiv(steps, self.cut.unroll) * self.cut.unroll
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Blocks of lanes of every outer element; chunks."""
+        """Return the blocks of lanes over all outer elements, and the chunks."""
         count = math.prod(self.spec.size[a] for a in self.outer) * self.lane_blocks
         return count, pl.cdiv(self.spec.length, self.chunk)
 
     def block(self, axes: Sequence[str]) -> pl.BlockSpec:
-        """What a program sees of an array: its rows, and all of time and of the summed axis."""
+        """Return a program's block of an array: its rows, all of time, all of the summed axis."""
         extent = {self.lane: self.cut.rows, self.held: self.held_size}
         extent |= {self.spec.time: self.grid[1] * self.chunk, "chunk": self.grid[1]}
         shape = tuple(extent.get(a) for a in axes)
@@ -125,7 +125,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """One program: the sweep, the number of its first lane, and that of its chunk."""
+    """One program: the sweep, the number of its first lane, and the number of its chunk."""
 
     sweep: Sweep
     row: Array
@@ -133,17 +133,17 @@ class Body:
 
     @staticmethod
     def of(sweep: Sweep) -> Body:
-        """The program that is being traced."""
+        """Build the body of the program that is being traced."""
         row = lax.rem(pl.program_id(0), jnp.int32(sweep.lane_blocks)) * sweep.rows
         return Body(sweep, row, pl.program_id(1))
 
     @property
     def spec(self) -> ScanSpec:
-        """The scan."""
+        """Return the scan."""
         return self.sweep.spec
 
     def part(self, axes: Sequence[str], at: dict[str, Any]) -> tuple[tuple, Array | None, bool]:
-        """Where a block's elements lie, which of them exist, and whether lanes come last."""
+        """Return the index of a block, the mask of its elements, and True if lanes come last."""
         where, masks, kept = [], [], [a for a in axes if a in (self.sweep.lane, self.sweep.held)]
         sizes = {self.sweep.lane: self.sweep.rows, self.sweep.held: self.sweep.held_size}
         shape = tuple(sizes[a] for a in kept)
@@ -163,7 +163,7 @@ class Body:
         return tuple(where), mask, kept == [self.sweep.held, self.sweep.lane]
 
     def load(self, ref: Any, axes: Sequence[str], at: dict[str, Any]) -> Array:
-        """Elements as [rows or 1, held or 1]; those past an end are 0."""
+        """Load elements as [rows or 1, held or 1], with 0 past an end."""
         where, mask, swapped = self.part(axes, at)
         block = ref.at[where] if where else ref
         x = plgpu.load(block, mask=mask, other=None if mask is None else 0)
@@ -174,10 +174,10 @@ class Body:
         return x if self.sweep.held in axes else x[..., None]
 
     def store(self, ref: Any, axes: Sequence[str], at: dict[str, Any], x: Array, active: Any):
-        """[rows, held or 1] to where it belongs; nothing where `active` is false."""
+        """Store [rows, held or 1] at `at`, but nothing where `active` is false."""
         where, mask, swapped = self.part(axes, at)
         x = x.T if swapped else x
-        if self.sweep.held not in axes:  # of size 1 there, as without a lane below
+        if self.sweep.held not in axes:  # `x` has size 1 there; likewise without a lane below
             x = jnp.sum(x, axis=1, dtype=x.dtype)
         if self.sweep.lane not in axes:
             x = jnp.sum(x, axis=0, dtype=x.dtype)
@@ -188,28 +188,28 @@ class Body:
         plgpu.store(block, x.astype(ref.dtype), mask=mask)
 
     def fixed(self, refs: Sequence[Any]) -> list[Array | None]:
-        """The operands that do not move."""
+        """Load the loop-invariant operands; None for the others."""
         return [
             None if self.spec.time in o.axes else self.load(ref, o.axes, {})
             for o, ref in zip(self.spec.operands, refs, strict=True)
         ]
 
     def values(self, refs: Sequence[Any], fixed: Sequence[Any], t: Any) -> list[Array]:
-        """Every operand at a step."""
+        """Return every operand at step `t`."""
         return [
             self.load(ref, o.axes, {self.spec.time: t}) if x is None else x
             for o, ref, x in zip(self.spec.operands, refs, fixed, strict=True)
         ]
 
     def coefficients(self, values: Sequence[Array], t: Any) -> tuple[Array, Array]:
-        """`a` and `b` of a step, whole."""
+        """Return `a` and `b` of a step, broadcast to the tile."""
         program = self.spec.coefficients
         a, b = keeping_nan(program.fun)(tuple(values[k] for k in program.reads), t)
         tile, dtype = self.sweep.tile, carried(self.spec)
         return jnp.broadcast_to(a, tile).astype(dtype), jnp.broadcast_to(b, tile).astype(dtype)
 
     def over_time(self, refs: Sequence[Any], state: Any, step: Any) -> Any:
-        """`state = step(state, values, t, active)` over the steps of this program's chunk."""
+        """Run `state = step(state, values, t, active)` over the steps of the chunk."""
         fixed, unroll, length = self.fixed(refs), self.sweep.cut.unroll, self.spec.length
         chunks, first = self.sweep.grid[1], self.number * self.sweep.chunk
 
@@ -232,7 +232,7 @@ class Body:
         return state
 
     def summarise(self, *refs: Any) -> None:
-        """The first kernel: every chunk's map, as (a, b) of the kind's monoid."""
+        """Run the first kernel: store the map of each chunk, as (a, b) of the kind's monoid."""
         kind, count = KINDS[self.spec.kind], len(self.spec.operands)
         one = jax.ShapeDtypeStruct(self.sweep.tile, carried(self.spec))
 
@@ -245,7 +245,7 @@ class Body:
             self.store(ref, ("chunk", *self.spec.state), {"chunk": self.number}, x, None)
 
     def start(self, refs: Sequence[Any], maps: Sequence[Any]) -> Array:
-        """The state before this program's chunk."""
+        """Return the state before this program's chunk."""
         spec, kind = self.spec, KINDS[self.spec.kind]
         h = kind.start(self.sweep.tile, carried(spec))
         if spec.start is not None:
@@ -258,13 +258,13 @@ class Body:
             axes = ("chunk", *spec.state)
             a, b = (self.load(ref, axes, {"chunk": j}) for ref in maps)
             after = keeping_nan(kind.step)(a, h, b)
-            # a product of decays may overflow where nothing is left to be multiplied by it
+            # A product of decays may overflow where the state is 0, and 0·inf would be NaN.
             return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
 
         return lax.fori_loop(0, self.number, apply, h)
 
     def run(self, *refs: Any) -> None:
-        """The second kernel, and the only one where time is not cut."""
+        """Run the second kernel, which is the only kernel where time is not cut."""
         spec, count = self.spec, len(self.spec.operands)
         given, refs = refs[:count], refs[count:]
         maps = refs[:2] if self.sweep.grid[1] > 1 else ()
@@ -285,7 +285,7 @@ class Body:
             self.store(results[-1], spec.state, {}, h, active)
 
     def read_out(self, readout: Readout, before: Array, after: Array, values: Any, t: Any) -> Array:
-        """A readout of one step as [rows, held], or [rows, 1] if it is a sum."""
+        """Return a readout of one step as [rows, held], or [rows, 1] if it is a sum."""
         program, made = readout.program, after
         if program is not None:
             read = tuple(values[k] for k in program.reads)

@@ -1,9 +1,8 @@
-"""Scans streamed by lax loops: any device, memory linear (may import the spec and `scan_block`).
+"""Scans streamed by lax loops: any device, linear memory (may import spec.py and block.py).
 
-Time is cut into blocks. Coefficients and readouts of a block are computed for all its steps at
-once, where they vectorise and run on every core; only the recurrence itself goes step by step, on
-values that still lie in the cache. Where there is little to compute beside the recurrence, a block
-is one step.
+Time is cut into blocks. Coefficients and readouts are computed for all steps of a block at once,
+where they vectorise and run on every core. The recurrence goes step by step, on values still in
+the cache. Where a step is little more than the recurrence, a block is one step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Array = Any
 
 
 def supports(spec: ScanSpec) -> Support:
-    """Every scan, on every device."""
+    """Return `YES`: this backend runs every scan, on every device."""
     del spec
     return YES
 
@@ -42,17 +41,17 @@ def supports(spec: ScanSpec) -> Support:
 def scan_xla(
     spec: ScanSpec, *operands: Any, steps: int | None = None, tree: bool | None = None
 ) -> tuple[Any, ...]:
-    """A scan, streamed.
+    """Run a scan, streamed.
 
     Args:
         spec: the scan.
         operands: one array per operand of the spec.
-        steps: per block; chosen from the size of a state if left out.
-        tree: whether the maps of a block's steps are composed in a tree; if left out, where the
-            program is lowered for a GPU.
+        steps: steps per block; chosen from the size of a state if left out.
+        tree: True if the maps of a block's steps are composed in a tree; if left out, True where
+            the program is lowered for a GPU.
 
     Returns:
-        The same as `scan_reference`.
+        The results of `reference.scan_reference`.
     """
 
     def run(tree: bool) -> Any:
@@ -67,7 +66,7 @@ def scan_xla(
 
 
 def by_device(run: Any, *operands: Any) -> Any:
-    """`run(tree)(*operands)`: with trees on a GPU, without elsewhere."""
+    """Return `run(tree)(*operands)`, with `tree` true on a GPU alone."""
     return lax.platform_dependent(*operands, cuda=run(True), default=run(False))
 
 
@@ -79,10 +78,10 @@ def scan_blocks(
     tree: bool = False,
     order: tuple[str, ...] | None = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """A scan in blocks of `steps`, and with `keep` the states that blocks start from.
+    """Run a scan in blocks of `steps`; with `keep` return the states at the start of blocks too.
 
-    Those come as `walk` gives them, for the scan without axes of size 1, with the state's axes in
-    the inner `order`.
+    These states have the structure that `walk` returns. They belong to the scan without axes of
+    size 1, and their axes have the inner `order`.
     """
     shapes = [shape for shape, _ in result_shapes(spec)]
     spec, operands = smaller(spec, operands)
@@ -104,7 +103,7 @@ def scan_blocks(
 
 
 def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[Any, ...]]:
-    """The scan and its operands without axes of size 1."""
+    """Return the scan and its operands without axes of size 1."""
     spec = without_ones(spec)
     return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
 
@@ -112,18 +111,18 @@ def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[
 def walk(
     length: int, steps: int, reverse: bool, block: Any, carry: Any, xs: tuple[Any, Any]
 ) -> tuple[Any, tuple[Any, Any]]:
-    """Blocks of time in order, the last and shorter one by itself.
+    """Run a function over blocks of time in order, the last and shorter block apart.
 
     Args:
-        length: steps in all.
-        steps: per block.
-        reverse: whether the last block comes first.
+        length: number of steps in total.
+        steps: steps per block.
+        reverse: True if the last block comes first.
         block: `block(carry, first, count, x) -> (carry, y)`.
-        carry: what the first block is given.
-        xs: per block `x`: stacked for those of full size, and for the one left over.
+        carry: the carry of the first block.
+        xs: the `x` of the blocks: stacked for blocks of full size, and one for the shorter block.
 
     Returns:
-        The last carry, and the `y` as `xs` are.
+        The last carry, and the `y` structured like `xs`.
     """
     steps = max(1, min(steps, length))
     blocks, rest = divmod(length, steps)
