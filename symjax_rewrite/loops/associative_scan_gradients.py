@@ -80,8 +80,7 @@ class Differentiated:
         return [self.prefix.factors, self.prefix.added, *[c.given for c in self.back]]
 
     def instead(self) -> dict[int, list[int]]:
-        """Return the values that the replacing loops compute, each with the other values it needs.
-        """
+        """Return the values that the replacing loops compute, each with its other operands."""
         reads = self.reads()
         made = {v: [*reads, *others] for c in self.back for _, v, others in c.made}
         return {self.prefix.out: reads[:2], **made}
@@ -201,8 +200,7 @@ class _Points:
         return self.program.avals[self.prefix.added].shape
 
     def evaluated(self, given: int) -> dict[int, Polynomials]:
-        """Return the polynomials of the values computed from the tree and its states' cotangents.
-        """
+        """Return the polynomials of values computed from the tree and its states' cotangents."""
         known = {**self.known, given: self._random(self.prefix.layouts[0])}
         self._evaluate(self.program.equations, known)
         return {v: x for v, x in known.items() if v not in self.known}

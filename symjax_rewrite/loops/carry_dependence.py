@@ -130,8 +130,7 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
 
 
 def _is_endless(e: Equation) -> bool:
-    """Return True if a number that is not finite scales a value: prefixes multiply it with zeros.
-    """
+    """Return True if a number that is not finite scales a value: prefixes may make it NaN."""
     for k, v in enumerate(e.invals):
         if not isinstance(v, int):
             number = complex(np.asarray(v.val).item())
@@ -176,8 +175,7 @@ def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
 
 
 def _rounded(e: Equation, least: set[str]) -> str:
-    """Return the dtype that a cast rounds to, if narrower than the carries'; else an empty string.
-    """
+    """Return the dtype that a cast rounds to, if narrower than the carries'; else ""."""
     old, new = (str(getattr(v.aval, "dtype", "")) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
     if dtype_kind(new) in "iub":
         return "" if dtype_kind(old) in "iu" else "integers"

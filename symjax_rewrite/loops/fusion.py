@@ -269,8 +269,7 @@ class Fusion:
         return out
 
     def _is_taken(self, u: int, e: Equation, out: int) -> bool:
-        """Return True if the loop computes another operand and the body has its entry for a step.
-        """
+        """Return True if the loop computes another operand and its entry is in the body."""
         axes = stepped_operands(e.eqn, out)
         k = e.invals.index(u)
         return axes is not None and axes[k] is not None and (u, axes[k]) in self.stepped

@@ -51,8 +51,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The position of the part [start, limit) of a cut in a value: `scale` times that, on `axis`.
-    """
+    """The position of the part [start, limit) of a cut in a value: `scale` times that on `axis`."""
 
     axis: int
     scale: int = 1
@@ -126,8 +125,7 @@ def _take_apart(loop: Loop, facts: LoopFacts) -> list[int]:
 
 
 def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation] | None:
-    """Find a product with large weights, the position of its concatenated operand, and its maker.
-    """
+    """Find a product with large weights, the side of its concatenated operand, and its maker."""
     level = loop.levels()
     makers = makers_of(loop.body.equations)
     for e in [e for e in loop.body.equations if _is_large(e, facts)]:
@@ -237,8 +235,7 @@ def _grow(
     readers: dict[int, list[Equation]],
     results: set[int],
 ) -> bool:
-    """Find the equations to compute by parts; return True if every cut value is known or computed.
-    """
+    """Find the equations to compute by parts; return True if all cut values are covered."""
     inside: set[int] = set()
     whole: set[int] = set()
     for e in reversed(loop.body.equations):

@@ -82,8 +82,7 @@ def may_repeat(program: Program) -> bool:
 
 
 def kinds_of(program: Program) -> list[int]:
-    """Return for each equation a number, equal for equations equal up to positions and constants.
-    """
+    """Return a number per equation, equal for equations equal up to positions and constants."""
     numbers: dict[Any, int] = {}
     kinds = []
     for k, e in enumerate(program.equations):
