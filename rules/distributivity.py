@@ -182,7 +182,7 @@ def _number_of(ctx: RuleContext, cls: int) -> tuple[float, bool] | None:
 
 
 def _is_rounded(ctx: RuleContext, cls: int) -> bool:
-    """Return True if a class is a sum of products, whose rounding error is relative to its terms.
+    """Return True if a class is a sum of products, whose rounding error is relative to its size.
 
     An outer product counts as a sum of products of rank one. A selection of single values (a
     diagonal, one-hot labels) rounds nothing. A diagonal between two matrices scales the summed

@@ -173,8 +173,8 @@ def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) 
 def _compose(ctx: RuleContext, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
     """Compose slices, a[s][t] = a[s∘t].
 
-    A diagonal other than the main diagonal is not a slice whose axes are read alike, so it is not
-    composed.
+    A diagonal other than the main diagonal is not a slice whose two axes are read alike, so such a
+    diagonal is not composed.
     """
     c = ctx.g.classes[cls]
     attrs, axes = [], []

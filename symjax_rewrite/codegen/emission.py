@@ -184,7 +184,7 @@ class TermPart:
         node = node_of(t.graph, cls)
         loose = node.op in (IOTA, ADD, MAP) or (node.op == CONTRACT and not node.bound)
         if loose and any(s != 1 and i not in read for i, s in enumerate(t.sizes[v])):
-            return None  # it is broadcast over other axes
+            return None  # the value is broadcast over other axes
         if all(size != 0 or i in read for i, size in enumerate(t.sizes[v])):
             return v  # no element can be read from an array that was broadcast over an empty axis
         return None

@@ -320,7 +320,7 @@ def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion
 
 
 def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
-    """Stage out what runs before a loop, the rest of the loop, and what runs after it."""
+    """Stage out the equations before a loop, the rest of the loop, and the equations after it."""
     known, steps = loop.constants(read), loop.stacks(read)
     with jax_internals.equation_scope(loop.eqn):
         run_equations(motion.once, known)

@@ -102,8 +102,8 @@ class Loop:
     the loop computes.
 
     results: how each outer value is computed: ("final", carry), ("ys", k), ("stored", (k, Stored)),
-    ("number", what), ("outer", value), ("kept", (k, axis, reversed)) if the steps' results have the
-    axis of the steps, and ("at", (k, i)) for the result of one step.
+    ("number", number), ("outer", value), ("kept", (k, axis, reversed)) if the steps' results have
+    the axis of the steps, and ("at", (k, i)) for the result of one step.
 
     outside_bytes: bytes of its operands and results. condition: of a `while` that does not count,
     with the outer values that the condition reads first. packed: the dtypes of `ys` that are

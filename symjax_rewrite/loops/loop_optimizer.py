@@ -436,7 +436,7 @@ def before_derivatives(
 
 
 def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
-    """Set the start of carries whose start is one number everywhere to that number."""
+    """Replace the start of a carry by a number, if all its elements are that number."""
     for c in loop.carries:
         maker = around.makers.get(c.start) if isinstance(c.start, int) else None
         if maker is None or maker.name != "broadcast_in_dim":

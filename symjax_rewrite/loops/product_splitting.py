@@ -141,7 +141,7 @@ def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation]
 
 
 def _joins_summed(eqn: JaxprEqn, side: int, joined: JaxprEqn) -> bool:
-    """Return True if an operand is concatenated along the summed axis, in an exact enough dtype."""
+    """Return True if an operand is concatenated along the summed axis, in a lossless dtype."""
     aval: Any = eqn.outvars[0].aval
     if joined.primitive.name != "concatenate" or aval.dtype.itemsize < 4:
         return False

@@ -134,7 +134,7 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
 
     A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o` of
     a projection for heads and features. A product of matrices matches from either end, since its
-    factors have no order: one of the two right sides may be what is written.
+    factors have no order: one of the two right sides may be the written form.
     """
     target = ctx.g.ref(cls)
     if len(pattern.left.axes) > len(target.axes):

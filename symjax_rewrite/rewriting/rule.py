@@ -339,8 +339,8 @@ class RulePack:
     `rules` are axioms and lemmas. `added` are passes: objects with `name` and `candidates(program,
     context)` (see `candidates.Pass` and `candidates.Replacement`). They run before the optimiser's
     own passes and may be given among the rules. `without` are the `PASSES` that were removed from
-    the pack. A pass is present without any rule, and adding another pack does not restore a removed
-    pass.
+    the pack. Every other pass of `PASSES` belongs to the pack, even if the pack has no rules.
+    Adding another pack does not restore a removed pass.
 
     Raises:
         RuleError: an element is neither a rule nor a pass, or two passes have one name.

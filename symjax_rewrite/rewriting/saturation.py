@@ -91,7 +91,7 @@ def _apply_all(
 
 
 def _is_absorbed(ctx: RuleContext, cls: int, node: Node) -> bool:
-    """Return True if one product reads a product, or one sum reads a sum: the user opens it."""
+    """Return True if the only user of a product is a product, or of a sum a sum, and opens it."""
     if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
         return False
     for user, n in ctx.g.uses[cls]:
