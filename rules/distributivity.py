@@ -138,8 +138,7 @@ def _cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:
 def _moves_rows(p: Product, f: Ref) -> bool:
     """Return True if a product is a matrix f times an operand, and keeps the operand's size.
 
-    This is false in a trace of products, where a small result of f may be a factor of later
-    products.
+    A trace of products does not: a small result of f may be multiplied before the sum.
     """
     if len(p.factors) != 2 or len(p.bound) != 1 or len(set(f.axes)) != len(f.axes):
         return False
@@ -149,10 +148,7 @@ def _moves_rows(p: Product, f: Ref) -> bool:
 
 
 def _keeps_its_size(ctx: RuleContext, total: Node) -> bool:
-    """Return True if a sum of numbers and deltas is at least half its terms at every index.
-
-    This holds for the centring matrix I − 11ᵀ/n of more than two rows.
-    """
+    """Return True if a sum of numbers and deltas is at least half its terms: I − 11ᵀ/n, n > 2."""
     terms = []
     for k, a in zip(total.attr, total.args, strict=True):
         value = _number_of(ctx, a.cls)
@@ -311,10 +307,7 @@ def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Re
 def _inner_terms(
     ctx: RuleContext, arg: Ref, dtype: str, scale: Any
 ) -> list[tuple[Any, Ref]] | None:
-    """Return the terms of a nested sum over its slots; None if it stays one term.
-
-    It stays one term if its terms may cancel and `scale` is above 1 and might make them infinite.
-    """
+    """Return the terms of a nested sum over its slots; None if `scale` might make them infinite."""
     g = ctx.g
     inner = _inner_sum(ctx, arg, dtype)
     if inner is None:
