@@ -1,7 +1,8 @@
 """The rules: axioms, lemmas and packs, one file per mathematical property.
 
-This top-level folder is the package `symjax_rewrite.rules` and goes by no other name: imported as
-`rules`, every module in it would exist twice and no rule would equal its twin.
+This top-level folder is the package `symjax_rewrite.rules` and must not be imported by another
+name. Imported as `rules`, every module in it would exist twice, and no rule would be equal to its
+copy.
 """
 
 if __name__ != "symjax_rewrite.rules":

@@ -1,8 +1,8 @@
 """Associativity: products may be computed in any order.
 
-`Σ_j (Σ_k a_ik b_kj) c_jl = Σ_k a_ik (Σ_j b_kj c_jl)`. With `Σ_k a·b = a·Σ_k b (k ∉ a)`, which is
-the same statement about a factor that does not carry the summed index, this one law gives
-matrix-chain order, low-rank products kept thin, scale hoisting, deferred normalisation and the
+`Σ_j (Σ_k a_ik b_kj) c_jl = Σ_k a_ik (Σ_j b_kj c_jl)`. The law `Σ_k a·b = a·Σ_k b (k ∉ a)` is the
+same statement about a factor that does not carry the summed index. Together they give matrix-chain
+order, low-rank products kept factored, scale hoisting, deferred normalisation and the
 mixture-of-experts sandwich.
 """
 
@@ -24,7 +24,7 @@ from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axi
     sides=(Sides("ij,jk,kr", lambda a, b, c: ((a @ b) @ c, a @ (b @ c))),),
 )
 def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """The cheapest order of the flattened product; shared factors may stay whole."""
+    """Find the cheapest order of the flattened product; shared factors may stay unopened."""
     if node.op == ADD and len(node.args) != 1:
         return
     c = ctx.g.classes[cls]
@@ -40,7 +40,7 @@ def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def openers(ctx: RuleContext, cls: int) -> list:
-    """Which factors are looked into: none, those used once, or all."""
+    """Return predicates of the factors to open: no factors, those used once, or all."""
     if is_half(ctx.g.classes[cls].dtype):
         return [
             lambda d: ctx.uses(d) <= 1 and _is_pure_dot(ctx, d),
@@ -50,7 +50,7 @@ def openers(ctx: RuleContext, cls: int) -> list:
 
 
 def _is_pure_dot(ctx: RuleContext, cls: int) -> bool:
-    """Below float32 a scale must not leave a sum: only true contractions are looked into."""
+    """Return True if only contractions may be opened: below float32 no scale may leave a sum."""
     return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 

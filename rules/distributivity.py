@@ -36,10 +36,11 @@ MOST_OPENED = 256  # sums within one term of a sum
     sides=(Sides("sd,do,dr,ro", lambda x, W, A, B: (x @ (W + A @ B), x @ W + (x @ A) @ B)),),
 )
 def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A sum inside a contraction, where every term but one is itself a rounded product.
+    """Distribute a contraction over a sum, if all terms but one are rounded products.
 
-    Then the error of the distributed form is that of the written one: if terms cancel, what is
-    left of the computed ones is already as uncertain (see `_is_safe`). LoRA is this case.
+    The error of the distributed form is then that of the written form. If terms cancel, the
+    remainder of the computed terms already has an error of this size (see `_is_safe`). LoRA is such
+    a case.
     """
     g, c = ctx.g, ctx.g.classes[cls]
     p = expand_node(g, cls, node, lambda d: False)
@@ -51,7 +52,7 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             continue
         if not _is_useful(ctx, cls, p, f, total):
             continue
-        exact = not is_half(c.dtype)  # a mean rounded to bfloat16 is further off than the product
+        exact = not is_half(c.dtype)  # a mean in bfloat16 loses more than the product
         steady = exact and _moves_rows(p, f) and _keeps_its_size(ctx, total)
         often = sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(c.dtype)
         if often and not steady:
@@ -66,7 +67,7 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def sum_node(ctx: RuleContext, cls: int) -> Node | None:
-    """The flattest sum of at least two terms that a class is; None where it stays whole."""
+    """Return the flattest sum of at least two terms in a class; None if it must stay whole."""
     if ctx.is_whole(cls):
         return None
     sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
@@ -74,9 +75,9 @@ def sum_node(ctx: RuleContext, cls: int) -> Node | None:
 
 
 def _is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:
-    """Terms of one sign; or all but one are contractions over the full index space.
+    """Return True if the terms have one sign, or all but one contract over the full index space.
 
-    The one that is not may be spread over indices it does not read (one weight, many adapters).
+    The other term may be broadcast over indices it does not read (one weight, many adapters).
     """
     if _cannot_cancel(ctx, cls, total):
         return True
@@ -88,11 +89,12 @@ def _is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:
 
 
 def _share_products(ctx: RuleContext, rounded: list[Ref], terms: tuple[Ref, ...]) -> bool:
-    """Whether a product that one term is opened into is computed for another term too.
+    """Return True if a product opened for one term is computed for another term too.
 
-    Written, both read its one rounded value, and what cancels between them does so whatever that
-    value is off (`1/p − p·p⁻²` is 0); distributed, the opened one has rounding of its own. A
-    product and its transpose (P + Pᵀ) read other values of it, and both are opened.
+    As written, both terms read one rounded value of the product. Terms that cancel then do so for
+    any rounding error of that value (`1/p − p·p⁻²` is 0). Distributed, the opened product has a
+    rounding error of its own. A product and its transpose (P + Pᵀ) read other elements of it, and
+    both are opened.
     """
     for a in rounded:
         opened = _products(ctx, a.cls)
@@ -102,7 +104,7 @@ def _share_products(ctx: RuleContext, rounded: list[Ref], terms: tuple[Ref, ...]
 
 
 def _products(ctx: RuleContext, cls: int) -> set[int]:
-    """The classes that are opened where a class is read as one product."""
+    """Return the classes that are opened if a class is read as one product."""
     found, stack = set[int](), [cls]
     while stack:
         c = stack.pop()
@@ -115,7 +117,7 @@ def _products(ctx: RuleContext, cls: int) -> set[int]:
 
 
 def _computed(ctx: RuleContext, cls: int) -> set[int]:
-    """The classes a class is computed from as it is written, and itself."""
+    """Return a class and the classes from which it is computed as written."""
     found, stack = set[int](), [cls]
     while stack:
         c = stack.pop()
@@ -126,7 +128,7 @@ def _computed(ctx: RuleContext, cls: int) -> set[int]:
 
 
 def _cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:
-    """Whether the terms of a sum have one sign, or may cancel for all that is asked."""
+    """Return True if the terms of a sum have one sign, or if the numerics level permits it."""
     if ctx.permits("cancels", ctx.g.classes[cls].dtype):
         return True
     signs = {_is_positive(k) for k in total.attr}
@@ -134,9 +136,9 @@ def _cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:
 
 
 def _moves_rows(p: Product, f: Ref) -> bool:
-    """Whether a product is a matrix f times something: each result is of the size of what it reads.
+    """Return True if a product is a matrix f times an operand, and keeps the operand's size.
 
-    In a trace of products it is not: there what f leaves is small may be multiplied before.
+    A trace of products does not: a small result of f may be multiplied before the sum.
     """
     if len(p.factors) != 2 or len(p.bound) != 1 or len(set(f.axes)) != len(f.axes):
         return False
@@ -146,10 +148,7 @@ def _moves_rows(p: Product, f: Ref) -> bool:
 
 
 def _keeps_its_size(ctx: RuleContext, total: Node) -> bool:
-    """Whether a sum of numbers and deltas is at least half its terms, wherever deltas meet.
-
-    So it is for the centring matrix I − 11ᵀ/n of more than two rows.
-    """
+    """Return True if a sum of numbers and deltas is at least half its terms: I − 11ᵀ/n, n > 2."""
     terms = []
     for k, a in zip(total.attr, total.args, strict=True):
         value = _number_of(ctx, a.cls)
@@ -169,7 +168,7 @@ def _keeps_its_size(ctx: RuleContext, total: Node) -> bool:
 
 
 def _number_of(ctx: RuleContext, cls: int) -> tuple[float, bool] | None:
-    """The one number a class holds, and whether it does so only where two indices are equal."""
+    """Return the one number of a class, and True if it is only on a diagonal; or None."""
     for node in ctx.g.classes[cls].nodes:
         if node.op == DELTA:
             return 1.0, True
@@ -179,10 +178,11 @@ def _number_of(ctx: RuleContext, cls: int) -> tuple[float, bool] | None:
 
 
 def _is_rounded(ctx: RuleContext, cls: int) -> bool:
-    """Whether a class is a sum of products, which was rounded by about as much as it is large.
+    """Return True if a class is a sum of products, whose rounding error is relative to its size.
 
-    So is an outer product, as one of higher rank is. What picks single values (a diagonal,
-    one-hot labels) rounds nothing; a diagonal between two matrices scales what is summed.
+    An outer product counts as a sum of products of rank one. A selection of single values (a
+    diagonal, one-hot labels) rounds nothing. A diagonal between two matrices scales the summed
+    terms.
     """
     p = read_deltas(ctx, flattest(ctx.g, cls))
     thin = len(p.factors) > 1 and ctx.elements(cls) > sum(ctx.elements(f.cls) for f in p.factors)
@@ -199,9 +199,10 @@ def _picks(ctx: RuleContext, cls: int) -> bool:
 
 
 def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> bool:
-    """Some term need not be made: a low-rank product, or any product where the result is smaller.
+    """Return True if distributing avoids a term.
 
-    Or it is constant along a summed index.
+    The term is a low-rank product, or any product if the result is smaller, or it is constant along
+    a summed index.
     """
     dense = ctx.elements(f.cls)
     thin = ctx.elements(cls) < dense
@@ -234,7 +235,7 @@ def _distributed(ctx: RuleContext, cls: int, p: Product, k: int, total: Node) ->
 
 
 def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
-    """The product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
+    """Return the product with factor k replaced by `inner`, whose outputs read the axes of `at`."""
     to = [*at.axes, *(p.out + len(p.bound) + j for j in range(len(inner.bound)))]
     opened = tuple(f.over(to) for f in inner.factors)
     return Product(
@@ -259,10 +260,10 @@ def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
     ),
 )
 def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """Sums of sums used once are one sum; like terms of one sign are counted.
+    """Flatten sums of sums used once, and count like terms of one sign.
 
-    Where terms may cancel, those that are exact stay in the sum they were written in: in
-    `(a − b) + x·W` a − b is exact for near a and b, and the rounding of a + x·W is not.
+    If terms may cancel, exact terms stay in the sum in which they were written. In `(a − b) + x·W`
+    a − b is exact for close a and b, and the rounded a + x·W is not.
     """
     g, c = ctx.g, ctx.g.classes[cls]
     terms: dict[Ref, Any] = {}
@@ -284,9 +285,9 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
-    """What a term of a sum contributes to it, through the sums within sums.
+    """Yield the terms that a term of a sum contributes, through nested sums.
 
-    A sum may be equal to a term within it (`a = (a + b) − b`): none is opened inside itself.
+    A sum may be equal to a term within it (`a = (a + b) − b`), so no sum is opened inside itself.
     """
     stack: list[tuple[Any, Ref, frozenset[int]]] = [(1, arg, frozenset())]
     opened = 0
@@ -306,10 +307,7 @@ def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Re
 def _inner_terms(
     ctx: RuleContext, arg: Ref, dtype: str, scale: Any
 ) -> list[tuple[Any, Ref]] | None:
-    """The terms of a term of a sum, over its slots; None where it stays one.
-
-    So it does where terms may cancel and `scale`, which is above 1, might make them infinite.
-    """
+    """Return the terms of a nested sum over its slots; None if `scale` might make them infinite."""
     g = ctx.g
     inner = _inner_sum(ctx, arg, dtype)
     if inner is None:
@@ -321,7 +319,7 @@ def _inner_terms(
         return None
     exact = [
         (k, a) for k, a in opened if not (_is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
-    ]  # what is frozen is folded into one constant, as by hand
+    ]  # frozen terms are folded into one constant
     if len(exact) <= 1:
         return opened
     if len(exact) == len(opened):
@@ -358,11 +356,11 @@ def _is_positive(coefficient: Any) -> bool:
     sides=(Sides("nd,do,do", lambda a, b, c: (a @ b + a @ c, a @ (b + c))),),
 )
 def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """Factors that several products of a sum share are taken out of it.
+    """Factor a sum of products: shared factors are taken out.
 
-    Never densifies: a low-rank remainder (a product larger than its factors) stays where it is,
-    unless it depends on frozen weights alone. Never adds up before a solve: of right-hand sides
-    that are large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) has lost.
+    A low-rank remainder (a product larger than its factors) is never materialised, unless it
+    depends on frozen weights alone. Right-hand sides of a solve are never added first: if they are
+    large where the matrix is, A⁻¹·b + A⁻¹·c keeps digits that A⁻¹·(b + c) loses.
     """
     terms, dtype = [], ctx.g.classes[cls].dtype
     for k, (coefficient, arg) in enumerate(zip(node.attr, node.args, strict=True)):
@@ -386,12 +384,12 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _reads_inverse(ctx: RuleContext, p: Product) -> bool:
-    """Return a predicate: is a factor of a product the inverse of a matrix?"""
+    """Return True if a factor of a product is the inverse of a matrix."""
     return any(n.op == INVERSE for f in p.factors for n in ctx.g.classes[f.cls].nodes)
 
 
 class SumTerm:
-    """One product of a sum, its factors over the sum's indices and the product's own."""
+    """One product of a sum, its factors over the sum's indices and its own bound indices."""
 
     def __init__(self, number: int, coefficient: Any, arg: Ref, inner: Product) -> None:
         self.number, self.coefficient, self.inner = number, coefficient, inner
@@ -406,7 +404,7 @@ Match = tuple[tuple[int, ...], ...]  # for every shared factor: its number in ea
 def _shared_factors(
     ctx: RuleContext, terms: list[SumTerm]
 ) -> Iterator[tuple[list[SumTerm], Match]]:
-    """Groups of terms with sets of factors they have in common."""
+    """Yield groups of terms, with the sets of factors that they share."""
     for anchor, (cls, axes) in enumerate(terms[0].factors):
         yield from _anchored(terms, 0, anchor, cls, axes)
     for first in range(1, len(terms) - 1):
@@ -446,7 +444,7 @@ def _anchored(
 
 
 def _match_axes(mine: tuple, theirs: tuple, known: dict) -> dict | None:
-    """The renaming of my indices to theirs; outputs must be the same ones."""
+    """Return the renaming of indices `mine` to `theirs`, or None; outputs must be equal."""
     out = dict(known)
     for i, j in zip(mine, theirs, strict=True):
         if isinstance(i, int) or isinstance(j, int):
@@ -481,7 +479,7 @@ def _extend(
 def _factored(
     ctx: RuleContext, cls: int, node: Node, group: list[SumTerm], shared: Match
 ) -> Ref | None:
-    """Σ shared·(Σ of remainders) + the other terms."""
+    """Return Σ shared·(Σ of remainders) + the other terms."""
     c = ctx.g.classes[cls]
     why = factor.reason(cls)
     lead = group[0]
@@ -524,7 +522,7 @@ def _factored(
 
 
 def _is_made(ctx: RuleContext, rest: Ref) -> bool:
-    """Whether a sum has elementwise terms, which no fused loop would write to memory."""
+    """Return True if a sum has elementwise terms, which no fused loop would write to memory."""
     sums = (n for n in ctx.g.classes[rest.cls].nodes if n.op == ADD)
     firsts = (ctx.g.classes[ctx.g.find(a).cls].first for n in sums for a in n.args)
     return any(n.op in (MAP, ADD, CONTRACT) and not n.bound for n in firsts)
@@ -539,9 +537,9 @@ def _remainder(
     common_bound: list,
     power: float,
 ) -> Ref | None:
-    """The sum of what the terms keep, divided by `power`.
+    """Return the sum of the terms without the shared factors, divided by `power`.
 
-    It is over the sum's outputs and the common bound indices.
+    The sum is over its outputs and the common bound indices.
     """
     c = ctx.g.classes[cls]
     why = factor.reason(cls)
@@ -590,7 +588,7 @@ def _remainder(
 
 
 def _densifies(ctx: RuleContext, p: Product, sizes: tuple[Dim, ...]) -> bool:
-    """Whether the product is larger than what it is made of."""
+    """Return True if the product is larger than its factors."""
     if len(p.factors) < 2 or all(ctx.frozen(f.cls) for f in p.factors):
         return False
     read = sorted({i for f in p.factors for i in f.axes if i < p.out})

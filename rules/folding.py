@@ -1,8 +1,8 @@
 """Folding into frozen weights: scales and shifts of a layer become part of its weights.
 
-Instances of `Σ_k a·b = a·Σ_k b` and of distributivity, taken only where what they are folded into
-is computed beforehand (`.prepare`), so that it costs nothing at run time. BatchNorm after a
-convolution or a linear layer disappears this way.
+The rules are instances of `Σ_k a·b = a·Σ_k b` and of distributivity. They apply only if the target
+weight is computed beforehand (`.prepare`), so that folding costs nothing at run time. BatchNorm
+after a convolution or a linear layer is removed this way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from symjax_rewrite.rules.distributivity import sum_node
 def _scaled_by_frozen(
     ctx: RuleContext, cls: int, node: Node
 ) -> tuple[Ref, list[Ref], Product] | None:
-    """`(x, scales)` of an elementwise product of frozen scales and one thing that varies."""
+    """Return `(x, scales)` of an elementwise product of frozen scales and one varying operand."""
     if node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
         return None
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1 and not _has_sum(ctx, d))
@@ -43,7 +43,7 @@ def _has_sum(ctx: RuleContext, cls: int) -> bool:
     sides=(Sides("nd,*do,*o,*o", lambda x, W, b, s: (s * (x @ W + b), s * (x @ W) + s * b), "F"),),
 )
 def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A frozen elementwise factor moves into a sum, towards the weights its terms hold."""
+    """Move a frozen elementwise factor into a sum, towards the weights in its terms."""
     g, c = ctx.g, ctx.g.classes[cls]
     found = _scaled_by_frozen(ctx, cls, node)
     total = sum_node(ctx, found[0].cls) if found else None
@@ -66,7 +66,7 @@ def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     sides=(Sides("nd,*do,*o,*o", lambda x, W, b, c: ((x @ W + b) + c, x @ W + (b + c))),),
 )
 def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """Frozen terms of a sum are one term."""
+    """Merge the frozen terms of a sum into one term."""
     frozen = [k for k, a in enumerate(node.args) if ctx.frozen(a.cls)]
     if len(frozen) < 2 or len(frozen) == len(node.args):
         return
@@ -94,7 +94,7 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     sides=(Sides("nd,*do,*o", lambda x, W, s: (s * (x @ W), x @ (s * W)), "F"),),
 )
 def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A frozen scale of a product scales the frozen weight in it."""
+    """Scale the frozen weight in a product by a frozen scale of the product."""
     found = _scaled_by_frozen(ctx, cls, node)
     if found is None or not _has_sum(ctx, found[0].cls):
         return
@@ -125,7 +125,7 @@ def _convolve(x: Any, w: Any) -> Any:
     ),
 )
 def fold_into_kernel(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A frozen scale of the output features of a convolution scales its kernel."""
+    """Scale the kernel of a convolution by a frozen scale of its output features."""
     g, c = ctx.g, ctx.g.classes[cls]
     found = _scaled_by_frozen(ctx, cls, node)
     if found is None or found[2].coefficient != 1:

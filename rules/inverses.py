@@ -1,8 +1,8 @@
-"""Inverses: a matrix that is inverted to be multiplied is solved with instead.
+"""Inverses: the product with an inverse becomes a solve.
 
-`INVERSE` of A over its slots (p, q) is the contragredient C(p, q) = (A⁻¹)(q, p). It is a
-homomorphism, C(A·B) = C(A)·C(B), and C of a transpose is the transpose of C, which the index
-notation gives for nothing.
+`INVERSE` of A over its slots (p, q) is the contragredient C(p, q) = (A⁻¹)(q, p). C is a
+homomorphism, C(A·B) = C(A)·C(B). C of a transpose is the transpose of C, which the index notation
+expresses without a rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, Sides, axiom
 
 
 def regular(a: Any) -> Any:
-    """Return a matrix plus so large a diagonal that it has an inverse, for the sides of laws."""
+    """Return a matrix plus a dominant diagonal, which has an inverse, for the sides of laws."""
     return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * jnp.eye(len(a), dtype=a.dtype)
 
 
@@ -39,10 +39,10 @@ def _identity_of(a: Any) -> Any:
     ),
 )
 def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A solve as a product, so that laws about products see it.
+    """Rewrite a solve as a product with an inverse, so that laws about products apply.
 
-    Not beside an inverse of the same matrix that is computed in any case: multiplied with it, the
-    result would not be as near as that of the solve that is written.
+    The rule does not apply if an inverse of the same matrix is computed in any case. A product with
+    this inverse would be less accurate than the written solve.
     """
     g, c = ctx.g, ctx.g.classes[cls]
     matrix, right = node.args
@@ -59,13 +59,13 @@ def solve_is_inverse(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _is_inverted(ctx: RuleContext, matrix: int) -> bool:
-    """Return a predicate: is the inverse of a matrix class an operation of the program?"""
+    """Return True if the inverse of a matrix class is an operation of the program."""
     users = ctx.g.uses[matrix]
     return any(n.op == SOLVE and _is_delta(ctx, ctx.g.find(n.args[1]).cls) for _, n in users)
 
 
 def _inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justification) -> Ref:
-    """The inverse of a matrix class over the class's slots."""
+    """Return the inverse of a matrix class over the class's slots."""
     sizes = ctx.g.classes[matrix].sizes
     simple = _simple_inverse(ctx, matrix, dtype, why)
     if simple is not None:
@@ -74,7 +74,7 @@ def _inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justification) -> R
 
 
 def _simple_inverse(ctx: RuleContext, matrix: int, dtype: str, why: Justification) -> Ref | None:
-    """(A⁻¹)⁻¹ = A, (c·A)⁻¹ = A⁻¹/c and diag(d)⁻¹ = diag(1/d), as contragredients."""
+    """Return (A⁻¹)⁻¹ = A, (c·A)⁻¹ = A⁻¹/c or diag(d)⁻¹ = diag(1/d) as contragredients, or None."""
     g = ctx.g
     sizes = g.classes[matrix].sizes
     if len(sizes) != 2:
@@ -120,7 +120,7 @@ def _is_delta(ctx: RuleContext, cls: int) -> bool:
     sides=(Sides("ii,ir", lambda a, b: (inv(regular(a)) @ b, solve(regular(a), b)), "F"),),
 )
 def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A product with an inverse is a solve: a third of the work, and backward stable."""
+    """Rewrite a product with an inverse as a solve: a third of the work, and backward stable."""
     g = ctx.g
     if not node.bound:
         return
@@ -139,7 +139,7 @@ def solve_instead(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _solved(ctx: RuleContext, cls: int, p: Product, k: int, matrix: Ref, summed: int) -> Ref | None:
-    """solve(matrix, product of the other factors), which keeps the summed index."""
+    """Return solve(matrix, product of the other factors), which keeps the summed index."""
     g, c = ctx.g, ctx.g.classes[cls]
     why = solve_instead.reason(cls)
     free = next(i for i in matrix.axes if i != summed)
@@ -148,7 +148,7 @@ def _solved(ctx: RuleContext, cls: int, p: Product, k: int, matrix: Ref, summed:
         return None
     if not any(summed in f.axes for f in rest):
         return None
-    # The other factors, with the summed index in the place of the free one, which is as long.
+    # The other factors, with the summed index in place of the free index, which has the same size.
     inner = p._replace(coefficient=1, factors=tuple(f.moved(summed, free) for f in rest), scales=())
     right = order_product(ctx, inner.without(summed), c.sizes, c.dtype, why)
     if right is None:
@@ -162,7 +162,7 @@ def _is_inverse(ctx: RuleContext, cls: int) -> bool:
 
 
 def _inverse_of(ctx: RuleContext, f: Ref) -> Ref | None:
-    """The matrix A of a factor C, read over the factor's indices."""
+    """Return the matrix A of a factor C, read over the factor's indices, or None."""
     for n in ctx.g.classes[f.cls].nodes:
         if n.op == INVERSE and len(n.args[0].axes) == 2:
             return n.args[0].over(f.axes)
@@ -181,9 +181,9 @@ def _inverted(a: Any, b: Any, c: Any) -> tuple[Any, Any]:
     sides=(Sides("ii,ii,ir", _inverted, "F"),),
 )
 def inverse_of_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """The inverse of a product of square matrices, as the product of inverses.
+    """Rewrite the inverse of a product of square matrices as the product of inverses.
 
-    Backward stable solves keep the error within that of forming A·B: both are bounded by
+    Backward stable solves keep the error within that of computing A·B: both are bounded by
     ε·‖A‖·‖B‖·‖(AB)⁻¹‖.
     """
     g, c = ctx.g, ctx.g.classes[cls]

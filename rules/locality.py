@@ -1,7 +1,7 @@
-"""Locality: what is asked of a part needs only the parts that make it.
+"""Locality: a part of a term is computed from the required parts of its operands.
 
-Reading a slice or one element of a term reads slices of its operands; a contraction over a
-concatenated index is the sum of contractions over its pieces (block matrices).
+A slice or one element of a term reads slices of its operands. A contraction over a concatenated
+index is the sum of contractions over the blocks (block matrices).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, MAP, REDUCE, SL
 from symjax_rewrite.rewriting.product_trees import order_product
 from symjax_rewrite.rewriting.rule import LOCALITY, RuleContext, Sides, axiom
 
-Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the index it then reads
+Entry = tuple[Any, int]  # the slice of a slot (None: no slice), the index that it then reads
 
 
 @axiom(
@@ -31,7 +31,7 @@ Entry = tuple[Any, int]  # what a slot is sliced by (None: not at all), the inde
     sides=(Sides("ij,jk", lambda a, b: ((a @ b)[1:3], a[1:3] @ b)),),
 )
 def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A slice of a term is the term of slices."""
+    """Rewrite a slice of a term as the term of slices."""
     g, c = ctx.g, ctx.g.classes[cls]
     attrs, (source,) = g.canonical_args(SLICE, node.attr, node.args)
     by_slot = dict(enumerate(zip(attrs, source.axes, strict=True)))
@@ -88,9 +88,10 @@ def sliced(
     sides=(Sides("r!7,ij,jk", lambda x, a, b: ((a @ b)[x], a[x] @ b)),),
 )
 def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A gather of a term is the term of gathers; what is missing out of range is put in last.
+    """Rewrite a gather of a term as the term of gathers; fill values are selected last.
 
-    Inside, index values are clamped, so nothing is read that the written program would not read.
+    Inner index values are clamped, so the rewritten program reads no element that the written
+    program would not read.
     """
     g, c = ctx.g, ctx.g.classes[cls]
     source, *values = node.args
@@ -100,7 +101,7 @@ def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     for inner, reason in list(g.classes[source.cls].nodes.items()):
         if reason.rule == "contraction_order" or inner.op not in (CONTRACT, ADD, MAP, REDUCE):
             continue
-        # Indices: of the result, of the inner sum, and those that the gather selects.
+        # Indices: of the result, of the inner sum, and of the gather's selection.
         out, bound = len(c.sizes), inner.bound
         beyond = out + len(bound)
         selected = {beyond + j: x for j, x in enumerate(values)}
@@ -129,7 +130,7 @@ def _gathered(
     sizes: tuple[Dim, ...],
     why: Justification,
 ) -> Ref:
-    """Return an operand of what is gathered, read at the values of the `selected` indices."""
+    """Return an operand of a gathered term, read at the values of the `selected` indices."""
     mode, fill, windows = attr
     window_of = dict(zip(selected, windows, strict=True))
     chosen = [k for k in selected if k in a.axes]
@@ -151,7 +152,7 @@ def _gathered(
 
 
 def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) -> Ref | None:
-    """`ref` where every index value of a gather is in range, what it fills with elsewhere."""
+    """Return `ref` if every index value of a gather is in range, and its fill value otherwise."""
     g = ctx.g
     _, fill, windows = node.attr
     test: Ref | None = None
@@ -170,7 +171,11 @@ def _filled(ctx: RuleContext, ref: Ref, node: Node, c: Any, why: Justification) 
 
 
 def _compose(ctx: RuleContext, cls: int, by_slot: dict[int, Entry], inner: Node) -> Iterator[Ref]:
-    """a[s][t] = a[s∘t]; a diagonal beside the main one is no slice whose axes are read alike."""
+    """Compose slices, a[s][t] = a[s∘t].
+
+    A diagonal other than the main diagonal is not a slice whose two axes are read alike, so such a
+    diagonal is not composed.
+    """
     c = ctx.g.classes[cls]
     attrs, axes = [], []
     for attr, index in zip(inner.attr, inner.args[0].axes, strict=True):
@@ -201,7 +206,7 @@ def _compose_entry(first: Any, then: Any) -> Any:
 
 
 def _one_piece(ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry]) -> Iterator[Ref]:
-    """A slice that lies within one piece of a concatenation reads that piece."""
+    """Rewrite a slice within one block of a concatenation as a slice of this block."""
     target, piece_sizes = inner.attr
     c = ctx.g.classes[cls]
     attr, index = by_slot[target]
@@ -240,7 +245,7 @@ def _one_piece(ctx: RuleContext, cls: int, inner: Node, by_slot: dict[int, Entry
     ),
 )
 def block_products(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A contraction with a concatenated factor, piece by piece; pieces of zeros vanish."""
+    """Rewrite a contraction with a concatenated factor block by block, without blocks of zeros."""
     if not node.bound:
         return
     for k, arg in enumerate(node.args):
@@ -306,7 +311,7 @@ def _part(
     sizes: tuple,
     why: Justification,
 ) -> Ref:
-    """A factor restricted to one piece; where it is concatenated alike, its own piece."""
+    """Return a factor restricted to one block, which is its own block if concatenated alike."""
     if index not in f.axes:
         return f
     made = sliced(ctx, f, part, sizes, why)
@@ -357,7 +362,7 @@ def _piece_product(
 
 
 def _drop(ctx: RuleContext, f: Ref, index: int, dtype: str, why: Justification) -> Ref:
-    """A factor at element 0 of an index of size 1."""
+    """Return a factor at element 0 of an index of size 1."""
     entries: dict[int, Entry] = {i: (None, i) for i in f.axes}
     entries[index] = (0, -1)
     sizes = dict(zip(f.axes, ctx.g.classes[f.cls].sizes, strict=True))
@@ -369,6 +374,6 @@ def _zero(ctx: RuleContext, dtype: str, why: Justification) -> Ref:
 
 
 def zero_of(dtype: str) -> tuple[Any, str, str]:
-    """Zero, as a constant's attribute."""
+    """Return zero as a constant's attribute."""
     zero = {"i": 0, "u": 0, "c": 0j}.get(dtype_kind(dtype), 0.0)
     return (zero, dtype, repr(zero))

@@ -1,13 +1,14 @@
-"""Inverses of a diagonal plus a low-rank product: the matrix to factor has the size of the rank.
+"""Inverses of a diagonal plus a low-rank product, by a factorisation of the size of the rank.
 
-With e = 1/d and S = I + c·Vᵀ·e·U, `(diag(d) + c·U·Vᵀ)⁻¹ = e − c·e·U·S⁻¹·Vᵀ·e` (Woodbury), and
-what reads the solution through V, or solves for columns of U, needs no difference at all:
-`Vᵀ·(diag(d) + c·U·Vᵀ)⁻¹ = S⁻¹·Vᵀ·e` and `(diag(d) + c·U·Vᵀ)⁻¹·U = e·U·S⁻¹` (push-through).
+With e = 1/d and S = I + c·Vᵀ·e·U, `(diag(d) + c·U·Vᵀ)⁻¹ = e − c·e·U·S⁻¹·Vᵀ·e` (Woodbury). No
+difference is needed to read the solution through V or to solve for columns of U: `Vᵀ·(diag(d) +
+c·U·Vᵀ)⁻¹ = S⁻¹·Vᵀ·e` and `(diag(d) + c·U·Vᵀ)⁻¹·U = e·U·S⁻¹` (push-through).
 
-The difference alone is not backward stable: its rounding lies in the range of U as much as
-elsewhere, where an elimination leaves next to none, and Vᵀz loses as many digits as the condition
-number has. So z is corrected by one step of refinement of the system that both come from,
-`d·z + c·U·w = b, Vᵀ·z − w = 0`; its residual is what the computed z and w differ by.
+The difference alone is not backward stable. Its rounding error is as large in the range of U as
+elsewhere, whereas elimination has almost no error there. Vᵀz therefore loses as many digits as the
+condition number has. So z is corrected by one step of refinement of the augmented system, `d·z +
+c·U·w = b, Vᵀ·z − w = 0`. The residual of this system is the difference between the computed z and
+w.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from symjax_rewrite.rules.inverses import reciprocal
 
 
 class LowRank(NamedTuple):
-    """`diag(scale·Π diagonal) + coefficient·Σ_k left(p, k)·right(q, k)` over slots (0: p, 1: q).
+    """The matrix `diag(scale·Π diagonal) + coefficient·Σ_k left(p, k)·right(q, k)`.
 
-    diagonal: factors over index 0, or over none. left, right: over (their slot, 2).
+    Slot 0 is p and slot 1 is q. diagonal: factors over index 0, or over no index. left, right: over
+    (their slot, 2).
     """
 
     scale: Any
@@ -41,7 +43,7 @@ class LowRank(NamedTuple):
     rank: Dim
 
     def transposed(self) -> LowRank:
-        """The same matrix with its slots exchanged."""
+        """Return the same matrix with its slots exchanged."""
         to = {0: 1, 1: 0, 2: 2}
         left, right = (f.over(to) for f in (self.right, self.left))
         return self._replace(left=left, right=right)
@@ -75,11 +77,11 @@ def _read_through(u: Any, b: Any) -> tuple[Any, Any]:
     sides=(Sides("ir,is", _refined, "F"),),
 )
 def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A solve with a diagonal plus a low-rank product is one of the size of the rank.
+    """Rewrite a solve with a diagonal plus a low-rank product as a solve of the size of the rank.
 
-    Where the diagonal is a number and U = V, the small matrix has no eigenvalue that the large one
-    has not, so the refinement converges wherever elimination succeeds. With any other diagonal it
-    may not (a diagonal with a zero has no inverse), which is `cancels`.
+    If the diagonal is a number and U = V, every eigenvalue of the small matrix is an eigenvalue of
+    the large matrix. The refinement then converges wherever elimination succeeds. With any other
+    diagonal it may not converge (a diagonal with a zero has no inverse), so the level is `cancels`.
     """
     why = low_rank_solve.reason(cls)
     for solve in _solves(ctx, cls, node, why):
@@ -100,7 +102,7 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     sides=(Sides("ir,is", _read_through, "F"),),
 )
 def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A solve that is read through its own low-rank factor never leaves the small space."""
+    """Rewrite a solve read through its own low-rank factor as a solve of the size of the rank."""
     g, seen = ctx.g, set[Product]()
     for may_open in (lambda d: False, lambda d: not _solve_nodes(ctx, d)):
         p = expand_node(g, cls, node, may_open)
@@ -118,7 +120,7 @@ def _solve_nodes(ctx: RuleContext, cls: int) -> list[Node]:
 
 
 def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Iterator[Ref]:
-    """The product with `Σ_q right(q, m)·solve(q, …)` replaced by the small solution at m."""
+    """Yield the product with `Σ_q right(q, m)·solve(q, …)` replaced by the small solution at m."""
     f, why = p.factors[k], low_rank_readout.reason(cls)
     for solve in _solves(ctx, f.cls, node, why):
         q = f.axes[solve.free]
@@ -140,7 +142,7 @@ def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Ite
 
 
 def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
-    """The index at which a factor is a side of a low-rank product whose `slot` reads `index`."""
+    """Return the index of a factor that is a low-rank side whose `slot` reads `index`, or None."""
     if f.cls != side.cls or f.axes.count(index) != 1:
         return None
     m = f.axes[side.axes.index(2)]
@@ -148,13 +150,13 @@ def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
 
 
 def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Iterator[_Solve]:
-    """The ways a solve reads as one with a diagonal plus a low-rank product, where it is safe."""
+    """Yield the solves with a diagonal plus a low-rank product equal to a node, where safe."""
     matrix, c = ctx.g.find(node.args[0]), ctx.g.classes[cls]
     if len(node.bound) != 1 or len(set(matrix.axes)) != 2 or matrix.axes.count(node.out) != 1:
         return
     for found in low_rank_forms(ctx, matrix.cls):
         if not isinstance(found.rank, int) or not 0 < found.rank < ctx.count(node.bound):
-            continue  # there is nothing to eliminate in a matrix without rows
+            continue  # a matrix without rows needs no elimination
         form = found if matrix.axes[0] == node.out else found.transposed()
         safe = not any(f.axes for f in form.diagonal) and _is_symmetric(form)
         if not safe and not ctx.permits("cancels", c.dtype):
@@ -165,7 +167,7 @@ def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Itera
 
 
 def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:
-    """The ways a matrix reads as a diagonal plus one product."""
+    """Yield the forms of a matrix as a diagonal plus one product."""
     g = ctx.g
     for total in list(g.classes[matrix].nodes):
         if total.op != ADD or len(total.args) != 2:
@@ -192,7 +194,7 @@ def _diagonal(ctx: RuleContext, term: Ref) -> tuple[Any, tuple[Ref, ...]] | None
 
 
 def _products(ctx: RuleContext, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]]:
-    """A term as `coefficient·Σ_k left(0, k)·right(1, k)`, as some node of it is written."""
+    """Yield a term as `coefficient·Σ_k left(0, k)·right(1, k)`, once for each such node of it."""
     g = ctx.g
     for node in list(g.classes[term.cls].nodes):
         if node.op == ADD and len(node.args) == 1:
@@ -215,10 +217,11 @@ def _is_symmetric(form: LowRank) -> bool:
 
 
 class _Solve:
-    """Builds one solve; `free` is the output index of the result, `node.out` the summed one.
+    """Builds one solve; `free` is the output index of the result, `node.out` the summed index.
 
-    The small matrix is `small·I + c·Vᵀ·weight·U`: of a diagonal that is a number, `small` is the
-    number and there are no weights (nothing overflows where it is small); of any other, 1 and 1/d.
+    The small matrix is `small·I + c·Vᵀ·weight·U`. If the diagonal is a number, `small` is this
+    number and there are no weights, so a small number causes no overflow. For any other diagonal,
+    `small` is 1 and the weight is 1/d.
     """
 
     def __init__(
@@ -242,12 +245,12 @@ class _Solve:
         self.right = form.right.over({1: self.summed, 2: free})
 
     def small_solution(self, right: Ref) -> Ref | None:
-        """w = S⁻¹·Vᵀ·weight·b over the outputs, of which `free` counts the rank."""
+        """Return w = S⁻¹·Vᵀ·weight·b over the outputs, in which `free` indexes the rank."""
         factors = (self.right, *self._at(self.weight, self.summed), right)
         return self._solved(self._product(factors, self.thin, (self.n,), self.scale))
 
     def through_left(self, right: Ref) -> Ref | None:
-        """weight·U·S⁻¹·x, where the right-hand side is the product U·x."""
+        """Return weight·U·S⁻¹·x, if the right-hand side is the product U·x; else None."""
         inner = flattest(self.ctx.g, right.cls)
         here = len(self.sizes) + 1
         to = [*right.axes, *range(here, here + len(inner.bound))]
@@ -257,7 +260,7 @@ class _Solve:
         if m is None or m == self.free:
             return None
         rest = [f for f in factors if f is not readers[0]]
-        if m < self.summed:  # U itself, or one with its columns scaled: x is the identity
+        if m < self.summed:  # U itself, or U with scaled columns: x is the identity
             square = (self.form.rank, self.form.rank)
             delta = self.ctx.g.add(DELTA, None, (), square, (), self.dtype, self.why)
             rest.append(delta.over((self.free, m)))
@@ -271,7 +274,7 @@ class _Solve:
         return self._spread(t, self.scale)
 
     def refined(self, right: Ref) -> Ref | None:
-        """The result over the outputs, by the difference and one correction of it."""
+        """Return the result over the outputs: the difference, and one correction of it."""
         g, form = self.ctx.g, self.form
         w = self.small_solution(right)
         there = right.moved(self.summed, self.free)
@@ -293,13 +296,16 @@ class _Solve:
         return None if last is None else self._whole((1, 1), (first, last), self.sizes)
 
     def _whole(self, attr: tuple[Any, ...], terms: tuple[Ref, ...], sizes: tuple[Dim, ...]) -> Ref:
-        """A sum whose terms nearly cancel: opened, it would lose what the refinement gains."""
+        """Return a sum whose terms nearly cancel, and record that no rule may open it.
+
+        Opening the sum would lose the digits that the refinement gains.
+        """
         made = self.ctx.g.add(ADD, attr, terms, sizes, (), self.dtype, self.why)
         self.ctx.whole.add(made.cls)
         return made
 
     def _solved(self, right: Ref | None) -> Ref | None:
-        """S⁻¹·right over the outputs, of which `free` counts the rank."""
+        """Return S⁻¹·right over the outputs, in which `free` indexes the rank."""
         inner = self._small()
         if inner is None or right is None:
             return None
@@ -308,14 +314,14 @@ class _Solve:
         return self.ctx.g.add(SOLVE, None, args, self.thin, (rank,), self.dtype, self.why)
 
     def _spread(self, t: Ref | None, k: Any) -> Ref | None:
-        """k·weight·U·t over the outputs."""
+        """Return k·weight·U·t over the outputs."""
         if t is None:
             return None
         factors = (self.left, self._thin(t), *self._at(self.weight, self.free))
         return self._product(factors, self.sizes, (self.form.rank,), k)
 
     def _small(self) -> Ref | None:
-        """small·I + c·Vᵀ·weight·U over (k, l)."""
+        """Return small·I + c·Vᵀ·weight·U over (k, l)."""
         g, form = self.ctx.g, self.form
         square = (form.rank, form.rank)
         left, right = form.left.over({0: 2, 2: 1}), form.right.over({1: 2, 2: 0})

@@ -1,4 +1,4 @@
-"""Named packs of rules; compose them with `+`, take rules out with `-`."""
+"""Named packs of rules, which compose with `+` and lose rules with `-`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def named(name: str) -> RulePack:
     """Return the pack of a name.
 
     Raises:
-        RuleError: there is none.
+        RuleError: no pack has this name.
     """
     known = by_name()
     if name not in known:

@@ -1,4 +1,4 @@
-"""Separability: sums over pairs that fall apart into sums over each side."""
+"""Separability: sums over pairs that equal products of sums over each side."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _distances(u: Any, v: Any) -> tuple[Any, Any]:
     ),
 )
 def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """Sums of squared differences over all pairs, or over all partners, emitted shifted by a mean.
+    """Separate sums of squared differences over all pairs, or all partners, shifted by a mean.
 
-    The left side does not change when u and v move together, so the right side is taken at
-    u−μ, v−μ: at an offset of 1e4 the unshifted form has no correct digit in float32. The mean is
-    that of a side that is summed, so the last term is about zero and nothing cancels; with
-    weights it would not be, and a weighted sum is left as it is.
+    The left side does not change if u and v are shifted together, so the right side is computed at
+    u−μ, v−μ. At an offset of 1e4 the unshifted form has no correct digit in float32. The mean is
+    that of a side that is summed, so the last term is close to zero and nothing cancels. With
+    weights the last term would not be close to zero, so a weighted sum is not rewritten.
     """
     c = ctx.g.classes[cls]
     if node.op == ADD and len(node.args) != 1:
@@ -65,9 +65,9 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if any(i < p.out for i in only_v):
         summed, other = other, summed
     if any(i < p.out for i in summed[1]):
-        return  # every distance is kept
+        return  # every distance is an output
     scale, inside = total.attr[0] ** 2 * p.coefficient, 1.0
-    if abs(scale) < 1:  # the squares of what it scales may be infinite
+    if abs(scale) < 1:  # the squares of the scaled values may be infinite
         scale, inside = math.copysign(1, scale), math.sqrt(abs(scale))
     yield from _separated(ctx, cls, p, summed, other, (scale, inside))
 
@@ -80,7 +80,10 @@ def _mean(ctx: RuleContext, total: Ref, count: int, dtype: str, why: Justificati
 def _separated(
     ctx: RuleContext, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
 ) -> Iterator[Ref]:
-    """The sums over each side; of two scales, one is of the squares and one of what is squared."""
+    """Return the sums over each side.
+
+    One of the two scales multiplies the squares, and the other multiplies the squared values.
+    """
     c = ctx.g.classes[cls]
     (u, only_u), (v, only_v) = left, right
     scale, inside = scales

@@ -1,8 +1,8 @@
 """Sparsity: contractions with one-hot, diagonal and triangular indicators.
 
-Diagonals need no rule of their own: a delta under a sum renames an index (`order`). Sums guarded
-by an indicator are read where it is 1 only, so what an unguarded product would give at zeros
-times infinity does not arise.
+Diagonals need no rule of their own, because a delta under a sum renames an index (`order`). Sums
+guarded by an indicator are read only where it is 1. The products of zero and infinity of an
+unguarded product therefore do not occur.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _row_or_zero(x: Any, W: Any) -> Any:
     ),
 )
 def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A contraction with a one-hot factor is a gather, zero where the label is out of range."""
+    """Rewrite a contraction with a one-hot factor as a gather, zero for labels out of range."""
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     for k, f in enumerate(p.factors):
@@ -63,7 +63,7 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         label, index, *beyond = test
         rest = [g for j, g in enumerate(p.factors) if j != k]
         if index < p.out or index in label.axes or not any(index in g.axes for g in rest):
-            continue  # alone, Σᵥ [x = v] is 1 only where x is in range
+            continue  # alone, Σᵥ [x = v] is 1 only if x is in range
         ref = _gathered(ctx, cls, p, rest, label, index, beyond[0] if beyond else None)
         if ref is not None:
             product = Product(1, tuple(ref), p.out, p.bound, p.precision)
@@ -84,7 +84,7 @@ class Test(NamedTuple):
 
 
 def tests(ctx: RuleContext, f: Ref) -> Iterator[Test]:
-    """The comparisons a factor is the indicator of."""
+    """Yield the comparisons of which a factor is the indicator."""
     for outer in ctx.g.classes[f.cls].nodes:
         negated = _is_negated(ctx, outer)
         if negated is None:
@@ -97,7 +97,7 @@ def tests(ctx: RuleContext, f: Ref) -> Iterator[Test]:
 
 
 def _is_negated(ctx: RuleContext, outer: Node) -> bool | None:
-    """False for 1 where a condition holds and 0 elsewhere, True for the contrary, else None."""
+    """Return False for an indicator of a condition, True for one of its negation, else None."""
     if outer.op != MAP:
         return None
     if outer.attr[0] == "convert_element_type":
@@ -113,7 +113,7 @@ def _number(ctx: RuleContext, cls: int) -> Any:
 
 
 def _index(ctx: RuleContext, ref: Ref) -> tuple[int, int] | None:
-    """`(index, offset)` of a value that is an index plus a constant."""
+    """Return `(index, offset)` of a value that is an index plus a constant, or None."""
     for n in ctx.g.classes[ref.cls].nodes:
         if n.op == IOTA:
             return ref.axes[0], 0
@@ -129,7 +129,7 @@ def _index(ctx: RuleContext, ref: Ref) -> tuple[int, int] | None:
 
 
 def one_hot_of(ctx: RuleContext, f: Ref) -> tuple[Ref, int] | None:
-    """`(x, v)` of a factor `[x = v]`: an integer value and an index."""
+    """Return `(x, v)` of a factor `[x = v]`, an integer value and an index; or None."""
     for test in tests(ctx, f):
         if test.kind != "eq" or test.negated:
             continue
@@ -141,13 +141,13 @@ def one_hot_of(ctx: RuleContext, f: Ref) -> tuple[Ref, int] | None:
 
 
 def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
-    """`(x, v, out of range)` of a factor I[x, v], rows of an identity matrix."""
+    """Return `(x, v, out of range)` of a factor I[x, v], rows of an identity matrix; or None."""
     for n in ctx.g.classes[f.cls].nodes:
         if n.op != TAKE or len(n.args) != 2 or n.attr[2] != (None,):
             continue
         mode, fill, _ = n.attr
         if mode == "fill" and fill[0] == fill[0]:
-            continue  # only what is NaN stays what it is in a sum
+            continue  # a sum of fill values equals the fill value only if it is NaN
         matrix, x = n.args
         columns = [i for i in matrix.axes if i < n.out]
         identity = any(m.op == DELTA for m in ctx.g.classes[matrix.cls].nodes)
@@ -158,7 +158,7 @@ def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
 
 
 def triangle_of(ctx: RuleContext, f: Ref) -> tuple[int, int, int] | None:
-    """`(i, j, b)` of a factor `[i ≥ j + b]` in two indices, in whatever way it is written."""
+    """Return `(i, j, b)` of a factor `[i ≥ j + b]` in two indices, in any spelling; or None."""
     for test in tests(ctx, f):
         left, right = _index(ctx, test.left), _index(ctx, test.right)
         if left is None or right is None or test.kind == "eq":
@@ -178,9 +178,9 @@ def triangle_of(ctx: RuleContext, f: Ref) -> tuple[int, int, int] | None:
 def _gathered(
     ctx: RuleContext, cls: int, p: Product, rest: list[Ref], label: Ref, index: int, beyond: Any
 ) -> list[Ref] | None:
-    """Every other factor that reads the index, read at the label instead.
+    """Return the other factors that read the index, read at the label instead.
 
-    beyond: what a label out of range reads, as a gather says it; None: zero.
+    beyond: the value for a label out of range, as in a gather; None: zero.
     """
     sizes = (*ctx.g.classes[cls].sizes, *p.bound)
     out = []
@@ -213,10 +213,11 @@ def _gathered(
     ),
 )
 def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A mask of rows is put on the rows of the result, and no longer stands between two products.
+    """Move a mask of rows from between two products to the rows of the result.
 
-    What it hides is not read in either form, so it may be inf or nan; 0 · b is left out where b is
-    that. A mask that a sum reads would have to be multiplied with what it hides.
+    Neither form reads the masked elements, so these may be inf or nan. The product 0 · b is dropped
+    even if b is inf or nan. A mask on a summed index stays, because it would have to be multiplied
+    with the masked elements.
     """
     c = ctx.g.classes[cls]
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
@@ -247,7 +248,7 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     sides=(Sides("ij", lambda a: (jnp.tri(len(a), dtype=a.dtype) @ a, jnp.cumsum(a, 0, a.dtype))),),
 )
 def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
-    """A contraction with a triangle of ones is a cumulative sum, forwards or backwards."""
+    """Rewrite a contraction with a triangle of ones as a cumulative sum, forwards or backwards."""
     c = ctx.g.classes[cls]
     if is_half(c.dtype):
         return
@@ -263,7 +264,7 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         rest = [g for m, g in enumerate(p.factors) if m != k]
         if i >= p.out or j < p.out or not rest or any(i in g.axes for g in rest):
             continue
-        # The prefix runs over j, which takes the place of output i.
+        # The prefix runs over j, which replaces output i.
         swapped = tuple(g.moved(j, i) for g in rest)
         size = c.sizes[i]
         if size != p.bound[j - p.out] or p.coefficient != 1:
@@ -282,7 +283,7 @@ def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
-    """Sums S over n indices, read at i − by: 0 where nothing is summed, the last beyond the end."""
+    """Return sums S over n indices, read at i − by: 0 before the start, the last after the end."""
     g, why = ctx.g, triangular_prefix.reason(ref.cls)
     c = g.classes[ref.cls]
     slot, count = ref.axes.index(at), abs(by)
@@ -291,7 +292,7 @@ def _shifted(ctx: RuleContext, ref: Ref, at: int, by: int, reverse: bool) -> Ref
     assert isinstance(n, int)
 
     def part(entry: Any, count: int | None) -> Ref:
-        """Return S where index `at` is what the entry says; a count of None is one element."""
+        """Return S with index `at` sliced by the entry; a count of None is one element."""
         read = ref if count is not None else ref.moved(at, -1)
         attr = tuple([entry if k == slot else None for k in range(len(ref.axes))])
         return g.term(

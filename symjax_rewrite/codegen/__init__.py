@@ -1,7 +1,7 @@
-"""From chosen terms back to JAX operations.
+"""Code generation: chosen terms are converted back to JAX operations.
 
-May import `rewriting`, `cost`, `ir` and what lies below. Before: terms. After: equations, each with
-the name scope and the source line of what it replaces.
+May import `rewriting`, `cost`, `ir` and the folders below. Before: terms. After: equations, each
+with the name scope and the source line of the equation that it replaces.
 
     Contract((x, (i, k)), (W, (k, j)))  →  dot_general(x, W)
 """

@@ -1,9 +1,8 @@
-"""From chosen terms and programs back to JAX operations.
+"""Emission: chosen terms and programs are converted back to JAX operations.
 
-What was not rewritten is emitted as it came, equation for equation, with its name scope and
-source line. A class of terms is an array together with the class slot each of its axes is
-(`Array`), so consumers read it in any order and transposes are made only where a native equation
-or a result asks for one.
+Equations that were not rewritten are emitted unchanged, with their name scope and source line. A
+class of terms is an array together with the class slot of each of its axes (`Array`). Consumers
+read it in any order, and a transpose is emitted only if a native equation or a result needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 
 def run(program: Program, args: Sequence[Any]) -> list[Any]:
-    """Run a program equation by equation: its results at flat inputs."""
+    """Run a program equation by equation; return its results at flat inputs."""
     made = values(program, args)
     results = [made[v] if isinstance(v, int) else v.val for v in program.outputs]
     avals = program.closed.out_avals
@@ -37,7 +36,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
 
 
 def values(program: Program, args: Sequence[Any]) -> dict[int, Any]:
-    """Every value of a program at flat inputs."""
+    """Return every value of a program at flat inputs."""
     made: dict[int, Any] = dict(zip(program.inputs, args, strict=True))
     made.update(program.consts)
     for e in program.equations:
@@ -47,7 +46,7 @@ def values(program: Program, args: Sequence[Any]) -> dict[int, Any]:
 
 
 def staged(program: Program) -> ClosedJaxpr:
-    """A program as a jaxpr of the same inputs and results."""
+    """Return a program as a jaxpr of the same inputs and results."""
     closed = program.closed
     return jax_internals.make_avals_jaxpr(lambda *args: run(program, args), closed.in_avals)
 
@@ -61,11 +60,11 @@ class Array(NamedTuple):
 
 @dataclass(slots=True)
 class RegionForm:
-    """One region's solution at one place of the program.
+    """The solution of one region at one place of the program.
 
     g: the region's e-graph. choice: node by region class. leaves: program class of each leaf.
     origin: program class (and its slots) of each region class that has one. scope: the equation
-    whose name scope it has.
+    whose name scope is used.
     """
 
     g: EGraph
@@ -76,32 +75,32 @@ class RegionForm:
 
 
 class ClassMaker(Protocol):
-    """Computes classes of terms another way than they are written."""
+    """An object that computes classes of terms by other means than their written nodes."""
 
     def gives(self) -> set[int]:
-        """The classes that it computes and that others may read."""
+        """Return the classes that it computes for other readers."""
         ...
 
     def needs(self, cls: int) -> Iterable[int]:
-        """Classes that must be there before one of its own is."""
+        """Return the classes that must be computed before a class of its own."""
         ...
 
     def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """A class's value, and its slots."""
+        """Return a class's value, and its slots."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class TermPart:
-    """Values of a program whose classes are computed another way: a `Part` (`ir.replacement`).
+    """Values of a program whose classes are computed differently, as a `Part` (`ir.replacement`).
 
-    t: the program's terms. makers: by class, what computes it. forms: by class, the solution of a
-    region and a reference into its e-graph, over the class's slots. own: classes that are computed
-    over their own indices, though equations have them over more. shared: classes of which every
-    value is read from the first one. links: by class that no value of the program holds, the value
-    that parts exchange it by. wide: the same by class that parts hold in f32. opens: whether later
-    passes see the equations. across: whether products of two operands that lie across the grain are
-    slow. source: has the name scope of all.
+    t: the program's terms. makers: by class, the object that computes it. forms: by class, the
+    solution of a region and a reference into its e-graph, over the class's slots. own: classes that
+    are computed over their own indices, although equations have more indices. shared: classes of
+    which every value is read from the first value. links: by class that no value of the program
+    holds, the value through which parts exchange it. wide: the same, by class that parts hold in
+    f32. opens: True if later passes see the equations. across: True if products of two operands
+    with a strided contracted axis are slow. source: the equation whose name scope all get.
     """
 
     t: TermGraph
@@ -125,7 +124,7 @@ class TermPart:
         self.gives = (*(v for v in values if v not in homes), *exchanged)
 
     def needs(self, value: int) -> list[int]:
-        """The values that must be there before a value is made, each once."""
+        """Return the values that must be computed before a value, each once."""
         found: dict[int, None] = {}
         cls = self.class_of(value)
         seen, stack = {cls}, [cls]
@@ -149,7 +148,7 @@ class TermPart:
         return list(found)
 
     def cost(self, device: Device) -> Cost | None:
-        """Return the cost of its makers' kernels on a device; None where one has no model."""
+        """Return the cost of its makers' kernels on a device; None if a maker has no cost model."""
         total = Cost()
         for maker in {id(m): m for m in self.makers.values()}.values():
             price: Callable[[Device], Cost | None] | None = getattr(maker, "price", None)
@@ -160,7 +159,7 @@ class TermPart:
         return total if self.makers else None
 
     def class_of(self, value: int) -> int:
-        """The class that a value holds, or that parts exchange by it."""
+        """Return the class that a value holds, or that parts exchange through it."""
         for by in (self.links, self.wide):
             for cls in (*self.makers, *self.own):
                 if by.get(cls) == value:
@@ -168,12 +167,12 @@ class TermPart:
         return self.t.view(value).cls
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
-        """The arrays of the values wanted."""
+        """Return the arrays of the wanted values."""
         reader = TermReader(self, read)
         return [reader.value(v) for v in wanted]
 
     def value_of(self, cls: int) -> int | None:
-        """The program value that holds a class as it was written."""
+        """Return the program value that holds a class as it was written."""
         t = self.t
         if cls in t.leaf_value:
             return t.leaf_value[cls]
@@ -185,18 +184,18 @@ class TermPart:
         node = node_of(t.graph, cls)
         loose = node.op in (IOTA, ADD, MAP) or (node.op == CONTRACT and not node.bound)
         if loose and any(s != 1 and i not in read for i, s in enumerate(t.sizes[v])):
-            return None  # it is spread over other axes
+            return None  # the value is broadcast over other axes
         if all(size != 0 or i in read for i, size in enumerate(t.sizes[v])):
-            return v  # nothing can be read from an array that was spread over no elements
+            return v  # no element can be read from an array that was broadcast over an empty axis
         return None
 
     def _form_needs(self, form: RegionForm, ref: Ref) -> list[int]:
-        """The classes of the program that a region's value is computed from."""
+        """Return the classes of the program from which a region's value is computed."""
         origins = (self.verbatim_origin(form, cls) for cls in _cone(form, ref.cls))
         return [o.cls for o in origins if o is not None]
 
     def verbatim_origin(self, form: RegionForm, cls: int) -> Ref | None:
-        """The program class to read for a region class, if it is computed as written."""
+        """Return the program class to read for a region class that is computed as written."""
         node = form.choice[cls]
         if node.op == LEAF:
             return Ref(form.leaves[node.attr], tuple(range(node.out)))
@@ -209,7 +208,7 @@ class TermPart:
 
 
 class TermReader:
-    """Classes as arrays, while one part is emitted."""
+    """Reads classes as arrays during the emission of one part."""
 
     def __init__(self, part: TermPart, read: Read) -> None:
         self.part, self.t, self.read = part, part.t, read
@@ -220,11 +219,11 @@ class TermReader:
 
     @property
     def env(self) -> dict[str, Any]:
-        """JAX dimensions by name, for symbolic sizes."""
+        """Return the JAX dimensions by name, for symbolic sizes."""
         return self.t.dim_env
 
     def value(self, v: int) -> Any:
-        """A value from the array of its class: broadcast, ordered, and with atoms merged."""
+        """Return a value from the array of its class: broadcast, ordered, and with atoms merged."""
         cls = self.part.class_of(v)
         if v == self.part.wide.get(cls):
             return self._plain(cls, self.wide_array(cls))
@@ -241,14 +240,14 @@ class TermReader:
         return data if tuple(data.shape) == tuple(aval.shape) else lax.reshape(data, aval.shape)
 
     def array(self, cls: int) -> Array:
-        """A class of the program as an array."""
+        """Return a class of the program as an array."""
         found = self._arrays.get(cls)
         if found is None:
             found = self._arrays[cls] = self._make(cls)
         return found
 
     def wide_array(self, cls: int) -> Array:
-        """A class in the dtype that its maker holds it in, which may be wider than its own."""
+        """Return a class in the dtype of its maker, which may be wider than its own."""
         held = getattr(self.part.makers.get(cls), "held", None)
         if held is not None:
             if cls not in self._wide:
@@ -259,16 +258,16 @@ class TermReader:
         return self._exchanged(cls, self.part.wide[cls])
 
     def _plain(self, cls: int, array: Array) -> Any:
-        """A class's array with its slots in order."""
+        """Return a class's array with its slots in order."""
         sizes = term_lowering.jax_sizes(self.t.graph.classes[cls].sizes, self.env)
         return term_lowering.arrange(array.data, array.slots, tuple(range(len(sizes))), sizes)
 
     def _exchanged(self, cls: int, v: int) -> Array:
-        """A class that another part gives, from the value that it is exchanged by."""
+        """Return a class that another part computes, from the value that holds it."""
         return Array(self.read(v), tuple(range(len(self.t.graph.classes[cls].sizes))))
 
     def folded(self, maker: Any) -> list[Any]:
-        """The results of what computes several classes at once, run once."""
+        """Return the results of an object that computes several classes, run once."""
         if id(maker) not in self._results:
             self._results[id(maker)] = maker.run(self)
         return self._results[id(maker)]
@@ -277,7 +276,7 @@ class TermReader:
         return cls not in self.part.makers and cls not in self.part.forms
 
     def _is_same(self, v: int, other: int) -> bool:
-        """True if two values of a class hold it the same way round."""
+        """Return True if two values of a class hold it with the same axis order."""
         t = self.t
         return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
 
@@ -302,7 +301,7 @@ class TermReader:
         return self._lower(self.t.graph, cls, node, operands)
 
     def _to_array(self, v: int) -> Array:
-        """A value's class as an array: atoms split, broadcast axes dropped."""
+        """Return a value's class as an array: atoms split, broadcast axes dropped."""
         view, data = self.t.view(v), self.read(v)
         sizes = term_lowering.jax_sizes(self.t.sizes[v], self.env)
         if tuple(data.shape) != tuple(sizes):
@@ -352,5 +351,5 @@ class TermReader:
 
 
 def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:
-    """Return a region's classes under a root, operands first; those that are done are left out."""
+    """Return a region's classes under a root, operands first, without the classes already done."""
     return postorder([root], lambda c: [a.cls for a in form.choice[c].args], done or ())

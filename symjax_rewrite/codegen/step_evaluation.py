@@ -1,6 +1,6 @@
-"""Values of the steps that all step programs have in common: constants, casts, elementwise terms.
+"""Evaluation of the steps that all step programs share: constants, casts, elementwise terms.
 
-May import `ir.step_program` and `term_lowering`. A program adds handlers for what it reads.
+May import `ir.step_program` and `term_lowering`. A step program adds handlers for its own reads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def handlers(primitives: Mapping[str, Any], **others: Any) -> Handlers:
     """Return the handlers of "const", "cast" and "apply", and others.
 
     Args:
-        primitives: those that the program brings, by name.
-        others: handlers by kind; each replaces one of the same name.
+        primitives: the primitives of the program, by name.
+        others: handlers by kind; each replaces a handler of the same name.
     """
     return {
         "const": lambda data, args, dtype: np.asarray(data).astype(np.dtype(dtype)),

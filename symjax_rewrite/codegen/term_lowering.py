@@ -1,7 +1,7 @@
-"""How each kind of term is written with `jax.lax` (a pass; `emit` calls it).
+"""Lowering of each kind of term to `jax.lax`.
 
-Operands come as `(array, labels)`: the index each axis reads. Results come the same way, so the
-order of axes is free until somebody asks for one.
+Operands are pairs `(array, labels)`; a label is the index that an axis reads. Results have the same
+form, so the order of axes is free until a consumer fixes it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
 Sizes = tuple[Any, ...]
 
-# Maps of half-precision values that round nothing, and one that is a matter of the last bit.
+# Elementwise functions of half-precision values that do not round, and one that differs in the last
+# bit only.
 EXACT = frozenset("select_n neg abs max min sign floor ceil round stop_gradient nextafter".split())
 
 
 def jax_sizes(sizes: Sequence[Dim], env: Mapping[str, Any]) -> Sizes:
-    """Sizes as JAX shape entries."""
+    """Return sizes as JAX shape entries."""
     return tuple(s.at(env) if isinstance(s, Poly) else s for s in sizes)
 
 
 def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
-    """The array over exactly the indices of `order`: transposed, then broadcast.
+    """Return the array over exactly the indices of `order`: transposed, then broadcast.
 
     `sizes[i]` is the size of index i.
     """
@@ -67,7 +68,7 @@ def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
 
 
 def dropped_label(slot: int) -> int:
-    """The label of a class slot that a slice reads at one element."""
+    """Return the label of a class slot of which a slice reads one element."""
     return -2 - slot
 
 
@@ -79,10 +80,10 @@ def lower_node(
     primitives: Mapping[str, Any],
     guards: frozenset[int] = frozenset(),
 ) -> Operand:
-    """Write one node; `sizes[i]` is the size of its index i.
+    """Lower one node; `sizes[i]` is the size of its index i.
 
-    `guards` are the positions of operands that are deltas: they select, so that nothing infinite
-    or NaN off the diagonal gets into a product.
+    `guards` are the positions of operands that are deltas. They are lowered to selects, so that no
+    infinity or NaN off the diagonal gets into a product.
     """
     operands = [read_diagonals(data, labels) for data, labels in operands]
     if guards:
@@ -95,7 +96,7 @@ def lower_node(
 
 
 def read_diagonals(data: Any, labels: Labels) -> Operand:
-    """An index read twice is a diagonal: a strided slice of the two axes flattened."""
+    """Return an operand with repeated indices read as diagonals, by strided slices."""
     while len(set(labels)) < len(labels):
         twice = next(i for i in labels if labels.count(i) > 1)
         a, b = [n for n, i in enumerate(labels) if i == twice][:2]
@@ -132,7 +133,7 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
         needed.append(others | set(range(out)))
     read = {i for _, labels in operands for i in labels}
     private = any(set(o[1]) - need for o, need in zip(operands, needed, strict=True))
-    if private or not is_dot(node):  # only a dot takes and gives other dtypes by itself
+    if private or not is_dot(node):  # only a dot takes and returns other dtypes directly
         operands = _promoted(operands, dtype)
     left = {i for o, need in zip(operands, needed, strict=True) for i in o[1] if i in need}
     if all(i < out for i in left):  # sums stay wide until they are multiplied
@@ -144,11 +145,11 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
         made = dtype
         if jnp.issubdtype(dtype, jnp.inexact) and all(
             jnp.issubdtype(data.dtype, jnp.integer) for data, _ in operands
-        ):  # beside a float an integer is taken as one, two of them make no float
+        ):  # an integer beside a float is converted; two integers stay integers
             made = _accumulator(dtype)
             operands = _promoted(operands, made)
         result = _dot(operands[0], operands[1], out, node.attr, made)
-    else:  # a half-precision dot accumulates in float32, and so does what is written for it
+    else:  # a half-precision dot accumulates in float32, and so does its replacement
         data, labels = _multiply(_promoted(operands, _accumulator(dtype)), sizes, len(sizes))
         result = _sum_out((data, labels), set(range(out)))
     result = (lax.convert_element_type(result[0], np.dtype(dtype)), result[1])
@@ -156,7 +157,7 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
 
 
 def _promoted(operands: list[Operand], dtype: str) -> list[Operand]:
-    """The operands in one dtype that loses nothing of them nor of the result."""
+    """Return the operands in one dtype that represents all of them and the result exactly."""
     common = functools.reduce(jnp.promote_types, [o[0].dtype for o in operands], np.dtype(dtype))
     return [(lax.convert_element_type(data, common), labels) for data, labels in operands]
 
@@ -180,12 +181,12 @@ def _sum_out(operand: Operand, needed: set[int]) -> Operand:
 
 
 def _accumulator(dtype: str) -> str:
-    """The dtype a sum is accumulated in."""
+    """Return the dtype in which a sum is accumulated."""
     return "float32" if is_half(dtype) else dtype
 
 
 def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
-    """Elementwise product over the indices read, in the order of the widest operand."""
+    """Return the elementwise product over the indices read, ordered as the widest operand."""
     order = _common_order(operands, out)
     arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
     data = arrays[0]
@@ -201,11 +202,11 @@ def _common_order(operands: list[Operand], out: int) -> Labels:
 
 
 def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
-    """A dot_general, its operands in the order that reads memory forwards.
+    """Return a dot_general with its operands in the order that reads memory contiguously.
 
-    XLA on CPU runs `H @ y` and `y @ H` fast and `Hᵀ @ y`, `y @ Hᵀ` 5 to 50 times slower.
+    XLA on CPU runs `Hᵀ @ y` and `y @ Hᵀ` 5 to 50 times slower than `H @ y` and `y @ H`.
     """
-    # Axes that both have go in the order of the larger operand: the other one is rearranged.
+    # Batch axes are in the order of the larger operand: the other operand is transposed.
     larger, other = (left, right) if _elements(left[0]) > _elements(right[0]) else (right, left)
     shared = [i for i in larger[1] if i in other[1]]
     batch = [i for i in shared if i < out]
@@ -223,7 +224,7 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
 
 
 def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
-    """Which operand goes left: the one that costs less to read, else the natural output order."""
+    """Return True if swapped operands cost less to read; ties keep the natural output order."""
     now, then = _stride_cost(left, right, summed), _stride_cost(right, left, summed)
     if now != then:
         return then < now
@@ -233,10 +234,11 @@ def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
 
 
 def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
-    """Elements read across the grain: left wants its last axis contracted, right its first.
+    """Return the number of elements read with a stride.
 
-    Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis costs
-    up to 40 times, a right operand contracted on its last hardly anything.
+    Reads are contiguous if the left operand contracts its last axis and the right operand its
+    first. Measured on CPU (experiments/linear_algebra): a left operand contracted on its first axis
+    costs up to 40 times as much. A right operand contracted on its last axis costs hardly more.
     """
     (a, la), (b, lb) = left, right
     cost = 0.0 if len(la) < 2 or la[-1] in summed else float(_elements(a))
@@ -244,10 +246,10 @@ def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
 
 
 def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:
-    """The operands of a product that both lie across the grain, the narrower one laid along it.
+    """Return the operands of a strided product, with the narrower operand transposed in memory.
 
-    Xᵀ Y is Xᵀ, written out, times Y. The barrier keeps XLA from folding the transposition back
-    into the product (`Device.slow_across` says where that is the slower form).
+    Xᵀ Y is Xᵀ, stored transposed, times Y. The barrier prevents XLA from folding the transposition
+    back into the product (`Device.slow_across` says where the folded form is slower).
     """
     if not is_dot(node) or len(operands) != 2:
         return operands
@@ -302,7 +304,7 @@ def _scale(data: Any, coefficient: Any, dtype: str) -> Any:
 
 
 def literal(value: Any, dtype: str) -> Any:
-    """A coefficient rounded once, in the dtype; integers wrap as their arithmetic does."""
+    """Return a coefficient rounded once, in the dtype; integers wrap as in their arithmetic."""
     kind = np.dtype(dtype)
     if kind.kind in "iu":
         bits = 8 * kind.itemsize
@@ -323,14 +325,14 @@ def _map(
         return lax.div(lax.full_like(arrays[0], 1), arrays[0]), order
     if name == "convert_element_type":
         return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
-    primitive = primitives.get(name) or getattr(lax, f"{name}_p")  # rules may bring their own
+    primitive = primitives.get(name) or getattr(lax, f"{name}_p")  # rules may define primitives
     return primitive.bind(*arrays, **dict(params)), order
 
 
 def in_kernel(attr: Any, args: Sequence[Any], dtype: str, primitives: Mapping[str, Any]) -> Any:
-    """A map as a kernel computes it: what rounds in half precision is rounded from f32.
+    """Apply an elementwise function in a kernel: half-precision functions that round run in f32.
 
-    So it is where XLA compiles for a GPU; Pallas-Triton has no half-precision division.
+    This matches XLA's compilation for a GPU. Pallas-Triton has no half-precision division.
     """
     name, params = attr
     if name == "convert_element_type":
@@ -355,7 +357,7 @@ def _reduce(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
 
 
 def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    # An axis that is dropped carries a label of its own, so that it can be told apart.
+    # A dropped axis has a label of its own, so that it can be distinguished.
     data, labels = operands[0]
     spec: dict[int, Any] = {}
     for slot, (attr, index) in enumerate(zip(node.attr, node.args[0].axes, strict=True)):
@@ -370,7 +372,7 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
         elif isinstance(attr, tuple):
             start, stride = attr
             if isinstance(sizes[i], int) and sizes[i] == 0:
-                start, stride = 0, 1  # slices of slices may start behind the end of what is empty
+                start, stride = 0, 1  # slices of slices may start after the end of an empty axis
             starts.append(start)
             limits.append(start + stride * (sizes[i] - 1) + 1)
             strides.append(stride)
@@ -385,10 +387,10 @@ def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
 
 
 def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    """The pieces end to end, in the order their axes have: a piece transposed is a piece copied.
+    """Concatenate operands in the order of their axes; a transposed operand is copied.
 
-    XLA folds a transpose into the product that makes the piece, which may then read both of its
-    operands across the grain.
+    XLA folds a transpose into the product that computes the operand. This product may then read
+    both of its operands with a stride.
     """
     target, piece_sizes = node.attr
     largest = max(operands, key=lambda o: (len(o[1]), _elements(o[0])))[1]
@@ -415,20 +417,20 @@ def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 
 
 def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    """A gather, or a dynamic slice where every index value is one number."""
+    """Lower a gather, or a dynamic slice if every index value is one number."""
     mode, fill, windows = node.attr
     (data, labels), *values = operands
     for k in range(node.out, node.out + len(windows)):
-        if k not in labels:  # what is read does not vary there
+        if k not in labels:  # the operand does not vary along this index
             data, labels = lax.broadcast(data, (sizes[k],)), (k, *labels)
     window = {node.out + j: w for j, w in enumerate(windows)}
     counts = [1 if i in window and window[i] is None else sizes[window.get(i, i)] for i in labels]
     over = tuple(dict.fromkeys(i for _, value_labels in values for i in value_labels))
     if mode == "fill" and any(sizes[i] == 0 for i in window):
-        order = tuple(range(node.out))  # nothing is in range
+        order = tuple(range(node.out))  # no index value is in range
         return lax.full(sizes[: node.out], fill[0], np.dtype(dtype)), order
     common = functools.reduce(jnp.promote_types, [x.dtype for x, _ in values])
-    if common.itemsize < 4:  # may be too small for the sizes
+    if common.itemsize < 4:  # the dtype may be too small for the sizes
         common = np.dtype(np.int32)
     if over or mode == "fill":
         numbers = [lax.expand_dims(arrange(x, xl, over, sizes), (len(over),)) for x, xl in values]
@@ -447,7 +449,7 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
 def _gather(
     data: Any, labels: Labels, window: dict, start: Operand, counts: list, mode: str, fill: Any
 ) -> Operand:
-    """The gather whose index array stands over the indices of `start`, its parts last."""
+    """Return the gather whose index array is over the indices of `start`, its parts last."""
     indices, over = start
     gone = [a for a, i in enumerate(labels) if i in window and window[i] is None]
     batch = [a for a, i in enumerate(labels) if i in over]
@@ -483,7 +485,10 @@ def _inverse(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> O
 
 
 def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    """Σ_s C·right with C(p, q) = (A⁻¹)(q, p): summing over p solves A·z = r, over q Aᵀ·z = r."""
+    """Lower Σ_s C·right with C(p, q) = (A⁻¹)(q, p).
+
+    Summing over p solves A·z = r, and summing over q solves Aᵀ·z = r.
+    """
     (data, order), (right, labels) = operands
     summed = node.out
     free = order[0] if order[1] == summed else order[1]

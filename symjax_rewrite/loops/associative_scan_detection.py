@@ -1,9 +1,9 @@
-"""Scans that were unrolled into a tree by `lax.associative_scan` (a pass's own recognition).
+"""Detection of scans that `lax.associative_scan` unrolled into a tree of equations.
 
-Nothing of how the tree is cut matters. Every entry of every array is followed as what it stands
-for: with steps h ← a·h + b, an entry is the product a_lo…a_hi, or what the steps lo…hi make of
-h = 0. `a_hi·b_lo + b_hi` joins neighbours; slices, pads, sums with zeros and concatenations move
-entries. Where the entries of an array stand for 0…i at every i, it is the scan.
+The detection does not depend on how the tree is cut. For steps h ← a·h + b, every array entry
+denotes either the product a_lo…a_hi or the state that the steps lo…hi compute from h = 0.
+`a_hi·b_lo + b_hi` joins neighbouring ranges. Slices, pads, sums with zeros and concatenations move
+entries. An array is the result of the scan if its entry i denotes the range 0…i for every i.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from symjax_rewrite.loops.axis_moves import entry_moves
 from symjax_rewrite.loops.fusion import Surroundings, graft
 from symjax_rewrite.loops.loop import Carry, Loop, Source
 
-MIN_LENGTH = 8  # shorter trees are as good as loops
+MIN_LENGTH = 8  # no shorter tree is faster as a loop
 
-NOTHING = -1  # an entry that is a padded zero
+NOTHING = -1  # marks an entry that is a padded zero
 
 
 class Entries(NamedTuple):
-    """What the entries of an array along an axis stand for.
+    """The ranges of steps that the entries of an array denote along an axis.
 
-    kind: "a" a product of steps' factors, "b" what steps make of zero, "ab" the factor of the
-    steps after `mid` times what the steps up to it make, "input" either of the first two. factors,
-    added: the values a and b of the steps. layout: for every axis, which one of the inputs' it is.
+    kind: "a" for a product of the steps' factors; "b" for the state that the steps compute from
+    zero; "ab" for the factor of the steps after `mid` times the state of the steps up to `mid`;
+    "input" for either of the first two. factors, added: the values a and b of the steps. layout:
+    for every axis, the corresponding axis of the inputs.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Entries(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether they stand for 0…i at every i, and not as an input."""
+        """Return True if the entries denote 0…i at every i, and are not an input."""
         count = len(self.lo)
         whole = count and (self.lo == 0).all() and (self.hi == np.arange(count)).all()
         return bool(whole) and self.kind in ("a", "b")
@@ -53,11 +54,11 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A tree that is a scan: `out[i]` is what the steps 0…i make of zero.
+    """A tree that is a scan: `out[i]` is the state that the steps 0…i compute from zero.
 
-    factors, added: the values a and b of the steps. products: the value of all products a_0…a_i,
-    where the program has it. axis: of a and b. layouts: of `out` and `products`, see `Entries`.
-    equations: the tree's own.
+    factors, added: the values a and b of the steps. products: the value of all products a_0…a_i, if
+    the program has this value. axis: the axis of the steps in a and b. layouts: of `out` and
+    `products`, see `Entries`. equations: the equations of the tree.
     """
 
     factors: int
@@ -70,13 +71,13 @@ class Prefix:
     equations: tuple[Equation, ...]
 
     def states_alone(self) -> Prefix:
-        """The part of the tree that makes `out`."""
+        """Return the part of the tree that computes `out`."""
         own = _made_for(list(self.equations), {self.out}, {self.factors, self.added})
         return replace(self, products=None, layouts=self.layouts[:1], equations=tuple(own))
 
 
 def find_prefixes(program: Program) -> list[Prefix]:
-    """The trees of a program that are scans of affine steps."""
+    """Find the trees of a program that are scans of affine steps."""
     seeds = _seeds(program)
     if len(seeds) < 2:
         return []
@@ -93,13 +94,13 @@ def find_prefixes(program: Program) -> list[Prefix]:
         (v,) = e.outvals
         if found.is_whole:
             whole.setdefault((found.factors, found.added), (v, found))
-        if not (found.is_whole and v in seeds):  # which the steps of another tree are
+        if not (found.is_whole and v in seeds):  # the seeds are the steps of another tree
             entries[v] = found
     return list(_complete(entries, whole, made))
 
 
 def _seeds(program: Program) -> dict[int, Entries]:
-    """Arrays of which both the even and the odd entries are read."""
+    """Return the arrays whose even and odd entries are both read."""
     parities: dict[tuple[int, int], set[int]] = {}
     for e in program.equations:
         p = e.eqn.params
@@ -124,7 +125,7 @@ def _complete(
     whole: dict[tuple[int | None, int | None], tuple[int, Entries]],
     made: list[Equation],
 ) -> Iterator[Prefix]:
-    """What stands for 0…i at every i, as trees."""
+    """Return the arrays that denote 0…i at every i, as trees."""
     for (a, b), (out, x) in whole.items():
         if a is None or b is None:
             continue
@@ -138,7 +139,7 @@ def _complete(
 
 
 def _made_for(made: list[Equation], values: set[Any], given: set[int]) -> list[Equation]:
-    """The equations that make some values of given ones, in order."""
+    """Return the equations that compute `values` from given values, in order."""
     found = []
     for e in reversed(made):
         if e.outvals[0] in values:
@@ -179,7 +180,7 @@ def _moved(e: Equation, known: list[Entries | None]) -> Entries | None:
 def _same_kind(
     x: Entries, y: Entries, join: Callable[[list[np.ndarray]], np.ndarray]
 ) -> Entries | None:
-    """Two arrays of one kind as one; an input of the tree is of the kind of the other."""
+    """Join two arrays of one kind; an input of the tree takes the kind of the other array."""
     if x.layout != y.layout:
         return None
     if x.kind == "input" and y.kind in ("a", "b"):
@@ -250,7 +251,7 @@ _ROWS: dict[str, Callable[[Equation, list[Entries | None]], Entries | None]] = {
 
 
 def refusal(around: Surroundings, prefix: Prefix) -> str | None:
-    """Why a tree must stay a tree, or None."""
+    """Return the reason why a tree must stay a tree, or None."""
     inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
     if any(is_read(around, prefix, v) for v in inner):
         return "another equation reads a value inside the tree"
@@ -261,17 +262,17 @@ def refusal(around: Surroundings, prefix: Prefix) -> str | None:
 
 
 def is_read(around: Surroundings, prefix: Prefix, v: int) -> bool:
-    """Whether a value is read outside the tree."""
+    """Return True if a value is read outside the tree."""
     own = {id(e) for e in prefix.equations}
     users = around.users.get(v, ())
     return v in around.outputs or any(id(e) not in own for e in users)
 
 
 def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]:
-    """A tree as a loop, and the equations it replaces.
+    """Return a tree as a loop, and the equations that the loop replaces.
 
-    The first step is b alone: a product with a start of zero would be NaN where a factor is not
-    finite. A tree between two reversals is a loop that runs backwards.
+    The first state is b alone: a product with a zero start would be NaN for a factor that is not
+    finite. A tree between two reversals becomes a loop that runs backwards.
     """
     program = around.program
     products = prefix.products is not None and is_read(around, prefix, prefix.products)
@@ -311,13 +312,13 @@ def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]
 
 
 def reversal(around: Surroundings, v: int, axis: int) -> Equation | None:
-    """The equation that makes a value by reversing another along an axis."""
+    """Return the equation that computes a value by reversing another value along an axis."""
     e = around.makers.get(v)
     return e if e is not None and is_reversal(e, axis) else None
 
 
 def is_reversal(e: Equation, axis: int) -> bool:
-    """Whether an equation reverses an axis, and no other."""
+    """Return True if an equation reverses this axis and no other axis."""
     return e.name == "rev" and tuple(e.eqn.params["dimensions"]) == (axis,)
 
 
@@ -326,7 +327,7 @@ def _scalar(aval: Any) -> Any:
 
 
 def _step(prefix: Prefix, program: Program, products: bool) -> jax_internals.ClosedJaxpr:
-    """One step as a jaxpr of (h, a, b, whether it is the first), or (h, p, a, b, first)."""
+    """Return one step as a jaxpr of (h, a, b, is_first), or of (h, p, a, b, is_first)."""
 
     def step(h: Any, *rest: Any) -> list[Any]:
         *p, a, b, flag = rest

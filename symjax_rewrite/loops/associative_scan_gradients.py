@@ -1,11 +1,12 @@
-"""Derivatives of scans that were unrolled into a tree (a pass's own recognition).
+"""Detection of the derivatives of scans that were unrolled into a tree.
 
-With g the cotangents of the states h of h ← a·h + b, those of b are the scan back over the steps
-G_t = g_t + a_{t+1}·G_{t+1}, and those of a are G_t·h_{t-1}. Between what the tree saves and these
-there are only moves along the steps' axis, products and sums: polynomials of a, b and g, whatever
-the tree looks like. So they are evaluated at random points of a prime field, exactly, and what
-satisfies the equations there is what they define (Schwartz 1980, Zippel 1979: "Probabilistic
-algorithms for sparse polynomials"). A wrong answer has a chance below 1e-16 at 2¹⁶ steps.
+Let g be the cotangents of the states h of h ← a·h + b. The cotangents of b are the reversed scan
+G_t = g_t + a_{t+1}·G_{t+1}, and the cotangents of a are G_t·h_{t-1}. The equations between the
+residuals of the tree and these cotangents are moves along the steps' axis, products and sums. They
+are therefore polynomials of a, b and g for every shape of the tree. The polynomials are evaluated
+exactly at random points of a prime field, and a value that satisfies the defining equations at
+these points is taken for the cotangent (Schwartz 1980; Zippel 1979, "Probabilistic algorithms for
+sparse polynomials"). The probability of a wrong answer is below 1e-16 at 2¹⁶ steps.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from symjax_rewrite.loops.fusion import Surroundings
 
 BITS = 31
 PRIME = (1 << BITS) - 1
-POINTS = 4  # that polynomials are evaluated at
-MAX_CANDIDATES = 8  # for what the cotangents of the states are
+POINTS = 4  # random points at which polynomials are evaluated
+MAX_CANDIDATES = 8  # values tried as the cotangents of the states
 
 
 class Polynomials(NamedTuple):
-    """An array by its values at the points, plus other arrays.
+    """The values of an array at the points, plus other arrays.
 
-    values: uint64[n, POINTS] along `axis`. layout: for every axis, which one of the tree's it is.
-    others: arrays of the program that are added.
+    values: uint64[n, POINTS] along `axis`. layout: for every axis, the corresponding axis of the
+    tree. others: arrays of the program that are added.
     """
 
     values: np.ndarray
@@ -41,7 +42,7 @@ class Polynomials(NamedTuple):
     others: tuple[int, ...] = ()
 
     def like(self, other: Polynomials) -> bool:
-        """Whether they lie along the same axes and are as long."""
+        """Return True if both have the same axes and the same length."""
         return (self.axis, self.layout, len(self.values)) == (
             other.axis,
             other.layout,
@@ -51,10 +52,10 @@ class Polynomials(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cotangents:
-    """What is made of the cotangents of a tree's states.
+    """The cotangents that a program computes from the cotangents of a tree's states.
 
-    given: those of the states. made: for what is added ("b") and for the factors ("a"): the value,
-    and what else is added to it. equations: those that may be spared.
+    given: the cotangents of the states. made: for the added values ("b") and for the factors ("a"):
+    the value, and the other arrays added to it. equations: the equations that loops replace.
     """
 
     given: int
@@ -64,29 +65,29 @@ class Cotangents:
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:
-    """A tree, and what goes back over it."""
+    """A tree and the cotangents that are computed from its residuals."""
 
     prefix: Prefix
     back: tuple[Cotangents, ...]
 
     def equations(self) -> list[Equation]:
-        """The tree's, and those that may be spared."""
+        """Return the equations of the tree and the equations that loops replace."""
         every = [*self.prefix.equations, *(e for c in self.back for e in c.equations)]
         return list({id(e): e for e in every}.values())
 
     def reads(self) -> list[int]:
-        """The values that loops in its place need, but for what is added to their results."""
+        """Return the values that the replacing loops read, except arrays added to their results."""
         return [self.prefix.factors, self.prefix.added, *[c.given for c in self.back]]
 
     def instead(self) -> dict[int, list[int]]:
-        """The values that loops make in its place, and what else each of them needs."""
+        """Return the values that the replacing loops compute, each with its other operands."""
         reads = self.reads()
         made = {v: [*reads, *others] for c in self.back for _, v, others in c.made}
         return {self.prefix.out: reads[:2], **made}
 
 
 def find_differentiated(around: Surroundings, prefixes: list[Prefix]) -> list[Differentiated]:
-    """The trees of which all that is read on the way goes into cotangents."""
+    """Find the trees whose intermediate values are only read to compute cotangents."""
     found = [d for p in prefixes if (d := _differentiated(around, p)) is not None]
     while found:
         instead = {v: reads for d in found for v, reads in d.instead().items()}
@@ -99,14 +100,14 @@ def find_differentiated(around: Surroundings, prefixes: list[Prefix]) -> list[Di
 
 
 def needed(program: Program, instead: dict[int, list[int]]) -> set[int]:
-    """Return the live values where some values are made of others instead."""
+    """Return the live values, given the operands of values that are computed differently."""
     operands = value_operands(makers_of(program.equations))
     ends = [*program.outputs, *[v for e in program.equations if e.eqn.effects for v in e.invals]]
     return cone(numbers(ends), lambda v: instead[v] if v in instead else operands(v))
 
 
 def _inner(prefix: Prefix) -> set[int]:
-    """What a tree makes on the way."""
+    """Return the intermediate values of a tree."""
     return {v for e in prefix.equations for v in e.outvals} - {prefix.out}
 
 
@@ -140,7 +141,7 @@ def _differentiated(around: Surroundings, prefix: Prefix) -> Differentiated | No
 def _explain(
     reader: Equation, around: Surroundings, prefix: Prefix, points: _Points
 ) -> tuple[Cotangents, set[int]] | None:
-    """What goes back over a tree where an equation reads what it saved; all values on the way."""
+    """Explain the equations that read a residual of a tree; return all intermediate values too."""
     for given in _candidates(reader, around, prefix.out, points.known):
         known = points.evaluated(given)
         if known.keys().isdisjoint(reader.outvals):
@@ -157,7 +158,7 @@ def _explain(
 def _candidates(
     reader: Equation, around: Surroundings, out: int, known: dict[int, Polynomials]
 ) -> Iterator[int]:
-    """Values of the states' shape that an equation reads through moves, products and sums."""
+    """Yield values of the states' shape that an equation reads through moves, products and sums."""
     aval = around.program.avals[out]
     queue = [v for v in reader.invals if isinstance(v, int) and v not in known]
     seen: set[int] = set()
@@ -177,9 +178,9 @@ def _candidates(
 
 
 class _Points:
-    """A tree's polynomials at random points.
+    """The polynomials of a tree at random points.
 
-    known: of every value of the tree.
+    known: the polynomials of every value of the tree.
     """
 
     def __init__(self, prefix: Prefix, program: Program) -> None:
@@ -195,11 +196,11 @@ class _Points:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of the tree's arrays."""
+        """Return the shape of the tree's arrays."""
         return self.program.avals[self.prefix.added].shape
 
     def evaluated(self, given: int) -> dict[int, Polynomials]:
-        """What is made of the tree and of the cotangents of its states."""
+        """Return the polynomials of values computed from the tree and its states' cotangents."""
         known = {**self.known, given: self._random(self.prefix.layouts[0])}
         self._evaluate(self.program.equations, known)
         return {v: x for v, x in known.items() if v not in self.known}
@@ -243,9 +244,9 @@ class _Points:
     def cotangents(
         self, known: dict[int, Polynomials], given: int
     ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """The cotangents of b and of a, and what else is added to them.
+        """Yield the cotangents of b and of a, with the other arrays added to them.
 
-        Where zeros are added afterwards it is the last of the sums.
+        Where zeros are added afterwards, the last of the sums is the cotangent.
         """
         a, b, h = (self.known[v] for v in (self.prefix.factors, self.prefix.added, self.prefix.out))
         g, dtype = known[given].values, self.program.avals[self.prefix.added].dtype
@@ -266,12 +267,15 @@ class _Points:
 
 
 def _solves_added(x: np.ndarray, a: np.ndarray, g: np.ndarray) -> bool:
-    """Whether x_t = g_t + a_{t+1}·x_{t+1}."""
+    """Return True if x_t = g_t + a_{t+1}·x_{t+1}."""
     return _equal(x[-1], g[-1]) and _equal(x[:-1], g[:-1] + _times(a[1:], x[1:]))
 
 
 def _solves_factors(x: np.ndarray, a: np.ndarray, h: np.ndarray, g: np.ndarray) -> bool:
-    """Whether x_t = G_t·h_{t-1}, by h_t·x_t = h_{t-1}·(h_t·g_t + a_{t+1}·x_{t+1})."""
+    """Return True if x_t = G_t·h_{t-1}.
+
+    The check is h_t·x_t = h_{t-1}·(h_t·g_t + a_{t+1}·x_{t+1}).
+    """
     if (x[0] % np.uint64(PRIME)).any() or not _equal(x[-1], _times(g[-1], h[-2])):
         return False
     after = _times(h[1:-1], g[1:-1]) + _times(a[2:], x[2:])
@@ -279,7 +283,7 @@ def _solves_factors(x: np.ndarray, a: np.ndarray, h: np.ndarray, g: np.ndarray) 
 
 
 def _reduced(x: np.ndarray) -> np.ndarray:
-    """What is congruent and at most the prime; a division takes ten times as long."""
+    """Return a congruent value that is at most the prime; a division takes ten times as long."""
     for _ in range(2):
         x = (x & np.uint64(PRIME)) + (x >> np.uint64(BITS))
     return x

@@ -1,4 +1,4 @@
-"""Differentiated trees of affine steps as two loops, there and back over the steps (a pass)."""
+"""Conversion of differentiated trees of affine steps into a forward loop and backward loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from symjax_rewrite.loops.stepwise_equations import stepped_result
 
 
 class LoopPart(NamedTuple):
-    """Some values made otherwise: what is needed for them, what is made, and how."""
+    """A replacement of some values: the values it reads, the values it computes, and how."""
 
     reads: list[int]
     makes: list[int]
@@ -31,10 +31,10 @@ class LoopPart(NamedTuple):
 def as_loops(
     around: Surroundings, found: list[Differentiated]
 ) -> Iterator[tuple[Differentiated, LoopPart]]:
-    """Trees as loops.
+    """Convert trees to loops.
 
-    What reads the states after their cotangents are known is given them by the loop back, which
-    has them at hand, so that the loop there need not write them for that.
+    Values that read the states and that no cotangent needs are computed in the backward loop, which
+    has the states as operands. The forward loop then need not store the states for them.
     """
     before = making(around.program.equations, [c.given for d in found for c in d.back])
     for d in found:
@@ -44,8 +44,8 @@ def as_loops(
 class _Loops:
     """The loops of one tree.
 
-    backwards: whether the tree stands between two reversals, and its first step is the last entry.
-    states: the value of those before every step, if the loops back need them.
+    backwards: True if the tree is between two reversals, so that its first step is the last entry.
+    states: the value of the states before every step, if the backward loops need it.
     """
 
     def __init__(self, around: Surroundings, d: Differentiated, before: set[Equation]) -> None:
@@ -65,7 +65,7 @@ class _Loops:
             self.states = self.program.new_value(aval.update(shape=shape, weak_type=False))
 
     def parts(self) -> Iterator[LoopPart]:
-        """The loop there, those back, and what is made of their results."""
+        """Yield the forward loop, the backward loops, and the equations that read their results."""
         yield self._there()
         for n, c in enumerate(self.d.back):
             yield from self._back(c, self.late if n == 0 else [])
@@ -74,28 +74,28 @@ class _Loops:
         return self.layouts.get(v) or tuple(range(len(self.program.avals[v].shape)))
 
     def _axis(self, v: int) -> int:
-        """The axis of a value that the steps lie along."""
+        """Return the axis of a value that indexes the steps."""
         return self._layout(v).index(self.prefix.axis)
 
     def _steps_first(self, v: int) -> list[int]:
-        """The order of a value's axes that has the steps first and the rest as the factors have."""
+        """Return the axis order of a value: the steps first, the rest as in the factors."""
         layout = self._layout(v)
         rest = [layout.index(k) for k in range(len(layout)) if k != self.prefix.axis]
         return [self._axis(v), *rest]
 
     def _source(self, v: int) -> int:
-        """What a value reverses, if the loops run backwards over it."""
+        """Return the operand of the reversal that computes a value, if the loops run backwards."""
         e = reversal(self.around, v, self._axis(v)) if self.backwards else None
         source = v if e is None else e.invals[0]
         return source if isinstance(source, int) else v
 
     def _reversed(self, v: int) -> list[int]:
-        """What reverses a value again, where the loops run backwards."""
+        """Return the reversals of a value, if the loops run backwards."""
         users = self.around.users.get(v, ()) if self.backwards else ()
         return [e.outvals[0] for e in users if is_reversal(e, self._axis(v))]
 
     def _late(self, before: set[Equation]) -> Iterator[Equation]:
-        """What reads the states and is not needed for cotangents, if all is done step by step."""
+        """Yield the step-by-step equations that read the states and that no cotangent needs."""
         out, again = self.prefix.out, self._reversed(self.prefix.out)
         own = {id(e) for e in self.prefix.equations} | {id(self.around.makers[v]) for v in again}
         read = {
@@ -109,17 +109,17 @@ class _Loops:
             yield from (e for e, _ in read.values() if e not in before)
 
     def _makes(self, v: int) -> list[int]:
-        """A value of the tree that a loop gives, and what reverses it again."""
+        """Return a value of the tree that a loop computes, and its reversals."""
         return [v, *self._reversed(v)]
 
     def _made(self, v: int, ys: Any) -> list[Any]:
-        """The arrays for `_makes(v)`, of what all steps give."""
+        """Return the arrays for `_makes(v)` from the stacked results of all steps."""
         array = lax.transpose(ys, np.argsort(self._steps_first(v)))
         whole = lax.rev(array, (self._axis(v),)) if self.backwards else array
         return [whole, *[array] * len(self._reversed(v))]
 
     def _scan(self, step: Callable, xs: list[Any], reverse: bool, e: Equation) -> list[Any]:
-        """What steps from zero give; `step` is told beforehand whether it is the first."""
+        """Run steps from zero; `step` receives True at the first step."""
         length = self.prefix.length
         first = np.arange(length) == (length - 1 if self.backwards else 0)
         start = jnp.zeros(xs[0].shape[1:], xs[0].dtype)
@@ -131,13 +131,13 @@ class _Loops:
             return lax.scan(turn, start, [first, *xs], reverse=reverse)[1]
 
     def _read(self, read: Read, v: int) -> Any:
-        """What all steps read of a value of the tree."""
+        """Return the array of a value of the tree, with the steps first."""
         source = self._source(v)
         array = lax.transpose(read(source), self._steps_first(v))
         return lax.rev(array, (0,)) if self.backwards and source == v else array
 
     def _there(self) -> LoopPart:
-        """States: h ← a·h + b; the first is b, whatever its factor is."""
+        """Build the forward loop: h ← a·h + b, where the first state is b for any factor."""
         tree, keeps = self.prefix, self.states is not None
 
         def step(first: Any, h: Any, a: Any, b: Any) -> tuple[Any, list[Any]]:
@@ -155,7 +155,7 @@ class _Loops:
         return LoopPart([self.factors, self.added], makes, run)
 
     def _back(self, c: Cotangents, late: list[Equation]) -> Iterator[LoopPart]:
-        """Cotangents: those of b, G ← g + a·G, and those of a, times the states before."""
+        """Build the backward loops: G ← g + a·G for b, and G times the previous state for a."""
         tree, made = self.prefix, {}
         for kind, v, others in c.made:
             made[kind] = self.program.new_value(self.program.avals[v]) if others else v
@@ -193,7 +193,7 @@ class _Loops:
 
 
 def _after(first: Any, h: Any, a: Any, b: Any) -> Any:
-    """The state after a step."""
+    """Return the state after a step."""
     return lax.select_n(first, a * h + b, b)
 
 
@@ -204,7 +204,7 @@ def _sum(values: tuple[int, ...], made: int) -> LoopPart:
 
 
 def _reading(e: Equation, copies: dict[int, int]) -> LoopPart:
-    """An equation that reads copies of some values."""
+    """Build an equation that reads copies of some values."""
     reads = [copies.get(v, v) if isinstance(v, int) else v for v in e.invals]
     needs = [v for v in reads if isinstance(v, int)]
 

@@ -1,4 +1,4 @@
-"""How equations move the entries of an array along one of its axes (a pass's own knowledge)."""
+"""Movement of array entries along one axis, for each primitive that only moves entries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation
 
-Move = Callable[[np.ndarray, Any], np.ndarray]  # entries, the axis first, and what fills gaps
+Move = Callable[[np.ndarray, Any], np.ndarray]  # entries with the axis first, fill value
 
 
 def entry_moves(e: Equation, axis: int) -> list[Move] | None:
-    """What becomes of the entries along an axis, for every result; None: something else is done.
+    """Return for every result how the entries along an axis move; None for any other computation.
 
-    Every other axis stays as it is. What is padded is zeros.
+    The other axes stay unchanged. Padding is with zeros.
     """
     row = _ROWS.get(e.name)
     return None if row is None else row(e, axis)

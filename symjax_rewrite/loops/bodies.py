@@ -1,4 +1,4 @@
-"""Bodies of loops, branches and remat, each optimised as a program of its own (a pass)."""
+"""Optimisation of the bodies of loops, branches and remat, each as a program of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symjax_rewrite.jax_internals import JaxprEqn
 
 @dataclass(eq=False, slots=True)
 class ReplacedEquation:
-    """An equation with other bodies: a part of the program (`ir.replacement`)."""
+    """An equation with optimised bodies, as a part of the program (`ir.replacement`)."""
 
     e: Equation
     source: JaxprEqn
@@ -23,16 +23,16 @@ class ReplacedEquation:
 
     @property
     def gives(self) -> tuple[int, ...]:
-        """The results of the equation."""
+        """Return the results of the equation."""
         return self.e.outvals
 
     def needs(self, value: int) -> list[int]:
-        """What the equation reads."""
+        """Return the operands of the equation."""
         del value
         return [v for v in self.e.invals if isinstance(v, int)]
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
-        """The results wanted."""
+        """Return the wanted results."""
         outs = jax_internals.eval_equation(self.source, [read(v) for v in self.e.invals])
         made = dict(zip(self.e.outvals, outs, strict=True))
         return [made[v] for v in wanted]
@@ -44,7 +44,7 @@ class Bodies:
     name = "bodies"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """The equations with a body that has a cheaper form."""
+        """Yield the equations that have a body with a cheaper form."""
         context.loops.update((id(e.eqn), e.eqn) for e in program.equations)
         for e in program.equations:
             eqn, bodies = e.eqn, []

@@ -1,9 +1,10 @@
-"""How a loop's carries move: which are affine in themselves, and what keeps the others from it.
+"""Dependence of a loop's carries on themselves: affine or not, and the reason if not.
 
-`h ← a·h + b` composes: (a₂,b₂)∘(a₁,b₁) = (a₂a₁, a₂b₁+b₂), so a loop that moves so is a prefix of a
-monoid and may run in any order. It is affine where h goes through sums, products with what does not
-depend on it and moves of entries alone; diagonal where no entry reads another. Carries that others
-read but that read none of these are solved first, and are no obstacle to them.
+`h ← a·h + b` composes: (a₂,b₂)∘(a₁,b₁) = (a₂a₁, a₂b₁+b₂). Such a loop is a prefix over a monoid and
+its steps may be grouped in any order. A carry is affine if h passes only through sums, through
+products with values that do not depend on h, and through moves of entries. A carry is diagonal if
+no entry reads another entry. Carries that others read but that read none of these are solved first
+and do not prevent the others from being affine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOVES = VIEWS | frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Degree:
-    """How a value depends on the carries that are being solved, and why where it is not simply."""
+    """The dependence of a value on the carries being solved, and the reason if not affine."""
 
     kind: int = FREE
     why: str = ""
@@ -43,7 +44,7 @@ class Degree:
 class Group:
     """Carries that depend on each other.
 
-    carries: their numbers. degree: how they move together.
+    carries: their numbers. degree: their joint dependence on themselves.
     """
 
     carries: tuple[int, ...]
@@ -51,7 +52,7 @@ class Group:
 
 
 def groups_of(loop: Loop) -> list[Group]:
-    """The carries of a loop by groups that depend on each other, first solved first."""
+    """Return the carries of a loop in groups that depend on each other, in solving order."""
     reads = dependencies(loop)
     found: list[Group] = []
     for group in _components(reads):
@@ -68,7 +69,7 @@ def groups_of(loop: Loop) -> list[Group]:
 
 
 def describe(loop: Loop) -> str:
-    """One line on how the carries of a loop move."""
+    """Return one line on how the carries of a loop depend on themselves."""
     parts = []
     for group in groups_of(loop):
         shapes = ", ".join(
@@ -81,7 +82,7 @@ def describe(loop: Loop) -> str:
 
 
 def is_zero(start: Value) -> bool:
-    """Whether a carry starts from the number 0."""
+    """Return True if a carry starts from the number 0."""
     if isinstance(start, int):
         return False
     return not np.any(start.val) and not np.any(np.signbit(start.val))
@@ -104,7 +105,7 @@ def dependencies(loop: Loop) -> dict[int, set[int]]:
 
 
 def _components(reads: dict[int, set[int]]) -> list[set[int]]:
-    """Strongly connected carries, those that others read first."""
+    """Return the strongly connected components of the carries, operands first."""
     reach = {k: set(r) for k, r in reads.items()}
     for _ in reads:
         for k in reach:
@@ -118,7 +119,7 @@ def _components(reads: dict[int, set[int]]) -> list[set[int]]:
 
 
 def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
-    """How every value of a body depends on some carries; the others count as known."""
+    """Return the dependence of every value of a body on some carries; other carries are known."""
     degrees = {v: Degree(SUM) for v in moving}
     least = {str(loop.body.avals[v].dtype) for v in moving}
     for e in loop.body.equations:
@@ -129,7 +130,7 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
 
 
 def _is_endless(e: Equation) -> bool:
-    """Whether a number scales by what is not finite: prefixes would multiply it with zeros."""
+    """Return True if a number that is not finite scales a value: prefixes may make it NaN."""
     for k, v in enumerate(e.invals):
         if not isinstance(v, int):
             number = complex(np.asarray(v.val).item())
@@ -174,7 +175,7 @@ def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
 
 
 def _rounded(e: Equation, least: set[str]) -> str:
-    """What a cast rounds to that carries of some dtypes do not; empty where it keeps sums."""
+    """Return the dtype that a cast rounds to, if narrower than the carries'; else ""."""
     old, new = (str(getattr(v.aval, "dtype", "")) for v in (e.eqn.invars[0], e.eqn.outvars[0]))
     if dtype_kind(new) in "iub":
         return "" if dtype_kind(old) in "iu" else "integers"
@@ -184,6 +185,6 @@ def _rounded(e: Equation, least: set[str]) -> str:
 
 
 def holds(wide: str, narrow: str) -> bool:
-    """Whether a dtype of floats has all numbers of another."""
+    """Return True if a float dtype represents every number of another."""
     x, y = jnp.finfo(wide), jnp.finfo(narrow)
     return x.nmant >= y.nmant and x.maxexp >= y.maxexp

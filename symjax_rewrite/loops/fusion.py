@@ -1,8 +1,8 @@
-"""Arrays of all steps that only a loop makes or reads are never made (a pass).
+"""Fusion of equations into a loop, so that arrays over all steps are not stored.
 
-`exp(Δ·A)` for all steps, computed before a scan and read step by step, is computed inside it, from
-Δ and A; states of all steps that are only read as `C·h` are read inside it. An equation is taken
-into the loop when it works on every step by itself and less is read or written that way.
+`exp(Δ·A)` for all steps, computed before a scan and read step by step, is computed inside the scan
+from Δ and A. States that are only read as `C·h` are read inside the scan. An equation is fused if
+it works on every step separately and fewer bytes are read or written after fusion.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from symjax_rewrite.loops.loop import Carry, Loop, Source
 from symjax_rewrite.loops.normalization import substitute
 from symjax_rewrite.loops.stepwise_equations import Axes, one_step, stepped_operands, stepped_result
 
-MAX_DEPTH = 40  # equations in a row that are looked through
-EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # to be added up one by one
+MAX_DEPTH = 40  # equations followed in a row
+EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # enough to accumulate a sum
 
 
 class Surroundings:
-    """Who makes and who reads every value of a program, where results need it."""
+    """The makers and users of every live value of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -38,18 +38,18 @@ class Surroundings:
         self.users = users_of(kept)
 
     def bytes(self, v: int) -> float:
-        """Bytes of a value."""
+        """Return the bytes of a value."""
         return aval_bytes(self.program.avals[v])
 
     def below(self, values: Iterable[int]) -> set[int]:
-        """These values and all that depend on them."""
+        """Return these values and all values that depend on them."""
         values = set(values)
         later = dependents(self.program.equations, values)
         return values.union(*[e.outvals for e in later])
 
 
 def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool = False) -> Value:
-    """Add what `fun` does of body values to a body, at its end or `first`; the result's value."""
+    """Add `fun` of body values to a body, at its end or `first`; return the result's value."""
     values, new = staged(loop, fun, invals)
     old = loop.body.equations
     loop.body.equations = [*new, *old] if first else [*old, *new]
@@ -59,7 +59,7 @@ def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool 
 def staged(
     loop: Loop, fun: Callable[..., Any], invals: Sequence[Value]
 ) -> tuple[list[Value], list[Equation]]:
-    """What `fun` makes of body values, as values and equations that are not yet in the body."""
+    """Stage `fun` of body values as values and equations that are not yet in the body."""
     body = loop.body
     numbers = [v for v in invals if isinstance(v, int)]
 
@@ -87,14 +87,14 @@ def staged(
 
 
 class Fusion:
-    """Takes into one loop what belongs there.
+    """Fusion of equations into one loop.
 
     Args:
-        loop: a clean loop of a known number of steps; it is changed.
-        around: the program it stands in.
-        own: equations that the loop replaces, and other loops that can make what it reads.
-        taken: equations that such loops do inside.
-        reorders: whether sums over all steps may be added up step by step.
+        loop: a normalised loop of a known number of steps; the fusion mutates it.
+        around: the program that contains the loop.
+        own: equations that the loop replaces, and other loops that can compute its operands.
+        taken: equations that such loops compute inside.
+        reorders: True if sums over all steps may be accumulated step by step.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Fusion:
     ) -> None:
         self.loop, self.around, self.reorders = loop, around, reorders
         self.own = {id(e) for e in own}
-        self.taken = set(taken)  # equations that read the loop's results inside it
+        self.taken = set(taken)  # equations that read the loop's results inside the loop
         self.below = around.below(loop.makes)
         self.costs: dict[tuple[int, int], float] = {}
         self.stepped: dict[tuple[int, int], Value] = {}
@@ -116,13 +116,13 @@ class Fusion:
         self.saved = 0.0
 
     def run(self) -> float:
-        """Fuse; the bytes no longer written."""
+        """Fuse, and return the bytes that are no longer written."""
         self._results()
         self._sources()
         return self.saved
 
     def is_private(self, v: int, depth: int = 0) -> bool:
-        """Whether a value is read by the loop alone, through whatever may be taken into it."""
+        """Return True if only the loop reads a value, directly or through equations it can fuse."""
         if v in self.around.outputs or depth > MAX_DEPTH:
             return False
         inside = self.own | self.taken
@@ -133,7 +133,7 @@ class Fusion:
         )
 
     def _steps_of(self, v: int, axis: int) -> tuple[Equation, Axes] | None:
-        """The equation that makes a value, if it may be taken in, and its operands' axes."""
+        """Return the equation that computes a value, if it can be fused, and its operands' axes."""
         e = self.around.makers.get(v)
         if e is None or id(e) in self.own or v in self.below or not self.is_private(v):
             return None
@@ -141,7 +141,7 @@ class Fusion:
         return None if axes is None else (e, axes)
 
     def _cost(self, v: int, axis: int) -> float:
-        """Bytes that must be there for all steps, so that a step can have its part of v."""
+        """Return the bytes that must be stored for all steps to compute one step of v."""
         key = (v, axis)
         if key not in self.costs:
             whole = self.costs[key] = self.around.bytes(v)
@@ -157,7 +157,7 @@ class Fusion:
         return total
 
     def _sources(self) -> None:
-        """Make inside what the steps are given."""
+        """Compute the sources of the loop inside the loop."""
         loop = self.loop
         for v, source in list(loop.sources.items()):
             whole = source.start == 0 and source.step == 1
@@ -177,14 +177,14 @@ class Fusion:
             self._bring_forward(v, new)
 
     def _bring_forward(self, old: int, new: Value) -> None:
-        """Put what was added at the end first, and read it in place of a source."""
+        """Move new equations from the end of the body to its start, and read their result."""
         substitute(self.loop, {old: new})
         known = {*self.loop.sources, *self.loop.counters, *self.loop.consts}
         known |= {*self.loop.body.consts, *[c.inner for c in self.loop.carries]}
         self.loop.body.equations = in_order(self.loop.body.equations, known)
 
     def _step(self, v: Value, axis: int) -> Value:
-        """The body value of one step of an outer value, its axis kept with size one."""
+        """Return the body value of one step of an outer value; the stepped axis keeps size one."""
         if not isinstance(v, int):
             return v
         found = self.stepped.get((v, axis))
@@ -214,17 +214,17 @@ class Fusion:
         return self.fixed[v]
 
     def _results(self) -> None:
-        """Read inside what is only read step by step."""
+        """Fuse the equations that only read results step by step."""
         found = [
             (k, self.loop.makes[k], 0 if kind == "ys" else what[1])
             for k, (kind, what) in enumerate(self.loop.results)
             if kind == "ys" or (kind == "kept" and not what[2])
         ]
-        for _, v, axis in found:  # first, so that what they all read is known to be private
+        for _, v, axis in found:  # in a first loop, so that each knows which values are private
             if self._goes_on(v, axis):
                 self._mark(v, axis)
         self.result_costs.clear()
-        for k, v, axis in found:  # one by one: what reads two of them needs the other inside
+        for k, v, axis in found:  # one by one: a later user may need an earlier one inside
             if not self._goes_on(v, axis):
                 continue
             self._mark(v, axis)
@@ -242,7 +242,7 @@ class Fusion:
         self._renumber()
 
     def _renumber(self) -> None:
-        """Stack only what some result is made of."""
+        """Stack only the values that a result reads."""
         used: dict[int, int] = {}
         results = []
         for kind, what in self.loop.results:
@@ -255,7 +255,7 @@ class Fusion:
         self.loop.ys = [self.loop.ys[k] for k in used]
 
     def _user_axis(self, e: Equation, v: int, axis: int) -> int | None:
-        """The axis of a user's result that runs along with a stacked result's axis."""
+        """Return the axis of a user's result that corresponds to a stacked result's axis."""
         if id(e) in self.own or e.eqn.effects:
             return None
         place = [k for k, u in enumerate(e.invals) if u == v]
@@ -269,13 +269,13 @@ class Fusion:
         return out
 
     def _is_taken(self, u: int, e: Equation, out: int) -> bool:
-        """Whether another operand is made by the loop and already there for a step."""
+        """Return True if the loop computes another operand and its entry is in the body."""
         axes = stepped_operands(e.eqn, out)
         k = e.invals.index(u)
         return axes is not None and axes[k] is not None and (u, axes[k]) in self.stepped
 
     def _result_cost(self, v: int, axis: int, depth: int = 0) -> float:
-        """Bytes written for all steps if what reads v is taken in."""
+        """Return the bytes written for all steps if the users of v are fused."""
         found = self.result_costs.get((v, axis))
         if found is not None:
             return found
@@ -291,7 +291,7 @@ class Fusion:
         return total
 
     def _mark(self, v: int, axis: int) -> None:
-        """Note what reads a result, and what is made of that, as taken in."""
+        """Mark the users of a result as fused, and their users in turn."""
         for e in self.around.users[v]:
             self.taken.add(id(e))
             out = None if self._is_total(e, axis) else self._user_axis(e, v, axis)
@@ -299,18 +299,18 @@ class Fusion:
                 self._mark(e.outvals[0], out)
 
     def _goes_on(self, v: int, axis: int) -> bool:
-        """Whether what reads a value is taken in too."""
+        """Return True if the users of a value are fused too."""
         return v in self.around.users and self._result_cost(v, axis) < self.around.bytes(v)
 
     def _is_total(self, e: Equation, axis: int) -> bool:
-        """Whether an equation sums over all steps, with nothing lost if they are added in turn."""
+        """Return True if an equation sums over all steps and may be accumulated in order."""
         if not self.reorders or e.name != "reduce_sum" or id(e) in self.own:
             return False
         dtype = self.around.program.avals[e.outvals[0]].dtype
         return axis in e.eqn.params["axes"] and str(dtype) in EXACT_ENOUGH
 
     def _add_up(self, e: Equation, v: int, axis: int) -> None:
-        """Carry the sum of all steps along."""
+        """Replace a sum over all steps by a carry."""
         total, loop = e.outvals[0], self.loop
         part = graft(
             loop, lambda x: jax_internals.eval_equation(e.eqn, [x]), [self.stepped[v, axis]]
@@ -345,23 +345,23 @@ class Fusion:
 
 
 def in_order(equations: list[Equation], known: set[int]) -> list[Equation]:
-    """Return equations so that each comes after what it reads; effects keep their order."""
+    """Return equations in dependence order; effects keep their order."""
     makers = makers_of(equations)
     return postorder(equations, lambda e: [makers[v] for v in numbers(e.invals) if v not in known])
 
 
 def fuse(loop: Loop, around: Surroundings, own: list[Equation], device: Device) -> float:
-    """Take into a loop what is cheaper there.
+    """Fuse equations into a loop where fewer bytes are then written.
 
     Args:
-        loop: a clean loop of a known number of steps; it is changed.
-        around: the program it stands in.
+        loop: a normalised loop of a known number of steps; this function mutates it.
+        around: the program that contains the loop.
         own: equations that the loop replaces.
-        device: where it runs.
+        device: the device that runs the program.
 
     Returns:
-        The bytes no longer written; 0 where nothing is worth it, and then the loop must not be
-        used (it may be half changed).
+        The bytes no longer written. The result is 0 if no fusion saves bytes; the loop may then be
+        half changed and must not be used.
     """
     if any(not all(isinstance(d, int) for d in shape_of(v)) for v in loop.eqn.outvars):
         return 0.0

@@ -1,10 +1,10 @@
-"""What need not be done step by step leaves a loop (a pass).
+"""Hoisting: work moves out of a loop where no carry is needed to compute it.
 
-Work that depends on no step runs once. Work that depends on what a step is given, but on no
-carry, runs for all steps at once before the loop (the input projections of an LSTM become one
-product), and work that only results depend on runs for all steps after it. Only contractions and
-their like are worth it: elementwise work is best left where it is fused. What would be written for
-that is bounded.
+Loop-invariant work runs once. Work that depends on a step's inputs but on no carry runs for all
+steps at once before the loop (the input projections of an LSTM become one product). Work that only
+results depend on runs for all steps after the loop. Only contractions and other expensive
+primitives are hoisted, because elementwise work is cheaper where it is fused. The bytes that
+hoisted work may write are bounded.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
 
 @dataclass(slots=True)
 class Motion:
-    """What leaves a loop: equations run once, for all steps before it, and after it.
+    """The equations that leave a loop: run once, before it for all steps, and after it.
 
-    sums: carries that only add products up. refused: why something worth moving stays.
+    sums: carries that only accumulate products. refused: reasons why an expensive equation stays.
     """
 
     once: list[Equation] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Motion:
 
     @property
     def any(self) -> bool:
-        """Whether anything leaves."""
+        """Return True if any equation leaves the loop."""
         return bool(self.once or self.before or self.after or self.sums)
 
 
@@ -61,15 +61,15 @@ def find_motion(
     passes: Sequence[str],
     leaves: Sequence[int] = (),
 ) -> Motion:
-    """What may leave a loop and gains by it.
+    """Find the equations that may leave a loop and whose move saves time.
 
     Args:
-        loop: a clean loop.
-        device: where it runs.
-        reorders: whether sums may be rounded in another order (products of all steps are other
-            products to a library).
-        passes: what may be done, of `rule.PASSES`.
-        leaves: values that are to leave whatever they save (`loop_parts`).
+        loop: a normalised loop.
+        device: the device that runs the program.
+        reorders: True if sums may be rounded in another order (a library may round the products of
+            all steps differently).
+        passes: the passes that are permitted, of `rule.PASSES`.
+        leaves: values that leave regardless of the time saved (`product_splitting`).
     """
     motion = Motion()
     level = loop.levels()
@@ -88,14 +88,14 @@ def find_motion(
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
-    """Whether an equation does work worth moving."""
+    """Return True if an equation is expensive enough to move."""
     if eqn.primitive.name in HEAVY:
         return True
     return any(is_heavy(e) for body in jax_internals.bodies(eqn) for e in body.jaxpr.eqns)
 
 
 def _limit(loop: Loop, device: Device) -> float:
-    """Bytes that what leaves a loop may write."""
+    """Return the bytes that hoisted equations may write."""
     return device.loops.growth * loop.outside_bytes
 
 
@@ -125,7 +125,7 @@ def _find_once(loop: Loop, level: dict[int, int], device: Device, motion: Motion
 
 
 def _add_fixed_reads(loop: Loop, level: dict[int, int], motion: Motion) -> None:
-    """What never changes and is read outside the loop is computed outside."""
+    """Add loop-invariant values that are read outside the loop to the motion."""
     reads = {v for e in (*motion.before, *motion.after) for v in e.invals if isinstance(v, int)}
     roots = [e for e in loop.body.equations if any(v in reads for v in e.outvals)]
     roots = [e for e in roots if level[e.outvals[0]] == 0 and not e.eqn.effects]
@@ -134,7 +134,7 @@ def _add_fixed_reads(loop: Loop, level: dict[int, int], motion: Motion) -> None:
 
 
 def _add_leaves(loop: Loop, level: dict[int, int], leaves: Sequence[int], motion: Motion) -> None:
-    """Slices leave with what they are of, unless that is work which is to stay."""
+    """Add slices together with their operands, unless the operands are expensive and stay."""
     for top, moved in enumerate((motion.once, motion.before)):
         inside = {id(e) for e in moved}
         chosen = {v for v in leaves if level[v] == top}
@@ -151,7 +151,7 @@ def _add_leaves(loop: Loop, level: dict[int, int], leaves: Sequence[int], motion
 
 
 def _read_elsewhere(loop: Loop, moved: Sequence[Equation]) -> set[int]:
-    """Values the moved equations make and the rest of the body reads."""
+    """Return the values that the moved equations compute and the rest of the body reads."""
     inside = {id(e) for e in moved}
     made = {v for e in moved for v in e.outvals}
     reads: list[Value] = [v for e in loop.body.equations if id(e) not in inside for v in e.invals]
@@ -164,7 +164,7 @@ def _steppable(e: Equation) -> bool:
 
 
 def _weights(e: Equation, level: dict[int, int]) -> bool:
-    """Whether an equation applies something fixed to something that moves."""
+    """Return True if an equation multiplies a loop-invariant value with one that varies."""
     levels = [level[v] if isinstance(v, int) else 0 for v in e.invals]
     return levels[1] == 0 if e.name == "conv_general_dilated" else 0 in levels
 
@@ -199,10 +199,10 @@ def _find_before(
 
 
 def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
-    """Whether steps cut what they add to moved products in parts (the gates of an LSTM).
+    """Return True if steps cut the sum that they add to moved products (the gates of an LSTM).
 
-    XLA's CPU backend then reads the step's entry element by element: up to 1.5 times the time of
-    the loop as written. `loop_parts` cuts the products too, where these are large.
+    XLA's CPU backend then reads the entries of a step element by element: the loop takes up to 1.5
+    times as long as written. `product_splitting` also cuts the products where they are large.
     """
     reached = _read_elsewhere(loop, moved)
     inside = {id(e) for e in moved}
@@ -217,10 +217,10 @@ def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
 
 
 def _with_followers(loop: Loop, moved: list[Equation], known: Any) -> list[Equation]:
-    """What only reshapes, splits or shifts moved products leaves with them, if no larger.
+    """Add the reshapes, splits and shifts of moved products, if their results are no larger.
 
-    A loop then reads each part as it needs it; a part of a step's slice costs XLA's CPU backend
-    more than the product did.
+    The loop then reads each part separately. Slicing a part inside a step costs more on XLA's CPU
+    backend than the product.
     """
     inside, made = {id(e) for e in moved}, {v for e in moved for v in e.outvals}
     level = loop.levels()
@@ -240,7 +240,7 @@ def _bytes_read(loop: Loop, moved: list[Equation]) -> float:
 
 
 def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int) -> bool:
-    """Whether all a cone reads of its own level is given or made inside it."""
+    """Return True if every operand of a cone at its own level is given or computed inside it."""
     made = {v for e in cone for v in e.outvals}
     given = {*loop.sources, *loop.counters}
     reads = {v for e in cone for v in e.invals if isinstance(v, int) and level[v] == top}
@@ -248,7 +248,7 @@ def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int
 
 
 def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
-    """Products that only stacked results depend on."""
+    """Find the products that only stacked results depend on."""
     needed = live(loop.body.equations, [c.out for c in loop.carries])
     room = _limit(loop, device)
     moved: list[Equation] = []
@@ -269,14 +269,14 @@ def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motio
 
 
 def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> set[int]:
-    """What equations after the loop read of every step."""
+    """Return the values of every step that equations after the loop read."""
     made = {v for e in tail for v in e.outvals}
     reads = {v for e in tail for v in e.invals if isinstance(v, int) and v not in made}
     return {v for v in reads if level[v] > 0 and v not in loop.sources and v not in loop.counters}
 
 
 def _apart(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> tuple[float, float]:
-    """Seconds of an equation step by step, and for all steps at once."""
+    """Return the seconds of an equation step by step, and for all steps at once."""
     moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
     alone = loop.length * equation_seconds(e.eqn, device)
     return alone, equation_seconds(e.eqn, device, loop.length, tuple(moving))
@@ -301,7 +301,7 @@ def _saves_share(loop: Loop, level: dict[int, int], device: Device, moved: list[
 
 
 def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
-    """Σ over the steps of a product is one product, over the steps too."""
+    """Find sums over the steps of a product: each is one product that also sums over the steps."""
     room = _limit(loop, device)
     early = {id(e) for e in motion.before}
     for found in accumulations(loop, level):
@@ -320,7 +320,7 @@ def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion
 
 
 def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
-    """Stage out what runs before a loop, the rest of the loop, and what runs after it."""
+    """Stage out the equations before a loop, the rest of the loop, and the equations after it."""
     known, steps = loop.constants(read), loop.stacks(read)
     with jax_internals.equation_scope(loop.eqn):
         run_equations(motion.once, known)
@@ -342,7 +342,7 @@ def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
     literal = {id(v): y for v, y in zip(made, ys, strict=True)}
     with jax_internals.equation_scope(loop.eqn):
         steps.update(all_steps(motion.after, known, steps))
-        for s in motion.sums:  # in order of their carries, so that each finds its place
+        for s in motion.sums:  # in the order of their carries, so that each gets its position
             finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
     stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
     return loop.finish(finals, stacked, read)
@@ -357,7 +357,7 @@ def _inside_reads(loop: Loop) -> set[Value]:
 def all_steps(
     equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
 ) -> dict[int, Any]:
-    """What equations make, for all steps at once, stacked."""
+    """Return the stacked results of equations for all steps at once."""
     if not equations:
         return {}
     reads = {v for e in equations for v in e.invals if isinstance(v, int)}
@@ -378,7 +378,7 @@ def all_steps(
 
 
 def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
-    """A product with its operands exchanged, so that the steps are its first axis as they are."""
+    """Return a product with exchanged operands, so that the steps are its first axis unmoved."""
     params = dict(e.eqn.params)
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     params["dimension_numbers"] = ((right, left), (right_batch, left_batch))
@@ -392,7 +392,7 @@ def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
 
 
 def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
-    """Return predicted seconds of a loop and of what leaves it."""
+    """Return predicted seconds of a loop and of the equations that leave it."""
     steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
     level = loop.levels()
     total = sum(equation_seconds(e.eqn, device) for e in motion.once)

@@ -1,8 +1,8 @@
-"""A loop as data: what its body reads, carries and gives at every step (a pass's own structure).
+"""Loops as data: the values that a body reads, carries and returns at every step.
 
-`scan`, `fori_loop` and a `while` that counts all become one `Loop`. Its body is a flat program;
-outer values are named by their numbers in the program around it. `run` stages it out again with
-`lax.scan`, after any pass has taken parts of it away.
+`scan`, `fori_loop` and a `while` that counts all become one `Loop`. The body of a `Loop` is a flat
+program. Outer values are named by their numbers in the surrounding program. `run` stages a loop out
+again with `lax.scan`, after passes have changed its body.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from symjax_rewrite.jax_internals import JaxprEqn
 
 Read = Callable[[Value], Any]  # the array of an outer value
 
-MAX_COUNTED = 1 << 16  # steps whose counters are followed number by number
+MAX_COUNTED = 1 << 16  # steps up to which counters are evaluated step by step
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a step reads: entry `start + step·i` of an axis of an outer value, in stored order.
+    """A value that a step reads: entry `start + step·i` of an axis of an outer value.
 
-    kept: whether the axis stays, with size one (as `dynamic_slice` leaves it).
+    The entries are in stored order. kept: True if the axis stays, with size one (as `dynamic_slice`
+    leaves it).
     """
 
     value: Value
@@ -40,7 +41,7 @@ class Source:
     kept: bool = False
 
     def stacked(self, array: Any, length: int) -> Any:
-        """All steps' entries, steps first."""
+        """Return the entries of all steps, steps first."""
         whole = self.start == 0 and self.step == 1 and array.shape[self.axis] == length
         if not whole:
             first, last = sorted((self.start, self.start + self.step * (length - 1)))
@@ -55,7 +56,7 @@ class Source:
 class Stored:
     """Results written into an array step by step: entry `start + step·i` of `axis` of `base`.
 
-    kept: whether what a step writes has that axis, with size one.
+    kept: True if the written value has that axis, with size one.
     """
 
     base: Value
@@ -65,7 +66,7 @@ class Stored:
     kept: bool
 
     def placed(self, ys: Any, base: Any) -> Any:
-        """The array after all steps; `ys` has the steps first."""
+        """Return the array after all steps; `ys` has the steps first."""
         length = ys.shape[0]
         if self.kept:
             ys = lax.squeeze(ys, (self.axis + 1,))
@@ -94,15 +95,19 @@ class Carry:
 class Loop:
     """A loop.
 
-    length: its steps; a name where the size is one, None where only its `condition` says.
-    body: its flat body; `body.equations` in order. consts: body value to outer value. sources: body
-    value to what it reads each step. counters: body value to its number at every step, in stored
-    order. ys: body values that are stacked. makes: the outer values it gives. results: how each is
-    made: ("final", carry), ("ys", k), ("stored", (k, Stored)), ("number", what), ("outer", value),
-    ("kept", (k, axis, reversed)) where the steps' results have the axis of the steps, and
-    ("at", (k, i)) for the result of one step. outside_bytes: of what it is given and gives.
-    condition: of a `while` that does not count, with the outer values it reads first. packed:
-    the dtypes of `ys` that are stacked as their bits, by number.
+    length: its number of steps; a name if the size is symbolic, None if only its `condition`
+    determines it. body: its flat body; `body.equations` in order. consts: body value to outer
+    value. sources: body value to the entry it reads each step. counters: body value to its number
+    at every step, in stored order. ys: body values that are stacked. makes: the outer values that
+    the loop computes.
+
+    results: how each outer value is computed: ("final", carry), ("ys", k), ("stored", (k, Stored)),
+    ("number", number), ("outer", value), ("kept", (k, axis, reversed)) if the steps' results have
+    the axis of the steps, and ("at", (k, i)) for the result of one step.
+
+    outside_bytes: bytes of its operands and results. condition: of a `while` that does not count,
+    with the outer values that the condition reads first. packed: the dtypes of `ys` that are
+    stacked as their bits, by number.
     """
 
     eqn: JaxprEqn
@@ -126,7 +131,7 @@ class Loop:
         self.outside_bytes = sum(aval_bytes(v.aval) for v in (*self.eqn.invars, *self.eqn.outvars))
 
     def copy(self) -> Loop:
-        """The same loop, for a pass that may be taken back; equations are shared."""
+        """Return the same loop with shared equations, for a change that may be undone."""
         body = replace(
             self.body, equations=list(self.body.equations), consts=dict(self.body.consts)
         )
@@ -143,7 +148,7 @@ class Loop:
         )
 
     def levels(self) -> dict[int, int]:
-        """0: the same at every step; 1: known before the loop; 2: depends on a carry or effect."""
+        """Return levels: 0 loop-invariant, 1 known before the loop, 2 carried or effectful."""
         level = dict.fromkeys((*self.consts, *self.body.consts), 0)
         level |= dict.fromkeys((*self.sources, *self.counters), 1)
         level |= {c.inner: 2 for c in self.carries}
@@ -154,7 +159,7 @@ class Loop:
         return level
 
     def outer_values(self) -> list[Value]:
-        """Every outer value that the loop reads."""
+        """Return every outer value that the loop reads."""
         found = [*self.consts.values(), *[s.value for s in self.sources.values()]]
         found += [*self.condition_reads, *[c.start for c in self.carries]]
         for kind, what in self.results:
@@ -165,18 +170,18 @@ class Loop:
         return found
 
     def constants(self, read: Read) -> dict[int, Any]:
-        """What the body knows before the first step."""
+        """Return the body values that are known before the first step."""
         return {**self.body.consts, **{v: read(outer) for v, outer in self.consts.items()}}
 
     def stacks(self, read: Read) -> dict[int, Any]:
-        """What the steps read, steps first."""
+        """Return the body values that the steps read, steps first."""
         found = {v: s.stacked(read(s.value), self.length) for v, s in self.sources.items()}
         for v, numbers in self.counters.items():
             found[v] = jnp.asarray(numbers.reshape(self.length, *self.body.avals[v].shape))
         return found
 
     def finish(self, finals: list[Any], ys: list[Any], read: Read) -> list[Any]:
-        """What the loop gives, in the order of `makes`; weak types are set by who knows them."""
+        """Return the results in the order of `makes`; the caller sets weak types."""
         outs = []
         for k, dtype in self.packed.items():
             ys[k] = lax.bitcast_convert_type(ys[k], dtype)
@@ -203,14 +208,14 @@ class Loop:
 
 
 def run_equations(equations: Sequence[Equation], env: dict[int, Any]) -> None:
-    """Run flat equations in order, reading and writing values in `env`."""
+    """Run flat equations in order, with their operands and results in `env`."""
     for e in equations:
         outs = jax_internals.eval_equation(e.eqn, [get(env, v) for v in e.invals])
         env.update(zip(e.outvals, outs, strict=True))
 
 
 def get(env: dict[int, Any], v: Value) -> Any:
-    """A value by its number, or a literal."""
+    """Return a value by its number, or a literal."""
     return env[v] if isinstance(v, int) else v.val
 
 
@@ -223,7 +228,7 @@ def stage(
         loop: the loop.
         known: body values known before the loop.
         steps: body values by step, stacked.
-        read: gives the arrays of outer values.
+        read: returns the arrays of outer values.
 
     Returns:
         The carries after the last step, and the stacked `ys`.
@@ -246,7 +251,7 @@ def stage(
     if loop.condition is not None:
         return _stage_while(loop, step, starts, read), []
     xs, length = [steps[k] for k in keys], loop.length
-    if not isinstance(length, int):  # `lax.scan` takes a name from what it steps through only
+    if not isinstance(length, int):  # `lax.scan` takes a symbolic length only from its operands
         xs, length = xs or [lax.iota(np.int32, length)], None
     with jax_internals.equation_scope(loop.eqn):
         finals, ys = lax.scan(
@@ -261,7 +266,7 @@ def stage(
 
 
 def read_starts(loop: Loop, read: Read) -> list[Any]:
-    """The carries before the first step."""
+    """Return the carries before the first step."""
     starts = []
     for c in loop.carries:
         start, aval = read(c.start), loop.body.avals[c.inner]
@@ -289,14 +294,14 @@ def _stage_while(loop: Loop, step: Callable, starts: list[Any], read: Read) -> l
 
 
 def read_loop(e: Equation, has_rules: bool = False) -> Loop | None:
-    """An equation as a loop, or None; `has_rules` as for `flatten`, of the body of a `scan`."""
+    """Return an equation as a loop, or None; `has_rules` is for `flatten` of a `scan`'s body."""
     if e.name not in ("scan", "while"):
         return None
     if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
         return None  # references to mutable arrays
     if e.name == "while":
         (going,) = e.eqn.params["cond_jaxpr"].out_avals
-        return None if going.shape else _read_while(e)  # batched: each has an end of its own
+        return None if going.shape else _read_while(e)  # batched: elements differ in steps
     length = e.eqn.params["length"]
     return None if isinstance(length, int) and length == 0 else _read_scan(e, has_rules)
 
@@ -318,7 +323,7 @@ def _read_scan(e: Equation, has_rules: bool) -> Loop:
 
 
 def _read_while(e: Equation) -> Loop:
-    """A `while`; one that counts is a loop of that many steps."""
+    """Return a `while` as a loop; a `while` that counts has a known number of steps."""
     p = e.eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     condition, body = flatten(p["cond_jaxpr"]), flatten(p["body_jaxpr"])
@@ -336,7 +341,7 @@ def _read_while(e: Equation) -> Loop:
 
 
 def _counter_of(condition: Program, n: int) -> int | None:
-    """Which carry a condition `counter < number` compares."""
+    """Return the number of the carry that a condition `counter < number` compares, or None."""
     reads = {v for e in condition.equations for v in e.invals if isinstance(v, int)}
     counters = [k for k, v in enumerate(condition.inputs[n:]) if v in reads]
     if len(counters) != 1 or reads & set(condition.inputs[:n]):
@@ -347,7 +352,7 @@ def _counter_of(condition: Program, n: int) -> int | None:
 def _count(
     condition: Program, body: Program, n: int, m: int, starts: tuple[Value, ...]
 ) -> np.ndarray | None:
-    """The numbers a counter goes through while the condition holds; None where it is none."""
+    """Return the numbers of a counter while the condition holds; None if it is not a counter."""
     k = _counter_of(condition, n)
     start = None if k is None else starts[k]
     if k is None or start is None or isinstance(start, int) or shape_of(start):
@@ -369,7 +374,7 @@ def _count(
 
 
 def step_of(body: Program, inner: int, out: Value) -> int | None:
-    """What is added to a counter at every step; None where it is no counter."""
+    """Return the increment of a counter at every step; None if it is not a counter."""
     made = next((e for e in body.equations if out in e.outvals), None)
     if made is None or made.name not in ("add", "sub"):
         return None
@@ -391,7 +396,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = NUMPY | {
 
 
 def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
-    """Evaluate scalar integer and boolean equations over all steps at once, where that is exact."""
+    """Evaluate scalar integer and boolean equations over all steps at once, if that is exact."""
     for e in equations:
         if len(e.eqn.outvars) != 1:
             continue
@@ -411,7 +416,7 @@ def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
             if e.name in ("and", "or", "not") and dtype != np.bool_:
                 continue
             made = _FOLLOWED[e.name](*[a.astype(np.int64) if a.dtype != bool else a for a in args])
-        if made is not None and (made == made.astype(dtype)).all():  # no wrap
+        if made is not None and (made == made.astype(dtype)).all():  # no overflow
             known[e.outvals[0]] = made.astype(dtype)
 
 

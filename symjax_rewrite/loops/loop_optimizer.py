@@ -1,9 +1,9 @@
-"""Loops of a program, each in the cheapest form found (a pass over passes).
+"""Optimisation of the loops of a program: each loop in the cheapest form found.
 
-The result is another jaxpr of the same inputs and outputs, so that what has left a loop is an
-ordinary part of the program to everything after. What is worth moving depends on the order of
-products in the body (`(a·b)·h` with a small h): the body as written and the optimised body are
-both tried, and priced whole.
+The result is a jaxpr with the same inputs and outputs, so later passes see the work that has left a
+loop as ordinary equations. The cheapest motion depends on the order of products in the body
+(`(a·b)·h` with a small h). Therefore the loop is priced both with the body as written and with the
+optimised body.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ from symjax_rewrite.usage_records import ratio_of
 
 @dataclass(eq=False, slots=True)
 class Change:
-    """A loop that is written differently: a part of the program (`ir.replacement`).
+    """A loop that is written differently, as a part of the program (`ir.replacement`).
 
-    reads: program values it needs. makes: program values it gives, in order. run: how. names: of
-    what was done.
+    reads: program values that it needs. makes: program values that it computes, in order. run: the
+    function that computes them. names: the passes that were applied.
     """
 
     eqn: JaxprEqn
@@ -76,30 +76,31 @@ class Change:
 
     @property
     def gives(self) -> tuple[int, ...]:
-        """The values that it can make."""
+        """Return the values that the change computes."""
         return tuple(self.makes)
 
     @property
     def source(self) -> JaxprEqn:
-        """The loop that stood there."""
+        """Return the equation of the loop as written."""
         return self.eqn
 
     def needs(self, value: int) -> list[int]:
-        """What it reads, whichever of its values is wanted."""
+        """Return the operands of the change, which are the same for each of its values."""
         del value
         return self.reads
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
-        """The values wanted; the whole loop runs."""
+        """Return the wanted values; the whole loop runs."""
         made = dict(zip(self.makes, self.run(read), strict=True))
         return [made[v] for v in wanted]
 
 
 @dataclass(slots=True)
 class Loops:
-    """What was decided about the loops of one program.
+    """The decisions about the loops of one program.
 
-    seconds: by id of an equation, predicted as written and in the other form, where both are.
+    seconds: by id of an equation, the predicted seconds as written and in the other form, if both
+    are predicted.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -116,7 +117,7 @@ TREES, LOOPS = "affine_trees", "loops"
 
 
 def has_loops(program: Program) -> bool:
-    """Whether a program has loops, slices that a loop unrolled into a tree has, or equal steps."""
+    """Return True if a program has loops, slices of a tree of steps, or equal steps."""
     return may_repeat(program) or any(
         e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
         for e in program.equations
@@ -130,7 +131,7 @@ class Route(Protocol):
     """A kernel for a loop."""
 
     def run(self, read: Read) -> list[Any]:
-        """What the loop gives."""
+        """Return the results of the loop."""
         ...
 
 
@@ -138,28 +139,28 @@ RouteLoop = Callable[[Loop], tuple[Route | None, str]]
 
 
 class AffineTrees:
-    """Trees of affine steps that run faster as loops, together with their derivatives (a pass)."""
+    """Replaces trees of affine steps, and their derivatives, by loops where these are faster."""
 
     name = TREES
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The trees of a program that become loops."""
+        """Return levels: 0 loop-invariant, 1 known before the loop, 2 carried or effectful."""
         if context.has(FUSION) and has_loops(program):
             yield from _found(differentiated_trees(program, context.device, context.reorders()))
 
 
 @dataclass(frozen=True, slots=True)
 class ImprovedLoops:
-    """Loops that compute less in each step, or run as kernels (a pass).
+    """Moves work out of loops, or runs loops as kernels.
 
-    route: gives a kernel for a loop, or None, and why.
+    route: returns a kernel for a loop or None, and the reason.
     """
 
     route: Callable[[Loop, Context], tuple[Route | None, str]]
     name: str = LOOPS
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The loops of a program that have a cheaper form."""
+        """Yield the loops of a program that have a cheaper form."""
         if not has_loops(program):
             return
 
@@ -179,7 +180,7 @@ class ImprovedLoops:
 
 
 def _found(loops: Loops) -> Iterator[Found]:
-    """What was decided about loops, as candidates and refusals."""
+    """Yield the decisions about loops as candidates and refusals."""
     for reason, eqn in loops.refused:
         yield Refusal("loop", reason, jax_internals.source_line(eqn))
     reasons = {id(eqn): reason for taken, reason, eqn in loops.routes if taken}
@@ -208,13 +209,13 @@ def improve_loops(
 
     Args:
         program: the program.
-        device: where it runs.
-        reorders: whether sums may be rounded in another order.
-        passes: what may be done, of `rule.PASSES`.
-        optimise: gives the optimised form of a body, or None where it stays.
-        route: gives a kernel for a loop, or None, and why.
-        known: equations, by id, that were looked at: where there are any, only loops besides them
-            are looked at, and no trees.
+        device: the device that runs the program.
+        reorders: True if sums may be rounded in another order.
+        passes: the passes that are permitted, of `rule.PASSES`.
+        optimise: returns the optimised form of a body, or None if the body stays.
+        route: returns a kernel for a loop or None, and the reason.
+        known: ids of equations that were already examined. If there are any, only other loops are
+            examined, and no trees.
     """
     found = Loops()
     around = Surroundings(program)
@@ -245,7 +246,7 @@ def _improve_each(
     besides: set[int],
     found: Loops,
 ) -> None:
-    """Improve the loops of a program, each by itself, but those `besides`."""
+    """Improve the loops of a program one by one, except those in `besides`."""
     fuses = FUSION in passes
     for e in program.equations:
         loop = None if id(e.eqn) in besides else _plain(e)
@@ -281,7 +282,7 @@ def _improve_each(
 
 
 def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motion] | None:
-    """A loop whose products are taken apart and cut, where all that asks for leaves it."""
+    """Return a loop with its products split, and the motion, if all required slices leave it."""
     parts = in_parts(loop, device) if PARTS in passes else None
     if parts is None:
         return None
@@ -294,12 +295,12 @@ def _cut(loop: Loop, device: Device, passes: Sequence[str]) -> tuple[Loop, Motio
 
 
 def _composes(loop: Loop) -> bool:
-    """Whether the steps of a loop compose, so that a kernel may take it."""
+    """Return True if the steps of a loop compose, so that a kernel may run the loop."""
     return isinstance(loop.length, int) and all(g.degree.kind in NAMES for g in groups_of(loop))
 
 
 def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loops) -> Change:
-    """The same, where a kernel takes the loop that is left once products have left its steps."""
+    """Return the change with a kernel for the rest of the loop, if a kernel supports it."""
 
     def run(*values: Any) -> list[Any]:
         known = dict(zip(change.reads, values, strict=True))
@@ -312,7 +313,7 @@ def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loop
         if loop is not None:
             _find_constant_starts(loop, around)
             _take_kernel(e.eqn, loop, route, left)
-    if left.routes:  # what kept the loop as it was written says less
+    if left.routes:  # overrides the reason found for the loop as written
         found.routes = [r for r in found.routes if r[2] is not change.eqn]
         found.routes += [(taken, reason, change.eqn) for taken, reason, _ in left.routes]
     if not left.changes:
@@ -326,7 +327,8 @@ def _then_kernel(program: Program, change: Change, route: RouteLoop, found: Loop
 def differentiated_trees(program: Program, device: Device, reorders: bool) -> Loops:
     """Find the trees of affine steps that run faster as loops together with their derivatives.
 
-    Where steps are launches a tree is faster. What is found is changed before `improve_loops`.
+    A tree is faster on devices that launch a kernel per step. The trees found are replaced before
+    `improve_loops` runs.
     """
     found = Loops()
     prefixes = [] if device.loops.steps_are_launches else find_prefixes(program)
@@ -356,7 +358,7 @@ def differentiated_trees(program: Program, device: Device, reorders: bool) -> Lo
 def _differentiated_seconds(
     program: Program, d: Differentiated, device: Device
 ) -> tuple[float, float]:
-    """Predicted seconds of a tree and what goes back over it, and of loops in their place."""
+    """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
     live = needed(program, d.instead())
     spared = [e for e in d.equations() if live.isdisjoint(e.outvals)]
     whole = aval_bytes(program.avals[d.prefix.out])
@@ -366,7 +368,7 @@ def _differentiated_seconds(
 
 
 def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
-    """Predicted seconds of the equations of a tree."""
+    """Return the predicted seconds of the equations of a tree."""
     moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
     launches = len(equations) / device.loops.operations_per_launch
     return moved / device.bytes_per_s + launches * device.launch_s
@@ -375,8 +377,8 @@ def _tree_seconds(equations: Sequence[Equation], device: Device) -> float:
 def _pack(loop: Loop, motion: Motion, device: Device) -> bool:
     """Stack results in small floats as their bits; return True if there are any.
 
-    XLA's CPU backend has no updates in place of such arrays: every step converts the whole stack
-    to f32 and back, 350 ns per entry at 512 steps against 4 (two cores).
+    XLA's CPU backend does not update such arrays in place: every step converts the whole stack to
+    f32 and back. This takes 350 ns per entry at 512 steps, against 4 ns for the bits (two cores).
     """
     if not device.loops.packs_small_floats or not isinstance(loop.length, int):
         return False
@@ -398,15 +400,15 @@ def _pack(loop: Loop, motion: Motion, device: Device) -> bool:
 def before_derivatives(
     closed: ClosedJaxpr, device: Device, route: RouteLoop | None = None
 ) -> ClosedJaxpr:
-    """A program whose trees of affine steps are loops, and whose loops make what they read.
+    """Return a program with loops instead of trees of affine steps, and fused sources.
 
-    These are the same equations at other places, and a polynomial evaluated in another order, so
-    that derivatives are the same too; reverse mode then keeps far less.
+    The equations are the same at other places, and a polynomial evaluated in another order. The
+    derivatives are therefore the same. Reverse mode then stores far fewer residuals.
 
     Args:
-        closed: what is to be differentiated.
-        device: where it runs.
-        route: gives a kernel for a loop whose derivatives are those of the loop, or None.
+        closed: the program to be differentiated.
+        device: the device that runs the program.
+        route: returns a kernel for a loop whose derivatives are those of the loop, or None.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):
@@ -434,7 +436,7 @@ def before_derivatives(
 
 
 def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
-    """Carries that start from one number everywhere start from that number."""
+    """Replace the start of a carry by a number, if all its elements are that number."""
     for c in loop.carries:
         maker = around.makers.get(c.start) if isinstance(c.start, int) else None
         if maker is None or maker.name != "broadcast_in_dim":
@@ -444,7 +446,7 @@ def _find_constant_starts(loop: Loop, around: Surroundings) -> None:
 
 
 def _in_blocks(program: Program, pair: LoopPair) -> list[Change]:
-    """A loop that keeps what blocks of its steps start from, and the loop back over them."""
+    """Return the change for a loop with checkpoints per block, and for its backward loop."""
     there, back = pair.there, pair.back
     pair.starts = [program.new_value(aval) for aval in start_avals(pair)]
     results = zip(there.makes, there.results, strict=True)
@@ -460,7 +462,7 @@ def _in_blocks(program: Program, pair: LoopPair) -> list[Change]:
 
 
 def _take_kernel(eqn: JaxprEqn, loop: Loop, route: RouteLoop | None, found: Loops) -> bool:
-    """Give a loop to a kernel, if one takes it."""
+    """Replace a loop by a kernel, if one supports it; return True if so."""
     if route is None or not isinstance(loop.length, int) or not loop.carries:
         return False
     kernel, reason = route(loop)
@@ -493,7 +495,7 @@ def _take_tree(
     route: RouteLoop | None,
     found: Loops,
 ) -> None:
-    """Run a tree as a loop where that is cheaper: where the loop's state stays in a cache."""
+    """Run a tree as a loop if this is cheaper: if the state of the loop stays in a cache."""
     eqn = prefix.equations[-1].eqn
     reason = refusal(around, prefix)
     if not reorders:
@@ -531,9 +533,9 @@ def _take_unrolled(
     route: RouteLoop | None,
     found: Loops,
 ) -> None:
-    """Run equal steps as a kernel, or their products at once; else they stay as they are written.
+    """Run equal steps as a kernel, or batch their products; otherwise keep them as written.
 
-    What is left of the steps after that is unrolled again: XLA fuses steps, loops it does not.
+    The remaining steps are unrolled again, because XLA fuses unrolled steps but not loops.
     """
     loop = clean(unrolled.loop)
     kernel, why = None, describe(loop)
@@ -563,7 +565,7 @@ def _best_order(
     passes: Sequence[str],
     optimise: OptimiseBody,
 ) -> tuple[Loop, Motion]:
-    """The body as written, or optimised before anything leaves it: whichever is cheaper whole."""
+    """Return the cheaper whole: the body as written, or the body optimised before the motion."""
     spots = jax_internals.optimisable_bodies(e.eqn)
     if not reorders or len(spots) != 1:
         return loop, motion
@@ -581,7 +583,7 @@ def _best_order(
 
 
 def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...] = ()) -> Change:
-    """A loop with what leaves it, as a change of the program around it."""
+    """Return a loop and the equations that leave it as a change of the program."""
     reads = [v for v in loop.outer_values() if isinstance(v, int)]
     batched = motion.before or motion.after or motion.sums
     names = [(INVARIANT, motion.once), (BATCHING, batched)]
@@ -590,5 +592,5 @@ def make_change(eqn: JaxprEqn, loop: Loop, motion: Motion, also: tuple[str, ...]
 
 
 def rewritten(program: Program, changes: Sequence[Change]) -> ClosedJaxpr:
-    """The program with its loops changed, as a jaxpr of the same inputs and outputs."""
+    """Return the program with its changed loops, as a jaxpr of the same inputs and outputs."""
     return staged(replaced(program, changes))

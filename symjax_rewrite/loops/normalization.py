@@ -1,9 +1,9 @@
-"""Loops in their plainest form: what is no carry is none, and nothing is done twice (a pass).
+"""Normalisation of loops: counters, constant carries and repeated equations are removed.
 
-A counter becomes a number known at every step, `x[i]` with such a number what the step is given,
-`out[i] = y` what it returns. Carries that never change are constants, carries that are always
-equal are one (found as in partition refinement: equal until shown otherwise), equal equations are
-one, and what nothing needs is gone. All of it is exact.
+A counter becomes a number known at every step. `x[i]` with such a number becomes an input of the
+step, and `out[i] = y` a result of the step. Carries that never change become loop-invariant.
+Carries that are always equal become one carry; they are found by partition refinement. Equal
+equations become one equation, and dead equations are removed. Every change is exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from symjax_rewrite.loops.loop import Carry, Loop, Source, Stored, follow, step_
 
 
 def clean(loop: Loop) -> Loop:
-    """The same loop in its plainest form; the given one is changed."""
+    """Normalise a loop in place and return it."""
     _drop_casts(loop)
     _merge(loop)
     _take_counters(loop)
@@ -33,7 +33,7 @@ def clean(loop: Loop) -> Loop:
 
 
 def _drop_casts(loop: Loop) -> None:
-    """Casts of the weak type alone: who hands a value out sets it."""
+    """Remove casts that change only the weak type; the weak type is set on results."""
     avals = loop.body.avals
     same = {
         e.outvals[0]: e.invals[0]
@@ -49,7 +49,7 @@ def _drop_casts(loop: Loop) -> None:
 
 
 def _take_counters(loop: Loop) -> None:
-    """Carries that count are numbers known at every step, and so is what is computed of them."""
+    """Replace carries that count, and values computed of them, by numbers known at every step."""
     known: dict[int, Any] = {v: c for v, c in loop.body.consts.items() if np.ndim(c) == 0}
     known |= {v: n for v, n in loop.counters.items() if n.dtype.kind in "iu"}
     for k, carry in enumerate(list(loop.carries)):
@@ -64,7 +64,7 @@ def _take_counters(loop: Loop) -> None:
         numbers = numbers[:-1].astype(dtype)
         known[carry.inner] = numbers[::-1] if loop.reverse else numbers
         loop.results = [("number", last) if r == ("final", k) else r for r in loop.results]
-        carry.out = carry.inner  # no longer needs its equation; removed below
+        carry.out = carry.inner  # drops the need for its equation, which is removed below
         loop.counters[carry.inner] = known[carry.inner]
     if not loop.counters:
         return
@@ -85,7 +85,7 @@ def _take_counters(loop: Loop) -> None:
 
 
 def _fold_selects(loop: Loop) -> None:
-    """A select whose predicate is a known number is one of its cases."""
+    """Replace a select with a known predicate by one of its cases."""
     sub: dict[int, Value] = {}
     rest = []
     for e in loop.body.equations:
@@ -109,7 +109,7 @@ def _remove_carries(loop: Loop, gone: Callable[[Carry], bool]) -> None:
 
 
 def _line(loop: Loop, v: Value) -> tuple[int, int] | None:
-    """(start, step) of an index that moves evenly over the steps."""
+    """Return (start, step) of an index that is linear in the step, or None."""
     numbers = loop.counters.get(v) if isinstance(v, int) else None
     if numbers is None:
         return None
@@ -119,7 +119,7 @@ def _line(loop: Loop, v: Value) -> tuple[int, int] | None:
 
 
 def _number(loop: Loop, v: Value) -> int | None:
-    """The number that an index always is."""
+    """Return the number that an index is at every step, or None."""
     value = loop.body.consts.get(v) if isinstance(v, int) else v.val
     return int(value) if value is not None and np.size(value) == 1 else None
 
@@ -127,14 +127,14 @@ def _number(loop: Loop, v: Value) -> int | None:
 def _stepped_axis(
     loop: Loop, shape: tuple[int, ...], window: tuple[int, ...], at: tuple[Value, ...]
 ) -> tuple[int, int, int] | None:
-    """(axis, start, step) where a window of one entry moves along one axis of a whole array."""
+    """Return (axis, start, step) if a window of one entry moves along one axis of a whole array."""
     moving = [k for k, v in enumerate(at) if _line(loop, v) is not None]
     if len(moving) != 1:
         return None
     axis = moving[0]
     rest = [k for k in range(len(shape)) if k != axis]
     if window[axis] != 1 or any(window[k] != shape[k] for k in rest):
-        return None  # a whole axis starts at 0 whatever its index says: it is clamped
+        return None  # the index of a whole axis is clamped to 0
     line = _line(loop, at[axis])
     assert line is not None
     ends = (line[0], line[0] + line[1] * (loop.length - 1))
@@ -142,7 +142,7 @@ def _stepped_axis(
 
 
 def _take_slices(loop: Loop) -> None:
-    """`x[i]` of an outer array, with a number known at every step, is what a step is given."""
+    """Replace `x[i]` of an outer array, i known at every step, by an input of the step."""
     rest = []
     for e in loop.body.equations:
         x = e.invals[0] if e.name == "dynamic_slice" else None
@@ -158,7 +158,7 @@ def _take_slices(loop: Loop) -> None:
 
 
 def _take_updates(loop: Loop) -> None:
-    """`out[i] = y`, with `out` read nowhere else, is what a step returns."""
+    """Replace `out[i] = y` by a result of the step, if `out` is read nowhere else."""
     uses: dict[Value, int] = {}
     for v in [v for e in loop.body.equations for v in e.invals] + loop.ys:
         if isinstance(v, int):
@@ -185,7 +185,7 @@ def _take_updates(loop: Loop) -> None:
 
 
 def _written(loop: Loop, e: Equation) -> tuple[Value, int, int, int, bool] | None:
-    """(update, axis, start, step, whether it has the axis) of an update of one entry."""
+    """Return (update, axis, start, step, has_axis) of an update of one entry, or None."""
     shape = shape_of(e.eqn.invars[0])
     if e.name == "dynamic_update_slice":
         window = shape_of(e.eqn.invars[1])
@@ -208,7 +208,7 @@ def _written(loop: Loop, e: Equation) -> tuple[Value, int, int, int, bool] | Non
 
 
 def substitute(loop: Loop, sub: dict[int, Value]) -> None:
-    """Read other values in place of some, everywhere in the loop."""
+    """Replace values by other values everywhere in the loop."""
 
     def new(v: Value) -> Value:
         while isinstance(v, int) and v in sub:
@@ -225,7 +225,7 @@ def substitute(loop: Loop, sub: dict[int, Value]) -> None:
 
 
 def _merge(loop: Loop) -> None:
-    """Make equal values one, and carries that never change constants."""
+    """Merge equal values, and make carries that never change loop-invariant."""
     groups: dict[object, int] = {}
     classes = []
     for c in loop.carries:
@@ -260,7 +260,7 @@ def _merge(loop: Loop) -> None:
 
 
 def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
-    """Value to the first one equal to it, if carries of one class are equal."""
+    """Map each value to the first value equal to it, if carries of one class are equal."""
     sub: dict[int, Value] = {}
     known: dict[object, tuple[Value, ...]] = {}
 
@@ -285,7 +285,7 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
 
 
 def drop_dead(loop: Loop) -> None:
-    """Leave out what no result and no effect needs."""
+    """Remove the equations that no result and no effect needs."""
     equations = loop.body.equations
     operands = value_operands(makers_of(equations))
     after = {c.inner: numbers([c.out]) for c in loop.carries}

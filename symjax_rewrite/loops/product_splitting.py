@@ -1,10 +1,10 @@
-"""Products that a step reads in parts are products of parts (a pass).
+"""Splitting of products that a step reads in parts into products of parts.
 
-A cell with one product for its gates, `split(x·W + h·U)`, adds what is known before the loop to
-what depends on its carry, and then cuts the sum. That is `split(x·W) + h·split(U)`: the weights are
-cut once, the entries of all steps before the loop, and a step has products of its parts, which
-XLA runs side by side. A product of joined operands is a sum of products first,
-`[x, h]·W = x·W₁ + h·W₂`, so that what is known leaves.
+A cell with one product for its gates, `split(x·W + h·U)`, adds values known before the loop to
+values that depend on its carry, and then cuts the sum. This equals `split(x·W) + h·split(U)`. The
+weights are cut once, and the entries of all steps are cut before the loop. A step then has smaller
+products, which XLA runs in parallel. A product of concatenated operands is first rewritten as a sum
+of products, `[x, h]·W = x·W₁ + h·W₂`, so that the known product can be hoisted.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.normalization import drop_dead, substitute
 from symjax_rewrite.loops.stepwise_equations import stepped_operands
 
-# Measured on two cores, LSTMs of widths 32 to 1024 and 1 to 128 rows, jax 0.10.2 and 0.12: with
-# weights of a megabyte and few rows a step takes 0.5 to 0.9 of the time, with smaller ones up to 2.
+# Measured on two cores with LSTMs of widths 32 to 1024 and 1 to 128 rows, jax 0.10.2 and 0.12. With
+# weights of a megabyte and few rows a step takes 0.5 to 0.9 of the time. With smaller weights a
+# step takes up to 2 times as long.
 MAX_PARTS = 8
 
 
 class Parts(NamedTuple):
-    """A loop whose products are taken apart and cut.
+    """A loop with split products.
 
-    leaves: slices of what its steps know; all must leave it. is_apart: whether a product was taken
-    apart: some part of it must leave.
+    leaves: slices of values that are known before the steps; all of them must leave the loop.
+    is_apart: True if a product of concatenated operands was split; some part of this product must
+    leave.
     """
 
     loop: Loop
@@ -49,7 +51,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the part [start, limit) of a cut lies in a value: at `scale` times that, of `axis`."""
+    """The position of the part [start, limit) of a cut in a value: `scale` times that on `axis`."""
 
     axis: int
     scale: int = 1
@@ -60,10 +62,11 @@ class Place:
 
 @dataclass(slots=True)
 class ProductSplit:
-    """A value that is only read in parts, and how it is made.
+    """A value that is only read in parts, and the equations that compute it.
 
-    axis: which is cut. readers: (equation, its parts as [start, limit)). cone: the equations made
-    by parts, in order. places: of every value the cone makes, and of what it reads in parts.
+    axis: the axis that is cut. readers: (equation, its parts as [start, limit)). cone: the
+    equations computed by parts, in order. places: of every value that the cone computes, and of
+    every value that it reads in parts.
     """
 
     value: int
@@ -74,11 +77,14 @@ class ProductSplit:
 
 
 def in_parts(loop: Loop, device: Device) -> Parts | None:
-    """The loop with its joined products taken apart, and those read in parts cut; None: no such.
+    """Return a loop with its products split, or None if there is none to split.
+
+    Products of concatenated operands become sums of products. Products that are read in parts
+    become products of parts.
 
     Args:
-        loop: a clean loop; it is not changed.
-        device: where it runs; products are cut where sums that are cut are slow.
+        loop: a normalised loop; it is not changed.
+        device: the device that runs the program; products are cut if it slices sums slowly.
     """
     facts = device.loops
     if not isinstance(loop.length, int) or loop.length < facts.least_cut_steps:
@@ -104,14 +110,14 @@ def _sizes(e: Equation) -> list[Any]:
 
 
 def _is_large(e: Equation, facts: LoopFacts) -> bool:
-    """Whether an equation is a product with large weights."""
+    """Return True if an equation is a product with large weights."""
     if e.name != "dot_general":
         return False
     return max(aval_bytes(v.aval) for v in e.eqn.invars) >= facts.least_cut_weights
 
 
 def _take_apart(loop: Loop, facts: LoopFacts) -> list[int]:
-    """Products of operands joined along the sum, some of them known, as sums of products."""
+    """Rewrite products of operands concatenated along the sum, some known, as sums of products."""
     leaves: list[int] = []
     while (found := _find_joined(loop, facts)) is not None:
         leaves += _replace_joined(loop, *found)
@@ -119,7 +125,7 @@ def _take_apart(loop: Loop, facts: LoopFacts) -> list[int]:
 
 
 def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation] | None:
-    """A product with large weights, which operand of it is joined, and by what."""
+    """Find a product with large weights, the side of its concatenated operand, and its maker."""
     level = loop.levels()
     makers = makers_of(loop.body.equations)
     for e in [e for e in loop.body.equations if _is_large(e, facts)]:
@@ -135,7 +141,7 @@ def _find_joined(loop: Loop, facts: LoopFacts) -> tuple[Equation, int, Equation]
 
 
 def _joins_summed(eqn: JaxprEqn, side: int, joined: JaxprEqn) -> bool:
-    """Whether an operand is joined along the axis a product sums, in a dtype that loses nothing."""
+    """Return True if an operand is concatenated along the summed axis, in a lossless dtype."""
     aval: Any = eqn.outvars[0].aval
     if joined.primitive.name != "concatenate" or aval.dtype.itemsize < 4:
         return False
@@ -168,13 +174,13 @@ def _replace_joined(loop: Loop, e: Equation, side: int, joined: Equation) -> lis
 
 
 def _put(loop: Loop, old: Equation, new: list[Equation]) -> None:
-    """Write equations in place of one."""
+    """Write equations in place of an equation."""
     at = next(k for k, e in enumerate(loop.body.equations) if e is old)
     loop.body.equations[at : at + 1] = new
 
 
 def _cuts(loop: Loop, facts: LoopFacts) -> Iterator[ProductSplit]:
-    """Values that are only read in parts and made by products with weights, that few rows meet."""
+    """Yield values that are only read in parts and are products of weights with few rows."""
     level = loop.levels()
     readers = users_of(loop.body.equations)
     results = {v for v in (*loop.ys, *[c.out for c in loop.carries]) if isinstance(v, int)}
@@ -193,7 +199,7 @@ def _cuts(loop: Loop, facts: LoopFacts) -> Iterator[ProductSplit]:
 def _parts_read(
     loop: Loop, value: int, readers: Sequence[Equation]
 ) -> tuple[int, list[tuple[Equation, list[tuple[int, int]]]]] | None:
-    """(axis, parts by reader) where a value is read in several parts of an axis, none twice."""
+    """Return (axis, parts by reader) if a value is read in several disjoint parts of an axis."""
     parts = [_part(e) for e in readers]
     axes = {p[0] for p in parts if p is not None}
     if None in parts or len(axes) != 1:
@@ -209,7 +215,7 @@ def _parts_read(
 
 
 def _part(e: Equation) -> tuple[int, list[tuple[int, int]]] | None:
-    """(axis, parts) of what a slice or a split reads of an operand."""
+    """Return (axis, parts) that a slice or a split reads of an operand, or None."""
     p, shape = e.eqn.params, shape_of(e.eqn.invars[0])
     if e.name == "split":
         ends = [sum(p["sizes"][: k + 1]) for k in range(len(p["sizes"]))]
@@ -229,7 +235,7 @@ def _grow(
     readers: dict[int, list[Equation]],
     results: set[int],
 ) -> bool:
-    """Find the equations that can be made by parts; whether all that is cut is known or made so."""
+    """Find the equations to compute by parts; return True if all cut values are covered."""
     inside: set[int] = set()
     whole: set[int] = set()
     for e in reversed(loop.body.equations):
@@ -260,7 +266,7 @@ def _grow(
 def _operand_places(
     e: Equation, place: Place, level: dict[int, int]
 ) -> Sequence[Place | None] | None:
-    """Where a part of a result lies in the operands, None for those read whole; or None."""
+    """Return the positions of a part in the operands, None per operand read whole; or None."""
     if e.name == "dot_general":
         return _factor_places(e, place, level)
     if e.name == "reshape":
@@ -276,7 +282,7 @@ def _operand_places(
 def _factor_places(
     e: Equation, place: Place, level: dict[int, int]
 ) -> Sequence[Place | None] | None:
-    """The part of the weights, where a part of a product is one of theirs."""
+    """Return the part of the weights, if a part of a product reads a part of its weights."""
     summed, batch = e.eqn.params["dimension_numbers"]
     axis = place.axis - len(batch[0])
     for k in range(2):
@@ -294,7 +300,7 @@ def _factor_places(
 
 
 def _reshaped(eqn: JaxprEqn, place: Place) -> Sequence[Place | None] | None:
-    """The axis, or the one it is the outer part of: as much stands before it on both sides."""
+    """Return the place before a reshape, if the axis stays whole or is an outer factor."""
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if eqn.params["dimensions"] is not None:
         return None
@@ -309,10 +315,10 @@ def _reshaped(eqn: JaxprEqn, place: Place) -> Sequence[Place | None] | None:
 
 
 def _adds(cut: ProductSplit, level: dict[int, int]) -> bool:
-    """Whether products meet a step's entry before they are cut.
+    """Return True if products are added to a step's entry before they are cut.
 
-    XLA's CPU backend reads that element by element. A product that is cut as it is (a GRU's) is as
-    fast whole, or faster.
+    XLA's CPU backend reads such a sum element by element. A product that is cut directly (a GRU's)
+    is as fast whole, or faster.
     """
     return any(level[v] == 1 for v in cut.places)
 
@@ -331,7 +337,7 @@ def _is_worth_it(cut: ProductSplit, facts: LoopFacts) -> bool:
 
 
 def _take(loop: Loop, cut: ProductSplit) -> list[int]:
-    """Write a cut into a loop; the slices of what its products and sums read."""
+    """Write a cut into a loop; return the slices that its products and sums read."""
     made = {v for e in cut.cone for v in e.outvals}
     reads = [v for e in cut.cone for v in e.invals if isinstance(v, int) and v not in made]
     sliced = [v for v in dict.fromkeys(reads) if v in cut.places]
@@ -363,7 +369,7 @@ def _take(loop: Loop, cut: ProductSplit) -> list[int]:
 
 
 def _run_part(e: Equation, cut: ProductSplit, env: dict[int, Any], span: tuple[int, int]) -> Any:
-    """One equation of a cone, for one part."""
+    """Run one equation of a cone for one part."""
     args = [env[v] if isinstance(v, int) else v.val for v in e.invals]
     params = dict(e.eqn.params)
     if e.name == "reshape":

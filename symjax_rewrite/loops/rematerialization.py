@@ -1,9 +1,9 @@
-"""Loops of a backward pass that read what loops of the forward pass kept (a pass).
+"""Rematerialisation of forward loops inside the backward loops that read their residuals.
 
-Reverse mode keeps what every step of a loop makes, for the loop that runs back over the steps.
-Where making it again costs less than writing and reading it, only the carries at the starts of
-blocks are kept: the loop back makes a block's steps again, in a cache, and goes back over them
-(Griewank 1992; Chen et al. 2016, "Training deep nets with sublinear memory cost").
+Reverse mode stores residuals of every step of a loop for its backward loop. If recomputing them
+costs less than writing and reading them, only the carries at the starts of blocks are stored. The
+backward loop recomputes the steps of a block in a cache and then runs back over them (Griewank
+1992; Chen et al. 2016, "Training deep nets with sublinear memory cost").
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ FUSED_KINDS = (ELEMENTWISE | VIEWS) - SLOW_MAPS
 
 @dataclass(slots=True)
 class LoopPair:
-    """A loop, and the loop back over its steps that alone reads some of its results.
+    """A loop, and its backward loop, which is the only reader of some of its results.
 
-    kept: numbers of the first loop's stacked results that only the second reads. steps: per block.
-    starts: program values that hold the carries blocks start from, then those of the rest.
+    kept: numbers of the forward loop's stacked results that only the backward loop reads. steps:
+    steps per block. starts: program values that hold the carries at the starts of blocks, then the
+    carry at the start of the remaining steps.
     """
 
     there: Loop
@@ -45,27 +46,27 @@ class LoopPair:
     starts: list[int] = field(default_factory=list)
 
     def keeps(self, result: tuple[str, Any]) -> bool:
-        """Whether a result of the first loop is one that only the second reads."""
+        """Return True if only the backward loop reads a result of the forward loop."""
         return result[0] == "ys" and result[1] in self.kept
 
     @property
     def blocks(self) -> int:
-        """Blocks of full size."""
+        """Return the number of full blocks."""
         return self.there.length // self.steps
 
     @property
     def rest(self) -> int:
-        """Steps after these in stored order."""
+        """Return the number of steps after the last full block, in stored order."""
         return self.there.length % self.steps
 
 
 def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[LoopPair]:
-    """The pairs of loops in which what steps keep should be made again.
+    """Find the pairs of loops whose residuals should be recomputed.
 
     Args:
-        around: the program they stand in.
-        device: where it runs.
-        reorders: whether sums may be rounded in another order.
+        around: the program that contains the loops.
+        device: the device that runs the program.
+        reorders: True if sums may be rounded in another order.
     """
     program = around.program
     loops = {id(e): e for e in program.equations if e.name == "scan" and not e.eqn.effects}
@@ -82,7 +83,7 @@ def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Loo
 
 
 def _before(e: Equation, around: Surroundings) -> list[Equation]:
-    """Who makes what a loop steps through."""
+    """Return the equations that compute the stacked operands of a loop."""
     makers = (around.makers.get(v) for v in e.invals if isinstance(v, int))
     return list({id(m): m for m in makers if m is not None}.values())
 
@@ -129,9 +130,9 @@ def _pair(
 def _fused(
     there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
 ) -> tuple[Loop, Loop, float]:
-    """Both loops with what only they make and read inside, and the bytes no longer written.
+    """Return both loops with their private equations fused, and the bytes no longer written.
 
-    What both read each makes by itself.
+    Values that both loops read are computed in each of them.
     """
     last = Fusion(back, around, own, reorders=reorders)
     saved = last.run()
@@ -140,13 +141,13 @@ def _fused(
 
 
 def _fused_alone(e: Equation, around: Surroundings, device: Device) -> float:
-    """The bytes that a loop by itself need not write."""
+    """Return the bytes that a loop on its own need not write after fusion."""
     loop = read_loop(e)
     return 0.0 if loop is None else fuse(clean(loop), around, [e], device)
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
-    """Return True if making results again takes no longer than writing and reading them."""
+    """Return True if recomputing results takes no longer than writing and reading them."""
     loops, memory = device.loops, device.memory
     if kept_bytes < loops.least_remade_bytes:
         return False
@@ -171,7 +172,7 @@ def _needed(loop: Loop, kept: Sequence[int]) -> list[Equation]:
 
 
 def _block(there: Loop, kept_bytes: float) -> int:
-    """Steps per block: what all blocks start from and what one holds are as many bytes."""
+    """Return the steps per block: all starts and the residuals of one block have equal bytes."""
     length = there.length
     start = sum(aval_bytes(there.body.avals[c.inner]) for c in there.carries)
     wanted = math.sqrt(length * max(start, 1.0) / (kept_bytes / length))
@@ -181,7 +182,7 @@ def _block(there: Loop, kept_bytes: float) -> int:
 
 
 def run_there(pair: LoopPair, read: Read) -> list[Any]:
-    """The first loop's results that others read, then what blocks start from."""
+    """Return the forward loop's results that others read, then the carries at block starts."""
     loop = pair.there
     public = [k for k in range(len(loop.ys)) if k not in pair.kept]
     known, steps = loop.constants(read), loop.stacks(read)
@@ -212,7 +213,7 @@ def run_there(pair: LoopPair, read: Read) -> list[Any]:
 
 
 def _joined(pair: LoopPair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
-    """Results of blocks and of the steps after them as those of all steps."""
+    """Concatenate the results of blocks and of the remaining steps."""
     ys = [lax.reshape(y, (pair.blocks * pair.steps, *y.shape[2:])) for y in ys]
     if pair.rest:
         ys = [jnp.concatenate([y, z]) for y, z in zip(ys, ys_rest, strict=True)]
@@ -220,7 +221,7 @@ def _joined(pair: LoopPair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[A
 
 
 def run_back(pair: LoopPair, read: Read) -> list[Any]:
-    """The second loop's results, what it reads of the first made again block by block."""
+    """Return the backward loop's results; the residuals are recomputed block by block."""
     there, back = pair.there, pair.back
     place = {k: n for n, k in enumerate(pair.kept)}
     results = zip(there.makes, there.results, strict=True)
@@ -258,7 +259,7 @@ def run_back(pair: LoopPair, read: Read) -> list[Any]:
 
 
 def _split(pair: LoopPair, steps: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """What steps read, by blocks, and what those after the last whole block do."""
+    """Return the stacked operands by blocks, and those of the steps after the last full block."""
     whole = pair.blocks * pair.steps
     blocks = {
         v: lax.reshape(x[:whole], (pair.blocks, pair.steps, *x.shape[1:])) for v, x in steps.items()
@@ -274,7 +275,7 @@ def _stage(
     steps: dict[int, Any],
     carry: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
-    """Some steps of a loop: the carries after them, and some results of each."""
+    """Stage some steps of a loop; return the carries after them, and stacked results."""
     carries = [Carry(c.inner, c.inner, c.out) for c in loop.carries]
     inner = replace(loop, length=count, ys=list(ys), carries=carries)
     values = {c.inner: x for c, x in zip(loop.carries, carry, strict=True)}
@@ -282,7 +283,7 @@ def _stage(
 
 
 def start_avals(pair: LoopPair) -> list[Any]:
-    """What `run_there` gives beside results: avals of the carries that blocks start from."""
+    """Return the avals of the carries at block starts, which `run_there` returns last."""
     avals = [pair.there.body.avals[c.inner] for c in pair.there.carries]
     stacked = [a.update(shape=(pair.blocks, *a.shape)) for a in avals]
     return [*stacked, *(avals if pair.rest else [])]

@@ -1,7 +1,7 @@
-"""Unrolled loops written as loops again (a pass).
+"""Rerolling: unrolled loops are written as loops again.
 
-Nothing of a step changes: it is the equations of the first one, given the entries of arrays that
-the steps read and what the step before hands on.
+A step has the equations of the first unrolled step. It receives the array entries that the steps
+read, and the carries of the step before.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from symjax_rewrite.loops.unrolled_detection import (
     runs_of,
 )
 
-MAX_READ = 32  # parts of runs that are read in one program
-MAX_APART = 2  # steps of which a result may be read by itself
+MAX_READ = 32  # parts of runs that are tried in one program
+MAX_APART = 2  # steps whose results may be read separately
 
 
 @dataclass(slots=True)
 class Unrolled:
-    """A loop that was unrolled.
+    """An unrolled loop.
 
-    loop: the loop, not yet clean. own: equations it replaces. blocks: for results of the steps that
-    stand among others: the value that the loop makes, and where it goes.
+    loop: the loop, not yet normalised. own: equations that it replaces. blocks: for results that
+    are concatenated with other values: the value that the loop computes, and its position.
     """
 
     loop: Loop
@@ -48,7 +48,7 @@ class Unrolled:
 
 
 def find_unrolled(around: Surroundings) -> Iterator[Unrolled]:
-    """The unrolled loops of a program whose steps hand something on."""
+    """Yield the unrolled loops of a program whose steps have carries."""
     program = around.program
     if not may_repeat(program):
         return
@@ -84,19 +84,19 @@ def find_unrolled(around: Surroundings) -> Iterator[Unrolled]:
 
 
 class Writer:
-    """Writes what was read as a loop."""
+    """Writes the equations read by a `StepReader` as a loop."""
 
     def __init__(self, reader: StepReader, joined: list[Joined]) -> None:
         self.reader, self.joined = reader, joined
         self.avals = reader.around.program.avals
-        self.inputs: dict[tuple, tuple[Any, Any]] = {}  # what a step is given: its aval, and what
+        self.inputs: dict[tuple, tuple[Any, Any]] = {}  # inputs of a step: aval and outer value
         self.ys: list[tuple[Family, int, int | None]] = []  # with the axis to add
 
     def write(self) -> Unrolled:
-        """The loop.
+        """Return the loop.
 
         Raises:
-            NotEqualError: results are read in a way that no loop gives them.
+            NotEqualError: results are read in a way that no loop computes.
         """
         r = self.reader
         results, blocks = self._results()
@@ -127,7 +127,7 @@ class Writer:
         return Unrolled(loop, [*own, *[e for j in self.joined for e in j.tree]], blocks)
 
     def _given(self, f: Family) -> Iterator[tuple[tuple, Any, Any]]:
-        """The inputs of a step that a family reads: key, aval, and what it is outside."""
+        """Yield the inputs of a step that a family reads: key, aval, and outer value."""
         given: list[tuple] = [("source", f.entry)] if f.entry else f.operands
         for kind, *what in given:
             if kind == "source":
@@ -145,7 +145,7 @@ class Writer:
         return aval.update(shape=(*aval.shape[:k], *(1,) * source.kept, *aval.shape[k + 1 :]))
 
     def _step(self, *given: Any) -> list[Any]:
-        """One step: the next carries, and what is stacked."""
+        """Run one step; return the next carries and the stacked values."""
         env: dict[tuple, Any] = dict(zip(self.inputs, given, strict=True))
         made: dict[tuple[int, int], Any] = {}
         for f in self.reader.order:
@@ -162,7 +162,7 @@ class Writer:
         return carried + [x if k is None else lax.expand_dims(x, (k,)) for x, k in stacked]
 
     def _results(self) -> tuple[list[tuple[int, str, Any]], list[tuple[int, Joined]]]:
-        """What the loop gives: value, kind and place; and blocks among others."""
+        """Return the results of the loop as (value, kind, place), and the concatenated blocks."""
         results: list[tuple[int, str, Any]] = []
         blocks = []
         for j in self.joined:
@@ -187,7 +187,7 @@ class Writer:
         return results, blocks
 
     def _read_apart(self) -> Iterator[tuple[Family, int, list[int]]]:
-        """Results that are read elsewhere step by step, and in which steps."""
+        """Yield results that are read elsewhere step by step, with the steps."""
         r, around = self.reader, self.reader.around
         own = {id(e) for f in r.order for e in f.equations}
         free = set(r.prepared)
@@ -210,7 +210,7 @@ class Writer:
 
     @staticmethod
     def _is_view(f: Family, free: set[int]) -> bool:
-        """Whether a family only shows what the program has outside its steps too."""
+        """Return True if a family only reads values that the program has outside its steps too."""
         if f.equations[0].name not in VIEWS:
             return False
         return all(
@@ -220,7 +220,7 @@ class Writer:
 
     @staticmethod
     def _bytes(loop: Loop) -> float:
-        """Bytes of what the loop is given and gives."""
+        """Return the bytes of the operands and results of the loop."""
         avals = loop.body.avals
         ys = [v for v in loop.ys if isinstance(v, int)]
         once = [*loop.consts, *[c.inner for c in loop.carries for _ in range(2)]]
@@ -229,7 +229,7 @@ class Writer:
 
 
 def _value(operand: tuple, env: dict[tuple, Any], made: dict[tuple[int, int], Any]) -> Any:
-    """An operand in a step."""
+    """Return an operand in a step."""
     kind, *what = operand
     if kind == "step":
         return made[id(what[0]), what[1]]
@@ -241,7 +241,7 @@ def _value(operand: tuple, env: dict[tuple, Any], made: dict[tuple[int, int], An
 
 
 def _sliced(eqn: jax_internals.JaxprEqn, axis: int, entry: Any) -> Any:
-    """A slice that moves along an axis, of that axis's entry."""
+    """Return a slice that moves along an axis, from that axis's entry."""
     p = eqn.params
     starts, limits = list(p["start_indices"]), list(p["limit_indices"])
     starts[axis], limits[axis] = 0, 1
@@ -251,7 +251,7 @@ def _sliced(eqn: jax_internals.JaxprEqn, axis: int, entry: Any) -> Any:
 
 
 def joined_with(block: int, j: Joined) -> tuple[list[int], Callable[[Callable], list[Any]]]:
-    """What a stack or concatenation reads beside a block of results, and how it is written."""
+    """Return the other operands of a concatenation with a block of results, and its writer."""
     steps = len(j.result[0].equations)
     others = [v for k, v in enumerate(j.operands) if not j.first <= k < j.first + steps]
     reads = [block, *[v for v in others if isinstance(v, int)]]

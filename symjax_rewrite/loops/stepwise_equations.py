@@ -1,7 +1,7 @@
-"""Equations that work on every step of an axis by itself (a pass's own knowledge).
+"""Equations that compute every step of an axis separately.
 
-`stepped_operands` says which axes of the operands run along with an axis of the result; `one_step`
-is the same equation for a single entry of that axis, which keeps it with size one.
+`stepped_operands` returns the axes of the operands that correspond to an axis of the result.
+`one_step` returns the same equation for a single entry of that axis, which stays with size one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.primitives import ELEMENTWISE
 from symjax_rewrite.jax_internals import JaxprEqn
 
-Axes = Sequence[int | None]  # for every operand, its stepped axis; None: the same at every step
+Axes = Sequence[int | None]  # stepped axis per operand; None: the same at every step
 
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 
 
 def stepped_operands(eqn: JaxprEqn, axis: int) -> Axes | None:
-    """Which axes of the operands run along with `axis` of the only result; None: not by steps."""
+    """Return the operand axes that correspond to `axis` of the result; None if not stepwise."""
     if len(eqn.outvars) != 1 or eqn.effects or axis >= len(shape_of(eqn.outvars[0])):
         return None
     name = eqn.primitive.name
@@ -35,7 +35,7 @@ def stepped_operands(eqn: JaxprEqn, axis: int) -> Axes | None:
 
 
 def stepped_result(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
-    """The axis of the result that runs along with an axis of an operand."""
+    """Return the axis of the result that corresponds to an axis of an operand, or None."""
     if len(eqn.outvars) != 1 or not hasattr(eqn.outvars[0].aval, "shape"):
         return None
     for k, size in enumerate(shape_of(eqn.outvars[0])):
@@ -47,7 +47,7 @@ def stepped_result(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
 
 
 def one_step(eqn: JaxprEqn, axis: int) -> Callable[..., list[Any]]:
-    """The equation for one entry of `axis` of its result; operands keep theirs with size one."""
+    """Return the equation for one entry of `axis`; operands keep their axes with size one."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "broadcast_in_dim":
         params["shape"] = _set(params["shape"], axis, 1)
@@ -63,7 +63,7 @@ def _set(sizes: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
 
 
 def _elementwise(eqn: JaxprEqn, axis: int) -> Axes | None:
-    """Operands are scalars, or of the result's rank with some axes of size one."""
+    """Return axes if operands are scalars, or have the result's rank with some axes of size one."""
     shape = shape_of(eqn.outvars[0])
     shapes = [shape_of(v) for v in eqn.invars]
     if any(s and len(s) != len(shape) for s in shapes):
@@ -82,7 +82,7 @@ def _broadcast(eqn: JaxprEqn, axis: int) -> Axes | None:
 
 
 def _reshape(eqn: JaxprEqn, axis: int) -> Axes | None:
-    """The axis stays whole: as much stands before it on both sides."""
+    """Return the operand axis if the reshape keeps the axis and the size before it."""
     if eqn.params.get("dimensions") is not None or len(eqn.invars) != 1:
         return None
     new, old = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
@@ -101,10 +101,10 @@ def _squeeze(eqn: JaxprEqn, axis: int) -> Axes | None:
 
 
 def _dot_general(eqn: JaxprEqn, axis: int) -> Axes | None:
-    """Batch axes come first, then the free ones of the left operand, then those of the right.
+    """Return the operand axes: batch axes first, then free axes of the left, then of the right.
 
-    A step may lie along a free axis where the other operand has none: a product of matrices, done
-    row by row, would read the other one in every step.
+    A step may lie along a free axis only if the other operand has no free axis. A product of
+    matrices, computed row by row, would read the other matrix in every step.
     """
     contracted, batch = eqn.params["dimension_numbers"]
     left, right = batch

@@ -1,7 +1,8 @@
-"""Carries that only add up products of every step (a pass's own recognition).
+"""Detection of carries that only accumulate products of every step.
 
-The gradient of a weight that every step uses is such a carry: Σ_t u_t·v_t over the steps is one
-product with the steps among its summed indices, and the sum is never read and written step by step.
+The gradient of a weight that every step uses is such a carry. Σ_t u_t·v_t over the steps is one
+product with the steps among its summed indices. The accumulator is then not read and written step
+by step.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "neg"
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """carry ← carry + views(product).
+    """The update carry ← carry + views(product).
 
-    carry: its number. product: a `dot_general` of two values of the step. views: what turns its
-    result, in order; they go through sums.
+    carry: its number. product: a `dot_general` of two values of the step. views: the layout
+    equations after the product, in order; they commute with sums.
     """
 
     carry: int
@@ -34,11 +35,11 @@ class Accumulation:
 
     @property
     def equations(self) -> tuple[Equation, ...]:
-        """What the loop no longer does."""
+        """Return the equations that leave the loop."""
         return (self.product, *self.views, self.add)
 
     def total(self, steps: dict[int, Any], start: Any) -> Any:
-        """The carry after the last step, from the stacked operands of the product."""
+        """Return the carry after the last step, from the stacked operands of the product."""
         e = self.product
         params = dict(e.eqn.params)
         (left, right), (left_batch, right_batch) = params["dimension_numbers"]
@@ -54,7 +55,7 @@ class Accumulation:
 
 
 def accumulations(loop: Loop, level: dict[int, int]) -> list[Accumulation]:
-    """The carries of a loop that only add products up, in order."""
+    """Return the carries of a loop that only accumulate products, in order."""
     makers = makers_of(loop.body.equations)
     uses: dict[Value, int] = {}
     outs = [c.out for c in loop.carries]

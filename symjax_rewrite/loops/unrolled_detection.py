@@ -1,10 +1,11 @@
-"""Loops that Python unrolled: equal steps written one after another (a pass's own recognition).
+"""Detection of loops that Python unrolled: equal steps written one after another.
 
-A trace has the steps in order, so its equations repeat at a distance: their kinds are numbers, and
-the runs of one distance are found in one pass. A run is a loop where each operand of each equation
-is, from step to step, the same value, a value of the same step, one of the step before, the next
-entry of one array, or a number that moves evenly. What is prepared for every step beforehand, and
-what is done with every step's results afterwards, joins the steps.
+A trace has the steps in order, so the kinds of its equations repeat at a distance. Kinds are
+numbers, and the runs of one distance are found in one traversal. A run is a loop if each operand of
+each equation has one of these forms over the steps: the same value, a value of the same step, a
+value of the previous step, the next entry of one array, or a linear sequence of numbers. Equations
+that prepare the inputs of every step, and equations that are applied to the results of every step,
+become part of the steps.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Source
 
 MIN_STEPS = 8
-MAX_DISTANCES = 8  # that are tried, the most frequent first
-MULTIPLES = (1, 2, 3, 4)  # of a distance: steps may repeat within themselves
-MAX_DEPTH = 16  # equations in a row that prepare what a step is given
+MAX_DISTANCES = 8  # distances that are tried, the most frequent first
+MULTIPLES = (1, 2, 3, 4)  # of a distance: a step may contain repetitions
+MAX_DEPTH = 16  # consecutive equations that prepare the inputs of a step
 
-_ENTRIES = {"unstack": False, "split": True}  # whether the axis stays, with size one
+_ENTRIES = {"unstack": False, "split": True}  # True if the axis stays, with size one
 
 
 class NotEqualError(Exception):
-    """A step that is not like those before it; 0: these are no steps of a loop (internal)."""
+    """Raised if a step differs from the steps before it; 0 means that there are no steps."""
 
     def __init__(self, step: int) -> None:
         super().__init__(step)
@@ -41,9 +42,9 @@ class NotEqualError(Exception):
 
 @dataclass(eq=False, slots=True)
 class Family:
-    """One equation in all steps, and what its operands are over them.
+    """One equation in all steps, and the forms of its operands over the steps.
 
-    entry: of a slice that moves from step to step: the array it reads.
+    entry: of a slice that moves from step to step: the array that it reads.
     """
 
     equations: tuple[Equation, ...]
@@ -55,7 +56,8 @@ class Family:
 class Joined:
     """Results of all steps in one stack or concatenation: `count` operands from number `first`.
 
-    tree: the equations that write it, `root` the last. is_new: whether the axis is no operand's.
+    tree: the equations that write it; `root` is the last equation. is_new: True if the axis is an
+    axis of no operand.
     """
 
     root: Equation
@@ -69,7 +71,7 @@ class Joined:
 
 
 def may_repeat(program: Program) -> bool:
-    """Whether some array is read in so many parts that these may be what steps are given."""
+    """Return True if some array is read in enough parts to be the input of steps."""
     read: Counter[Value] = Counter()
     for e in program.equations:
         if e.name in ("slice", "dynamic_slice", "gather"):
@@ -80,7 +82,7 @@ def may_repeat(program: Program) -> bool:
 
 
 def kinds_of(program: Program) -> list[int]:
-    """For each equation a number that those alike but for places and constants share."""
+    """Return a number per equation, equal for equations equal up to positions and constants."""
     numbers: dict[Any, int] = {}
     kinds = []
     for k, e in enumerate(program.equations):
@@ -106,7 +108,7 @@ def _type(aval: Any) -> tuple:
 
 
 def runs_of(program: Program, kinds: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, one after the last, distance) of long enough runs that repeat at a distance."""
+    """Yield (first, one after the last, distance) of long enough runs that repeat at a distance."""
     last: dict[int, int] = {}
     count: Counter[int] = Counter()
     for k, kind in enumerate(kinds):
@@ -140,9 +142,10 @@ def runs_of(program: Program, kinds: list[int]) -> Iterator[tuple[int, int, int]
 def natural_start(
     around: Surroundings, position: dict[int, int], low: int, high: int, distance: int
 ) -> int:
-    """Where steps are best cut: where the fewest values go from one to the next.
+    """Return the best first equation of a step: the cut with the fewest values across it.
 
-    Of equal cuts the first whose values are read elsewhere: those are what a step is for.
+    Of equal cuts, the first cut whose values are read elsewhere is chosen, because these are the
+    results of a step.
     """
     steps = (high - low) // distance
     equations = around.program.equations
@@ -185,14 +188,14 @@ class StepReader:
         self.below = around.below(v for f in self.region for e in f.equations for v in e.outvals)
         self.where: dict[int, tuple[int, Family, int]] = {}
         self.order: list[Family] = []
-        self.prepared: set[int] = set()  # families that stand before the steps
+        self.prepared: set[int] = set()  # families before the steps
         self.carries: dict[tuple, tuple[Family, int, Value]] = {}
 
     def read(self) -> list[Joined]:
-        """Read all steps; where their results are joined.
+        """Read all steps; return the concatenations of their results.
 
         Raises:
-            NotEqualError: some step is not like the others.
+            NotEqualError: some step differs from the others.
         """
         for f in self.region:
             self._place(f)
@@ -206,7 +209,7 @@ class StepReader:
             self.where.update((v, (t, f, o)) for o, v in enumerate(e.outvals))
 
     def _classify(self, f: Family, depth: int) -> None:
-        """Find what the operands of a family are."""
+        """Find the forms of the operands of a family."""
         columns = list(zip(*[e.invals for e in f.equations], strict=True))
         if f.equations[0].name == "slice":
             f.entry = self._moving_slice(f, columns[0])
@@ -215,7 +218,7 @@ class StepReader:
         f.operands = [self._operand(column, depth) for column in columns]
 
     def _moving_slice(self, f: Family, arrays: Sequence[Value]) -> Source | None:
-        """The array whose entries are sliced, one after another; None where all are the same."""
+        """Return the array whose entries are sliced one after another; None if all are the same."""
         params = [e.eqn.params for e in f.equations]
         if not all(isinstance(n, int | np.integer) for p in params for n in p["start_indices"]):
             raise NotEqualError(0)
@@ -235,7 +238,7 @@ class StepReader:
         return Source(value, axis, int(starts[0, axis]), step, kept=True)
 
     def _operand(self, values: Sequence[Value], depth: int) -> tuple:
-        """What an operand is over the steps; its kind comes first."""
+        """Return the form of an operand over the steps; its kind comes first."""
         second = values[1]
         if not isinstance(second, int):
             return self._numbers(values)
@@ -266,7 +269,7 @@ class StepReader:
         return self._prepared(values, changed, depth)
 
     def _numbers(self, values: Sequence[Value]) -> tuple:
-        """A constant, or whole numbers that move evenly."""
+        """Return the form of a constant, or of whole numbers that are linear in the step."""
         odd = _first(values, lambda v: not isinstance(v, int))
         if odd is not None:
             raise NotEqualError(max(odd, 1))
@@ -284,7 +287,7 @@ class StepReader:
         return ("count", numbers.tobytes(), numbers, values[0])
 
     def _prepared(self, values: Sequence[Value], changed: int, depth: int) -> tuple:
-        """Entries of one array, or what equations of one kind made of what they are given."""
+        """Return the form of entries of one array, or of results of equations of one kind."""
         makers = [self.around.makers.get(v) if isinstance(v, int) else None for v in values]
         first = makers[0]
         odd = [k for k, e in enumerate(makers) if e is None or self._is_late(e)]
@@ -306,7 +309,7 @@ class StepReader:
         return ("step", f, places[0])
 
     def _entries(self, e: Equation, places: list[int]) -> tuple:
-        """The parts of an array that one equation takes apart."""
+        """Return the form of the parts of an array that one equation splits."""
         step = places[1] - places[0]
         if e.name not in _ENTRIES or not step:
             raise NotEqualError(1)
@@ -319,7 +322,7 @@ class StepReader:
         return ("source", Source(e.invals[0], axis, places[0], step, kept))
 
     def _check_outside(self, values: Sequence[Value]) -> None:
-        """Values from outside must be there before the first step."""
+        """Check that values from outside are available before the first step."""
         for v in values:
             e = self.around.makers.get(v) if isinstance(v, int) else None
             if e is not None and self._is_late(e):
@@ -329,7 +332,7 @@ class StepReader:
         return any(v in self.below for v in e.outvals)
 
     def _absorb(self) -> list[Joined]:
-        """Take in what is done with every step's results alike; where these are joined."""
+        """Absorb the equations applied to the results of every step; return the concatenations."""
         own = {id(e) for f in self.order for e in f.equations}
         joined: list[Joined] = []
         for f in (queue := list(self.region)):
@@ -350,7 +353,7 @@ class StepReader:
         return joined
 
     def _joins(self, f: Family) -> bool:
-        """Whether equations after the steps are one more equation of every step."""
+        """Return True if equations after the steps are one more equation of every step."""
         if len({id(e) for e in f.equations}) < self.steps:
             return False
         if len({self.kinds[self.position[id(e)]] for e in f.equations}) > 1:
@@ -364,7 +367,7 @@ class StepReader:
         return True
 
     def _joined(self, f: Family, o: int, e: Equation) -> Joined | None:
-        """The stack or concatenation through `e` of a result of all steps."""
+        """Return the stack or concatenation through `e` of a result of all steps."""
         if e.name not in ("stack", "concatenate"):
             return None
         is_new = e.name == "stack"
@@ -390,7 +393,7 @@ class StepReader:
         return Joined(root, tuple(tree), operands, axis, is_new, min(at), step < 0, (f, o))
 
     def _pieces(self, root: Equation, axis: int) -> tuple[list[Equation], list[Value]]:
-        """The equations of a tree of concatenations, and what it joins."""
+        """Return the equations of a tree of concatenations, and its operands."""
         tree, pieces = [root], []
         stack = list(reversed(root.invals))
         while stack:
@@ -412,5 +415,5 @@ def _continues(e: Equation, axis: int) -> bool:
 
 
 def _first(values: Sequence[Any], holds: Callable[[Any], bool]) -> int | None:
-    """The number of the first value of which something does not hold."""
+    """Return the number of the first value for which a predicate is false."""
     return next((k for k, v in enumerate(values) if not holds(v)), None)

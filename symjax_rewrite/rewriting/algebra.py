@@ -1,4 +1,4 @@
-"""Algebra: regions of index terms, each in the cheapest form that the rules reach (a pass)."""
+"""Algebra: rewriting of regions of index terms to the cheapest form that the rules derive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Algebra:
     name = "algebra"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """The regions that have a cheaper form."""
+        """Yield the regions that have a cheaper form."""
         terms = context.terms(program)
         t, known = terms.t, terms.known
         tag = lambda c: (c in known, storage(t, c))  # noqa: E731
@@ -67,9 +67,9 @@ def _solver(context: Context, terms: Terms) -> Solver:
 
 
 def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
-    """Regions of a program that has many which are not worth a search, and why.
+    """Return the regions that are not worth a search, with reasons, in a program with many regions.
 
-    They are too little of the program, or one product with nothing beside it to save.
+    Such a region is too small a share of the program, or is one product with nothing else to save.
     """
     t, model, device = terms.t, terms.model, terms.model.device
     places = Counter(r.key for r in regions)
@@ -93,7 +93,7 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
         return {key for key, s in of if not margins.gains_share(s, whole, "program", device)}
 
     small = little(products)
-    if len(places) - len(small | single) > device.search.many_regions:  # the rest may take longer
+    if len(places) - len(small | single) > device.search.many_regions:  # more would take too long
         small = little(terms.seconds)
     reasons = dict.fromkeys(single, "one product and little beside it")
     return reasons | dict.fromkeys(small, "less than 1 % of the program's time")
@@ -132,7 +132,7 @@ def _found(
 
 
 def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPart:
-    """The classes of a region that its solution computes another way."""
+    """Return the part of the program that computes the changed classes of a region."""
     numbered = {n: c for c, n in region.local.items()}
     origin: dict[int, Ref] = {}
     for number, ref in s.to.items():
@@ -143,7 +143,7 @@ def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPa
             origin.setdefault(ref.cls, Ref(program, ref.axes))
     form = RegionForm(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
     changed = set(s.changed)
-    inner: set[int] = set()  # changed classes that are no value, only a step within an equation
+    inner: set[int] = set()  # changed classes that no value holds: steps within an equation
     forms: dict[int, tuple[RegionForm, Ref]] = {}
     for number, ref in s.to.items():
         ref, c = s.g.find(ref), numbered[number]
@@ -156,7 +156,7 @@ def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPa
 
 
 def _may_overflow(context: Context, t: TermGraph, region: Region, names: Iterable[str]) -> bool:
-    """True if float16, which ends at 65504, is summed or multiplied in another order."""
+    """Return True if float16, whose maximum is 65504, is summed or multiplied in another order."""
     if context.options.numerics.permits("finite"):
         return False
     if not any(t.graph.classes[c].dtype == "float16" for c in region.classes):
@@ -177,7 +177,7 @@ def _scope(t: TermGraph, region: Region) -> JaxprEqn | None:
 
 
 def storage(t: TermGraph, cls: int) -> str:
-    """The dtype that the weights behind an elementwise chain are stored in."""
+    """Return the dtype that the weights behind an elementwise chain are stored in."""
     node = node_of(t.graph, cls)
     while node.op in ("map", "add") and len(node.args) == 1:
         cls = node.args[0].cls

@@ -1,8 +1,9 @@
-"""The cheapest order of a contraction, by dynamic programming over connected subsets (no imports).
+"""The cheapest order of a contraction, by dynamic programming over connected subsets.
 
-Follows Moerkotte & Neumann, "Analysis of Two Existing and One New Dynamic Programming Algorithm
-for the Generation of Optimal Bushy Join Trees without Cross Products" (VLDB 2006): a chain of n
-factors has n²/2 connected subsets and n³/6 pairs, so a chain of thirty is found at once.
+It imports nothing of the package. It follows Moerkotte & Neumann, "Analysis of Two Existing and One
+New Dynamic Programming Algorithm for the Generation of Optimal Bushy Join Trees without Cross
+Products" (VLDB 2006). A chain of n factors has n²/2 connected subsets and n³/6 pairs, so the search
+is fast even for a chain of thirty.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-MAX_SQUARED = 6  # factors of a product that is looked for twice
-ORDERS = 2  # of the largest size allowed: how much work all orders of a region may take
+MAX_SQUARED = 6  # factors of a product that may be searched for a square
+ORDERS = 2  # the pairs for all orders of a region, in multiples of the pairs for one order
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds
 
 
 class Repeats(NamedTuple):
-    """Tells which products of factors are one product up to the names of indices.
+    """The keys by which products of factors are recognised as equal up to names of indices.
 
-    kinds: for each factor, what it is; products of other kinds differ. form_of: of some factors,
-    summed over all but the kept indices, what is equal for equal products.
+    kinds: for each factor a key; products of factors with other keys differ. form_of: returns a key
+    of the product of some factors, summed over all but the kept indices; equal products have equal
+    keys.
     """
 
     kinds: Sequence[Hashable]
@@ -32,9 +34,9 @@ class Repeats(NamedTuple):
 
 @dataclass(slots=True)
 class Pairs:
-    """How many pairs of subsets may be tried: for each order, and for all that are still to come.
+    """The budget of pairs of subsets: for each order, and for all remaining orders of a region.
 
-    A region of many long products would spend the budget of one on each of them.
+    Without the total, a region of many long products would spend the budget of one order on each.
     """
 
     each: int
@@ -42,7 +44,7 @@ class Pairs:
 
     @classmethod
     def of(cls, each: int) -> Pairs:
-        """The budget of a region in which one order may try `each` pairs."""
+        """Return the budget of a region in which one order may try `each` pairs."""
         return cls(each, ORDERS * each)
 
 
@@ -54,26 +56,27 @@ def best_order(
     free: int = 0,
     repeats: Repeats | None = None,
 ) -> tuple[Tree, float] | None:
-    """The cheapest tree over all factors.
+    """Return the cheapest tree over all factors.
 
     Args:
         factors: for each factor, the bit set of the indices it carries.
         out: the bit set of the output indices.
         cost_of: seconds of one join, from index bit sets.
-        pairs: how many pairs of subsets may still be tried.
+        pairs: the number of pairs of subsets that may still be tried.
         free: the bit set of factors whose joins among themselves cost nothing (frozen weights).
-        repeats: tells where both sides of a join are one product, which is computed once (AᵀB AᵀB
-            is a square). None: nowhere.
+        repeats: keys that recognise a join of two equal products, which is computed once (AᵀB AᵀB
+            is a square). None: no product is recognised.
 
     Returns:
-        The tree (leaves are factor numbers) and its cost; None when the budget ran out.
+        The tree (leaves are factor numbers) and its cost; None if the budget is exhausted.
     """
     groups: dict[tuple[int, bool], list[int]] = {}
     for k, mask in enumerate(factors):
         groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
     if len(groups) == len(factors):
         return _order(factors, out, cost_of, pairs, free, repeats)
-    # Factors over the same indices are multiplied first: that is no larger than they are.
+    # Factors over the same indices are multiplied first, because the result is no larger than they
+    # are.
     members = list(groups.values())
     trees, masks, cost, free = _multiplied(groups, out, cost_of)
     found = _order(masks, out, cost_of, pairs, free, repeats and _grouped(repeats, members))
@@ -81,7 +84,7 @@ def best_order(
 
 
 def _grouped(repeats: Repeats, members: list[list[int]]) -> Repeats:
-    """The same of groups of factors that are multiplied beforehand."""
+    """Return the same keys for groups of factors that are multiplied beforehand."""
     kinds = [tuple(sorted([repeats.kinds[k] for k in ids], key=repr)) for ids in members]
     form_of = repeats.form_of
     return Repeats(
@@ -92,7 +95,7 @@ def _grouped(repeats: Repeats, members: list[list[int]]) -> Repeats:
 def _multiplied(
     groups: dict[tuple[int, bool], list[int]], out: int, cost_of: CostOf
 ) -> tuple[list[Tree], list[int], float, int]:
-    """Each group's tree and indices, what all of them cost, and the bit set of free ones."""
+    """Return each group's tree and indices, their total cost, and the bit set of free groups."""
     trees: list[Tree] = []
     masks, cost, free = [], 0.0, 0
     for n, ((mask, is_free), ids) in enumerate(groups.items()):
@@ -157,7 +160,7 @@ def _components(factors: Sequence[int]) -> list[int]:
 
 
 class _Subsets:
-    """Index bit sets of the subsets of some factors, each found once."""
+    """The index bit sets of subsets of factors, each computed once."""
 
     def __init__(self, local: list[int], out: int) -> None:
         self.local, self.out = local, out
@@ -166,7 +169,7 @@ class _Subsets:
         self._kept: dict[int, int] = {}
 
     def union(self, subset: int) -> int:
-        """Every index of the subset."""
+        """Return every index of the subset."""
         got = self._union.get(subset)
         if got is None:
             low = subset & -subset
@@ -174,7 +177,7 @@ class _Subsets:
         return got
 
     def kept(self, subset: int) -> int:
-        """The indices that the output or a factor outside the subset reads."""
+        """Return the indices that the output or a factor outside the subset reads."""
         got = self._kept.get(subset)
         if got is None:
             rest = self.full ^ subset
@@ -184,7 +187,7 @@ class _Subsets:
 
 
 class _Squares:
-    """Which pairs of subsets have one product: of repeated factors, in the same places."""
+    """The pairs of subsets with equal products: of repeated factors, at the same positions."""
 
     def __init__(self, subsets: _Subsets, ids: list[int], repeats: Repeats) -> None:
         self.subsets, self.ids, self.repeats = subsets, ids, repeats
@@ -196,7 +199,7 @@ class _Squares:
         self._forms: dict[int, Hashable] = {}
 
     def is_one(self, left: int, right: int) -> bool:
-        """Whether two subsets that sum something have one product."""
+        """Return True if two subsets that sum over an index have one product."""
         count = left.bit_count()
         if (left | right) & self.single or count != right.bit_count() or count > MAX_SQUARED:
             return False
@@ -260,9 +263,10 @@ def _connected_order(
 
 
 def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Every pair of disjoint connected subsets joined by an edge, once, after their union.
+    """Yield every pair of disjoint connected subsets joined by an edge, once, after their union.
 
-    Sorted, each pair comes after those that either side is made of: a part of a set is less.
+    In sorted order, each pair comes after the pairs that form either side, because the bit set of a
+    proper subset is a smaller number.
     """
     around = {0: 0}
 
@@ -274,7 +278,7 @@ def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int, 
         return got
 
     def grown(subset: int, banned: int) -> Iterator[int]:
-        """The subset, and every connected one around it without what is banned."""
+        """Yield the subset, and every connected superset of it without banned factors."""
         yield subset
         stack = [(subset, banned | subset)]
         while stack:

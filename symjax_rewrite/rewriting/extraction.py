@@ -1,7 +1,8 @@
-"""Choose, for every class, the node to compute it by: greedy, then group moves (a pass).
+"""Extraction: the choice of one node per class, by a greedy start and hill climbing.
 
-The cost is that of a DAG: what is used twice is computed once. A greedy tree choice starts, and
-moves follow that switch one class, or every class computable from one shared class at once.
+The cost is that of a DAG: a class that is used twice is computed once. The greedy choice minimises
+tree cost. The moves that follow switch one class, or every class computable from one shared class
+at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Choice = dict[int, Node]
 
 @dataclass(slots=True)
 class Extraction:
-    """The best choice found, and what the written program and it cost."""
+    """The best choice found, and the costs of the written program and of this choice."""
 
     before: Cost
     after: Cost
@@ -35,7 +36,7 @@ class Extraction:
 
 
 def original_choice(g: EGraph) -> Choice:
-    """The node every class came with."""
+    """Return the node that every class was created with."""
     out: Choice = {}
     for cls in g.live():
         for node, reason in g.classes[cls].nodes.items():
@@ -52,10 +53,10 @@ def extract(
     free: Callable[[int], bool],
     before: Cost,
 ) -> Extraction:
-    """The cheapest choice for the roots, and whether it should be taken.
+    """Return the cheapest choice for the roots, and True if it should be taken.
 
-    `before` is what the written program costs, priced before any union: afterwards a class may
-    have merged with one of its own operands (I·a = a).
+    `before` is the cost of the written program, computed before any union. After a union a class
+    may contain one of its own operands (I·a = a).
     """
     original = original_choice(g)
     if g.count == len(original) and not g.unions:
@@ -71,11 +72,11 @@ def extract(
 
 
 def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
-    """Whether a node can be computed as it stands (n-ary products are split first)."""
+    """Return True if a node can be computed as it stands (n-ary products are split first)."""
     if original:
         return True
     if node.op == INVERSE:
-        return False  # laws read it; a product with it is not backward stable, as a solve is
+        return False  # only laws read it; a product with an inverse is not backward stable
     if node.op == ADD:
         dtype = g.classes[node.args[0].cls].dtype
         return all(is_representable(c, dtype) for c in node.attr)
@@ -88,9 +89,9 @@ def is_emittable(g: EGraph, node: Node, original: bool) -> bool:
 
 @functools.cache
 def is_representable(coefficient: Any, dtype: str) -> bool:
-    """Whether a dtype holds a number to its own precision.
+    """Return True if a dtype represents a number to its own precision.
 
-    Scales that were written one after the other may meet in one that under- or overflows.
+    The product of scales that were written one after the other may under- or overflow.
     """
     if dtype_kind(dtype) not in "fc":
         return True
@@ -106,7 +107,7 @@ def _options(g: EGraph, cls: int) -> list[Node]:
 def _greedy(
     g: EGraph, model: CostModel, free: Callable[[int], bool], options: dict[int, list[Node]]
 ) -> Choice:
-    """Cheapest trees, operands in memory, by relaxation to a fixed point."""
+    """Return the cheapest trees, with operands in memory, by relaxation to a fixed point."""
     best: dict[int, tuple[float, Node]] = {}
     own = {(c, n): model.node_seconds(g, c, n) for c, ns in options.items() for n in ns}
     changed = True
@@ -146,9 +147,9 @@ class _Search:
         return cost.seconds
 
     def climb(self, choice: Choice) -> Choice:
-        """Moves until none improves."""
+        """Apply moves until no move improves the cost."""
         now = self.seconds(choice)
-        tried: set[tuple[tuple[int, int], ...]] = set()  # from the present choice
+        tried: set[tuple[tuple[int, int], ...]] = set()  # moves from the present choice
         improved = True
         while improved and self.evaluations < self.most:
             improved = False
@@ -181,7 +182,7 @@ class _Search:
         return moves
 
     def simplify(self, choice: Choice, original: Choice) -> Choice:
-        """Go back to what was written wherever the change gains nothing."""
+        """Restore the written node wherever the change saves nothing."""
         now = self.seconds(choice)
         for cls in reachable(choice, self.roots, self.free):
             node = original.get(cls)
@@ -195,7 +196,7 @@ class _Search:
 
 
 def changed_classes(g: EGraph, choice: Choice, roots: tuple[int, ...]) -> list[int]:
-    """Classes that are computed by another node than the written one."""
+    """Return the classes that are computed by another node than the written node."""
     order = reachable(choice, roots, lambda cls: False)
     return [
         c for c in order if g.classes[c].nodes.get(choice[c]) != ORIGINAL and choice[c].op != LEAF

@@ -1,7 +1,7 @@
-"""Lemmas as patterns: match the left side modulo the index normal form, build the right (a pass).
+"""Matching of lemmas: the left side is matched modulo the index normal form, the right is built.
 
-Both sides are traced like any program, so a lemma is written as ordinary JAX code and matches
-every spelling with the same index terms: transposed operands, einsum or matmul, more axes.
+Both sides of a lemma are traced like any program. A lemma is therefore ordinary JAX code, and it
+matches every spelling with the same index terms: transposed operands, einsum or matmul, more axes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.rewriting.rule import Lemma, RuleContext, line_of, too_large
 from symjax_rewrite.rewriting.scales import scaled_inside
 
-SUMMED = 1000  # indices from here on are summed over; below, they are outputs
-PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)  # sizes that cannot be confused
-MAX_MATCHES = 8  # of one lemma at one class
+SUMMED = 1000  # indices from this number on are summed over; smaller indices are outputs
+PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43)  # one size per letter of a lemma
+MAX_MATCHES = 8  # matches of one lemma at one class
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A lemma compiled: one graph with both sides, references over the same output indices."""
+    """A compiled lemma: one graph with both sides, references over the same output indices."""
 
     lemma: Lemma
     terms: TermGraph
@@ -44,9 +44,9 @@ class Pattern:
 
 
 def shape(g: EGraph, cls: int) -> tuple:
-    """What must agree before a match is tried: factors of a product, terms of a sum.
+    """Return a key that must agree before a match: the factors of a product, the terms of a sum.
 
-    Scalar factors are left out: a coefficient may stand for one.
+    Scalar factors are left out, because a coefficient may match a scalar.
     """
     first = node(g, cls)
     if first.op == ADD and len(first.args) > 1:
@@ -59,18 +59,18 @@ def shape(g: EGraph, cls: int) -> tuple:
 
 
 def node(g: EGraph, cls: int) -> Node:
-    """The first node of a class."""
+    """Return the first node of a class."""
     return g.classes[cls].first
 
 
 def _numbers(t: TermGraph) -> list[str]:
-    """The numbers in a graph: coefficients and constants."""
+    """Return the numbers in a graph: coefficients and constants."""
     nodes = (node(t.graph, c) for c in t.graph.live())
     return sorted(repr(n.attr) for n in nodes if n.op in (ADD, CONST))
 
 
 def lemma_avals(lemma: Lemma, skip: int = 0) -> list[jax.ShapeDtypeStruct]:
-    """Example arguments of a lemma, one distinct prime size per letter, from the skip-th on."""
+    """Return example arguments, with one distinct prime size per letter, from the skip-th on."""
     letters = sorted({c for word in lemma.shapes for c in word})
     if len(letters) + skip > len(PRIMES):
         raise RuleError("a lemma has too many named sizes", expected=f"<= {len(PRIMES)}")
@@ -83,7 +83,7 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     """Trace a lemma.
 
     Raises:
-        RuleError: it does not trace, or its sides differ in shape or dtype.
+        RuleError: the lemma does not trace, or its sides differ in shape or dtype.
     """
     avals = lemma_avals(lemma)
     try:
@@ -117,30 +117,30 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     return Pattern(lemma, t, left, right, rank, shape(t.graph, left.cls))
 
 
-Groups = dict[int, tuple[int, ...]]  # index of the pattern: the target's indices it stands for
+Groups = dict[int, tuple[int, ...]]  # pattern index: the target's indices that match it
 Binding = dict[int, Any]  # leaf of the pattern: a `Bound`, or a coefficient
 State = tuple[Groups, Binding]
 
 
 class Bound(NamedTuple):
-    """What a pattern's leaf is: a class, and for each of its slots (leaf slot, place in group)."""
+    """The match of a pattern's leaf: a class, and (leaf slot, place in group) for its slots."""
 
     cls: int
     slots: tuple[tuple[int, int], ...]
 
 
 def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
-    """Yield the right sides that the lemma makes of a class, over the class's slots.
+    """Yield the right sides of the lemma at a class, over the class's slots.
 
-    A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o`
-    of a projection for heads and features. A product of matrices matches from either end, since
-    its factors have no order: one of the two right sides may be what is written.
+    A letter of the lemma stands for any number of axes: `n` of `x[n, d]` for batch and time, `o` of
+    a projection for heads and features. A product of matrices matches from either end, since its
+    factors have no order: one of the two right sides may be the written form.
     """
     target = ctx.g.ref(cls)
     if len(pattern.left.axes) > len(target.axes):
         return
     found = _match(ctx, pattern, pattern.left, target, {}, {})
-    for groups, binding in list(islice(found, MAX_MATCHES)):  # building adds nodes
+    for groups, binding in list(islice(found, MAX_MATCHES)):  # a list, because building adds nodes
         if all(_dtype(ctx, b) in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
             ref = _build(ctx, pattern, binding, cls, groups)
             if ref is not None:
@@ -174,7 +174,7 @@ def _match(
 def _bind(
     ctx: RuleContext, pref: Ref, tref: Ref, groups: Groups, binding: Binding
 ) -> Iterator[State]:
-    """Let a leaf of the pattern be a class; unknown letters share out the axes that are left."""
+    """Bind a leaf of the pattern to a class; unknown letters share the remaining axes."""
     if len(set(tref.axes)) != len(tref.axes):
         return
     fixed = {i for q in pref.axes if q in groups for i in groups[q]}
@@ -194,9 +194,10 @@ def _bind(
 
 
 def _share_out(ctx: RuleContext, unknown: list[int], left: list[int]) -> Iterator[Groups]:
-    """Every way to give the axes left to unknown letters, outputs to outputs, sums to sums.
+    """Yield every way to give the remaining axes to unknown letters.
 
-    Fresh names of summed indices start at `SUMMED`.
+    Output axes go to output letters, summed axes to summed letters. Fresh names of summed indices
+    start at `SUMMED`.
     """
     for kind in (True, False):
         letters = [q for q in unknown if (q < SUMMED) == kind]
@@ -254,12 +255,12 @@ def _match_product(
 
 
 def _scalar_of(theirs: tuple[Any, list[Ref], list[int]]) -> Any:
-    """What a lemma's scalar argument stands for: a scalar factor, or the coefficient."""
+    """Return the match of a lemma's scalar argument: a scalar factor, or the coefficient."""
     return next((Bound(f.cls, ()) for f in theirs[1] if not f.axes), theirs[0])
 
 
 def _over(ctx: RuleContext, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
-    """Coefficient, factors over the reference's indices, and fresh names of bound indices."""
+    """Return coefficient, factors over the reference's indices, and fresh bound indices."""
     bound = [next(ctx.fresh) for _ in product.bound]
     axes = [*ref.axes, *bound]
     factors = [f.over(axes) for f in product.factors]
@@ -331,7 +332,7 @@ def _match_scaled(
     groups: Groups,
     binding: Binding,
 ) -> Iterator[State]:
-    """A term of a sum; a coefficient of the target may be a scalar argument of the lemma."""
+    """Match a term of a sum; the target's coefficient may match a scalar argument of the lemma."""
     if wanted == got:
         yield from _match(ctx, p, a, b, groups, binding)
     pnode = node(p.terms.graph, a.cls)
@@ -348,14 +349,14 @@ def _match_scaled(
 
 
 def _build(ctx: RuleContext, p: Pattern, binding: Binding, cls: int, groups: Groups) -> Ref | None:
-    """The right side with the pattern's leaves replaced, over the slots of `cls`."""
+    """Return the right side with the pattern's leaves replaced, over the slots of `cls`."""
     builder = _RightSide(
         ctx, p, dict(binding), ctx.g.classes[cls].dtype, Justification(p.lemma.name, cls)
     )
     made = builder.make(p.right.cls)
     if not isinstance(made, Bound):
         return None
-    # The right side's outputs are the left side's: both views are over the lemma's result.
+    # The right side has the outputs of the left side: both references are over the lemma's result.
     axes = []
     for slot, place in made.slots:
         group = groups.get(p.right.axes[slot], ())
@@ -372,7 +373,7 @@ class _RightSide:
         self.ctx, self.p, self.made, self.dtype, self.why = ctx, p, made, dtype, why
 
     def make(self, pcls: int) -> Any:
-        """The target's value of a pattern class; None where the lemma does not determine it."""
+        """Return the target's value of a pattern class; None if the lemma does not determine it."""
         if pcls not in self.made:
             self.made[pcls] = self._make(pcls)
         return self.made[pcls]

@@ -1,6 +1,6 @@
-"""A flattened product as a tree of binary contractions in the cheapest order (imports rule).
+"""Flattened products as trees of binary contractions in the cheapest order.
 
-Contraction order is not saturated: only the tree that dynamic programming finds becomes nodes.
+Contraction order is not saturated: only the tree found by dynamic programming becomes nodes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from symjax_rewrite.rewriting.scales import Leaf, Places, apart, leaves_of, plac
 def order_product(
     ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
 ) -> Ref | None:
-    """The product over output indices of `sizes`, as nodes that can be emitted.
+    """Return the product over output indices of `sizes`, as nodes that can be emitted.
 
     Returns:
-        The reference, or None where the budget ran out or a count cannot leave the sum.
+        The reference, or None if the budget is exhausted or a count cannot leave the sum.
     """
     key = (p, sizes, dtype)
     if key not in ctx.ordered:
@@ -63,7 +63,7 @@ def read_deltas(ctx: RuleContext, p: Product) -> Product:
 
 
 def _redundant_delta(ctx: RuleContext, p: Product) -> int | None:
-    """Return the number of a delta whose two indices are one, or may be."""
+    """Return the number of a delta whose two indices are equal, or may be equal."""
     for k, f in enumerate(p.factors):
         if ctx.g.find(f).cls == f.cls and _is_delta(ctx, f.cls):
             i, j = f.axes
@@ -124,7 +124,7 @@ class _TreeBuilder:
         return self._build(tree, factors, masks)
 
     def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
-        """The product of some factors over the kept indices, the same whatever they are called."""
+        """Return the product of some factors over the kept indices, in canonical index names."""
         args = [factors[k] for k in inside]
         mine = sorted({i for f in args for i in f.axes}, key=lambda i: (not kept >> i & 1, i))
         to = {i: n for n, i in enumerate(mine)}
@@ -134,14 +134,14 @@ class _TreeBuilder:
         return canonical(CONTRACT, self.p.precision, over, out, bound)[0]
 
     def _in_dtype(self, f: Ref) -> Ref:
-        """A factor that is left alone is cast as the sum over it would have been."""
+        """Return a factor, cast if it is the only one, as the sum over it would be cast."""
         if self.ctx.g.classes[f.cls].dtype == self.dtype:
             return f
         cast = ("convert_element_type", (("new_dtype", self.dtype),))
         return self.ctx.g.apply(MAP, cast, (f,), self.dtype, self.why)
 
     def _sum_private(self, k: int, scale: Any = 1) -> Ref:
-        """Σ over the bound indices that only factor k reads, scaled within the sum."""
+        """Return Σ over the bound indices that only factor k reads, scaled within the sum."""
         f = self._scaled(self.p.factors[k], scale)
         others = 0
         for j, g in enumerate(self.p.factors):
@@ -150,7 +150,7 @@ class _TreeBuilder:
         return self._node((f,), self.out_mask | others)
 
     def _node(self, args: tuple[Ref, ...], needed: int) -> Ref:
-        """The product of args, summed over every index that is not needed outside."""
+        """Return the product of args, summed over every index that is not needed outside."""
         mask = 0
         for a in args:
             mask |= _mask(a)
@@ -173,7 +173,7 @@ class _TreeBuilder:
         return scaled_factor(self.ctx.g, f, scale, self.why)
 
     def _places(self, factors: list[Ref], kept: Callable[[int], int], tree: Tree) -> Places:
-        """Where the numbers are multiplied with that may not leave their factors."""
+        """Place each number that may not leave its factors at a subtree of the tree."""
         g, whole = self.ctx.g, self.p.factors
         leaves = [
             Leaf(w.cls, self._count(_mask(w)), g.classes[w.cls].dtype != self.dtype,

@@ -1,8 +1,8 @@
-"""Cutting the whole-program graph into algebraic regions, equal ones solved once (a pass).
+"""Partition of the whole-program graph into algebraic regions with comparable keys.
 
-A region is a maximal connected set of algebraic terms. It is cut at content-defined points, sums
-with several consumers (residual streams) and opaque terms, so the layers of a model align and
-regions that are equal up to their inputs have equal keys.
+A region is a maximal connected set of algebraic terms. Regions end at sums with several consumers
+(residual streams) and at opaque terms. These cuts depend on the content alone, so the layers of a
+model are cut alike. Regions that are equal up to their inputs have equal keys and are solved once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import shown_case
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
-PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a look on any term
+PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a search on any term
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
 
 class Key:
-    """What a region is but for its inputs, row by row; hashed once, for there is a lot of it."""
+    """The content of a region without its inputs, row by row; hashed once, because it is large."""
 
     __slots__ = ("_hash", "rows")
 
@@ -62,9 +62,10 @@ class Key:
 class Region:
     """A connected algebraic part of a program.
 
-    classes: its classes, operands first. roots: those needed outside. key: equal for regions that
-    are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
-    number of every class in the key. tags: what else tells leaves apart (frozen, storage).
+    classes: its classes, operands first. roots: the classes needed outside. key: equal for regions
+    that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
+    the number of every class in the key. tags: further properties that distinguish leaves (frozen,
+    storage).
     """
 
     classes: list[int]
@@ -76,7 +77,7 @@ class Region:
 
 
 def is_test(g: EGraph, cls: int) -> bool:
-    """Whether a class compares integers with an index: `x == i`, `i >= j`."""
+    """Return True if a class compares integers with an index: `x == i`, `i >= j`."""
     node = node_of(g, cls)
     if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):
         return False
@@ -84,7 +85,7 @@ def is_test(g: EGraph, cls: int) -> bool:
 
 
 def is_index(g: EGraph, cls: int) -> bool:
-    """Whether a class is an index, or an index and a constant."""
+    """Return True if a class is an index, or an index and a constant."""
     node = node_of(g, cls)
     if node.op == ADD and len(node.args) == 2 and node.attr == (1, 1):
         return {node_of(g, a.cls).op for a in node.args} == {IOTA, CONST}
@@ -92,7 +93,7 @@ def is_index(g: EGraph, cls: int) -> bool:
 
 
 def is_indicator(g: EGraph, cls: int) -> bool:
-    """Whether a class is 1 where such a test holds and 0 elsewhere."""
+    """Return True if a class is 1 where an index test holds and 0 elsewhere."""
     node = node_of(g, cls)
     if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
         return False
@@ -105,20 +106,20 @@ def is_indicator(g: EGraph, cls: int) -> bool:
 
 
 def is_condition(g: EGraph, cls: int) -> bool:
-    """Whether a class is a part of an indicator: such parts are copied into every region."""
+    """Return True if a class is part of an indicator; such classes are copied into every region."""
     return is_indicator(g, cls) or is_test(g, cls) or is_index(g, cls)
 
 
 def find_regions(
     t: TermGraph, need: Needed, tag: Callable[[int], tuple], frozen: bool = False
 ) -> list[Region]:
-    """The regions worth solving, in program order.
+    """Find the regions worth solving, in program order.
 
     Args:
         t: the lifted program.
         need: its needed classes.
-        tag: what else tells leaves apart in keys (frozen, storage).
-        frozen: whether some inputs are frozen, so that scales and sums can be folded into them.
+        tag: returns further properties that distinguish leaves in keys (frozen, storage).
+        frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
     """
     g = t.graph
     member = _members(t, need)
@@ -149,7 +150,7 @@ def find_regions(
         roots = [c for c in classes if _needed_outside(g, need, c, inside)]
         region = Region(classes, roots)
         _number(g, need, region, inside, tag)
-        region.key = keys.setdefault(region.key, region.key)  # equal ones are one object
+        region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])
 
@@ -167,7 +168,7 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
             or (c in sliced and node.op in (MAP, REDUCE))
         ) or (ring and _masks_rows(g, need, c)):
             member.add(c)
-        # Maps of which only a part is read belong to the region of the slice.
+        # Elementwise terms of which only a part is read belong to the region of the slice.
         if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
             sliced.update(a.cls for a in node.args if need.uses.get(a.cls) == 1)
         elif node.op == TAKE and need.uses.get(node.args[0].cls) == 1:
@@ -176,7 +177,7 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
 
 
 def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
-    """Whether a mask stands between two products and reads nothing that the second one sums."""
+    """Return True if a mask is between two products and reads no index that the second one sums."""
     shown = shown_case(g, node_of(g, cls))
     users = need.users.get(cls, ())
     if shown is None or need.uses[cls] != 1 or len(users) != 1:
@@ -192,9 +193,9 @@ def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
 
 
 def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
-    """Members every element of which is needed, whatever their users are rewritten to.
+    """Return the members of which every element is needed for any rewriting of their users.
 
-    They are results, or are read by what is opaque, directly or through elementwise terms.
+    Such members are results, or opaque terms read them, directly or through elementwise terms.
     """
     whole: set[int] = set()
     for c in reversed(need.order):  # users first
@@ -209,7 +210,7 @@ def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
 
 
 def _is_spread(g: EGraph, user: int, cls: int) -> bool:
-    """Whether an elementwise term reads every element of one of its operands."""
+    """Return True if an elementwise term reads every element of one of its operands."""
     node = node_of(g, user)
     if node.op not in (ADD, CONTRACT) or node.bound:
         return False
@@ -221,10 +222,11 @@ def _is_all(axes: tuple[int, ...]) -> bool:
 
 
 def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
-    """A value with several consumers that no rewrite of them could do without.
+    """Return True if a value has several consumers and no rewriting of them could avoid it.
 
-    A sum, unless it hides a low-rank product or an identity; a product that is needed whole and
-    that no other product reads: what its users do with it costs little beside it.
+    Such a value is a sum, unless it contains a low-rank product or an identity. It may also be a
+    product of which every element is needed and that no other product reads; its users cost little
+    compared with the product.
     """
     node = node_of(g, cls)
     if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
@@ -238,7 +240,7 @@ def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
 
 
 def _mixes(g: EGraph, user: int, cls: int) -> bool:
-    """Whether a term multiplies a class with values that have axes of their own, or solves."""
+    """Return True if a term multiplies a class with values that have further axes, or solves."""
     node = node_of(g, user)
     if node.op in (INVERSE, SOLVE, CONV):
         return True
@@ -263,7 +265,7 @@ def _is_low_rank(g: EGraph, cls: int) -> bool:
 
 
 def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: bool) -> bool:
-    """Whether some law could apply: products of products or sums, sums of products, parts."""
+    """Return True if a law could apply: products of products or sums, sums of products, parts."""
     for c in inside:
         node = node_of(g, c)
         args = [a.cls for a in node.args if a.cls in inside]
@@ -286,12 +288,15 @@ def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: boo
 
 
 def _is_empty(g: EGraph, classes: list[int]) -> bool:
-    """Whether some array has no elements: a sum over none is 0, whatever would be taken out."""
+    """Return True if some array has no elements: a sum over no elements is 0.
+
+    Factors must not be taken out of such a sum.
+    """
     return any(0 in g.classes[c].sizes or 0 in g.classes[c].first.bound for c in classes)
 
 
 def _read_parts(node: Node) -> list[int]:
-    """What a term reads of; index values are none of it."""
+    """Return the classes that a term reads partially, without index values."""
     return [a.cls for a in (node.args[:1] if node.op == TAKE else node.args)]
 
 
@@ -305,7 +310,7 @@ def _has_private_bound(node: Node) -> bool:
 
 
 def _products(g: EGraph, order: list[int]) -> set[int]:
-    """Classes that are contractions, or sums and products of some; operands come first."""
+    """Return the classes that are contractions, or sums and products of contractions."""
     found: set[int] = set()
     for c in order:
         node = g.classes[c].first
@@ -355,7 +360,7 @@ def _number(
                     args, attr = zip(*pairs, strict=True)
                 elif node.op == CONTRACT:
                     args.sort()
-                uses = min(need.uses.get(c, 0), 2)  # one user may take it over, several may not
+                uses = min(need.uses.get(c, 0), 2)  # one user may absorb it, several users may not
                 info = (of.sizes, of.dtype, uses, c in roots)
                 rows.append((node.op, attr, tuple(args), node.bound, *info))
                 order.append(c)
@@ -374,10 +379,10 @@ def _number(
 
 
 def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]:
-    """A number for every class that says what it is made of, whatever the numbers of classes.
+    """Return a structural hash for every class, independent of the numbers of classes.
 
-    It orders the operands of unordered terms, so that layers that differ in the order in which
-    their values were made have one key. It is the same in every process: no strings are hashed.
+    It orders the operands of commutative terms, so that layers whose values were created in a
+    different order have one key. It is the same in every process, because no strings are hashed.
     """
     like: dict[int, int] = {}
     for c in classes:  # operands first
@@ -396,7 +401,7 @@ def _shape_of(sizes: tuple[Dim, ...]) -> int:
 
 
 def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
-    """A fresh e-graph holding just the region; and where each of its classes went."""
+    """Return a fresh e-graph of just the region, and the reference of each of its classes."""
     g = EGraph()
     to: dict[int, Ref] = {}
     leaf = {c: n for n, c in enumerate(region.leaves)}
@@ -410,7 +415,7 @@ def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
             Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
         )
         attr = node.attr
-        if node.op == SLICE:  # what it says is said slot by slot
+        if node.op == SLICE:  # the attribute is stored slot by slot
             attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
         to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
     return g, to

@@ -1,4 +1,4 @@
-"""One region: saturate, extract, and decide whether to take what was found (a pass)."""
+"""Solution of one region: saturation, extraction, and the decision to take the result."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from symjax_rewrite.rewriting.saturation import saturate
 class Solution:
     """A region solved once, for every place of the program that has the same key.
 
-    to: region-local class number to e-graph reference. changed: classes computed another way.
-    declined: why a cheaper form was not taken. digest: names the rewrite in plans.
+    to: region-local class number to e-graph reference. changed: classes computed by another node.
+    declined: the reason why a cheaper form was not taken. digest: names the rewrite in plans.
     """
 
     g: EGraph
@@ -50,7 +50,7 @@ class Solution:
     crossovers: list[str] = field(default_factory=list)
 
     def rule_of(self, cls: int) -> str:
-        """The rule that made what a class is computed by."""
+        """Return the rule that created the node by which a class is computed."""
         reason = self.g.classes[cls].nodes[self.choice[cls]]
         if reason != ORIGINAL:
             return reason.rule
@@ -58,7 +58,7 @@ class Solution:
 
 
 class Frozen:
-    """Whether a class depends on frozen arguments alone, for classes made later too."""
+    """A predicate: a class depends on frozen arguments alone. It covers classes added later too."""
 
     def __init__(self, g: EGraph, leaves: set[int]) -> None:
         self.g, self.leaves = g, leaves
@@ -70,13 +70,13 @@ class Frozen:
         cls = _root(self.g, cls)
         found = self.known.get(cls)
         if found is None:
-            self.known[cls] = False  # a class that needs itself is not decided by that node
+            self.known[cls] = False  # a node that reads its own class does not decide
             found = any(self.node(cls, n) for n in list(self.g.classes[cls].nodes))
             self.known[cls] = found
         return found
 
     def node(self, cls: int, n: Node) -> bool:
-        """Whether one node of a class reads frozen values only."""
+        """Return True if one node of a class reads frozen values only."""
         if n.op == LEAF:
             return cls in self.leaves
         if not n.args:
@@ -88,7 +88,7 @@ class Frozen:
 class Solver:
     """Solves regions under one set of options and sample sizes.
 
-    trees: the cheapest orders of products that were found before.
+    trees: the cheapest orders of products found so far.
     """
 
     options: Options
@@ -100,7 +100,7 @@ class Solver:
     trees: dict[tuple, Tree]
 
     def solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
-        """The best form of a region; sizes that are names are tried at every sample."""
+        """Return the best form of a region; symbolic sizes are tried at every sample."""
         g, to = region_graph(t, region)
         back = {g.find(ref).cls: c for c, ref in to.items()}
         uses = {r: need.uses.get(c, 1) for r, c in back.items()}
@@ -130,7 +130,7 @@ class Solver:
         log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
         changed = changed_classes(g, best.choice, roots) if best.taken else []
         given = {_root(g, to[c].cls) for c in region.leaves}
-        if best.taken:  # I·a = a: what was computed is an input
+        if best.taken:  # I·a = a: a computed class becomes an input
             made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
             changed += [c for c in made if c in given]
         b, a = best.before.seconds, best.after.seconds
@@ -158,7 +158,7 @@ class Solver:
         frozen: Frozen,
         storage: dict[int, str],
     ) -> RuleContext:
-        """Return what rules may look at in a region's e-graph."""
+        """Return the context that rules read in a region's e-graph."""
         return RuleContext(
             g=g,
             model=model,
@@ -173,7 +173,7 @@ class Solver:
     def _symbolic(
         self, g: EGraph, roots: tuple[int, ...], found: list[Extraction], model: CostModel
     ) -> tuple[Extraction, list[str]]:
-        """Take a form only if it is cheaper for all sizes allowed; else say where it is."""
+        """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes."""
         original = original_choice(g)
         before = model.symbolic(g, original, roots)
         crossovers: list[str] = []
@@ -213,7 +213,7 @@ def _leaf_storage(region: Region, cls: int) -> str:
 
 
 def crossover(before: Cost, after: Cost) -> str:
-    """Where two forms cost the same FLOPs, in closed form for every size it can be solved for."""
+    """Return the sizes at which two forms cost the same FLOPs, solved for every possible size."""
     import sympy
 
     b, a = to_sympy(before.flops), to_sympy(after.flops)

@@ -1,8 +1,8 @@
-"""Work done once: products repeated for copies of an operand, products written twice (passes).
+"""Removal of repeated work: products of broadcast operands, and products written twice.
 
-`tile(x) @ W`, or a projection of what was repeated for every beam: as a term the product has only
-the indices its value depends on, as an equation it has them all. Computed over its own indices
-and read at all of them, it is the same array for a fraction of the work.
+In `tile(x) @ W`, or in a projection of a value repeated for every beam, the term of the product has
+only the indices on which its value depends. The equation has all indices. The product is computed
+over its own indices and broadcast to the others, which gives the same array with less work.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
 
 
 class RepeatedProducts:
-    """Computes once what equations compute for every copy of an operand."""
+    """Computes products of broadcast operands once."""
 
     name = REPEATED
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """The products that are repeated."""
+        """Yield the products that are repeated."""
         allowed = context.allowed is None or REPEATED in context.allowed
         if not (context.has(REPEATED) and allowed and context.reorders()):
             return
@@ -45,13 +45,13 @@ class RepeatedProducts:
 
 
 class CommonProducts:
-    """Computes once what the program spells twice, up to transposition."""
+    """Computes products that are written twice, up to transposition, once."""
 
     name = COMMON
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """The contractions that are written twice."""
-        # Written as a term a product may be rounded otherwise.
+        """Yield the contractions that are written twice."""
+        # A product written as a term may be rounded differently.
         if not (context.has(COMMON) and context.reorders()):
             return
         dots = [e.outvals[0] for e in program.equations if e.name == "dot_general"]
@@ -66,7 +66,7 @@ class CommonProducts:
 
 
 def _repeated(terms: Terms) -> list[tuple[int, float]]:
-    """Classes of products whose equations repeat them, and the seconds this costs, if any."""
+    """Return classes of products that their equations repeat, with the seconds that this costs."""
     found = []
     t, model = terms.t, terms.model
     for cls in terms.need.order:

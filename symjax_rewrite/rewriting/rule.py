@@ -1,8 +1,9 @@
-"""What a rule is, and what it sees when it is applied (imports terms, e-graph and cost).
+"""Rules, and the context in which a rule is applied.
 
-Three kinds, all values, nothing registered at import; packs compose with `+`:
-axioms (laws of the calculus), lemmas (pairs of JAX functions, derivable from the axioms) and
-routes (a bundle of terms on the left, a kernel on the right; see `route`).
+May import terms, the e-graph and cost. There are three kinds of rules. All are values, and none is
+registered at import. Axioms are laws of the calculus. Lemmas are pairs of JAX functions, derivable
+from the axioms. Routes have a set of terms on the left and a kernel on the right (see `route`).
+Packs of rules compose with `+`.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ FUSION = "loop_fusion"
 PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
-# What is done to a program besides rules, under every pack that does not leave it out by name.
+# Passes besides rules. Every pack includes them unless it excludes them by name.
 PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION)
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 
 @dataclass(slots=True)
 class RuleContext:
-    """What a rule may look at: the e-graph, sizes as numbers, sharing, and what is permitted.
+    """The context of a rule: the e-graph, sizes as numbers, use counts, and permitted numerics.
 
-    uses: how many consumers a class has in the traced program (1 for classes made by rules).
-    frozen: whether a class depends on frozen arguments alone.
-    refused: reasons why a rule that matched did not fire, for the report.
-    ordered: products whose cheapest order is known. trees: the cheapest trees of products of such
-    shapes, of other regions too. whole: sums that rules made and that lose
-    digits when they are opened. fresh: names of indices while matching.
+    uses: the number of consumers of a class in the traced program (1 for classes that rules added).
+    frozen: True if a class depends on frozen arguments alone. refused: reasons why a rule that
+    matched did not fire, for the report. ordered: products whose cheapest order is known. trees:
+    the cheapest trees of products by shape, of other regions too. whole: sums that rules added and
+    that lose digits if they are distributed or flattened. fresh: fresh names of indices during
+    matching.
     """
 
     g: EGraph
@@ -70,21 +71,21 @@ class RuleContext:
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
     def refuse(self, rule: str, reason: str, cls: int) -> None:
-        """Note that a rule matched at a class and was not applied."""
+        """Record that a rule matched at a class and was not applied."""
         self.refused.setdefault((rule, reason), cls)
 
     def permits(self, level: str, dtype: str) -> bool:
-        """Whether a step of this numerics level may be taken on values of a dtype.
+        """Return True if a step of a numerics level is permitted on values of a dtype.
 
-        Integer arithmetic is a ring exactly, so every level is permitted there.
+        Integer arithmetic is exactly a ring, so every level is permitted for integers.
         """
         return dtype_kind(dtype) in "iub" or self.numerics.permits(level)
 
     def may_overflow(self, cls: int) -> bool:
-        """Whether a product that a rule made may be infinite where nothing written is.
+        """Return True if a product that a rule added may overflow although no written value does.
 
-        So it is in dtypes that end early, unless it is a product of the program's own, or a part
-        of one: in float16 (A·B)·x may pass 65504 where A·(B·x) does not.
+        This is possible in dtypes with a small range, unless the product or a product that contains
+        it is written in the program. In float16 (A·B)·x may exceed 65504 although A·(B·x) does not.
         """
         c = self.g.classes[cls]
         if not ends_early(c.dtype) or self.permits("finite", c.dtype):
@@ -92,28 +93,28 @@ class RuleContext:
         return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
 
     def is_whole(self, cls: int) -> bool:
-        """Return a predicate: would a sum lose digits if another sum or product opened it?"""
+        """Return True if a sum would lose digits if another sum or product opened it."""
         g = self.g
         return any(g.find(g.ref(w)).cls == cls for w in self.whole)
 
     def is_zero(self, cls: int) -> bool:
-        """Whether a class is the constant zero."""
+        """Return True if a class is the constant zero."""
         return is_zero(self.g, cls)
 
     def count(self, sizes: Iterable[Dim]) -> float:
-        """The number of elements of an index space, at the sample sizes."""
+        """Return the number of elements of an index space, at the sample sizes."""
         out = 1.0
         for s in sizes:
             out *= s if isinstance(s, int) else self.model.at(s)
         return out
 
     def elements(self, cls: int) -> float:
-        """The number of elements of a class."""
+        """Return the number of elements of a class."""
         return self.count(self.g.classes[cls].sizes)
 
 
 def too_large(dtype: str) -> str:
-    """Why a rule did not fire where `RuleContext.may_overflow`."""
+    """Return the reason for a refusal by `RuleContext.may_overflow`."""
     return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
 
 
@@ -126,7 +127,7 @@ class Sides:
 
     shapes: one word per argument, one letter per axis, as of a specimen: `n!9` are indices, `*do`
     is frozen; r and s are small. both: a function of arrays that returns (left, right). kinds: of
-    dtypes at which it holds: float, complex, int, or Float of at least 32 bits.
+    dtypes for which it holds: float, complex, int, or Float of at least 32 bits.
     """
 
     shapes: str
@@ -135,7 +136,7 @@ class Sides:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The shapes of the arguments, one word each."""
+        """Return the shapes of the arguments, one word each."""
         return tuple(self.shapes.split(","))
 
 
@@ -143,10 +144,10 @@ class Sides:
 class Axiom:
     """A law of the calculus.
 
-    name: as mathematics calls it. law: the equations, for a person, between `;`. sides: the same
-    equations as programs. property: which of the six
-    properties it is. on: kinds of nodes it looks at. needs: kinds of which the e-graph must hold
-    one for the law to apply anywhere. numerics: the level it needs.
+    name: its name in mathematics. law: the equations as text, separated by `;`. sides: the same
+    equations as programs. property: one of the six properties. on: kinds of nodes it applies to.
+    needs: kinds of nodes, one of which the e-graph must hold for the law to apply. numerics: the
+    level it needs.
     """
 
     name: str
@@ -163,7 +164,7 @@ class Axiom:
     sides: tuple[Sides, ...] = ()
 
     def reason(self, cls: int) -> Justification:
-        """The explanation of what this rule adds at a class."""
+        """Return the explanation of a node that this rule adds at a class."""
         return Justification(self.name, cls)
 
 
@@ -185,11 +186,11 @@ def axiom(
     Args:
         law: the equation, as text.
         property: one of `PROPERTIES`.
-        on: kinds of nodes the function wants to see.
+        on: kinds of nodes that the function receives.
         numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
-        source: where it is from, if it is not arithmetic.
-        again: whether it looks at every node of its operands, so that new ones matter.
-        everywhere: whether it also looks at products that their user opens anyway.
+        source: the source of the law, if it is not arithmetic.
+        again: True if it reads every node of its operands, so that new nodes matter.
+        everywhere: True if it also applies to products that their user opens anyway.
         not_after: rules whose results it would only undo.
         needs: kinds of nodes without any of which the law cannot apply.
         sides: both sides of each equation of the law as programs, which `check_rule` compares.
@@ -221,7 +222,7 @@ def axiom(
 
 @dataclass(frozen=True, slots=True)
 class Lemma:
-    """What people know by name: two JAX functions of the same arguments, with equal values.
+    """A named identity: two JAX functions of the same arguments, with equal values.
 
     sides: a function of arrays that returns (left, right). shapes: named sizes per argument.
     """
@@ -237,7 +238,7 @@ class Lemma:
 
     @property
     def property(self) -> str:
-        """The property the lemma mainly rests on."""
+        """Return the main property on which the lemma depends."""
         return self.uses[0]
 
 
@@ -254,11 +255,11 @@ def lemma(
 
     Args:
         shapes: one word per argument, one letter per axis: `"nd,do,dr,ro"`.
-        uses: the properties its derivation rests on, the main one first.
-        source: where it is from.
+        uses: the properties its derivation depends on, the main one first.
+        source: its source.
         numerics: the level it needs, as of an axiom.
-        proof: required if it cannot be derived from the axioms: where the proof stands.
-        small: letters of sizes that are small against the others (ranks).
+        proof: required if it cannot be derived from the axioms: where the proof is.
+        small: letters of sizes that are much smaller than the others (ranks).
 
     Raises:
         RuleError: shapes are malformed, no property is named, or one or the level is unknown.
@@ -299,19 +300,19 @@ def _check_level(numerics: str) -> None:
 
 
 def line_of(rule: Axiom | Lemma) -> str:
-    """`file.py:12 (name)` of the function a rule was made from."""
+    """Return `file.py:12 (name)` of the function from which a rule was made."""
     code = getattr(rule.sides if isinstance(rule, Lemma) else rule.apply, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno} ({rule.name})" if code else rule.name
 
 
 def _is_pass(given: Any) -> bool:
-    """Return whether an object, and not its class, is a pass."""
+    """Return True if an object is a pass and not a class."""
     named = isinstance(getattr(given, "name", None), str)
     return not isinstance(given, type) and named and callable(getattr(given, "candidates", None))
 
 
 def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...]) -> None:
-    """Raise `RuleError` where a pass has the name of a rule or of another pass."""
+    """Raise `RuleError` if a pass has the name of a rule or of another pass."""
     taken = {*PASSES, *(r.name for r in rules)}
     for each in added:
         if each.name in taken:
@@ -335,14 +336,14 @@ def _summary(each: Pass) -> str:
 class RulePack:
     """A named set of rules and passes; packs compose with `+` and lose rules with `-`.
 
-    `rules` are axioms and lemmas. `added` are passes, objects with `name` and
-    `candidates(program, context)` (see `candidates.Pass` and `candidates.Replacement`): they run
-    before the optimiser's own and may be given among the rules. `without` are the `PASSES` that
-    were taken out of the pack: they need no rule to be there, and no pack that is added brings them
-    back.
+    `rules` are axioms and lemmas. `added` are passes: objects with `name` and `candidates(program,
+    context)` (see `candidates.Pass` and `candidates.Replacement`). They run before the optimiser's
+    own passes and may be given among the rules. `without` are the `PASSES` that were removed from
+    the pack. Every other pass of `PASSES` belongs to the pack, even if the pack has no rules.
+    Adding another pack does not restore a removed pass.
 
     Raises:
-        RuleError: something in it is neither a rule nor a pass, or two passes have one name.
+        RuleError: an element is neither a rule nor a pass, or two passes have one name.
 
     Example:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
@@ -407,15 +408,15 @@ class RulePack:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """The names of what is done besides rules."""
+        """Return the names of the passes of the pack besides rules."""
         return (*(p for p in PASSES if p not in self.without), *(p.name for p in self.added))
 
     @property
     def axioms(self) -> tuple[Axiom, ...]:
-        """The axioms of the pack."""
+        """Return the axioms of the pack."""
         return tuple(r for r in self.rules if isinstance(r, Axiom))
 
     @property
     def lemmas(self) -> tuple[Lemma, ...]:
-        """The lemmas of the pack."""
+        """Return the lemmas of the pack."""
         return tuple(r for r in self.rules if isinstance(r, Lemma))

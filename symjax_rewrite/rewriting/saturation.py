@@ -1,4 +1,4 @@
-"""Apply axioms to a region until nothing new appears or the budget of work is spent (a pass)."""
+"""Saturation of a region: axioms are applied until no node is new or the budget is exhausted."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from symjax_rewrite.rewriting.rule import Axiom, RuleContext
 SATURATED = "saturated"
 NODE_LIMIT = "node limit"
 ROUND_LIMIT = "round limit"
-Done = dict[tuple[int, Node], dict[str, int]]  # what each rule saw of a node: operands' nodes
-FINAL = "contraction_order"  # trees that dynamic programming chose are not opened again
+Done = dict[tuple[int, Node], dict[str, int]]  # by rule, node counts of the operands
+FINAL = "contraction_order"  # trees from dynamic programming are not opened again
 
 
 def saturate(
     ctx: RuleContext, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], budget: Budget
 ) -> str:
-    """Run lemmas and axioms; returns why it stopped. Lemmas go first, so that theirs is the name.
+    """Run lemmas and axioms; return the stop reason.
 
-    Matching is semi-naive: an axiom sees a node once, or again when a class it reads has gained
-    nodes if the axiom asks for that.
+    Lemmas run first, so that a node derived by both has the name of the lemma. Matching is
+    semi-naive: an axiom reads a node once. An axiom that asks for it reads a node again when a
+    class that the node reads has gained nodes.
     """
     by_op: dict[str, list[Axiom]] = {}
     for rule in axioms:
@@ -53,7 +54,7 @@ def _apply_lemmas(ctx: RuleContext, cls: int, patterns: tuple[Pattern, ...]) -> 
             found = shape(ctx.g, cls)
         for p in patterns:
             if p.shape == found and ctx.permits(p.lemma.numerics, ctx.g.classes[cls].dtype):
-                for ref in list(apply_lemma(ctx, p, cls)):  # a union changes what is matched
+                for ref in list(apply_lemma(ctx, p, cls)):  # a list: unions change classes
                     ctx.g.add_to(cls, ref, Justification(p.lemma.name, cls))
 
 
@@ -90,7 +91,7 @@ def _apply_all(
 
 
 def _is_absorbed(ctx: RuleContext, cls: int, node: Node) -> bool:
-    """A product used once by another product, or a sum by another sum: its user opens it."""
+    """Return True if the only user of a product is a product, or of a sum a sum, and opens it."""
     if node.op not in (CONTRACT, ADD) or ctx.uses(cls) != 1:
         return False
     for user, n in ctx.g.uses[cls]:

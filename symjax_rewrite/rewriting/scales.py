@@ -1,11 +1,12 @@
-"""Where a product is multiplied with the numbers in it (imports products and their order).
+"""Placement of the numbers in a product: the factor with which each number is multiplied.
 
-`m · ((G·K) @ m)` with K = 1e-11, m = 1e24 is finite in float32, `G · (m · (K @ m))` is infinite: a
-number below 1 keeps what it scales in range, and must be a part of every product that its factor is
-a part of. So it is multiplied with that factor, or with what the factor is multiplied with first,
-whichever is smaller: `(s·W) @ x = W @ (s·x)` still saves the pass over W. A number above 1 is
-multiplied with last: no partial product is then larger than the written one, and the result is the
-same. What is so far from 1 that a factor it moved to could be flushed to zero stays where it was.
+May import products and their order. `m · ((G·K) @ m)` with K = 1e-11, m = 1e24 is finite in
+float32, but `G · (m · (K @ m))` is infinite. A number below 1 keeps the factor that it scales in
+range. Every product with that factor must therefore contain the number. The number is multiplied
+with that factor, or with the first factor that this factor is multiplied with, whichever is
+smaller: `(s·W) @ x = W @ (s·x)` still saves the pass over W. A number above 1 is multiplied last:
+no partial product is then larger than the written product, and the result is the same. A number
+stays at its written factor if it is so far from 1 that another factor could be flushed to zero.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from symjax_rewrite.ir.term import CONTRACT, Ref
 from symjax_rewrite.rewriting.contraction_order import Tree
 from symjax_rewrite.rewriting.rule import RuleContext
 
-NOISE = 1e-14  # relative: of a coefficient that was multiplied up and divided again
+NOISE = 1e-14  # relative error of a coefficient that was multiplied and then divided
 
 
 class Leaf(NamedTuple):
-    """A factor of a product: its class, elements, and how a number may be multiplied with it.
+    """A factor of a product: its class, its elements, and the conditions for scaling it.
 
-    narrow: it has another dtype than the product. summed: it is summed alone, beforehand. frozen:
-    it is computed beforehand, and so is a multiple of it.
+    narrow: True if its dtype differs from the product's. summed: True if it is summed alone
+    beforehand. frozen: True if it is computed beforehand, as is a multiple of it.
     """
 
     cls: int
@@ -43,10 +44,10 @@ class Leaf(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """Numbers by what they are multiplied with.
+    """The numbers of a product by the values that they multiply.
 
-    before: leaves, before they are summed. after: sets of leaves, when they are multiplied. last:
-    the whole product.
+    before: by leaf, before the leaf is summed. after: by set of leaves, when these are multiplied.
+    last: for the whole product.
     """
 
     before: dict[int, Any] = field(default_factory=dict)
@@ -55,9 +56,10 @@ class Places:
 
 
 def _homes(s: Scale, leaves: Sequence[Leaf], met: Counter[int]) -> int:
-    """The bit set of the leaves that a number scaled.
+    """Return the bit set of the leaves that a number scaled.
 
-    Of a factor that is there twice, two numbers scaled one each: `met` counts those that have one.
+    If a factor occurs twice, two numbers scaled one occurrence each; `met` counts the occurrences
+    that are already assigned.
     """
     inside = 0
     for cls, many in Counter(s.homes).items():
@@ -69,7 +71,7 @@ def _homes(s: Scale, leaves: Sequence[Leaf], met: Counter[int]) -> int:
 
 
 class _Place(NamedTuple):
-    """A place for one number: its price in elements, and whether it is what was scaled."""
+    """A place for one number: its price in elements, and True if it is the written place."""
 
     price: float
     moved: bool
@@ -79,9 +81,10 @@ class _Place(NamedTuple):
 
 
 def shared_power(coefficients: Sequence[Any], dtype: str) -> float:
-    """The least power of two no coefficient exceeds, at least 1: it stays outside of a sum.
+    """Return the least power of two, at least 1, that no coefficient exceeds.
 
-    `4·(A@x) + (B@x)` is `4·((A + B/4)@x)`: 4·A may be infinite where 4·(A@x) is not.
+    The power stays outside the sum: `4·(A@x) + (B@x)` becomes `4·((A + B/4)@x)`, because 4·A may be
+    infinite although 4·(A@x) is not.
     """
     if dtype_kind(dtype) != "f" or any(isinstance(k, complex) for k in coefficients):
         return 1
@@ -90,10 +93,10 @@ def shared_power(coefficients: Sequence[Any], dtype: str) -> float:
 
 
 def apart(p: Product, count: Any = 1) -> tuple[Any, Product] | None:
-    """The number a product is multiplied with last, and the product with the others in it.
+    """Return the number that multiplies a product last, and the product with the other numbers.
 
-    A count of equal terms (Σ_k a = |k|·a) meets the first number that keeps it below 1, as in a
-    mean. None where the coefficient is beyond what a float holds.
+    A count of equal terms (Σ_k a = |k|·a) is combined with the first number that keeps the count
+    below 1, as in a mean. The result is None if the coefficient is out of the range of floats.
     """
     outer, scales = p.coefficient, list(p.scales)
     if not isinstance(outer, int) and not 0 < abs(outer) < math.inf:
@@ -111,7 +114,7 @@ def apart(p: Product, count: Any = 1) -> tuple[Any, Product] | None:
 
 
 def leaves_of(tree: Tree) -> int:
-    """The bit set of the leaves of a tree."""
+    """Return the bit set of the leaves of a tree."""
     return 1 << tree if isinstance(tree, int) else leaves_of(tree[0]) | leaves_of(tree[1])
 
 
@@ -122,7 +125,10 @@ def place(
     elements: Callable[[int], float],
     dtype: str,
 ) -> Places:
-    """The cheapest permitted place in a tree for each number; `elements` of a set of leaves."""
+    """Return the cheapest permitted place in a tree for each number.
+
+    `elements` returns the elements of a set of leaves.
+    """
     places, met = Places(), Counter[int]()
     for s in scales:
         homes = _homes(s, leaves, met) or (1 << len(leaves)) - 1  # slices of the factors
@@ -137,10 +143,10 @@ def place(
 
 
 def _best(found: list[_Place], value: Any, dtype: str) -> _Place | None:
-    """The cheapest of some places; None where a number is multiplied with last.
+    """Return the cheapest of some places; None if a number is multiplied last.
 
-    A number far from 1 stays with the product that it scaled, where that is computed. Where it is
-    not, the order of its factors has changed, and with it the range of what they make.
+    A number far from 1 stays with the product that it scaled, if this product is computed.
+    Otherwise the order of its factors has changed, and the range of their products has changed too.
     """
     if is_moderate(value, dtype):
         return min(found, key=lambda x: (x.price, not x.written), default=None)
@@ -157,7 +163,7 @@ def _options(
     leaves: Sequence[Leaf],
     elements: Callable[[int], float],
 ) -> Iterator[_Place]:
-    """Places of a number that scaled the leaves `homes`: their parts, and what these meet first."""
+    """Yield places of a number that scaled the leaves `homes`: subtrees and first siblings."""
     inside = leaves_of(tree)
     if not inside & homes:
         return
@@ -180,7 +186,7 @@ def _options(
 def _beside(
     sibling: Tree, leaves: Sequence[Leaf], elements: Callable[[int], float]
 ) -> Iterator[_Place]:
-    """What a factor is multiplied with first, as a place for a number of that factor."""
+    """Yield the first sibling of a factor as a place for a number of that factor."""
     inside = leaves_of(sibling)
     if not isinstance(sibling, int):
         yield _Place(elements(inside), True, False, None, inside)
@@ -192,9 +198,9 @@ def _beside(
 def scaled_inside(
     ctx: RuleContext, ref: Ref, scale: Any, sizes: tuple[Dim, ...], why: Justification
 ) -> Ref:
-    """scale·ref; a number below 1 scales the smallest factor of a sum of products.
+    """Return scale·ref; a number below 1 scales the smallest factor of a sum of products.
 
-    So it is where nobody knows which factors it scaled as written.
+    This applies if it is unknown which factors the number scaled as written.
     """
     g, dtype = ctx.g, ctx.g.classes[ref.cls].dtype
     nodes = [n for n in g.classes[ref.cls].nodes if n.op == CONTRACT and n.bound]
@@ -212,6 +218,6 @@ def scaled_inside(
 
 
 def scaled_factor(g: EGraph, f: Ref, scale: Any, why: Justification) -> Ref:
-    """A factor of a term times a number, over the indices of the term."""
+    """Return a factor of a term times a number, over the indices of the term."""
     made = scaled(g, g.ref(f.cls), scale, g.classes[f.cls].sizes, why)
     return made.over(f.axes)

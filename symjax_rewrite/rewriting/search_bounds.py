@@ -1,7 +1,7 @@
-"""Regions that are one product with elementwise terms around it: what no law could save (a pass).
+"""Lower bounds for regions of one product and elementwise terms, which need no search.
 
-Searching such a region costs more than it can give: its product has to be computed, and so have
-the sums beside it; only scales could go elsewhere.
+A search of such a region costs more than it can save. The product must be computed, and so must the
+sums beside it. Only scales could be placed elsewhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from symjax_rewrite.rewriting.region_partition import Region
 
 @dataclass(slots=True)
 class _Value:
-    """What is known of a class: nothing of it is an outer product of smaller values.
+    """The facts about a class that contains no outer product of smaller values.
 
-    read: the classes of its full size that it is made of. made: whether more than scales are
-    between these and it, so that it must be computed.
+    read: the classes of its full size from which it is computed. made: True if more than scales are
+    between these classes and it, so that it must be computed.
     """
 
     read: frozenset[int]
@@ -28,12 +28,12 @@ class _Value:
 
 
 def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
-    """What a region costs in any form, or None where a law might spare its product some work.
+    """Return the cost of a region in any form, or None if a law might save work of its product.
 
     Args:
-        g: the graph the region is of, as the program was lifted.
+        g: the graph of the region, as the program was lifted.
         region: the region; its operands come first.
-        model: prices at the sizes at hand.
+        model: prices at the given sizes.
     """
     values: dict[int, _Value | None] = {c: _Value(frozenset({c})) for c in region.leaves}
     product: int | None = None
@@ -70,7 +70,7 @@ def _reads_plainly(axes: tuple[int, ...]) -> bool:
 
 
 def _is_full_product(node: Node, values: dict[int, _Value | None]) -> bool:
-    """Whether a product sums over nothing that either side could be summed over alone."""
+    """Return True if no summed index of a product could be summed on one side alone."""
     if not is_dot(node) or node.args[0].cls == node.args[1].cls:
         return False
     summed = set(range(node.out, node.out + len(node.bound)))
@@ -78,7 +78,7 @@ def _is_full_product(node: Node, values: dict[int, _Value | None]) -> bool:
 
 
 def _elementwise(node: Node, values: dict[int, _Value | None]) -> _Value | None:
-    """A sum or product element by element; None where no operand has all of its indices."""
+    """Return an elementwise sum or product; None if no operand has all of its indices."""
     whole = [values[a.cls] for a in node.args if len(a.axes) == node.out]
     full = [v for v in whole if v is not None]
     if not full:
