@@ -124,8 +124,7 @@ class Call:
     def vjp(
         self, primals: Sequence[Any], live: list[int]
     ) -> tuple[list[Any], list[Any], Any] | None:
-        """Return results, residuals, and `pull(residuals, cotangents)` to cotangents of live
-        inputs.
+        """Return results, residuals, and `pull`: residuals and cotangents to input cotangents.
 
         A cotangent that is None is zero. Returns None if the optimiser changes neither the program
         nor its derivative.
@@ -178,7 +177,7 @@ class Call:
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """Return cotangents of the inputs `linear` (given as avals); the other inputs are `known`."""
+        """Return cotangents of the inputs `linear`, given as avals; other inputs are `known`."""
         specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
 
         def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:

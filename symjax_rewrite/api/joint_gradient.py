@@ -172,7 +172,7 @@ class Joint:
         return Halves(forward, backward.half)
 
     def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> CutProgram | None:
-        """Cut at the fewest bytes, with no more rematerialisation than the memory bound requires."""
+        """Cut at the fewest bytes, with the least rematerialisation that the bound permits."""
         jaxpr = optimised.jaxpr
         free = {jaxpr.invars[k] for k in reads}
         free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))

@@ -270,7 +270,7 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
 def _pass_seconds(
     eqn: JaxprEqn, moved: float, device: Device, sample: dict[str, int]
 ) -> float | None:
-    """Return the seconds of an operation that reads its arrays once; None for any other operation."""
+    """Return the seconds of an operation that reads its arrays once; None for any other."""
     name = eqn.primitive.name
     if name in ("sort", "top_k"):
         count = _at(_size(eqn.invars[0]), sample)
@@ -347,7 +347,7 @@ def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None
 
 
 def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
-    """Return the memory inside one equation without its results: its peak, and its largest value."""
+    """Return the peak memory and the largest value inside one equation, results excluded."""
     cost = replacement_cost(eqn, device) if jax_internals.is_replacement(eqn) else None
     if cost is not None:
         return cost.largest, cost.largest

@@ -135,7 +135,7 @@ def _operand_roundoff(eqn: jax_internals.JaxprEqn, dtype: Any) -> float:
 
 
 def _length(eqn: jax_internals.JaxprEqn) -> float:
-    """Return the number of terms that an equation adds (or multiplies) for one entry of its result."""
+    """Return the number of terms that an equation adds (or multiplies) per entry of its result."""
     name, shape = eqn.primitive.name, _shape(eqn.invars[0])
     if name == "dot_general":
         return math.prod(shape[i] for i in eqn.params["dimension_numbers"][0][0])

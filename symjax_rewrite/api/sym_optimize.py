@@ -173,7 +173,7 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
         return worker.explain(plain, args, kwargs)
 
     def prepared(**values: Any) -> Any:
-        """Return the function with the values that depend on frozen arguments alone computed once."""
+        """Return the function with the values that depend on frozen arguments computed once."""
         from symjax_rewrite.api.frozen_arguments import prepare
 
         return prepare(worker.optimiser(), base, options, settings, values)
@@ -372,7 +372,7 @@ class _Worker:
         return f"internal error: {type(error).__name__}: {error}"
 
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
-        """Optimise a program; on an error of this library keep the original, or raise if asked to."""
+        """Optimise a program; on an error of this library keep the original or raise, as asked."""
         from symjax_rewrite.optimizer import Result
 
         start = time.perf_counter()
@@ -398,8 +398,7 @@ class _Worker:
             raise UnsupportedError(result.spent, remedy=remedy)
 
     def _tuned(self, result: Result) -> Result:
-        """Return the fastest on the device: the optimised program, without kernels, or the
-        original."""
+        """Return the fastest of the optimised program, that without kernels, and the original."""
         from symjax_rewrite.api import autotuning
         from symjax_rewrite.optimizer import Result
 
