@@ -55,7 +55,7 @@ class AddedPass:
 
     @property
     def name(self) -> str:
-        """The name of the pass."""
+        """Return the name of the pass."""
         return self.inner.name
 
     def candidates(self, program: Program, context: Context) -> list[Found]:

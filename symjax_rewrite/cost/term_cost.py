@@ -161,7 +161,7 @@ class CostModel:
         return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
-        """Return FLOPs of a solve (factorisation, two triangular solves a column) or convolution."""
+        """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
         if node.op == CONV:
             kernel = node.attr[4]
             features = self._count(

@@ -273,7 +273,7 @@ def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 
 def _gather(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    """Unify the output's axes with those of the index array and those of the slice sizes."""
+    """Unify the output's axes with the index array's and with operand axes of equal size."""
     d = p["dimension_numbers"]
     batch = [a for i, a in enumerate(outs[0]) if i not in set(d.offset_dims)]
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}

@@ -183,7 +183,7 @@ def _check_pattern(rule: Lemma, pattern: Pattern, sizes: Sizes, dtype: str) -> b
 
 
 def _stays_in(rule: Lemma, dtype: str) -> bool:
-    """Return False if a side leaves the integers or complex numbers of the dtype."""
+    """Return True if every value of both sides has the dtype, is integer or is bool."""
     if dtype_kind(dtype) == "f":
         return True
     both = _side(rule, None)
