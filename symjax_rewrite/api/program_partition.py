@@ -129,8 +129,8 @@ def _minimum_cut(
     """Choose the values to keep, at fewest bytes, so that the equations `again` give `wanted`.
 
     Every value is an edge of the network with its bytes as capacity. Of several minimum cuts, the
-    cut nearest to the wanted values rematerialises least. Inputs are free, because they are stored
-    anyway.
+    cut nearest to the wanted values rematerialises least. Of two cuts with equal bytes, the
+    cut with more inputs is taken, because inputs are stored anyway.
     """
     makers = {v: e for e in again for v in e.outvars}
     inputs, constants = set(jaxpr.invars), set(jaxpr.constvars)

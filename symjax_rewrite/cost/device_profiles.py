@@ -3,7 +3,7 @@
 GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round figure
 for two server cores. It is the same on every machine, so that every process and host of a program
 chooses alike; `tune=True` measures instead. Two profiles differ by data: no module outside `cost/`
-tests which device it has. May import `profile_groups`.
+tests which device it has. May import `profile_groups` and `errors`.
 """
 
 from __future__ import annotations

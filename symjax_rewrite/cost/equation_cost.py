@@ -1,7 +1,7 @@
 """The cost of one equation as written, before terms are built.
 
 Loops are priced equation by equation: their gain follows from trip counts and the rows of products,
-which the shapes give. May import `device_profiles`.
+which the shapes give. May import `device_profiles` and `term_cost`.
 """
 
 from __future__ import annotations

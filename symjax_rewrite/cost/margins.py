@@ -1,7 +1,7 @@
 """The comparisons by which a form is taken or refused for its price.
 
 Passes that must decide inside a search use these functions, and so does `policy`. No other module
-compares the prices of two forms with a margin. May import `device_profiles`.
+compares the prices of two forms with a margin. May import `device_profiles` and `term_cost`.
 """
 
 from __future__ import annotations

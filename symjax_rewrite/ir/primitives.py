@@ -2,7 +2,7 @@
 
 A row returns, for the outputs of an equation, references into an e-graph. An equation without a
 row, or whose axes do not line up with the solved atoms, becomes a native node and never an error.
-May import `term` and `egraph`.
+May import `egraph` and `primitive_context`.
 """
 
 from __future__ import annotations
