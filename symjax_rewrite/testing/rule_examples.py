@@ -78,9 +78,9 @@ class Specimen:
     """A program in which a rule may fire.
 
     name: its name. shapes: one word per argument, one letter per axis; `n!7` is an array of n
-    indices from -1 to 7 (both ends are out of range), `*do` is frozen. fun: the function. kinds: the dtypes it
-    takes, as the first letters of float, complex, int; F is float of at least 32 bits. small:
-    letters of sizes that are small relative to the others.
+    indices from -1 to 7 (both ends are out of range), `*do` is frozen. fun: the function. kinds:
+    the dtypes it takes, as the first letters of float, complex, int; F is float of at least 32
+    bits. small: letters of sizes that are small relative to the others.
     """
 
     name: str
