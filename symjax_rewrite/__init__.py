@@ -1,7 +1,7 @@
-"""A tensor-program optimiser for JAX: `@sym_optimize` makes what is traced cheap to run.
+"""A tensor-program optimiser for JAX: `@sym_optimize` rewrites traced programs to cheaper ones.
 
-Public names are imported on first access (PEP 562), so that `import symjax_rewrite` adds next to
-nothing to the import of JAX. The package's README.md is the map of the code.
+Public names are imported on first access (PEP 562), so that `import symjax_rewrite` adds almost
+nothing to the import time of JAX. The package's README.md is the map of the code.
 """
 
 from importlib import import_module as _import_module
@@ -24,7 +24,7 @@ if _TYPE_CHECKING:
 
     __version__: str
 
-# Where each public name is defined; None: the name is a module.
+# The module that defines each public name; None: the name is a module.
 _HOMES = {
     "Budget": ("options", "Budget"),
     "Options": ("options", "Options"),

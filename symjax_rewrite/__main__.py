@@ -1,4 +1,4 @@
-"""The command line: `python -m symjax_rewrite explain mod:fn --args "f32[8,64]" ...` (the door)."""
+"""The command line: `python -m symjax_rewrite explain mod:fn --args "f32[8,64]" ...`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {
 
 
 def parse_spec(text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
-    """`"f32[b,4096]"` as a ShapeDtypeStruct; letters are symbolic sizes.
+    """Return `"f32[b,4096]"` as a ShapeDtypeStruct; letters are symbolic sizes.
 
     Raises:
         UsageError: the text is no spec.
@@ -40,7 +40,7 @@ def parse_spec(text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
 
 
 def load(name: str) -> Any:
-    """`"module:function"` as an object.
+    """Return the object that `"module:function"` names.
 
     Raises:
         UsageError: there is no such function, or its module cannot be imported.
@@ -50,7 +50,7 @@ def load(name: str) -> Any:
         raise UsageError("not the name of a function", expected="module:function", got=repr(name))
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # a module may raise anything where it is imported
+    except Exception as error:  # import runs the user's code, which may raise anything
         raise UsageError(f"cannot import {module}: {_one_line(error)}") from error
     if not hasattr(found, attribute):
         raise UsageError("no such function", expected="module:function", got=name)
@@ -64,7 +64,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return the exit code: 0 if it succeeded, 2 for what cannot be done."""
+    """Run one command; return the exit code: 0 on success, 2 on a usage error."""
     parser = argparse.ArgumentParser(prog="python -m symjax_rewrite", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="what is done to a function, and why")

@@ -1,8 +1,8 @@
-"""Passes that users add through a `RulePack`: they run first, and what they propose is checked.
+"""Passes that users add through a `RulePack`: they run first, and their findings are checked.
 
-The optimiser's own passes are trusted. An added pass that raises, or proposes something that its
-program does not have, ends the optimisation with a `PassError` that names the pass. Imports
-`candidates` and what lies below.
+The optimiser's own passes are trusted. If an added pass raises, or proposes a value that its
+program does not have, the optimisation ends with a `PassError` that names the pass. May import
+`candidates` and the modules below.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.jax_internals import JaxprEqn
 
-ADDED = "added_pass"  # reports show it as the property of a pass that names none
+ADDED = "added_pass"  # reports print it as the property of a pass without properties
 FOUND = (Candidate, Refusal, Crossover, Stopped)
 
 
@@ -55,14 +55,14 @@ class AddedPass:
 
     @property
     def name(self) -> str:
-        """The name of the pass."""
+        """Return the name of the pass."""
         return self.inner.name
 
     def candidates(self, program: Program, context: Context) -> list[Found]:
-        """Return what the pass finds.
+        """Return the findings of the pass.
 
         Raises:
-            PassError: it raised, or proposes something that the program does not have.
+            PassError: the pass raised, or proposes a value that the program does not have.
         """
         try:
             found = [self._checked(f, program) for f in self.inner.candidates(program, context)]
@@ -80,7 +80,7 @@ class AddedPass:
         return PassError(f"pass {self.name!r} {what}", where=where or None, remedy=remedy, **more)
 
     def _checked(self, found: Any, program: Program) -> Found:
-        """Return a finding with its parts checked and what it leaves open filled in."""
+        """Return a finding with its parts checked and its missing fields filled in."""
         if not isinstance(found, FOUND):
             kinds = ", ".join(kind.__name__ for kind in FOUND[:2])
             what = "yields something that is no candidate"
@@ -114,10 +114,10 @@ class AddedPass:
                 raise self._error(what, made_by[v].where(), got=needs)
 
     def emitted(self, part: _CheckedPart, wanted: Sequence[int], read: Read) -> list[Any]:
-        """Return the arrays that a part makes.
+        """Return the arrays that a part computes.
 
         Raises:
-            PassError: it raised, or the arrays are not those of the values.
+            PassError: the part raised, or the arrays do not have the avals of the values.
         """
         where = part.maker.where()
         try:
@@ -136,7 +136,7 @@ class AddedPass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CheckedPart:
-    """A part of an added pass; what it emits is checked."""
+    """A part of an added pass, whose arrays are checked when it is emitted."""
 
     part: Part
     added: AddedPass

@@ -1,7 +1,8 @@
-"""What a pass finds, and what it may look at: candidates, refusals, passes and their context.
+"""The interface of passes: candidates, refusals, passes and their context.
 
-A pass looks at a program and yields candidates: values of it that could be made another way, with
-what both ways cost. It takes none of them: `policy` does. Imports `ir`, `cost` and what lies below.
+A pass reads a program and yields candidates: values of the program that could be computed in
+another way, with the costs of both ways. `policy` takes or refuses candidates; a pass takes none.
+May import `ir`, `cost` and the modules below.
 """
 
 from __future__ import annotations
@@ -75,17 +76,18 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """Values of a program that could be made another way.
+    """An alternative computation of values of a program.
 
-    name: as packs, reports, `bisect` and plans call it. parts: which values, and how. where: the
-    user's line. reason: what is gained, as a sentence; for kernels. rules: (name, property) of each
-    rule behind it; none for a kernel. before, after: of the values, as written and so; None where
-    the pass has compared them by itself. key: what names it in a plan. group: what is told alike by
-    this stands at several places and is weighed as one. share: True if it must gain a share of the
-    whole program's time. hidden: values that must not be needed any more. count: places that it
-    stands for. also: further reasons and lines, of parts that are taken together with the first.
-    repeated_s: seconds of work repeated for copies of an operand, which no term counts. bodies:
-    results of the bodies of loops and branches in it, and how often each runs.
+    name: the name in packs, reports, `bisect` and plans. parts: the values, and their new
+    computation. where: the user's line. reason: the gain, as a sentence; for kernels. rules: (name,
+    property) of each rule that justifies it; empty for a kernel. before, after: cost of the values
+    as written and of the alternative; None if the pass has compared the costs itself. key: its
+    identifier in a plan. group: identifier of equal candidates at several places, which are priced
+    as one. share: True if it must gain a share of the whole program's time. hidden: values that
+    must be dead afterwards. count: number of places it represents. also: reasons and lines of
+    further parts, taken together with the first. repeated_s: seconds of work repeated for copies of
+    an operand, which no term counts. bodies: results of the bodies of loops and branches in it,
+    with their trip counts.
     """
 
     name: str
@@ -106,14 +108,14 @@ class Candidate:
 
     @property
     def saved_s(self) -> float:
-        """Modelled seconds that it saves; 0 where both ways are not priced here."""
+        """Return the modelled seconds that it saves; 0 if it is not priced here."""
         if self.before is None or self.after is None:
             return 0.0
         return self.before.seconds - self.after.seconds
 
     @property
     def ratio(self) -> float | None:
-        """Seconds as written divided by seconds so; None where they are not priced here."""
+        """Return seconds as written divided by seconds afterwards; None if not priced here."""
         if self.before is None or self.after is None:
             return None
         return ratio_of(self.before.seconds, self.after.seconds)
@@ -121,10 +123,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Something that a pass considered and does not propose, and why.
+    """A computation that a pass considered and does not propose, with the reason.
 
-    count: places that it stands for. ratio: predicted seconds as written divided by those of what
-    is refused; None where no pass compared them.
+    count: number of places it represents. ratio: predicted seconds as written divided by those of
+    the refused computation; None if no pass compared them.
     """
 
     name: str
@@ -143,7 +145,7 @@ class Crossover:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """What ended a search."""
+    """The reason why a search ended."""
 
     reason: str
 
@@ -152,23 +154,24 @@ Found = Candidate | Refusal | Crossover | Stopped
 
 
 class Pass(Protocol):
-    """Finds candidates of one kind."""
+    """The interface of a pass, which finds candidates of one kind."""
 
     @property
     def name(self) -> str:
-        """As packs, plans and reports call the pass."""
+        """Return the name of the pass in packs, plans and reports."""
         ...
 
     def candidates(self, program: Program, context: Context) -> Iterable[Found]:
-        """What could be made another way in a program as earlier passes left it."""
+        """Return the candidates in a program that earlier passes have rewritten."""
         ...
 
 
 @dataclass(slots=True)
 class Terms:
-    """A program as index terms, with what passes ask of them.
+    """A program as index terms, with its live set, cost model and sizes.
 
-    known: classes that depend on frozen inputs alone. samples: sizes that names are priced at.
+    known: classes that depend on frozen inputs alone. samples: the numbers at which symbolic sizes
+    are priced.
     """
 
     t: TermGraph
@@ -180,7 +183,7 @@ class Terms:
 
     @property
     def seconds(self) -> float:
-        """Modelled seconds of the program."""
+        """Return the modelled seconds of the program."""
         if self._seconds is None:
             choice = {c: node_of(self.t.graph, c) for c in self.need.order}
             roots = tuple(sorted(self.need.outside))
@@ -191,17 +194,17 @@ class Terms:
 
 
 class OutOfTimeError(Exception):
-    """The clock of the budget ran out (internal)."""
+    """The emergency clock of the budget ran out (internal)."""
 
 
 @dataclass(slots=True)
 class Context:
-    """What a pass may look at besides the program.
+    """The context of a pass: options, device, rules and caches.
 
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
-    optimise: optimises another program under the same options. kept: what one optimiser keeps from
-    program to program, by the pass that keeps it. loops: equations of this program that were looked
-    at as loops. sample: the sizes that names were priced at.
+    optimise: optimises another program under the same options. kept: caches that an optimiser keeps
+    across programs, by pass. loops: equations of this program that were analysed as loops. sample:
+    the numbers at which symbolic sizes were priced.
     """
 
     options: Options
@@ -218,24 +221,24 @@ class Context:
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:
-        """True if the pack leaves in what is done under a name besides rules."""
+        """Return True if the pack permits a named transformation that is no rule."""
         return name in self.rules.passes
 
     def reorders(self) -> bool:
-        """True if sums may be rounded in another order."""
+        """Return True if sums may be rounded in another order."""
         return self.options.numerics.permits("reassoc")
 
     def check_clock(self) -> None:
-        """Stop where the emergency clock has run out.
+        """Raise if the emergency clock has run out.
 
         Raises:
-            OutOfTimeError: it has.
+            OutOfTimeError: the time of the budget is spent.
         """
         if time.perf_counter() - self.started > self.options.budget.seconds:
             raise OutOfTimeError
 
     def terms(self, program: Program) -> Terms:
-        """The program as index terms; built once."""
+        """Return the program as index terms; built once."""
         if self._terms is None or self._terms[0] is not program:
             self._terms = (program, self._build(program))
         return self._terms[1]
@@ -251,7 +254,7 @@ class Context:
 
 
 def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[int]:
-    """Classes that depend on frozen inputs and constants alone."""
+    """Return the classes that depend on frozen inputs and constants alone."""
     if not frozen:
         return set()
     known: set[int] = set()

@@ -1,21 +1,21 @@
-"""Every error this library raises on purpose, in one hierarchy (imports nothing).
+"""The hierarchy of all errors that this library raises on purpose.
 
-Each message says what is wrong, where (the user's own line when an equation is to blame),
-what was expected against what was given, and what to do.
+Each message states the fault, its place (the user's own line when an equation is to blame), the
+expected and the given value, and the remedy. Imports nothing of the package.
 """
 
 from __future__ import annotations
 
 
 class SymjaxError(Exception):
-    """Base of all errors of this library.
+    """The base of all errors of this library.
 
     Args:
-        what: one sentence saying what is wrong.
+        what: the fault, in one sentence.
         where: the user's source line, if one is known.
-        expected: what would have been accepted.
-        got: what was given.
-        remedy: what to do about it.
+        expected: a value that would have been accepted.
+        got: the given value.
+        remedy: the action to take.
 
     Example:
         >>> print(SymjaxError("no such pack", expected="'lora'", got="'lorra'"))
@@ -53,36 +53,36 @@ class SymjaxError(Exception):
 
 
 class UsageError(SymjaxError, TypeError):
-    """The library was called with something it does not take (not a function, a bad option)."""
+    """An invalid use of the library, such as an argument that is no function, or a bad option."""
 
 
 class RuleError(SymjaxError, ValueError):
-    """A rule or rule pack is unknown, malformed, or its two sides differ."""
+    """A rule or rule pack that is unknown or malformed, or a rule whose two sides differ."""
 
 
 class PassError(SymjaxError, RuntimeError):
-    """A pass of a rule pack raised, or proposed something that its program does not have."""
+    """A pass of a rule pack that raised, or proposed a value that its program does not have."""
 
 
 class UnsupportedError(SymjaxError):
-    """A program was kept as written where the caller set `on_unsupported="error"`."""
+    """A program that was kept as written although the caller set `on_unsupported="error"`."""
 
 
 class FrozenError(SymjaxError, ValueError):
-    """A frozen name is no argument, or `prepare` was given something else than was traced."""
+    """A frozen name that is no argument, or values for `prepare` of other avals than traced."""
 
 
 class PlanError(SymjaxError, ValueError):
-    """A saved plan is corrupt or belongs to another program."""
+    """A saved plan that is corrupt or belongs to another program."""
 
 
 class EquivalenceError(SymjaxError, AssertionError):
-    """The rewritten program's values differ from the original's by more than rounding explains."""
+    """Values of a rewritten program that differ from the original's by more than rounding."""
 
 
 class CliffError(SymjaxError, AssertionError):
-    """A program is far more expensive than an equal one, or holds too large an intermediate."""
+    """A program that is far more expensive than an equal one, or has too large an intermediate."""
 
 
 class KernelError(SymjaxError):
-    """A kernel that was asked for by name cannot run here."""
+    """A kernel that was requested by name and cannot run here."""

@@ -1,6 +1,6 @@
-"""The primitive of an optimised call: how it is traced, lowered, batched and differentiated.
+"""The primitive of an optimised call: its tracing, lowering, batching and differentiation.
 
-With `jax_internals` it is what touches JAX's internals.
+Only this module, `jax_internals` and `jax_kernels` use JAX's internals.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr
 
 
 class Differentiable(Protocol):
-    """What a call of an optimised program knows of the program it stands for."""
+    """The interface of the original program of an optimised call, as its transformations use it."""
 
     @property
     def closed(self) -> ClosedJaxpr:
-        """The program itself."""
+        """Return the program itself."""
         ...
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
-        """Results under vmap, and their batch dimensions."""
+        """Return results under vmap, and their batch dimensions."""
         ...
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
-        """Results and their tangents, where only the inputs `live` have tangents."""
+        """Return results and their tangents; only the inputs `live` have tangents."""
         ...
 
     def vjp(
         self, primals: Sequence[Any], live: list[int]
     ) -> tuple[list[Any], list[Any], Any] | None:
-        """Results, residuals, and `pull(residuals, cotangents or None)`; None: as JAX does."""
+        """Return results, residuals, `pull(residuals, cotangents or None)`; None: as JAX does."""
         ...
 
     def moving(self, live: list[int]) -> list[bool]:
-        """Which results may depend on the inputs `live` differentiably."""
+        """Return for each result: may it depend on the inputs `live` differentiably?"""
         ...
 
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """Cotangents of inputs that the program is linear in; the others are `known`."""
+        """Return cotangents of inputs in which the program is linear; the others are `known`."""
         ...
 
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
     ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]:
-        """The same of the outputs `used`, what runs then, and which inputs both take."""
+        """Return the call of the outputs `used`, its program, and a mask of the inputs of both."""
         ...
 
 
@@ -66,14 +66,14 @@ _pullback_p.multiple_results = True
 
 
 def batched(closed: ClosedJaxpr, axis: Any, dims: Any, out: Any = None) -> tuple[ClosedJaxpr, Any]:
-    """A program under vmap, and the batch dimensions of its results: those of `out`, if given."""
+    """Return a program under vmap, and the batch dimensions of its results: `out`, if given."""
     if out is not None:
         return _batching.batch_jaxpr_axes(closed, axis, tuple(dims), tuple(out))[0], out
     return _batching.batch_jaxpr2(closed, axis, tuple(dims))
 
 
 def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) -> list[Any]:
-    """An equation that runs `made` and is transformed as `source` says."""
+    """Stage out an equation that runs `made`; transformations of the equation act on `source`."""
     return list(_call_p.bind(*values, call_jaxpr=made, source=source))
 
 
@@ -103,7 +103,7 @@ def _batch_call(axis: Any, values: Any, dims: Any, *, source: Differentiable, **
 
 
 def _dce_call(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """Keep of a call what is used; jax 0.12 also says which references are read afterwards."""
+    """Prune a call to its used results; jax 0.12 also passes the references that are read later."""
     eqn: JaxprEqn = rest[-1]
     if not any(used) and not _pe.has_effects(eqn):
         return [False] * len(eqn.invars), None
@@ -136,7 +136,7 @@ def _jvp_call(
 def _linearize_call(
     is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any
 ) -> tuple[Any, ...]:
-    """Reverse mode: results and residuals from one optimised program, cotangents from another."""
+    """Linearise: results and residuals by one optimised program, cotangents by another."""
     if not is_vjp:
         return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
     source: Differentiable = params["source"]

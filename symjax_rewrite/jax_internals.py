@@ -1,7 +1,7 @@
-"""The module that touches JAX internals, beside `compat_kernels` (imports the ground layer only).
+"""The access to JAX's internals for tracing, jaxprs and avals.
 
-Everything else in the library speaks to JAX through its public API or through this file, so a
-new JAX release is met here.
+All other modules use JAX's public API, this module, `jax_calls` or `jax_kernels`, so a new JAX
+release is adapted to here. May import `errors` and `options`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
 Atom = Any  # Var | Literal
 Tracer = _core.Tracer
-jaxpr_as_fun = jex_core.jaxpr_as_fun  # weak types of results follow the arguments
+jaxpr_as_fun = jex_core.jaxpr_as_fun  # the arguments decide the weak types of results
 
 
 def is_literal(atom: Atom) -> TypeGuard[Literal]:
-    """Whether an atom of a jaxpr is a literal."""
+    """Return True if an atom of a jaxpr is a literal."""
     return isinstance(atom, Literal)
 
 
@@ -48,7 +48,7 @@ def eval_equation(eqn: JaxprEqn, invals: Sequence[Any], params: dict | None = No
 
 @contextlib.contextmanager
 def equation_scope(eqn: JaxprEqn):
-    """What is bound inside carries the name scope, source line and context of `eqn`."""
+    """Enter the name scope, source line and context of `eqn` for all equations bound inside."""
     stack = _source.current_name_stack() + eqn.source_info.name_stack
     with (
         _source.user_context(eqn.source_info.traceback, name_stack=stack),
@@ -58,7 +58,7 @@ def equation_scope(eqn: JaxprEqn):
 
 
 def array_aval(shape: Sequence[Any], dtype: str) -> Any:
-    """The aval of an array."""
+    """Return the aval of an array."""
     return _core.ShapedArray(tuple(shape), np.dtype(dtype))
 
 
@@ -69,7 +69,7 @@ def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
 
 
 def source_line(*eqns: JaxprEqn) -> str:
-    """`file.py:12 (function)` of the user's frame that made the first of these that has one."""
+    """Return `file.py:12 (function)` of the user's frame of the first equation that has one."""
     for eqn in eqns:
         if (frame := _source.user_frame(eqn.source_info.traceback)) is not None:
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
@@ -77,7 +77,7 @@ def source_line(*eqns: JaxprEqn) -> str:
 
 
 def make_jaxpr(fun: Callable, *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, Any]:
-    """The closed jaxpr of `fun` at `args` (arrays, tracers or specs), and its output tree."""
+    """Return the jaxpr of `fun` at `args` (arrays, tracers or specs), and its output tree."""
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
     return closed, jax.tree.structure(shape)
 
@@ -89,8 +89,8 @@ def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
 
 
 def jit_settings(fun: Any) -> dict[str, Any] | None:
-    """The settings of a `jax.jit` object as keyword arguments of `jax.jit`; None if it is none."""
-    if not isinstance(fun, type(jax.jit(abs))):  # what wraps one has its attributes too
+    """Return the settings of a `jax.jit` object as keyword arguments of `jax.jit`, or None."""
+    if not isinstance(fun, type(jax.jit(abs))):  # a wrapper of a jit object has its attributes too
         return None
     info: Any = fun._jit_info  # pyright: ignore[reportAttributeAccessIssue]
     out: dict[str, Any] = {
@@ -112,12 +112,12 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
 
 
 def unwrap_jit(fun: Any) -> Callable:
-    """The Python function inside a `jax.jit` object."""
+    """Return the Python function inside a `jax.jit` object."""
     return fun._fun
 
 
 def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:
-    """A symbolic dimension of `jax.export` as [(((name, power), ...), coefficient), ...].
+    """Return a symbolic dimension of `jax.export` as [(((name, power), ...), coefficient), ...].
 
     Factors that are no plain variables (floordiv, mod, max) count as variables of that name.
     """
@@ -129,7 +129,7 @@ def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:
 
 
 def dim_variables(dim: Any) -> dict[str, Any]:
-    """Name to JAX dimension for every factor of a symbolic dimension."""
+    """Return the JAX dimension of every factor of a symbolic dimension, by name."""
     out = {}
     for term, _ in dim._sorted_terms:
         for factor, _ in term._factors:
@@ -141,18 +141,18 @@ def dim_variables(dim: Any) -> dict[str, Any]:
 
 
 def is_symbolic(dim: Any) -> bool:
-    """Whether a shape entry is a symbolic dimension."""
+    """Return True if a shape entry is a symbolic dimension."""
     return not isinstance(dim, int) and hasattr(dim, "_sorted_terms")
 
 
 def aval_is_sharded(aval: Any) -> bool:
-    """Whether an aval carries an explicit (non-auto) sharding over some mesh axis."""
+    """Return True if an aval carries an explicit (non-auto) sharding over some mesh axis."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     return spec is not None and any(part is not None for part in spec)
 
 
 def constrains(sharding: Any) -> bool:
-    """Whether a `sharding` param of an equation says anything: it names an axis, or fixes one."""
+    """Return True if a `sharding` param of an equation names an axis, or fixes one."""
     if sharding is None:
         return False
     spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
@@ -162,14 +162,15 @@ def constrains(sharding: Any) -> bool:
 
 
 def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
-    """The effects of a jaxpr (prints, callbacks, state)."""
+    """Return the effects of a jaxpr (prints, callbacks, state)."""
     return set(closed.jaxpr.effects)
 
 
 def custom_rules_allow(effects: set[Any]) -> bool:
-    """Whether a custom_jvp function may have these effects.
+    """Return True if a custom_jvp function may have these effects.
 
-    One that makes references may not, and one that is given them names them by their place.
+    A function that makes references may not. A function that takes references may not either,
+    because effects name references by place.
     """
     from jax._src import effects as _effects
 
@@ -181,7 +182,7 @@ def custom_rules_allow(effects: set[Any]) -> bool:
 
 
 def nested_under(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """An equation of an inlined body, with the name scopes of the call it stood in."""
+    """Return an equation of an inlined body with the name scopes of its call prepended."""
     outer_stack = outer.source_info.name_stack
     if not outer_stack.stack:
         return eqn
@@ -190,7 +191,7 @@ def nested_under(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def jit_equation_is_plain(eqn: JaxprEqn) -> bool:
-    """Whether a nested jit has no sharding, donation or layout of its own."""
+    """Return True if a nested jit has no sharding, donation or layout of its own."""
     p = eqn.params
     return (
         all(s is _UNSPECIFIED for s in (*p["in_shardings"], *p["out_shardings"]))
@@ -202,7 +203,7 @@ def jit_equation_is_plain(eqn: JaxprEqn) -> bool:
 
 @contextlib.contextmanager
 def maybe_scope(eqn: JaxprEqn | None):
-    """The scope of an equation, or none."""
+    """Enter the scope of an equation, or no scope for None."""
     if eqn is None:
         yield
     else:
@@ -211,7 +212,7 @@ def maybe_scope(eqn: JaxprEqn | None):
 
 
 def with_aval(value: Any, aval: Any) -> Any:
-    """The value with the weak type of an aval."""
+    """Return the value with the weak type of an aval."""
     if getattr(jax.typeof(value), "weak_type", None) == getattr(aval, "weak_type", None):
         return value
     return _lax._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
@@ -234,14 +235,14 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
 
 
 def kind_of(aval: Any) -> tuple:
-    """Shape and dtype of an aval, as values that compare."""
+    """Return shape and dtype of an aval, as values that compare."""
     return (aval.shape, str(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The closed jaxprs an equation carries (loop bodies, branches, calls).
+    """Return the closed jaxprs that an equation carries (loop bodies, branches, calls).
 
-    What an open one reads from outside are its first inputs.
+    The captured variables of an open jaxpr become its first inputs.
     """
     out: list[ClosedJaxpr] = []
     for param in eqn.params.values():
@@ -255,7 +256,7 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many constants and carries a scan has; what it is given after them is stepped through."""
+    """Return the numbers of constants and carries of a scan; its other inputs are sequences."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
@@ -263,7 +264,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def prune_outputs(closed: ClosedJaxpr, keep: Sequence[bool]) -> ClosedJaxpr:
-    """The program with only the outputs that `keep` says."""
+    """Return the program with only the outputs that `keep` selects."""
     return _pe.prune_closed_jaxpr_outputs(closed, tuple(keep))
 
 
@@ -278,16 +279,16 @@ def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
 
 
 def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without equations, carries and loop outputs that nothing needs."""
+    """Return the program without dead equations, dead carries and dead loop outputs."""
     return live_part(closed, [True] * len(closed.jaxpr.outvars), [True] * len(closed.in_avals))[0]
 
 
 def live_part(
     closed: ClosedJaxpr, used: Sequence[bool], inputs: Sequence[bool] | None = None
 ) -> tuple[ClosedJaxpr, list[bool]]:
-    """Return the program of the outputs `used` without dead equations, and which inputs it has.
+    """Return the program of the outputs `used` without dead equations, and a mask of its inputs.
 
-    These are those it reads, and those of `inputs` beside them.
+    Its inputs are the live inputs and the inputs that `inputs` selects.
     """
     inputs = [False] * len(closed.in_avals) if inputs is None else inputs
     jaxpr, has = _pe.dce_jaxpr(closed.jaxpr, list(used), list(inputs))
@@ -295,13 +296,13 @@ def live_part(
 
 
 class BodySpot:
-    """One body inside an equation: the jaxpr, how often it runs, and how to put another there."""
+    """One body inside an equation: the jaxpr, its trip count, and its replacement."""
 
     def __init__(self, body: ClosedJaxpr, times: int, key: str, branch: int | None) -> None:
         self.body, self.times, self._key, self._branch = body, times, key, branch
 
     def replace(self, eqn: JaxprEqn, made: ClosedJaxpr) -> JaxprEqn | None:
-        """The equation with this body replaced; None where the new body can't stand there."""
+        """Return the equation with this body replaced; None if the new body can't stand there."""
         old = eqn.params[self._key]
         if isinstance(old, Jaxpr):
             if made.consts:
@@ -318,7 +319,7 @@ _SEALED = "symjax_kernel"
 
 
 def sealed(fun: Callable) -> Callable:
-    """A function whose inside is left as it is: a kernel's own loops are no program to rewrite."""
+    """Return a function whose body is not rewritten, such as the loops of a kernel."""
 
     def symjax_kernel(*args: Any) -> Any:
         return fun(*args)
@@ -327,12 +328,12 @@ def sealed(fun: Callable) -> Callable:
 
 
 def is_sealed(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of such a function."""
+    """Return True if an equation is a call of a `sealed` function."""
     return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _SEALED
 
 
 def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
-    """The bodies of loops, branches, remat and fenced calls."""
+    """Return the bodies of loops, branches, remat and fenced calls."""
     name, p = eqn.primitive.name, eqn.params
     if is_sealed(eqn):
         return []
@@ -354,14 +355,14 @@ def _int(length: Any) -> int:
 
 
 def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
-    """The branches of a `lax.platform_dependent`; none for any other equation."""
+    """Return the branches of a `lax.platform_dependent`; none for any other equation."""
     if eqn.primitive.name != "cond" or not eqn.params.get("branches_platforms"):
         return ()
     return tuple(eqn.params["branches"])
 
 
 def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
-    """Which inputs of a jaxpr its equations or results read."""
+    """Return for each input of a jaxpr: do its equations or results read the input?"""
     jaxpr = closed.jaxpr
     atoms = [*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars)]
     read = {v for v in atoms if not is_literal(v)}
@@ -369,12 +370,12 @@ def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
 
 
 def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:
-    """A convolution with the params of an equation."""
+    """Return a convolution with the params of an equation."""
     return jax.lax.conv_general_dilated_p.bind(x, w, **params)
 
 
 def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
-    """Whether a primitive occurs in a jaxpr or in the bodies of its equations."""
+    """Return True if a primitive occurs in a jaxpr or in the bodies of its equations."""
     return any(
         e.primitive.name == name or any(has_primitive(b, name) for b in bodies(e))
         for e in closed.jaxpr.eqns
@@ -382,7 +383,7 @@ def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
 
 
 def may_be_partitioned() -> bool:
-    """Whether XLA may split what is traced here over devices: several of them, not all manual."""
+    """Return True if XLA may partition the traced program: several devices, not all manual."""
     if jax.device_count() == 1:
         return False
     mesh = jax.sharding.get_abstract_mesh()
@@ -401,10 +402,10 @@ def replacement_equation(
     source: JaxprEqn | None,
     **params: Any,
 ) -> JaxprEqn:
-    """An equation that stands for a function inside an optimiser's program; never staged out.
+    """Return an equation that represents a function in an optimiser's program; never staged out.
 
     Args:
-        run: of arrays, gives arrays; `eval_equation` calls it.
+        run: function of arrays that returns arrays; `eval_equation` calls it.
         reads, makes: avals of its arguments and results.
         source: the equation whose name scope and source line it has.
         params: more parameters of the equation.
@@ -420,5 +421,5 @@ def replacement_equation(
 
 
 def is_replacement(eqn: JaxprEqn) -> bool:
-    """True if an equation stands for a function chosen by a pass."""
+    """Return True if an equation represents a function chosen by a pass."""
     return eqn.primitive is _replacement_p

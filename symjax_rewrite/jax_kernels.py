@@ -1,6 +1,6 @@
-"""The module that asks JAX's internals about kernels (imports `compat` and `errors`).
+"""The access to JAX's internals for kernels: Pallas-Triton and lowering rules.
 
-It is to Pallas-Triton and to lowering rules what `compat` is to tracing.
+May import `jax_internals` and `errors`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Rule = Callable[..., Any]
 
 
 def primitives(closed: ClosedJaxpr) -> set[Any]:
-    """The primitives of a jaxpr; of a call, those of its body."""
+    """Return the primitives of a jaxpr; for a call, those of its body."""
     found: set[Any] = set()
     for e in closed.jaxpr.eqns:
         inner = [primitives(b) for b in bodies(e)]
@@ -29,14 +29,14 @@ def primitives(closed: ClosedJaxpr) -> set[Any]:
 
 
 def triton_lowers(primitive: Any) -> bool:
-    """Whether Pallas-Triton has a lowering rule for a primitive."""
+    """Return True if Pallas-Triton has a lowering rule for a primitive."""
     from jax._src.pallas.triton import lowering
 
     return primitive in lowering.triton_lowering_rules
 
 
 def float_primitives(closed: ClosedJaxpr) -> set[str]:
-    """Names of the primitives of a jaxpr and its calls whose results are floats."""
+    """Return names of the primitives of a jaxpr and its calls whose results are floats."""
     found: set[str] = set()
     for e in closed.jaxpr.eqns:
         found |= set().union(*map(float_primitives, bodies(e)))
@@ -46,11 +46,11 @@ def float_primitives(closed: ClosedJaxpr) -> set[str]:
 
 
 def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a jaxpr with other rules for some primitives where their results are floats.
+    """Evaluate a jaxpr with other rules for some primitives, where their results are floats.
 
     Args:
-        rules: by a primitive's name `rule(original, *operands, **params)`, where `original` binds
-            the primitive itself to other operands.
+        rules: by a primitive's name `rule(original, *operands, **params)`; `original` binds the
+            primitive itself to other operands.
         closed: a jaxpr without loops; its calls are inlined.
         args: its arguments.
     """
@@ -82,7 +82,7 @@ _absent_p.multiple_results = True
 
 
 def absent_kernel(avals: Sequence[Any], what: str, wanted: str) -> tuple[Any, ...]:
-    """Results that stand for a kernel where its platform is not: an error once they are lowered.
+    """Return stand-ins for a kernel's results on other platforms; their lowering raises an error.
 
     Args:
         avals: of the results.

@@ -1,4 +1,4 @@
-"""The driver: a jaxpr goes through the list of passes; what was decided is recorded."""
+"""The driver: runs a jaxpr through the list of passes and records the decisions."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ from symjax_rewrite.usage_records import (
 
 @dataclass(slots=True)
 class Result:
-    """What the optimiser decided about one jaxpr.
+    """The decisions of the optimiser on one jaxpr.
 
-    program: what is emitted; None where the jaxpr is emitted as it is. sample: the sizes symbolic
-    names are priced at. keys: of what was taken, for plans. repeated_s: seconds of work repeated
-    for copies of an operand, which no term counts. finished: whether the whole was looked at.
-    spent: which limit of the budget kept the program, or a body in it, as written.
+    program: the emitted program; None if the jaxpr is emitted unchanged. sample: the numbers at
+    which symbolic sizes are priced. keys: of the candidates taken, for plans. repeated_s: seconds
+    of work repeated for copies of an operand, which no term counts. finished: True if all passes
+    ran on the whole program. spent: the limit of the budget by which the program, or a body in it,
+    was kept as written.
     """
 
     closed: ClosedJaxpr
@@ -65,24 +66,24 @@ class Result:
 
     @property
     def taken(self) -> bool:
-        """Whether anything is emitted differently."""
+        """Return True if the emitted program differs from the jaxpr."""
         return self.program is not None
 
     def emit(self) -> Callable[..., list[Any]]:
-        """A function of the flat inputs that computes what was decided."""
+        """Return a function of the flat inputs that runs the optimised program."""
         program = self.program
         if program is None:
             return lambda *args: jax_internals.eval_jaxpr(self.closed, *args)
         return lambda *args: emission.run(program, args)
 
     def plan_record(self) -> dict[str, Any]:
-        """What to pass as `plan=` to get the same program again."""
+        """Return the value of `plan=` that reproduces the program."""
         return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.keys)}
 
     def declined(
         self, name: str, reason: str, where: str, count: int = 1, ratio: float | None = None
     ) -> None:
-        """Note something that was considered and not done: one entry for each name and reason.
+        """Record a refusal: one entry for each name and reason.
 
         The entry of several places has the first line and the highest ratio of all.
         """
@@ -95,7 +96,7 @@ class Result:
         self.routes.append(RouteUse(name, False, reason, where, count, ratio))
 
     def took(self, c: Candidate) -> None:
-        """Note a candidate that was taken."""
+        """Record a candidate that was taken."""
         if c.key and c.key not in self.keys:
             self.keys.append(c.key)
         if c.reason:
@@ -113,7 +114,7 @@ class Result:
             self.absorb(body, times)
 
     def absorb(self, body: Result, times: int) -> None:
-        """Take over the record of a body that was rewritten."""
+        """Add the record of a body that was rewritten."""
         for use in body.routes:
             if use.taken:
                 self.routes.append(use)
@@ -129,13 +130,13 @@ class Result:
 
 
 class Optimiser:
-    """Optimises jaxprs under one set of options; solved regions are kept and reused.
+    """The optimiser of jaxprs under one set of options; solved regions are cached.
 
     Args:
         options: the options.
-        rules: the rules, and what is left out besides.
-        device: what programs are priced on.
-        passes: in the order they run; those of `passes.PASSES` and of the pack by default.
+        rules: the rules, and the names of excluded transformations.
+        device: the profile on which programs are priced.
+        passes: in the order they run; default: those of `passes.PASSES` and of the pack.
     """
 
     def __init__(
@@ -151,7 +152,14 @@ class Optimiser:
         self.kept: dict[str, Any] = {}
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
-        """Decide what to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
+        """Decide the program to emit for a jaxpr.
+
+        Args:
+            closed: the jaxpr.
+            frozen: numbers of inputs known beforehand.
+
+        Returns:
+            The decisions.
 
         Raises:
             PlanError: a plan was given that is malformed or made from another program.
@@ -204,18 +212,18 @@ class Optimiser:
 
 
 def _kept(closed: ClosedJaxpr, why: str) -> Result:
-    """A program that a limit of the budget keeps as written."""
+    """Return the result of a program that a limit of the budget keeps as written."""
     return Result(closed, stop=why, spent=why, finished=False)
 
 
 class _Run:
-    """One program on its way through the passes."""
+    """The run of one program through the passes."""
 
     def __init__(self, closed: ClosedJaxpr, context: Context) -> None:
         self.context, self.result = context, Result(closed)
         self.program = self.first = _flat(closed)
         self.stops: set[str] = set()
-        self.seen: dict[str, Program] = {}  # by pass, the program that it left
+        self.seen: dict[str, Program] = {}  # by pass, the program after it
 
     def through(self, passes: Sequence[Pass]) -> Result:
         """Run the passes."""
@@ -247,7 +255,7 @@ class _Run:
                 self._note(f)
 
     def _is_known(self, f: Found) -> bool:
-        """True for a refusal that the first run of a pass gave."""
+        """Return True for a refusal that the first run of a pass gave."""
         known = {(use.name, use.reason) for use in self.result.routes if not use.taken}
         return isinstance(f, Refusal) and (f.name, f.reason) in known
 
@@ -265,17 +273,17 @@ class _Run:
 
 
 def _flat(closed: ClosedJaxpr) -> Program:
-    """The flat program; one with loops without what these compute for nobody."""
+    """Return the flat program; dead values of its loops are removed first."""
     program = flatten(closed)
     return flatten(jax_internals.without_dead(closed)) if has_loops(program) else program
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No pass of the cycle collector meanwhile: with JAX loaded one takes longer than all of this.
+    """Disable the cycle collector: with JAX loaded, one collection takes longer than optimisation.
 
-    Nothing here makes reference cycles, so that what is left need not be looked through as young
-    objects either: freezing and unfreezing makes it old at once. Garbage of before goes first.
+    The optimiser makes no reference cycles. Its objects therefore move to the oldest generation at
+    once, by `freeze` and `unfreeze`. Earlier garbage is collected first.
     """
     was_on = gc.isenabled()
     if was_on:

@@ -1,7 +1,7 @@
-"""Options and budgets (imports `errors` only).
+"""Options and budgets.
 
 The environment is read once, at import: `SYMJAX_DISABLE=1` turns every rewrite off,
-`SYMJAX_LOG=rules,cost,route` turns on logging of these topics.
+`SYMJAX_LOG=rules,cost,route` turns on logging of these topics. May import `errors` only.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ logger.addHandler(logging.NullHandler())
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much work one optimisation may do; work is counted, so results are deterministic.
+    """The limits of one optimisation, counted in work, so that results are deterministic.
 
     Args:
         nodes: e-nodes per region, at most.
         rounds: saturation rounds per region, at most.
         pairs: pairs of sub-products tried per contraction order, at most.
         equations: programs with more equations than this are kept as written.
-        seconds: emergency clock; when it runs out the original program is kept.
+        seconds: emergency clock in seconds; when it runs out the original program is kept.
 
     Raises:
         UsageError: a limit is not positive.
@@ -62,7 +62,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How far a rewritten value may differ from the written one.
+    """The allowed difference of a rewritten value from the written value.
 
     Args:
         level: one of `exact`, `reassoc`, `finite`, `cancels`, `approx` (each permits the former).
@@ -90,7 +90,7 @@ class Numerics:
         )
 
     def permits(self, level: str) -> bool:
-        """Whether a step of `level` may be taken."""
+        """Return True if a step of `level` is permitted."""
         return NUMERICS.index(level) <= NUMERICS.index(self.level)
 
 
@@ -122,7 +122,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
 
 
-# A context that `jax.jit` knows of: changing it traces anew.
+# A context that is part of the cache key of `jax.jit`: a change causes a new trace.
 _disabled = jax.make_user_context(default_value=os.environ.get("SYMJAX_DISABLE") == "1")
 _topics = frozenset(filter(None, os.environ.get("SYMJAX_LOG", "").split(",")))
 if _topics:
@@ -133,18 +133,18 @@ if _topics:
 
 
 def log(topic: str, message: str, *args: object) -> None:
-    """Log under a topic of `SYMJAX_LOG`; silent unless that topic was asked for."""
+    """Log under a topic of `SYMJAX_LOG`; silent unless that topic is enabled."""
     if topic in _topics:
         logger.info("%s: " + message, topic, *args)
 
 
 def is_disabled() -> bool:
-    """Whether rewriting is off here, by `SYMJAX_DISABLE=1` or inside `disabled()`."""
+    """Return True if rewriting is off, by `SYMJAX_DISABLE=1` or inside `disabled()`."""
     return bool(_disabled.value)
 
 
 def why_off() -> str | None:
-    """Return why functions run as written here, or None where they are optimised."""
+    """Return the reason why functions run as written, or None if they are optimised."""
     if is_disabled():
         return "rewriting is off: inside disabled(), or SYMJAX_DISABLE=1"
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,7 +154,7 @@ def why_off() -> str | None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Inside this context functions run as they were written, also those traced before.
+    """Run functions as written inside this context, including functions traced before.
 
     Example:
         >>> with disabled():

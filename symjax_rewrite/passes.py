@@ -1,8 +1,9 @@
-"""The passes, in the order they run: the table of contents of the optimiser.
+"""The passes, in the order in which they run.
 
-A pass sees the program as the passes before it left it, and runs again where it stands again only
-if the program has changed since. To add one, write a class with `name` and
-`candidates(program, context)` (`candidates.Pass`) and put it here, or into a `RulePack` to try it.
+A pass reads the program as earlier passes left it. A pass that occurs again in the list runs again
+only if the program has changed since. To add a pass, write a class with `name` and
+`candidates(program, context)` (`candidates.Pass`) and list it here, or put it into a `RulePack` to
+try it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ def _kernel(loop: Loop, context: Context) -> tuple[Any, str]:
 
 PASSES: tuple[Pass, ...] = (
     AffineTrees(),  # a tree of affine steps and its derivatives → loops
-    ImprovedLoops(_kernel),  # a loop → what leaves it, a smaller loop, or a scan
-    SparseReductions(),  # Σ over what is zero but at some places → Σ over these places
-    Folds(),  # reductions over pairs → a fold that makes no pairs
+    ImprovedLoops(_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
+    SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
+    Folds(),  # reductions over pairs → a fold that stores no pairs
     Norms(),  # a norm and a linear layer → one kernel
     PartialSorts(),  # the ends of sorted rows → selection
     FrozenWeights(),  # a norm's scale and shift → into frozen weights
     Algebra(),  # a region of terms → the cheapest equal terms
-    Folds(),  # again, where the rules left reductions over pairs
-    Norms(),  # again, likewise
+    Folds(),  # again, for reductions over pairs that the rules leave
+    Norms(),  # again, for norms that the rules leave
     BandedProducts(),  # a product with a banded matrix → blocks
     RepeatedProducts(),  # a product for every copy of an operand → one product
     Bodies(),  # bodies of loops and branches → optimised programs
-    ImprovedLoops(_kernel),  # again, where a body was rewritten
+    ImprovedLoops(_kernel),  # again, for loops with a rewritten body
     CommonProducts(),  # a product written twice → one product
 )

@@ -1,6 +1,6 @@
-"""The choice among candidates: the one place where a candidate is taken, or refused for its price.
+"""The choice among candidates: this module alone takes a candidate, or refuses it for its price.
 
-Imports `candidates` and what lies below.
+May import `candidates` and the modules below.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
 def chosen(
     program: Program, found: Sequence[Candidate], context: Context
 ) -> tuple[Program, list[Candidate], list[Refusal]]:
-    """Take the candidates that pay and stand together.
+    """Take the candidates that pay and exclude no other candidate taken.
 
     Args:
-        program: what they were found in.
-        found: of one pass, in its order: of two that give one value the first is taken.
+        program: the program in which they were found.
+        found: findings of one pass, in order: of two that give one value the first is taken.
         context: of the pass.
 
     Returns:
-        The program with those taken, these, and why others were not.
+        The program with the candidates taken, these candidates, and the refusals of the others.
     """
     refused: list[Refusal] = []
     left = _distinct(_gaining(program, found, context, refused), refused)
@@ -48,7 +48,7 @@ def chosen(
 def _gaining(
     program: Program, found: Sequence[Candidate], context: Context, refused: list[Refusal]
 ) -> list[Candidate]:
-    """Leave out what would gain next to nothing of the whole program."""
+    """Refuse candidates that gain too small a share of the whole program's time."""
     if not any(c.share for c in found):
         return list(found)
     gains: dict[object, float] = defaultdict(float)
@@ -67,7 +67,7 @@ def _gaining(
 
 
 def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]:
-    """Leave out what gives a value that an earlier candidate gives."""
+    """Refuse candidates that give a value that an earlier candidate gives."""
     given: set[int] = set()
     out = []
     for c in found:
@@ -86,7 +86,7 @@ def _refused(c: Candidate, reason: str) -> Refusal:
 
 
 def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:
-    """Those that hide values which the rest of the program reads."""
+    """Return the candidates that hide values which the rest of the program reads."""
     if not any(c.hidden for c in taken):
         return []
     live = live_values(program, [p for c in taken for p in c.parts])

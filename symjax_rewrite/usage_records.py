@@ -1,6 +1,6 @@
 """Records of rules and kernels for reports, and the format of saved plans.
 
-Imports `errors` and `jax_internals` alone.
+May import `errors` and `jax_internals` only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPLAN = "make the plan again, for these arguments, with .explain(...).plan"
 
 @dataclass(slots=True)
 class RuleUse:
-    """A rule that was used: its property, how often, and the user's lines it was used at."""
+    """A rule that was used: its property, the number of uses, and the user's source lines."""
 
     name: str
     property: str
@@ -28,11 +28,11 @@ class RuleUse:
 
 @dataclass(slots=True)
 class RouteUse:
-    """A kernel or rule that was considered: whether it was taken, why, and where first.
+    """A kernel or rule that was considered, the decision, its reason, and its first line.
 
-    count: how many places of the program this stands for. seconds: predicted, of these places as
-    written and with the kernel or rule; None where no pass compared them. ratio: the first of these
-    divided by the second.
+    count: number of places of the program it represents. seconds: predicted, of these places as
+    written and with the kernel or rule; None if no pass compared them. ratio: the first number of
+    `seconds` divided by the second.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RouteUse:
 
 
 def ratio_of(before_s: float, after_s: float) -> float | None:
-    """Return how many times faster the second is; None where either is not a positive number."""
+    """Return the speedup `before_s / after_s`; None if either is not a positive number."""
     is_known = 0 < before_s < math.inf and 0 < after_s < math.inf
     return before_s / after_s if is_known else None
 
@@ -60,7 +60,7 @@ def fingerprint(closed: ClosedJaxpr) -> str:
 
 
 def planned_regions(plan: Any, closed: ClosedJaxpr) -> set[str] | None:
-    """Return the digests of the rewrites that a plan permits; None where there is no plan.
+    """Return the digests of the rewrites that a plan permits; None if there is no plan.
 
     Raises:
         PlanError: the plan is malformed or was made from another program.

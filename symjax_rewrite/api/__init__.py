@@ -1,4 +1,4 @@
-"""What users call: `sym_optimize`, its derivatives, frozen arguments, checks, and the report.
+"""The public interface: `sym_optimize`, its derivatives, frozen arguments, checks, and the report.
 
 May import every other folder but `testing`. Before: a Python function or a `jax.jit` object.
 After: a `jax.jit` object that runs the optimised program.

@@ -1,8 +1,9 @@
-"""Choosing among whole programs by measuring them on the device (a face).
+"""Autotuning: the choice among whole programs by time measured on the device.
 
-The cost model decides without running anything. `tune=True` lets the device have the last word:
-what was decided, the same without kernels, and the original run in turn on made-up inputs, and
-the fastest is kept; the original where nothing is faster than it beyond noise.
+The cost model decides without running anything. With `tune=True` three programs are timed in turn
+on generated inputs: the optimised program, the optimised program without kernels, and the original.
+The fastest program is kept. The original is kept where no program is faster than the original by
+more than noise.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
 ROUNDS = 7
-SAMPLE_S = 5e-3  # a sample repeats its call for at least this long
-Program = Callable[..., Any]  # of the flat inputs
+SAMPLE_S = 5e-3  # minimum time of a sample; a sample repeats its call
+Program = Callable[..., Any]  # function of the flat inputs
 
 
 def unmeasurable(closed: ClosedJaxpr) -> str | None:
-    """Why a program can't be run on made-up inputs, or None."""
+    """Return the reason why a program can't be run on generated inputs, or None."""
     if jax_internals.jaxpr_effects(closed):
         return "it has effects"
     if jax_internals.has_primitive(closed, "while"):
@@ -41,12 +42,15 @@ def unmeasurable(closed: ClosedJaxpr) -> str | None:
 
 
 def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, float]:
-    """Median seconds per call of each program, in turn, on the same inputs.
+    """Return the median time of a call of each program, measured in turn on the same inputs.
 
     Args:
-        programs: functions of the flat inputs of `closed`.
-        closed: says the shapes and dtypes of the inputs: normal floats, zeros of other kinds (an
-            index that is in range everywhere).
+        programs: functions of the flat inputs of `closed`, by name.
+        closed: jaxpr that gives the shapes and dtypes of the inputs. Float inputs are normally
+            distributed. Other inputs are zeros, which are in range as indices.
+
+    Returns:
+        Seconds per call, by the name of the program.
     """
     with jax.ensure_compile_time_eval():
         inputs = _inputs([v.aval for v in closed.jaxpr.invars])
@@ -63,7 +67,10 @@ def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, f
 
 
 def fastest(seconds: Mapping[str, float], original: str, device: Device) -> str:
-    """The name of the fastest program; the original unless another is faster beyond noise."""
+    """Return the name of the fastest program.
+
+    The original is returned unless another program is faster by more than noise.
+    """
     best = min(seconds, key=seconds.__getitem__)
     pays = margins.pays(seconds[original], seconds[best], "measured", device)
     return best if pays else original

@@ -1,9 +1,9 @@
-"""An optimised call and what its transformations do (a face).
+"""The call of an optimised program and its transformations.
 
 Equal values do not make equal derivatives (safe-where idioms, straight-through estimators,
-subgradients at kinks), so differentiation never sees the rewritten program: it acts on the
-original. Reverse mode traces the original and its derivative as one program, optimises that like
-any other, and cuts it into a forward and a backward half.
+subgradients at kinks). Differentiation therefore acts on the original program and never sees the
+rewritten program. Reverse mode traces the original and its derivative as one joint program,
+optimises the joint program, and cuts it into a forward and a backward half.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from symjax_rewrite.optimizer import Optimiser
 
 
 class Worker(Protocol):
-    """Optimises programs and stages them out."""
+    """Interface of an object that optimises programs and stages them out."""
 
     def optimised(self, closed: ClosedJaxpr) -> ClosedJaxpr | None:
-        """Return the optimised program, or None where nothing is written differently."""
+        """Return the optimised program, or None if the optimiser changes nothing."""
         ...
 
     def stage(self, closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        """Stage out a program, optimised."""
+        """Optimise a program and stage it out."""
         ...
 
     def optimiser(self) -> Optimiser:
-        """Return what decides."""
+        """Return the optimiser."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One program in place of another that computes the same values.
+    """A program that runs in place of another program of equal values.
 
-    closed: the program that derivatives are taken of. runs: the program that gives the values.
-    worker: optimises what transformations give.
+    closed: the program that is differentiated. runs: the program that computes the values. worker:
+    optimises the programs that transformations give.
     """
 
     closed: ClosedJaxpr
@@ -63,9 +63,9 @@ class Call:
         return f"the original of {len(self.closed.jaxpr.eqns)} equations"
 
     def bind(self, values: Sequence[Any]) -> list[Any]:
-        """Stage out the program that gives the values, a call of the inputs that are read.
+        """Stage out `runs` as a call whose operands are the live inputs.
 
-        Nobody else can tell which these are: of an equation every operand counts as read.
+        JAX counts every operand of an equation as read, so the dead inputs are removed here.
         """
         used, closed = [True] * len(self.closed.jaxpr.outvars), self.closed
         if not self.is_half:  # what a half does not read may be behind a residual that it reads
@@ -77,7 +77,7 @@ class Call:
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
     ) -> tuple[Call, ClosedJaxpr, list[bool]]:
-        """Return the call of the outputs `used`, what runs then, and which inputs both take."""
+        """Return the call of the outputs `used`, its program, and a mask of the inputs of both."""
         by_original = jax_internals.live_part(self.closed, used)[1]
         read = jax_internals.live_part(made, used, by_original)[1]
         if all(used) and all(read):
@@ -87,9 +87,9 @@ class Call:
         return Call(closed, runs, self.worker, self.is_half), runs, read
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
-        """Stage out the original under vmap, optimised likewise.
+        """Stage out the original under vmap and optimise it.
 
-        The halves of a derivative agree on what one keeps for the other: as they run under vmap.
+        Under vmap too, the backward half reads the residuals that the forward half writes.
         """
         if not self.is_half:
             batched, out_dims = jax_calls.batched(self.closed, axis, dims)
@@ -105,7 +105,7 @@ class Call:
         return Call(closed, runs, self.worker, True).bind(values), out_dims
 
     def moving(self, live: list[int]) -> list[bool]:
-        """Which results are floats that read one of the inputs `live`."""
+        """Return for each result: is the result a float that depends on an input in `live`?"""
         jaxpr = self.closed.jaxpr
         reached = {jaxpr.invars[k] for k in live}
         for eqn in jaxpr.eqns:
@@ -118,17 +118,17 @@ class Call:
         ]
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
-        """Results and tangents of the original, where the inputs `live` have tangents."""
+        """Return results and tangents of the original; the inputs `live` have tangents."""
         function, moved = Original(self.closed, live, self.moving(live)).at(primals)
         return jax.jvp(function, moved, tangents)
 
     def vjp(
         self, primals: Sequence[Any], live: list[int]
     ) -> tuple[list[Any], list[Any], Any] | None:
-        """Results, residuals, and `pull(residuals, cotangents)` to cotangents of live inputs.
+        """Return results, residuals, and `pull`: residuals and cotangents to input cotangents.
 
-        A cotangent that is None is zero. Returns None where the optimiser leaves the program and
-        its derivative as they are written.
+        A cotangent that is None is zero. Returns None if the optimiser changes neither the program
+        nor its derivative.
         """
         found = self._halves(primals, live)
         if found is None:
@@ -148,9 +148,10 @@ class Call:
         return flat[:count], flat[count:], pull
 
     def _halves(self, primals: Sequence[Any], live: list[int]) -> tuple[Halves, Any] | None:
-        """Return the halves of the derivative, and what stages each out.
+        """Return the halves of the derivative, and the function that stages each half out.
 
-        Effects keep their order and their number where halves are as JAX makes them.
+        A program with effects keeps the halves that JAX makes, so that the effects keep their order
+        and their number.
         """
         moving = self.moving(live)
         if self.closed.effects:
@@ -168,17 +169,17 @@ class Call:
         return plain_halves(original, primals), self._apart
 
     def _as_is(self, half: Half, values: Sequence[Any]) -> list[Any]:
-        """Stage out a half of which the optimiser has seen the whole."""
+        """Stage out a half of the joint program, which is optimised already."""
         return Call(half.closed, half.runs, self.worker, True).bind(values)
 
     def _apart(self, half: Half, values: Sequence[Any]) -> list[Any]:
-        """Stage out a half, optimised by itself."""
+        """Optimise a half by itself and stage it out."""
         return self.worker.stage(half.closed, values)
 
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
-        """Cotangents of the inputs `linear`, given by their avals; the others are `known`."""
+        """Return cotangents of the inputs `linear`, given as avals; other inputs are `known`."""
         specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in linear.values()]
 
         def backward(known: Sequence[Any], cotangents: list[Any]) -> list[Any]:
@@ -193,7 +194,7 @@ class Call:
         )
 
     def _kept_small(self) -> ClosedJaxpr:
-        """The original with its loops as they keep least for a gradient."""
+        """Return the original with loops that store the fewest residuals."""
         optimiser = self.worker.optimiser()
         options, device = optimiser.options, optimiser.device
         if not options.numerics.permits("reassoc"):
@@ -208,7 +209,7 @@ def _has_calls(closed: ClosedJaxpr) -> bool:
 
 
 def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:
-    """Return a program without the outputs that in `runs` are inputs or other outputs.
+    """Return a program without the outputs that `runs` forwards from inputs or other outputs.
 
     Returns:
         The program, and for each old output its number among the inputs and new outputs.
@@ -229,11 +230,11 @@ def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, lis
 def closing_over_nothing(
     closed: ClosedJaxpr, values: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Sequence[Any]]:
-    """The program and its inputs, where values traced outside that it closes over are inputs too.
+    """Return a program whose captured tracers are inputs, and the values of all inputs.
 
-    Nothing that is decided then holds on to a tracer, and derivatives with respect to what is
-    closed over are those with respect to an input. References stay where they are: effects name
-    them by their place.
+    The optimised program then holds no tracer. Derivatives with respect to a captured tracer are
+    derivatives with respect to an input. References keep their places, because effects name
+    references by place.
     """
     traced = [k for k, c in enumerate(closed.consts) if isinstance(c, jax_internals.Tracer)]
     if not traced or not jax_internals.custom_rules_allow(jax_internals.jaxpr_effects(closed)):
@@ -250,7 +251,7 @@ def closing_over_nothing(
 
 
 def has_derivatives(closed: ClosedJaxpr) -> bool:
-    """True if a program without effects has inputs and results with tangents."""
+    """Return True if a program has no effects and has inputs and results with tangents."""
     jaxpr = closed.jaxpr
     sides = (jaxpr.invars, jaxpr.outvars)
     return not closed.effects and all(any(_may_move(v.aval) for v in side) for side in sides)

@@ -1,4 +1,4 @@
-"""Frozen arguments: what depends on them alone is computed once (a face)."""
+"""Frozen arguments: values that depend on them alone are computed once."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dim
 
 
 class Prepared:
-    """A function of the arguments that vary, with the frozen part computed once per shape.
+    """A function of the varying arguments whose frozen part is computed once per shape.
 
-    Call it with the remaining arguments. `constants(*args)` is the list of arrays kept for these
-    shapes, a pytree that can be saved; `explain(*args)` reports what was done.
+    Call it with the varying arguments. `constants(*args)` is the list of arrays kept for these
+    shapes: a pytree that can be saved. `explain(*args)` returns the report.
     """
 
     def __init__(self, cases: _Cases) -> None:
@@ -42,11 +42,11 @@ class Prepared:
         return jax.tree.unflatten(case.out_tree, case.run(case.constants, leaves))
 
     def constants(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The arrays computed once for arguments of these shapes."""
+        """Return the arrays computed once for arguments of these shapes."""
         return self._cases.of(args, kwargs)[0].constants
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """The report for arguments of these shapes, the frozen part costing nothing."""
+        """Return the report for arguments of these shapes; the frozen part is priced at zero."""
         cases = self._cases
         case, _ = cases.of(args, kwargs)
         known = len(jax.tree.leaves(cases.frozen))
@@ -57,10 +57,10 @@ class Prepared:
 
 
 def _inlined(cases: _Cases) -> Callable[..., Any]:
-    """What is left of the function, for `jax.jit` to trace at every shape it is called with.
+    """Return the remaining function, which `jax.jit` traces once per shape.
 
-    It holds no `Prepared`: in a circle with one, weights would stay until the garbage collector
-    comes by.
+    The function holds no `Prepared`. A reference cycle with a `Prepared` would keep the weights
+    alive until the cycle collector runs.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def _inlined(cases: _Cases) -> Callable[..., Any]:
 
 
 class _Cases:
-    """What was prepared, and what is left of the function for every set of shapes."""
+    """The prepared constants and the remaining function, for every set of shapes."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Cases:
         once, run = parts.run_first, parts.run_last
         if any(isinstance(x, jax_internals.Tracer) for x in known):
             constants = list(jax.jit(once)(known))
-        else:  # now, though the call itself may be part of a trace
+        else:  # evaluate now, though the call itself may be part of a trace
             with jax.ensure_compile_time_eval():
                 constants = list(jax.jit(once)(known))
         over = list(values[len(known) + len(leaves) :])
@@ -145,10 +145,10 @@ class _Cases:
 
 
 def _closed_over(frozen: dict[str, Any], device: Device) -> bool:
-    """Return True if what frozen arguments give is a part of the compiled program.
+    """Return True if the frozen constants become constants of the compiled program.
 
-    Where it is small on a CPU: XLA then lays it out as its products want it, which it may not do
-    with arguments, and a call is one of `jax.jit`.
+    Small constants on a CPU do: XLA may choose the layout of a constant but not that of an
+    argument, and the call needs no more than `jax.jit`.
     """
     leaves = jax.tree.leaves(frozen)
     if any(isinstance(x, jax_internals.Tracer) for x in leaves):
@@ -157,10 +157,10 @@ def _closed_over(frozen: dict[str, Any], device: Device) -> bool:
 
 
 class _Case(NamedTuple):
-    """One set of shapes: its constants, the function that is left, and the same compiled.
+    """One set of shapes: its constants, the remaining function, and its compiled form.
 
-    over: values traced outside that the function closes over, its last arguments: this case is
-    for one call.
+    over: captured tracers, which are the last arguments. A case with captured tracers serves one
+    call.
     """
 
     result: Result
@@ -199,7 +199,7 @@ def prepare(
 
 
 def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
-    """What is left to run of a program once its frozen part is computed."""
+    """Return the program that remains after its frozen part is computed."""
     parts = _in_two(closed, known)
     avals = closed.in_avals
     constants = jax.eval_shape(
@@ -232,11 +232,11 @@ def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
 
 
 def _in_two(closed: ClosedJaxpr, known: int) -> CutProgram:
-    """Cut a program after what depends on its known inputs alone.
+    """Cut a program after the equations that depend on its known inputs alone.
 
-    Equations that only spread a known value out (broadcasts) run with the rest: keeping their
-    result would cost memory and save nothing.
+    Broadcasts of known values stay in the remaining program: to store their results would cost
+    memory and save no time.
     """
     parts = split(closed, known, lambda eqn: eqn.primitive.name in CHEAP)
-    assert parts is not None  # no result has to come before the rest
+    assert parts is not None  # no result has to come from the first part
     return parts

@@ -1,10 +1,10 @@
-"""Reverse mode of a program as two programs, cut from one (a pass).
+"""The joint program of reverse mode, and its cut into a forward and a backward half.
 
-The program and its derivative are traced as one program, the joint program: primals and cotangents
-to results and cotangents of the live inputs. It is optimised whole, then cut: equations that read
-no cotangent are the forward half, the rest is the backward half. A half is differentiated as it
-was written: the backward half then reads the primals alone, so that values that the optimised
-forward half keeps have no derivatives.
+The program and its derivative are traced as one joint program, from primals and cotangents to
+results and cotangents of the live inputs. The joint program is optimised, then cut. Equations that
+read no cotangent are the forward half; the other equations are the backward half. Second
+derivatives are taken of the halves as they were written: the written backward half reads the
+primals alone, because residuals of the optimised forward half have no derivatives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 FUSED = (ELEMENTWISE | VIEWS | {"iota", "slice", "concatenate", "pad", "rev"}) - SLOW_MAPS
 CHEAP = FUSED | SLOW_MAPS | {"reduce_sum", "reduce_max", "reduce_min"}
-MEMORY = 1.05  # times the bytes that plain reverse mode keeps may be kept
+MEMORY = 1.05  # bound on the bytes of residuals, relative to those of plain reverse mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Original:
     """A program to be differentiated.
 
     closed: the program. live: numbers of the inputs that have tangents. moving: for each result,
-    whether it has a cotangent.
+    True if it has a cotangent.
     """
 
     closed: ClosedJaxpr
@@ -42,7 +42,7 @@ class Original:
     moving: list[bool]
 
     def at(self, primals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
-        """Return the program as a function of its live inputs, and these."""
+        """Return the program as a function of its live inputs, and the live inputs."""
 
         def function(*moving: Any) -> list[Any]:
             full = list(primals)
@@ -53,7 +53,7 @@ class Original:
         return function, [primals[k] for k in self.live]
 
     def vjp(self, primals: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return the results, and what pulls the cotangents of the moving ones back."""
+        """Return the results, and the pullback of the cotangents of the moving results."""
         function, moved = self.at(primals)
         return jax.vjp(function, *moved)
 
@@ -74,7 +74,7 @@ class Original:
 
 
 def is_differentiable(aval: Any) -> bool:
-    """True if a value of this aval can have a tangent."""
+    """Return True if a value of this aval can have a tangent."""
     return bool(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact))
 
 
@@ -86,9 +86,10 @@ def _no_cotangent(aval: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """A program, and the program that it is for derivatives.
+    """A program, and the program that is differentiated in its place.
 
-    closed: what derivatives are taken of. runs: what gives the values, optimised already.
+    closed: the program that is differentiated. runs: the optimised program that computes the
+    values.
     """
 
     closed: ClosedJaxpr
@@ -99,8 +100,8 @@ class Half:
 class Halves:
     """The forward half (primals to results and residuals) and the backward half.
 
-    back: gives the backward half at residuals and cotangents, of which those that are None are
-    zero and no inputs.
+    back: returns the backward half at residuals and cotangents. A cotangent that is None is zero
+    and is no input.
     """
 
     forward: Half
@@ -134,9 +135,10 @@ def plain_halves(original: Original, primals: Sequence[Any]) -> Halves:
 class Joint:
     """A program and its derivative as one program.
 
-    closed: primals, then cotangents, to results, then cotangents of the live inputs. known: the
-    number of primals. results: the number of results. plain_bytes: what plain reverse mode keeps
-    beside primals and results. A barrier lets the cotangents wait for the results.
+    closed: maps primals, then cotangents, to results, then cotangents of the live inputs. known:
+    the number of primals. results: the number of results. plain_bytes: bytes of the residuals of
+    plain reverse mode, without primals and results. An optimisation barrier makes the cotangents
+    depend on the results.
     """
 
     closed: ClosedJaxpr
@@ -145,7 +147,7 @@ class Joint:
     plain_bytes: float
 
     def halves(self, optimised: ClosedJaxpr, primals: Sequence[Any]) -> Halves | None:
-        """Cut the optimised joint program; None where a result depends on a cotangent there."""
+        """Cut the optimised joint program; return None if a result depends on a cotangent."""
         written, optimised = (_without_barrier(p, self.known) for p in (self.closed, optimised))
         count = len(written.jaxpr.outvars)
         first, given = _needed_part(written, [k < self.results for k in range(count)])
@@ -170,7 +172,7 @@ class Joint:
         return Halves(forward, backward.half)
 
     def _parts(self, optimised: ClosedJaxpr, reads: Sequence[int]) -> CutProgram | None:
-        """Cut at the fewest bytes, computing again no more than the memory asks for."""
+        """Cut at the fewest bytes, with the least rematerialisation that the bound permits."""
         jaxpr = optimised.jaxpr
         free = {jaxpr.invars[k] for k in reads}
         free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))
@@ -192,7 +194,7 @@ def _needed_part(closed: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr
 
 
 def _without_barrier(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
-    """Return the program with the barrier that its inputs after the first `known` pass gone."""
+    """Remove the barrier on the inputs after the first `known` inputs."""
     jaxpr = closed.jaxpr
     late = set(jaxpr.invars[known:])
 
@@ -224,10 +226,11 @@ def _is_any(eqn: JaxprEqn) -> bool:
 
 
 class _Backward:
-    """The backward half at any residuals.
+    """The backward half as a function of its residuals.
 
-    pull: as written, of the primals and cotangents `used`. parts: as optimised. reads: numbers of
-    the primals that are residuals; the other residuals are kept values that are no primals.
+    pull: the backward half as written, of the primals and the cotangents `used`. parts: the
+    optimised halves. reads: numbers of the primals that are residuals; the other residuals are
+    intermediate values.
     """
 
     def __init__(
@@ -240,7 +243,7 @@ class _Backward:
         self.reads = [*reads, *also]
 
     def residuals(self, primals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """Return the primals that are read, then the kept values that are none of them."""
+        """Return the primals that are residuals, then the other residuals."""
         made = [x for x, k in zip(kept, self.sources, strict=True) if k is None]
         return [*[primals[k] for k in self.reads], *made]
 
@@ -273,8 +276,8 @@ class _Backward:
 def trace_joint(original: Original, primals: Sequence[Any]) -> Joint:
     """Trace a program and its derivative as one program.
 
-    Cotangents are not there before the results: a barrier says so, lest one kernel compute results
-    together with what reads cotangents.
+    Cotangents exist only after the results do. A barrier states this, so that no kernel computes
+    results together with equations that read cotangents.
     """
     known = len(primals)
     plain_bytes = 0.0

@@ -1,6 +1,7 @@
-"""Run equations where some values are known to be zero: cotangents that nobody gave (a pass).
+"""Evaluation of equations whose operands include symbolic zeros, such as absent cotangents.
 
-As in JAX's own reverse mode, a zero cotangent times anything is zero and costs nothing.
+As in JAX's own reverse mode, the product of a zero cotangent and any value is zero and costs
+nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.jax_internals import JaxprEqn
 
-# Zero where the first operand is.
+# Zero if the first operand is zero.
 LINEAR = frozenset(
     """broadcast_in_dim convert_element_type copy cumsum div dynamic_slice gather neg
     reduce_precision reduce_sum reshape rev slice squeeze transpose""".split()
 )
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "mul"})  # zero where any operand is
-SUMS = frozenset({"add", "add_any", "concatenate", "sub"})  # zero where all operands are
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "mul"})  # zero if any operand is zero
+SUMS = frozenset({"add", "add_any", "concatenate", "sub"})  # zero if all operands are zero
 
 
 def run_with_zeros(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
-    """Run equations in order; a value that `env` has as None is zero."""
+    """Run equations in order; a value that is None in `env` is zero."""
     for eqn in eqns:
         read = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
         zero = [x is None for x in read]
@@ -40,7 +41,7 @@ def run_with_zeros(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
 
 
 def with_zero(value: Any, aval: Any) -> Any:
-    """Return the value, or zeros of an aval in place of None."""
+    """Return the value, or zeros of an aval if the value is None."""
     return jnp.zeros(aval.shape, aval.dtype) if value is None else value
 
 
@@ -54,7 +55,7 @@ def _is_zero(eqn: JaxprEqn, zero: Sequence[bool]) -> bool:
 
 
 def _summand(eqn: JaxprEqn, read: Sequence[Any]) -> Any:
-    """Return what a sum of two is where one of them is zero, else None."""
+    """Return the value of a sum of two operands if one operand is zero, else None."""
     name = eqn.primitive.name
     if name == "sub":
         return read[0] if read[0] is not None else lax.neg(read[1])

@@ -1,4 +1,4 @@
-"""Comparing the rewritten program with the original at run time (a face)."""
+"""Comparison of the rewritten program with the original at run time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from symjax_rewrite.options import Options
 
 
 class Verified:
-    """A jitted function whose results are compared with the original's.
+    """A jitted function whose results are compared with the results of the original.
 
-    The mode is `"first"` (the first call at every shape), `"always"`, or `"warn"`: as `"first"`,
-    but after a mismatch it warns and runs the original from then on. Everything else is the jitted
-    function's. Inside another transformation nothing can be compared, and nothing is.
+    The mode is `"first"` (the first call at every shape), `"always"`, or `"warn"`. In the mode
+    `"warn"` the first call at every shape is compared; after a mismatch the function warns and runs
+    the original from then on. Other attributes are those of the jitted function. Calls inside
+    another transformation are not compared.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Verified:
         expected = self._original(*args, **kwargs)
         got = self.optimised(*args, **kwargs)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(expected)):
-            return got  # it closes over values traced outside
+            return got  # the function captures tracers
         self._seen.add(key)
         rounding = lambda: Rounding.of(self.__wrapped__, args, kwargs)  # noqa: E731
         found = difference(got, expected, self._numerics, rounding)

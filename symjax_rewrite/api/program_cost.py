@@ -1,8 +1,8 @@
-"""Price whole programs: terms, loops by their trips, kernels by their own models.
+"""Prices of whole programs: terms, loops by their trip counts, kernels by their own models.
 
-Both sides of a report are priced by the same functions. A total is None where a part of it is not
-known: the trips of a loop that data decide, a kernel without an estimate, an operation that no
-model covers.
+Both sides of a report are priced by the same functions. A total is None if a part of it is unknown:
+a trip count that depends on data, a kernel without an estimate, or an operation that no model
+covers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.loops.loop import read_loop
 
-# Operations that read no more of their first operand than they give.
+# Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
 MOVES = TAKES | {"concatenate", "copy", "dynamic_update_slice", "pad", "rev", "tile", "transpose"}
-# One operation for an element that is written or read.
+# Operations that cost one elementwise operation per element read or written.
 PASSES = frozenset(
     "add_any cumlogsumexp cummax cummin cumprod cumsum iota reduce_and reduce_max reduce_min"
     " reduce_or reduce_prod reduce_sum argmax argmin select_n scatter scatter-add".split()
@@ -39,13 +39,13 @@ CALLS = frozenset(
     {"scan", "while", "cond", "jit", "pjit", "sym_call", "closed_call", *jax_internals.REMAT}
 )
 RULED = ("custom_jvp_call", "custom_vjp_call")
-# Sums of products that 2mnk does not say.
+# Sums of products whose FLOPs are not 2mnk.
 PRODUCTS = frozenset({"fft", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes read and written by all kernels, and seconds by the device model; None if not known."""
+    """Bytes read and written by all kernels, and modelled seconds; None if unknown."""
 
     bytes: Dim | float | None = 0
     seconds: float | None = 0.0
@@ -54,7 +54,7 @@ class Traffic:
         return Traffic(_plus(self.bytes, other.bytes), _plus(self.seconds, other.seconds))
 
     def times(self, n: Dim, sample: dict[str, int]) -> Traffic:
-        """The same, done n times."""
+        """Return the traffic of n repetitions."""
         moved = None if self.bytes is None else n * self.bytes
         return Traffic(moved, None if self.seconds is None else _at(n, sample) * self.seconds)
 
@@ -69,15 +69,15 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _at(size: Dim | float, sample: dict[str, int]) -> float:
-    """The number a size is at a sample of the named sizes."""
+    """Return a size as a number, at a sample of the named sizes."""
     return size if isinstance(size, (int, float)) else value(size, sample)
 
 
 def flops(closed: ClosedJaxpr, device: Device = CPU) -> Dim | None:
-    """FLOPs of the contractions of a jaxpr, 2mnk each; loops count as often as they run.
+    """Return the FLOPs of the contractions of a jaxpr: 2mnk each, times the trip counts of loops.
 
     Returns:
-        None where some equation multiplies and sums an unknown number of times.
+        The FLOPs; None if the trip count of an equation with products is unknown.
     """
     total: Dim = 0
     for eqn in closed.jaxpr.eqns:
@@ -134,18 +134,18 @@ def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
 
 
 def _runs_bodies(name: str) -> bool:
-    """Return True for a loop, a choice between branches or a call."""
+    """Return True for a loop, a conditional or a call."""
     return name in CALLS or name.startswith(RULED)
 
 
 def _has_no_products(name: str) -> bool:
-    """Return True for a primitive that sums no products of arrays: most of `jax.lax`."""
+    """Return True for a primitive that contracts nothing: most of `jax.lax`."""
     known = hasattr(jax.lax, f"{name.replace('-', '_')}_p") or name in FREE | PASSES
     return (known or name.startswith(("random_", "threefry", "debug_"))) and name not in PRODUCTS
 
 
 def bodies_run(eqn: JaxprEqn, device: Device) -> list[ClosedJaxpr]:
-    """The bodies that an equation runs on a device, or one of which it runs; none if not known."""
+    """Return the bodies that an equation runs on a device, or its branches; empty if unknown."""
     name, p = eqn.primitive.name, eqn.params
     branches = jax_internals.platform_branches(eqn)
     if branches:
@@ -163,7 +163,7 @@ def bodies_run(eqn: JaxprEqn, device: Device) -> list[ClosedJaxpr]:
 
 
 def trips_of(eqn: JaxprEqn) -> Dim | None:
-    """How often the bodies of an equation run; None where data decide."""
+    """Return the trip count of an equation's bodies; None if it depends on data."""
     if eqn.primitive.name == "scan":
         return from_jax(eqn.params["length"])
     if eqn.primitive.name != "while":
@@ -173,7 +173,7 @@ def trips_of(eqn: JaxprEqn) -> Dim | None:
 
 
 def _on_its_own(eqn: JaxprEqn) -> Equation:
-    """An equation over values numbered from 0."""
+    """Return a copy of an equation over values numbered from 0."""
     number: dict[Any, int] = {}
     invals = tuple(
         v if jax_internals.is_literal(v) else number.setdefault(v, len(number)) for v in eqn.invars
@@ -244,13 +244,13 @@ def _equation_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> 
 
 
 def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
-    """Return the cost that the part behind a replacement equation gives; None if it has none."""
+    """Return the cost stated by the part behind a replacement equation; None if it states none."""
     cost = getattr(eqn.params["part"], "cost", None)
     return None if cost is None else cost(device)
 
 
 def _staged(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Return the operations that a replacement equation stands for."""
+    """Return the jaxpr that a replacement equation stands for."""
     return jax_internals.make_avals_jaxpr(eqn.params["run"], [v.aval for v in eqn.invars])
 
 
@@ -270,7 +270,7 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
 def _pass_seconds(
     eqn: JaxprEqn, moved: float, device: Device, sample: dict[str, int]
 ) -> float | None:
-    """Return seconds of an operation that passes over its arrays once; None for any other."""
+    """Return the seconds of an operation that reads its arrays once; None for any other."""
     name = eqn.primitive.name
     if name in ("sort", "top_k"):
         count = _at(_size(eqn.invars[0]), sample)
@@ -285,7 +285,7 @@ def _pass_seconds(
 
 
 def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
-    """Traffic of a loop, a call or the costliest branch."""
+    """Return the traffic of a loop, a call or the costliest branch."""
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
         return UNKNOWN
@@ -298,7 +298,7 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Tr
 
 
 def _moved(eqn: JaxprEqn) -> Dim:
-    """Bytes that an operation reads and writes at least."""
+    """Return a lower bound of the bytes that an operation reads and writes."""
     name = eqn.primitive.name
     if name in TAKES:
         rest = sum((_bytes(v) for v in eqn.invars[1:]), start=0)
@@ -317,13 +317,13 @@ def _bytes(v: Any) -> Dim:
 
 
 def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None:
-    """Return the most bytes alive at once, and those of the largest value made.
+    """Return the peak of live bytes, and the bytes of the largest value.
 
-    Every equation counts as made. XLA fuses, so the true peak is lower; both sides of a comparison
-    are counted alike.
+    Every equation counts as materialised. XLA fuses, so the true peak is lower; the same convention
+    holds for both sides of a comparison.
 
     Returns:
-        None where some size is a name.
+        The two numbers; None if some size is symbolic.
     """
     if any(not isinstance(d, int) for a in program.avals for d in getattr(a, "shape", ())):
         return None
@@ -347,7 +347,7 @@ def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None
 
 
 def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
-    """Return what one equation holds besides its results: its peak, and its largest value."""
+    """Return the peak memory and the largest value inside one equation, results excluded."""
     cost = replacement_cost(eqn, device) if jax_internals.is_replacement(eqn) else None
     if cost is not None:
         return cost.largest, cost.largest
@@ -358,14 +358,14 @@ def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
         found = memory(flatten(body), device)
         if found is None:
             return None
-        # What a body is given lies where the equation's operands lie.
+        # The inputs of a body share the memory of the equation's operands.
         peak = max(peak, found[0] - sum(map(_held, body.jaxpr.invars)))
         largest = max(largest, found[1])
     return peak, largest
 
 
 def _last_reads(program: Program) -> dict[int, int]:
-    """Return for every value that is read the number of the last equation that reads it."""
+    """Return, for every value that is read, the number of its last reader."""
     last: dict[int, int] = {}
     for n, e in enumerate(program.equations):
         last.update((v, n) for v in e.invals if isinstance(v, int))

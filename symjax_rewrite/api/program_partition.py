@@ -1,7 +1,7 @@
-"""Cut a program in two by what its equations depend on (a pass).
+"""The partition of a program into two parts by data dependence.
 
-The first part reads the known inputs alone; the second part reads the other inputs and the values
-that the first part keeps. A value is kept, or computed again from values that are kept: the choice
+The first part reads the known inputs alone. The second part reads the other inputs and the values
+that the first part keeps. A value that the second part needs is kept or rematerialised. The choice
 is a minimum cut of the first part, weighted by bytes (Ford & Fulkerson 1956; for derivatives He &
 Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion aware", 2023).
 """
@@ -23,8 +23,9 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, Var
 class CutProgram:
     """The two parts of a program.
 
-    first: equations that read known inputs alone, last: the others, after those computed again.
-    results: outputs that the first part gives. kept: values that the last part reads of the first.
+    first: equations that read known inputs alone. last: rematerialised equations, then the other
+    equations. results: outputs that the first part gives. kept: values of the first part that the
+    last part reads.
     """
 
     closed: ClosedJaxpr
@@ -71,12 +72,12 @@ def split(
     Args:
         closed: the program; equations with effects stay in its last part.
         known: number of leading inputs that the first part reads.
-        again: whether the last part may compute an equation again that the results need.
+        again: True if the last part may rematerialise an equation that the results need.
         results: number of leading outputs that the first part must give.
         free: values that cost nothing to keep.
 
     Returns:
-        The parts; None where one of the results depends on the other inputs.
+        The parts; None if one of the results depends on the other inputs.
     """
     jaxpr = closed.jaxpr
     fixed = {*jaxpr.invars[:known], *jaxpr.constvars}
@@ -109,7 +110,7 @@ def _variables(atoms: Sequence[Any]) -> list[Var]:
 
 
 def _needed(eqns: Sequence[JaxprEqn], atoms: Sequence[Any], given: Collection[Var]) -> list:
-    """Return the equations, in order, that compute some values from the given ones."""
+    """Return the equations, in order, that compute some values from the given values."""
     wanted = set(_variables(atoms)).difference(given)
     found = []
     for eqn in reversed(eqns):
@@ -125,10 +126,11 @@ def _minimum_cut(
     again: Sequence[JaxprEqn],
     free: Collection[Var],
 ) -> set[Var]:
-    """Choose what to keep so that the equations `again` give the wanted values, at fewest bytes.
+    """Choose the values to keep, at fewest bytes, so that the equations `again` give `wanted`.
 
-    Every value is an edge of the network that its bytes go through. Of several minimum cuts the
-    one nearest to the wanted values computes least again, but an input is there anyway.
+    Every value is an edge of the network with its bytes as capacity. Of several minimum cuts, the
+    cut nearest to the wanted values rematerialises least. Of two cuts with equal bytes, the
+    cut with more inputs is taken, because inputs are stored anyway.
     """
     makers = {v: e for e in again for v in e.outvars}
     inputs, constants = set(jaxpr.invars), set(jaxpr.constvars)
@@ -162,10 +164,10 @@ def _minimum_cut(
 
 
 class _Network:
-    """A flow network; maximum flow by Dinic's algorithm."""
+    """A flow network with maximum flow by Dinic's algorithm."""
 
     def __init__(self) -> None:
-        self.out: list[list[int]] = []  # edges by node; edge k ^ 1 is edge k backwards
+        self.out: list[list[int]] = []  # edges by node; edge k ^ 1 is the reverse of edge k
         self.head: list[int] = []
         self.room: list[float] = []
 
@@ -174,14 +176,14 @@ class _Network:
         return len(self.out) - 1
 
     def add(self, a: int, b: int, room: int | None) -> None:
-        """Add an edge; `None` is without bound."""
+        """Add an edge of capacity `room`; `None` is unbounded."""
         for start, end, size in ((a, b, float("inf") if room is None else room), (b, a, 0)):
             self.out[start].append(len(self.head))
             self.head.append(end)
             self.room.append(size)
 
     def fill(self, source: int, sink: int) -> None:
-        """Send as much flow as there is room for."""
+        """Augment the flow until it is maximal."""
         while True:
             level = self._levels(source)
             if sink not in level:
@@ -206,7 +208,7 @@ class _Network:
     def _path(
         self, source: int, sink: int, level: dict[int, int], left: list[list[int]]
     ) -> list[int]:
-        """Find edges with room that lead one level up each; edges that do not are dropped."""
+        """Find an augmenting path in the level graph; drop edges that lead to no such path."""
         path: list[int] = []
         at = source
         while at != sink:
@@ -226,7 +228,7 @@ class _Network:
         return path
 
     def reaching(self, sink: int) -> set[int]:
-        """Return the nodes from which there is room for more flow to the sink."""
+        """Return the nodes with a residual path to the sink."""
         found, stack = {sink}, [sink]
         while stack:
             for k in self.out[stack.pop()]:

@@ -13,12 +13,12 @@ from symjax_rewrite.usage_records import RouteUse, RuleUse
 
 @dataclass(slots=True)
 class Side:
-    """One form of the program and what the model says it costs; None where it has no price.
+    """One form of the program and its modelled cost; a field is None if it has no price.
 
     flops: of contractions, 2mnk. bytes: read and written by all kernels. seconds: by the device
-    model. peak_bytes: of values alive at once. largest_intermediate: bytes of the largest value
-    made. Loops count as often as they run: where data decide how often, there is no price. A
-    kernel counts by its own model.
+    model. peak_bytes: largest total of live values. largest_intermediate: bytes of the largest
+    intermediate value. Loops are multiplied by their trip counts; a trip count that depends on data
+    has no price. A kernel is priced by its own model.
     """
 
     jaxpr: ClosedJaxpr
@@ -33,11 +33,11 @@ class Side:
 class Report:
     """The result of `explain`.
 
-    before, after: the program as written and as emitted. rules: those that were used. routes:
-    kernels and rules that were considered; one entry for each name and reason. stop: what ended
-    saturation. time_s: seconds the optimiser took. plan: the value of `plan=` that gives the same
-    program again. crossovers: where, for symbolic sizes, neither form is always cheaper. sample:
-    the numbers at which named sizes were priced in seconds.
+    before, after: the program as written and as emitted. rules: the rules that were used. routes:
+    kernels and rules that were considered, one entry for each name and reason. stop: the reason why
+    saturation ended. time_s: seconds the optimiser took. plan: the value of `plan=` that reproduces
+    the program. crossovers: for symbolic sizes, the sizes at which the cheaper form changes.
+    sample: the numbers at which named sizes were priced in seconds.
     """
 
     before: Side
@@ -52,7 +52,7 @@ class Report:
 
     @property
     def best_alternative(self) -> RouteUse | None:
-        """The refused candidate with the highest predicted ratio, if any was compared."""
+        """Return the refused candidate with the highest predicted ratio, if any was compared."""
         refused = [r for r in self.routes if not r.taken and r.ratio is not None]
         return max(refused, key=lambda r: r.ratio or 0.0, default=None)
 
@@ -92,7 +92,7 @@ class Report:
         return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
-        """The report as JSON (jaxprs and symbolic sizes as text; null where there is no price)."""
+        """Return the report as JSON: jaxprs and symbolic sizes as text, null for no price."""
         sides = {
             name: {
                 k: (v if k != "jaxpr" and isinstance(v, (int, float, type(None))) else str(v))
@@ -115,21 +115,21 @@ class Report:
         return json.dumps(body, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json()`, or HTML where the name ends in .html."""
+        """Write `to_json()`, or HTML if the path ends in .html."""
         path = Path(path)
         text = self._repr_html_() if path.suffix == ".html" else self.to_json()
         path.write_text(text, encoding="utf-8")
 
 
 def _alternative(best: RouteUse | None) -> str:
-    """Return the text that names the best candidate that was refused."""
+    """Return a text that names the best refused candidate."""
     if best is None:
         return ""
     return f"; best alternative: {best.name}, predicted {best.ratio:.2f}x ({best.reason})"
 
 
 def _predicted(use: RouteUse) -> str:
-    """Return the predicted ratio of a candidate as text; empty where it was not compared."""
+    """Return the predicted ratio of a candidate as text; empty if it was not compared."""
     return "" if use.ratio is None else f", predicted {use.ratio:.2f}x"
 
 

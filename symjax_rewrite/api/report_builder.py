@@ -1,4 +1,4 @@
-"""Build a `Report` from what the optimiser decided: both programs, priced by one model."""
+"""The construction of a `Report` from a decision: both programs, priced by one model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make_report(
 
     Args:
         result: the decision.
-        optimiser: it has the device.
-        sides: the programs to show, where they are not the traced and the emitted one.
+        optimiser: its device prices the programs.
+        sides: the programs to report; default: the traced and the emitted program.
     """
     before, after = _programs(result, sides)
     device = optimiser.device
@@ -53,7 +53,7 @@ def make_report(
 def _programs(
     result: Result, sides: tuple[ClosedJaxpr, ...]
 ) -> tuple[tuple[ClosedJaxpr, Program], tuple[ClosedJaxpr, Program]]:
-    """Return the jaxprs to show and the programs to price; kernels stand whole in the second."""
+    """Return the jaxprs to print and the programs to price; in the latter kernels are opaque."""
     if sides:
         first, second = sides
         return (first, flatten(first)), (second, flatten(second))
@@ -65,7 +65,7 @@ def _programs(
 
 
 def _side(closed: ClosedJaxpr, program: Program, result: Result, device: Device) -> Side:
-    """Return one program and its price; a program that was too large to look at has none."""
+    """Return one program and its price; a program over the size limit has no price."""
     moved: Traffic = UNKNOWN
     if result.finished or not program.equations:
         moved = program_traffic(program, device, result.sample)

@@ -1,18 +1,20 @@
-"""How far rounding may move the outputs of a program (a face).
+"""Bounds on the rounding errors of a program's outputs.
 
-Two models of one thing. `relative_bound` adds up what every equation rounds: quick, and right where
-nothing cancels. `spread` runs the program with the operands of its sums and the results of its
-equations moved by a rounding each, and sees how far the outputs move: it holds for cancelling,
-growing and discontinuous programs too, and costs a compilation.
+Two models estimate the error. `relative_bound` sums the rounding error of every equation: it is
+cheap, and valid if nothing cancels. `spread` runs the program with the operands of its sums and the
+results of its equations perturbed by one rounding each, and returns the resulting range of the
+outputs: it is valid for programs that cancel, grow or are discontinuous too, and costs a
+compilation.
 
-Both take the probabilistic model: roundings are independent of mean zero, so a sum of n terms has
-a relative error of λ√n·u with u the unit roundoff of its accumulator, not n·u, with a probability
-that only λ decides. Its operands then have a backward error of that size.
+Both use the probabilistic model: roundings are independent with mean zero. A sum of n terms then
+has a relative error of λ√n·u, not n·u, where u is the unit roundoff of its accumulator and λ alone
+sets the probability. The error is equivalent to a backward error of that size in the operands of
+the sum.
 
 Sources: Higham and Mary, A new approach to probabilistic rounding error analysis, SIAM J. Sci.
 Comput. 41(5), 2019 (γ̃_n = exp(λ√n·u + n·u²/(1 − u)) − 1 ≈ λ√n·u); Higham, Accuracy and Stability
 of Numerical Algorithms, 2nd ed., §3.1 (sums), §4.2 (pairwise sums), §1.5 (mixed forward-backward
-stability); Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997 (moving values at random).
+stability); Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997 (random perturbation).
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
-RUNS = 8  # with values moved; the spread is half of the range of the outputs
+RUNS = 8  # perturbed runs; the spread is half of the range of the outputs
 CALLS = frozenset(
     "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr".split()
 )
-# Results that are one of the operands' values, or that no rounding reaches.
+# Primitives that round nothing, such as those that return an element of an operand.
 EXACT = frozenset(
     "abs argmax argmin broadcast_in_dim clamp complex concatenate conj copy cummax cummin "
     "dynamic_slice dynamic_update_slice expand_dims gather imag iota max min neg pad real "
@@ -41,17 +43,17 @@ EXACT = frozenset(
     "sign slice sort split squeeze stop_gradient tile top_k transpose optimization_barrier "
     "reduce_window_max reduce_window_min device_put random_bits random_wrap random_unwrap".split()
 )
-# Sums: their operands are moved, since terms that cancel leave the errors of both.
+# Sums. Their operands are perturbed, since cancelling terms leave the errors of both.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 SUMS = PRODUCTS | frozenset(
     "add add_any cumsum reduce_sum reduce_window_sum scatter-add scatter_add sub psum".split()
 )
 LONG = frozenset({"cumprod", "reduce_prod", "cumlogsumexp"}) | SUMS
-TENSOR_CORES = {"gpu": 2.0**-11, "tpu": 2.0**-8}  # of float32 products at the default precision
+TENSOR_CORES = {"gpu": 2.0**-11, "tpu": 2.0**-8}  # for float32 products at the default precision
 
 
 def unit_roundoff(dtype: Any) -> float:
-    """Half the distance from 1 to the next number; 0 for integers.
+    """Return half the distance from 1 to the next number; 0 for integers.
 
     Example:
         >>> unit_roundoff("bfloat16") == 2.0**-8, unit_roundoff("int32")
@@ -63,8 +65,8 @@ def unit_roundoff(dtype: Any) -> float:
 def relative_bound(closed: ClosedJaxpr) -> float:
     """Bound the relative error of the outputs of a program in which nothing cancels.
 
-    It is the root of the sum of squares of what every equation rounds; bodies of loops count by
-    their trips. Infinite where the trips of a loop are not known.
+    The bound is the root of the sum of squares of the errors of all equations. An equation in the
+    body of a loop counts once per trip. The bound is infinite if a trip count is unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -100,16 +102,16 @@ def _rounds(eqn: jax_internals.JaxprEqn) -> bool:
 
 
 def _result_error(eqn: jax_internals.JaxprEqn) -> float:
-    """The relative error of an equation's result: its own rounding and those of its sums."""
+    """Return the relative error of an equation's result: its own rounding and that of its sums."""
     own = max(unit_roundoff(_dtype(v)) for v in eqn.outvars)
     return math.hypot(own, _sum_error(eqn))
 
 
 def _sum_error(eqn: jax_internals.JaxprEqn) -> float:
-    """√n·u of the accumulator, and what tensor cores drop of the operands of a product.
+    """Return √n·u of the accumulator, and the operand bits that tensor cores drop.
 
-    A sum of 8 or 16 bits is accumulated in 32, but XLA may round what it carries from one block
-    of a reduction to the next: √(log2 n) times.
+    A sum of 8-bit or 16-bit values is accumulated in 32 bits, but XLA may round the carry from one
+    block of a reduction to the next: √(log2 n) roundings.
     """
     length = _length(eqn)
     if length <= 1:
@@ -133,7 +135,7 @@ def _operand_roundoff(eqn: jax_internals.JaxprEqn, dtype: Any) -> float:
 
 
 def _length(eqn: jax_internals.JaxprEqn) -> float:
-    """How many terms an equation adds (or multiplies) for one entry of its result."""
+    """Return the number of terms that an equation adds (or multiplies) per entry of its result."""
     name, shape = eqn.primitive.name, _shape(eqn.invars[0])
     if name == "dot_general":
         return math.prod(shape[i] for i in eqn.params["dimension_numbers"][0][0])
@@ -152,10 +154,17 @@ def _length(eqn: jax_internals.JaxprEqn) -> float:
 
 
 def spread(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
-    """How far rounding moves each entry of each output, in the outputs' real dtype.
+    """Return the rounding error of each entry of each output, in the outputs' real dtype.
 
-    A sample that is not finite counts for nothing: another test sees such entries. For integers
-    and booleans it says how far they move where roundings decide a comparison.
+    A sample that is not finite is ignored: the caller compares such entries by another test. For
+    integers and booleans the spread is nonzero if roundings decide a comparison.
+
+    Args:
+        closed: the program.
+        values: its inputs, arrays.
+
+    Returns:
+        For each output, an array of its shape.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -180,7 +189,7 @@ def spread(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
 
 
 def _with(ends: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
-    """The least and the largest of what was seen and what is finite here."""
+    """Return the minimum and maximum so far, updated by the finite entries of a sample."""
     low, high = ends
     finite = jnp.isfinite(x)
     return jnp.minimum(low, jnp.where(finite, x, low)), jnp.maximum(
@@ -189,7 +198,7 @@ def _with(ends: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
 
 
 def _half_range(low: Any, high: Any) -> Any:
-    return jnp.where(high > low, high / 2 - low / 2, 0)  # the difference may overflow
+    return jnp.where(high > low, high / 2 - low / 2, 0)  # high - low may overflow
 
 
 def _length_of(parts: list[Any]) -> Any:
@@ -197,7 +206,7 @@ def _length_of(parts: list[Any]) -> Any:
 
 
 def _parts(x: Any) -> list[Any]:
-    """The real numbers of a value, in at least 32 bits."""
+    """Return the real arrays of a value (real and imaginary part), in at least 32 bits."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [jnp.real(x), jnp.imag(x)]
     return [x.astype(_wide(x.dtype))]
@@ -211,7 +220,7 @@ Values = Sequence[Any]
 
 
 def _run(closed: ClosedJaxpr, values: Values, salt: Any) -> list[Any]:
-    """The outputs of a program in which roundings are other than they are."""
+    """Return the outputs of a program under perturbed roundings."""
     env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, values, strict=True))
     env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     read: Callable[[Any], Any] = lambda v: v.val if jax_internals.is_literal(v) else env[v]  # noqa: E731
@@ -239,7 +248,7 @@ def _run_equation(eqn: jax_internals.JaxprEqn, args: list[Any], salt: Any) -> li
             x if jax_internals.is_literal(v) else _moved(x, far, salt)
             for v, x in zip(eqn.invars, args, strict=True)
         ]
-    far = 2 * _result_error(eqn)  # a full range: the root mean square is 1.15 roundoffs
+    far = 2 * _result_error(eqn)  # full range; its root mean square is 1.15 roundoffs
     return [_moved(x, far, salt) for x in jax_internals.eval_equation(eqn, args)]
 
 
@@ -275,9 +284,10 @@ LOOPS = {"scan": _scan, "while": _while, "cond": _cond}
 
 
 def _moved(x: Any, far: float, salt: Any) -> Any:
-    """A value moved by at most a part `far` of it, as its bits and the salt say.
+    """Perturb a value by at most the fraction `far`, as a hash of its bits and the salt.
 
-    Equal values move equally, so that `x - x` stays 0 and the largest entry of a row stays it.
+    Equal values are perturbed equally. So `x - x` stays 0, and the largest entry of a row stays the
+    largest.
     """
     if far == 0.0 or not hasattr(x, "dtype") or not _inexact(x.dtype):
         return x
@@ -290,7 +300,7 @@ def _moved(x: Any, far: float, salt: Any) -> Any:
 
 
 def _mixed(x: Any, salt: Any) -> Any:
-    """32 bits that look random: the finaliser of MurmurHash3."""
+    """Return 32 pseudorandom bits: the finaliser of MurmurHash3."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     if bits.ndim > x.ndim:  # two words
         bits = bits[..., 0] ^ (bits[..., 1] * jnp.uint32(0x9E3779B1))

@@ -1,7 +1,7 @@
-"""`sym_optimize` and the functions attached to what it returns (may import everything below).
+"""`sym_optimize` and the functions attached to its result.
 
-The optimiser, the reports and the kernels are imported where they are first used: importing this
-module adds little to the import of JAX.
+May import every folder below. The optimiser, the reports and the kernels are imported on first use,
+so that the import of this module adds little to the import of JAX.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from symjax_rewrite.api.report import Report
     from symjax_rewrite.optimizer import Optimiser, Result
 
-KERNELS = "kernels"  # what `bisect` calls the routed kernels
+KERNELS = "kernels"  # the name that `bisect` gives to kernels
 
 
 def keep(x: Any) -> Any:
-    """A fence: what is kept is computed as written, and nothing is moved across.
+    """Fence a value: it is computed as written, and no rewrite crosses it.
 
     Args:
         x: any pytree of arrays.
@@ -78,22 +78,23 @@ def sym_optimize(
     Args:
         fun: a function of pytrees of arrays; the settings of a `jax.jit` around it are kept.
         rules: a `RulePack`, its name, a rule, a pass, or several; default `packs.default`.
-        kernels: `"auto"` routes by cost, `"always"` what is supported, `"off"`, or a backend.
+        kernels: `"auto"` chooses kernels by cost, `"always"` takes every supported kernel, `"off"`
+            takes none; or the name of a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
-        device: a key of `device.DEVICES`; default: the device JAX runs on.
-        verify: `"first"` or `"always"` compares with the original at run time and raises,
-            `"warn"` warns and keeps the original.
-        on_unsupported: `"keep"` the original where a program can't be optimised, or `"error"`.
-        plan, budget: a saved `report.plan` to replay; how much work one optimisation may do.
-        tune: time what was decided against the original on the device and keep the fastest.
+        device: a key of `cost.device_profiles.DEVICES`; default: the device JAX runs on.
+        verify: `"first"` or `"always"` compares with the original at run time and raises, `"warn"`
+            warns and keeps the original.
+        on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
+        plan, budget: a saved `report.plan` to replay; limits of the work of one optimisation.
+        tune: if True, time the optimised program and the original on the device, keep the fastest.
         static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
         A `jax.jit` object with `.explain(*args) -> Report` and `.prepare(**frozen)` attached.
 
     Raises:
-        UsageError, RuleError, FrozenError: `fun` or an option is not understood.
+        UsageError, RuleError, FrozenError: `fun` or an option is invalid.
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,7 +112,7 @@ def sym_optimize(
 
 
 def _options(given: dict[str, Any]) -> Options:
-    """Validate what `sym_optimize` was given."""
+    """Validate the arguments of `sym_optimize`."""
     values = {f.name: given[f.name] for f in dataclasses.fields(Options)}
     for name in ("frozen", "assume"):
         value = values[name]
@@ -123,7 +124,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _check_kernels(kernels: str) -> None:
-    """Raise `UsageError` unless this is a setting of `kernels=`."""
+    """Raise `UsageError` unless `kernels` is a setting of `kernels=`."""
     if kernels not in ("auto", "always", "off"):
         from symjax_rewrite.kernel_selection.folds.selection import known_kernels
 
@@ -131,7 +132,7 @@ def _check_kernels(kernels: str) -> None:
 
 
 def _rule_pack(rules: Any) -> RulePack:
-    """Return one pack of all that was given as `rules=`."""
+    """Return one pack of all rules and passes given as `rules=`."""
     if rules is None:
         return packs.default
     if isinstance(rules, (RulePack, str)):
@@ -143,7 +144,7 @@ def _rule_pack(rules: Any) -> RulePack:
 
 
 def _part(rules: Any) -> RulePack:
-    """Return the pack that is named, given, or holds the one rule given."""
+    """Return the pack that is named or given, or a pack of the one rule given."""
     if isinstance(rules, str):
         return packs.named(rules)
     return rules if isinstance(rules, RulePack) else RulePack("", (rules,))
@@ -168,11 +169,11 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
 
     def explain(*args: Any, **kwargs: Any) -> Report:
-        """What is done at these arguments, and why; runs nothing on a device."""
+        """Report the rewrites at these arguments, with reasons; nothing runs on a device."""
         return worker.explain(plain, args, kwargs)
 
     def prepared(**values: Any) -> Any:
-        """The function with everything that depends on frozen arguments alone computed once."""
+        """Return the function with the values that depend on frozen arguments computed once."""
         from symjax_rewrite.api.frozen_arguments import prepare
 
         return prepare(worker.optimiser(), base, options, settings, values)
@@ -188,12 +189,12 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
 
 
 def _inside(fun: Any) -> Any:
-    """The Python function that is jitted, or the function itself."""
+    """Return the Python function inside a `jax.jit` object, or the function itself."""
     return fun if jax_internals.jit_settings(fun) is None else jax_internals.unwrap_jit(fun)
 
 
 def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
-    """The same function under other options."""
+    """Return the same function under other options."""
     return _optimized(fun, options=dataclasses.replace(options, **changes), statics=statics)
 
 
@@ -201,15 +202,14 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     """Name the rules without which an optimised function agrees with its original.
 
     Args:
-        f: what `sym_optimize` returned, or a function to optimise with the default options.
+        f: a result of `sym_optimize`, or a function to optimise with the default options.
         args, kwargs: arrays at which the values differ.
 
     Returns:
-        A smallest set found: usually one name, `"kernels"` for a routed kernel; `()` where the
-        values agree.
+        A smallest set found: usually one name, `"kernels"` for a kernel; `()` if the values agree.
 
     Raises:
-        EquivalenceError: they differ with every rule and kernel taken out.
+        EquivalenceError: the values differ with every rule and kernel removed.
 
     Example:
         >>> import jax.numpy as jnp
@@ -217,7 +217,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         ()
     """
     ours = hasattr(f, "remake") and f.__wrapped__ is _inside(f.remake.args[0])
-    f = f if ours else sym_optimize(f)  # what wraps ours (its gradient) has its attributes too
+    f = f if ours else sym_optimize(f)  # a wrapper (the gradient) has its attributes too
     options: Options = f.remake.args[1]
     pack = options.rules
     assert isinstance(pack, RulePack)
@@ -244,7 +244,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     behind = (*names, KERNELS)
     if (found := difference(behind)) is not None:
         raise EquivalenceError("the values differ whatever rule is taken out", got=found)
-    for name in behind:  # rules that stand in for each other: take as few as will do
+    for name in behind:  # rules that replace each other: find a minimal subset
         fewer = tuple(n for n in behind if n != name)
         if difference(fewer) is None:
             behind = fewer
@@ -269,9 +269,10 @@ def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
 
 
 class _Worker:
-    """Optimises and stages out what is traced of one user function.
+    """The optimiser of everything traced of one user function.
 
-    It does not hold the function, which may hold tracers: what is staged out refers to this.
+    It holds no reference to the function, which may hold tracers, because staged equations refer to
+    this object.
     """
 
     def __init__(self, options: Options, sharded: bool) -> None:
@@ -280,10 +281,10 @@ class _Worker:
             "jit with shardings: another form might need other collectives" if sharded else None
         )
         self._optimiser: Optimiser | None = None
-        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and its form
+        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and by form
 
     def optimiser(self) -> Optimiser:
-        """The optimiser; made on first use, since it asks JAX for the device."""
+        """Return the optimiser; it is made on first use, since it asks JAX for the device."""
         if self._optimiser is None:
             from symjax_rewrite.cost.device_profiles import device_profile
             from symjax_rewrite.optimizer import Optimiser
@@ -296,7 +297,7 @@ class _Worker:
         return self._optimiser
 
     def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """What `jax.jit` traces in place of the user's function."""
+        """Return the function that `jax.jit` traces in place of the user's function."""
 
         @functools.wraps(fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -312,7 +313,7 @@ class _Worker:
                 inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
                 return fun(*inner_args, **inner_kwargs)
 
-            @functools.wraps(fun)  # errors of tracing then name its own arguments
+            @functools.wraps(fun)  # tracing errors then name the arguments of `fun`
             def whole(*args: Any, **kwargs: Any) -> Any:
                 return fun(*args, **kwargs)
 
@@ -326,10 +327,10 @@ class _Worker:
         return traced
 
     def stage(self, closed: jax_internals.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-        """Stage out what was decided; the original where that fails.
+        """Stage out the optimised program, or the original if that fails.
 
-        What stays as written is a call too where it can be differentiated: its gradient may have
-        a cheaper form that it does not have itself.
+        A differentiable program that is kept as written becomes a call too: its gradient may have a
+        cheaper form.
         """
         from symjax_rewrite.api.differentiation import (
             Call,
@@ -345,15 +346,16 @@ class _Worker:
         return Call(closed, made or closed, self).bind(values)
 
     def optimised(self, closed: jax_internals.ClosedJaxpr) -> jax_internals.ClosedJaxpr | None:
-        """Return the optimised program, or None where nothing is written differently.
+        """Return the optimised program, or None if the optimiser changes nothing.
 
-        A plan is of the function, not of its derivatives: these stay as written under one.
+        A plan belongs to the function and not to its derivatives. Under a plan the derivatives stay
+        as written.
         """
         result = None if self.options.plan is not None else self.decide(closed)
         return self._emitted(result) if result is not None and result.taken else None
 
     def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
-        """Return the program that was decided on, or None where that fails."""
+        """Return the emitted program, or None if emission fails."""
         try:
             return jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)[0]
         except SymjaxError:
@@ -363,14 +365,14 @@ class _Worker:
             return None
 
     def _keep_or_raise(self, error: Exception) -> str:
-        """Log an error of ours and say why the original is kept, unless errors were asked for."""
+        """Log an error of this library and return the reason to keep the original, or raise."""
         if self.options.on_unsupported == "error":
             raise UnsupportedError("the program could not be optimised") from error
         logger.warning("kept as written: %s", error, exc_info=True)
         return f"internal error: {type(error).__name__}: {error}"
 
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
-        """Optimise; on an error of ours keep the original, or raise if the user asked for that."""
+        """Optimise a program; on an error of this library keep the original or raise, as asked."""
         from symjax_rewrite.optimizer import Result
 
         start = time.perf_counter()
@@ -390,13 +392,13 @@ class _Worker:
         return Result(closed, stop=reason, finished=False, time_s=took)
 
     def _check_budget(self, result: Result) -> None:
-        """Raise where the budget kept a program or a body, if errors were asked for."""
+        """Raise, if errors were asked for, when the budget kept a program or a body as written."""
         if result.spent and self.options.on_unsupported == "error":
             remedy = "give a larger budget=Budget(...)"
             raise UnsupportedError(result.spent, remedy=remedy)
 
     def _tuned(self, result: Result) -> Result:
-        """The fastest on the device of what was decided, that without kernels, and the original."""
+        """Return the fastest of the optimised program, that without kernels, and the original."""
         from symjax_rewrite.api import autotuning
         from symjax_rewrite.optimizer import Result
 
@@ -421,7 +423,7 @@ class _Worker:
         return kept
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
-        """Trace at arguments or specs and report."""
+        """Trace at arguments or specs and return the report."""
         from symjax_rewrite.api.report_builder import make_report
         from symjax_rewrite.optimizer import Result
 
@@ -432,7 +434,7 @@ class _Worker:
 
 
 def unsupported(closed: jax_internals.ClosedJaxpr) -> str | None:
-    """Why a whole program must be kept as written, or None."""
+    """Return the reason why a whole program must be kept as written, or None."""
     if not jax_internals.custom_rules_allow(jax_internals.jaxpr_effects(closed)):
         return "effects that no custom derivative rule may have"
     if any(jax_internals.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):

@@ -1,10 +1,10 @@
-"""Whether two results of a program are the same but for rounding (a face).
+"""The test that two results of a program differ by rounding alone.
 
-One notion of it serves `verify=`, `bisect` and the assertions of `testing`. What is allowed follows
-from the dtypes, the accumulators and the lengths of the sums of the program (`rounding`), never
-from the number of entries of a result. It is asked of the result as a whole and of every slice
-across each axis, as a root mean square and for the largest entry: roundings average out over many
-entries, a wrong mask in one row does not.
+`verify=`, `bisect` and the assertions of `testing` share this test. The tolerance follows from the
+dtypes, the accumulators and the lengths of the sums of the program (`rounding`), never from the
+number of entries of a result. The test applies to the whole result and to every slice across each
+axis, to the root mean square and to the largest entry: roundings average out over many entries,
+while a wrong mask in one row does not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from symjax_rewrite.api.rounding import relative_bound, spread, unit_roundoff
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.options import Numerics
 
-MEAN = 3.0  # λ of a root mean square
-LARGEST = 6.0  # λ of the largest entry
-ENTRIES = 64  # of a slice whose root mean square says something
-INFORMATIVE = 2.0**-6  # a relative bound beyond which a program is measured
+MEAN = 3.0  # λ for a root mean square
+LARGEST = 6.0  # λ for the largest entry
+ENTRIES = 64  # minimum entries of a slice for the test of its root mean square
+INFORMATIVE = 2.0**-6  # relative bound above which `spread` is measured
 
 
 @dataclass(slots=True)
 class Rounding:
-    """What rounding may do to one program at its arguments.
+    """The rounding errors of one program at its arguments.
 
     closed: the program. values: its inputs.
     """
@@ -40,7 +40,7 @@ class Rounding:
 
     @classmethod
     def of(cls, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Rounding:
-        """Trace a function of arrays; other leaves are as they are."""
+        """Trace a function of arrays; leaves that are no arrays stay constants."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [k for k, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
 
@@ -55,12 +55,12 @@ class Rounding:
         return cls(jax_internals.make_jaxpr(flat, *values)[0], values)
 
     def part(self) -> float:
-        """The relative error where nothing cancels; 0 if it says too little."""
+        """Return the relative error if nothing cancels; 0 if the bound is too loose."""
         bound = relative_bound(self.closed)
         return bound if bound <= INFORMATIVE else 0.0
 
     def spread(self, k: int) -> np.ndarray:
-        """How far rounding moves the entries of output `k`; computed when first asked for."""
+        """Return the rounding error of the entries of output `k`; computed on first use."""
         if self._spread is None:
             moved = jax.jit(lambda *values: spread(self.closed, values))(*self.values)
             self._spread = [np.asarray(x, np.float64) for x in moved]
@@ -70,7 +70,7 @@ class Rounding:
 def difference(
     got: Any, expected: Any, numerics: Numerics, rounding: Callable[[], Rounding]
 ) -> str | None:
-    """Where two results differ beyond what rounding explains, as text; None if they agree."""
+    """Return as text the place where two results differ beyond rounding; None if they agree."""
     ours, tree = jax.tree.flatten(got)
     theirs, other = jax.tree_util.tree_flatten_with_path(expected)
     if tree != other:
@@ -122,7 +122,7 @@ def _beyond(
     k: int,
     rounding: Callable[[], Rounding],
 ) -> str | None:
-    """Why an error is not explained: by the bound, or else by moving the program's values."""
+    """Return the reason why an error exceeds the bound and the measured spread, or None."""
     if numerics.level == "approx" and error.max() <= numerics.rtol * size.max():
         return None
     unit, least = unit_roundoff(dtype), _least(dtype)
@@ -133,16 +133,16 @@ def _beyond(
 
 
 def _least(dtype: np.dtype) -> float:
-    """The distance of numbers near 0, where those below the normal ones may be flushed to 0."""
+    """Return the distance of numbers near 0, where subnormal numbers may be flushed to 0."""
     info = jax.numpy.finfo(dtype)
-    flushed = float(info.tiny) < 1e-30  # float16 is computed in float32, and keeps them
+    flushed = float(info.tiny) < 1e-30  # float16 is computed in float32, which keeps its subnormals
     return float(info.tiny if flushed else info.smallest_subnormal)
 
 
 def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | None:
-    """The first block of entries whose error is beyond what its noise explains.
+    """Return the first block of entries whose error exceeds its noise, as text.
 
-    Blocks are the whole and, for each axis, the slices at one index of it.
+    Blocks are the whole array and, for each axis, the slices at one index of the axis.
     """
     scale = float(max(error.max(), noise.max())) or 1.0
     if not np.isfinite(scale):

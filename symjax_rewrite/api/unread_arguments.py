@@ -1,10 +1,10 @@
-"""Inputs that a program reads and its optimised form does not (a face).
+"""Inputs that a program reads and its optimised form does not.
 
-`concatenate([a, b])[:n]` reads `b`, the form `a` does not. Derivatives are taken of the original:
-`b` can be left out only where no derivative of the original depends on it either. That holds where
-everything computed from `b` is smooth: a smooth function that is constant in `b` has derivatives
-that are constant in `b`, and none with respect to `b`. Functions with derivatives of their own
-promise nothing of the kind: `y + x - stop_gradient(x)`.
+`concatenate([a, b])[:n]` reads `b`; its form `a` does not. Derivatives are taken of the original,
+so `b` can be omitted only if no derivative of the original depends on `b`. This holds if everything
+computed from `b` is smooth: a smooth function that is constant in `b` has zero derivatives with
+respect to `b`, and its other derivatives are constant in `b`. Functions with custom derivatives
+give no such guarantee: `y + x - stop_gradient(x)`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import RULED, Equation, flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
-# Smooth everywhere, and finite at ones where it is finite elsewhere. All are linear, polynomial or
-# bounded in each float operand; other operands are never reached.
+# Primitives that are smooth everywhere, and finite at ones if finite elsewhere. All are linear,
+# polynomial or bounded in each float operand; operands of other dtypes are not considered.
 SMOOTH = frozenset(
     "add add_any sub mul neg square dot_general conv_general_dilated reduce_sum cumsum concatenate "
     "slice dynamic_slice dynamic_update_slice gather scatter-add select_n reshape broadcast_in_dim "
@@ -35,7 +35,7 @@ def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) 
     Args:
         closed: the program.
         values: its inputs, arrays or tracers.
-        read: which of them its optimised form, of the same value, reads.
+        read: for each input, True if the optimised form reads it.
     """
     mine = jax_internals.live_part(closed, [True] * len(closed.jaxpr.outvars))[1]
     only = [k for k, r in enumerate(mine) if r and not read[k] and _is_float(closed.in_avals[k])]
@@ -60,7 +60,7 @@ def _ones(aval: Any) -> Any:
 
 
 def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:
-    """Return True if all that is computed from a value is a smooth function of it."""
+    """Return True if everything computed from a value is a smooth function of it."""
     reached = {value}
     for e in equations:
         places = [k for k, v in enumerate(e.invals) if isinstance(v, int) and v in reached]
@@ -72,7 +72,7 @@ def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:
 
 
 def _is_smooth(e: Equation, places: Sequence[int]) -> bool:
-    """Return True if an equation is smooth in its operands at these places, which are floats."""
+    """Return True if an equation is smooth in its float operands at `places`."""
     if not all(_is_float(v.aval) for v in e.eqn.outvars):
         return False
     if e.name == "div":

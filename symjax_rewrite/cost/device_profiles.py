@@ -1,9 +1,9 @@
-"""Device profiles: every figure that a decision rests on, by device (imports the groups).
+"""Device profiles: every figure that a decision depends on, by device.
 
-GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round
-figure for two server cores and is the same on every machine, so that every process and host of a
-program chooses alike; `tune=True` measures instead. Two profiles differ by data: no module outside
-`cost/` asks which device it is.
+GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round figure
+for two server cores. It is the same on every machine, so that every process and host of a program
+chooses alike; `tune=True` measures instead. Two profiles differ by data: no module outside `cost/`
+tests which device it has. May import `profile_groups` and `errors`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Device:
     margins: Margins = quantity("group", "what decisions ask for", FACT, Margins())
 
     def peak(self, dtype: str) -> float:
-        """Matmul operations per second at a dtype."""
+        """Return matmul operations per second at a dtype."""
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
 
 
-# shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
-# specifications); the least of those that Pallas-Triton compiles for stands for any other
+# Shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
+# specifications). The least value among the GPUs that Pallas-Triton compiles for is the default.
 SHARED_BYTES = {7.5: 65_536, 8.0: 166_912, 8.9: 101_376, 9.0: 232_448}
 LEAST_SHARED_BYTES = 101_376
 
@@ -134,11 +134,14 @@ DEVICES: dict[str, Device] = {
 
 
 def device_profile(name: str | None, kind: str = "cpu") -> Device:
-    """The profile of a named device, or of the device kind JAX reports.
+    """Return the profile of a named device, or of the device kind JAX reports.
 
     Args:
-        name: a key of `DEVICES`, or None to go by `kind`.
+        name: a key of `DEVICES`, or None to select by `kind`.
         kind: `jax.devices()[0].device_kind`.
+
+    Returns:
+        The profile.
 
     Raises:
         UsageError: the name is unknown.
@@ -151,6 +154,6 @@ def device_profile(name: str | None, kind: str = "cpu") -> Device:
 
 
 def known_device(kind: str) -> Device | None:
-    """The profile of the device kind JAX reports, if there is one."""
+    """Return the profile of the device kind JAX reports, or None."""
     low = kind.lower()
     return next((profile for key, profile in DEVICES.items() if key in low), None)

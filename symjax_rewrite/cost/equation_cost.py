@@ -1,7 +1,7 @@
-"""What one equation costs where it stands, before any term is made (imports device).
+"""The cost of one equation as written, before terms are built.
 
-Loops are priced equation by equation: what they gain by is how often, and on how many rows, a
-product runs, which the shapes say.
+Loops are priced equation by equation: their gain follows from trip counts and the rows of products,
+which the shapes give. May import `device_profiles` and `term_cost`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
-SYMBOLIC = 64  # what a size that is a name counts as
+SYMBOLIC = 64  # value of a symbolic size
 
 
 def aval_size(aval: Any) -> float:
-    """Elements of a value; names count as `SYMBOLIC`."""
+    """Return the number of elements of a value; symbolic sizes count as `SYMBOLIC`."""
     shape = getattr(aval, "shape", ())
     return float(math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape))
 
 
 def aval_bytes(aval: Any) -> float:
-    """Bytes of a value."""
+    """Return the bytes of a value."""
     return aval_size(aval) * itemsize(str(getattr(aval, "dtype", "float32")))
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
-    """The shape of a variable or literal of a jaxpr."""
+    """Return the shape of a variable or literal of a jaxpr."""
     return atom.aval.shape
 
 
@@ -40,14 +40,15 @@ def equation_seconds(
     moving: tuple[int, ...] = (),
     summed: bool = False,
 ) -> float:
-    """Seconds of one equation, by the roofline.
+    """Return the seconds of one equation, by the roofline.
 
     Args:
         eqn: the equation.
         device: where it runs.
-        times: how often it is done, in one kernel.
-        moving: numbers of the operands that are others each time; the rest is read once.
-        summed: whether only the sum of all its results is written.
+        times: number of repetitions, in one kernel.
+        moving: numbers of the operands that differ in each repetition; the other operands are read
+            once.
+        summed: True if only the sum of all its results is written.
     """
     name = eqn.primitive.name
     out = eqn.outvars[0].aval if eqn.outvars else None
@@ -69,12 +70,12 @@ def equation_seconds(
 
 
 def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
-    """Seconds of a jaxpr, equation by equation; loops count as often as they run."""
+    """Return the seconds of a jaxpr: the sum over equations, times the trip counts of loops."""
     return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)
 
 
 def _flops(eqn: JaxprEqn) -> float:
-    """FLOPs of a contraction or convolution."""
+    """Return the FLOPs of a contraction or convolution."""
     out = aval_size(eqn.outvars[0].aval)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -1,7 +1,7 @@
-"""The comparisons by which a form is taken or refused for its price (imports the profiles).
+"""The comparisons by which a form is taken or refused for its price.
 
-Passes that must decide inside a search ask here; `policy` asks here for the rest. No other module
-compares the prices of two forms with a margin.
+Passes that must decide inside a search use these functions, and so does `policy`. No other module
+compares the prices of two forms with a margin. May import `device_profiles` and `term_cost`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ def pays(before_s: float, after_s: float, kind: Kind, device: Device) -> bool:
     Args:
         before_s: seconds as written.
         after_s: seconds of the candidate.
-        kind: says the margin.
-        device: whose margins hold.
+        kind: selects the margin.
+        device: its profile holds the margins.
     """
     return before_s >= margin(kind, device) * after_s
 
 
 def margin(kind: Kind, device: Device) -> float:
-    """How many times faster a candidate of a kind must be."""
+    """Return the least predicted speedup that a candidate of a kind must have."""
     return getattr(device.margins, kind)
 
 
 def gains_share(
     saved_s: float, whole_s: float, of: Literal["program", "loop"], device: Device
 ) -> bool:
-    """Return True if what is saved is enough of the time of a whole program or loop."""
+    """Return True if the saved time is enough of the time of a whole program or loop."""
     shares = {"program": device.margins.share_of_program, "loop": device.margins.share_of_loop}
     return not saved_s < shares[of] * whole_s
 
@@ -41,11 +41,12 @@ def gains_share(
 def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) -> tuple[bool, str]:
     """Judge another form of a region: it dominates, or is predicted enough faster.
 
-    Of forms without a product the model knows least: dominance is not enough for these. With frozen
-    weights what is folded into them is gone, so any gain that dominates is taken.
+    The model is least accurate for forms without a product, so dominance is not enough for these.
+    Operations folded into frozen weights cost nothing at run time, so with frozen weights every
+    dominating form is taken.
 
     Returns:
-        Whether it is taken, and why.
+        True if the form is taken, and the reason.
     """
     margins = device.margins
     pairs = [
@@ -59,7 +60,7 @@ def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) 
         return True, "nothing is left to compute"
     gain = before.seconds / after.seconds
     if not pays(before.seconds, after.seconds, "rewrite", device):
-        fused = before.flops == after.flops == 0  # loops that XLA fuses in ways of its own
+        fused = before.flops == after.flops == 0  # loops, which XLA fuses as it chooses
         if any(b < a for b, a in pairs) or (fused and not frozen):
             return False, f"predicted gain {gain:.2f} is below {margins.rewrite}"
         if not frozen and not pays(before.seconds, after.seconds, "dominating", device):

@@ -1,7 +1,7 @@
 """The groups of a device profile: every figure with its unit, its meaning and its source.
 
-Imports nothing of the package. A default is the figure that all profiles share. None in place of a
-group says that the device does not do what the group prices.
+A default is the figure that all profiles share. A group that is None states that the device does
+not support the operations that the group prices. Imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal
 
 DATASHEET = "datasheet"
-FACT = "how the device, or XLA for it, works"  # a yes or a no, not a figure
+FACT = "how the device, or XLA for it, works"  # a boolean, not a figure
 JUDGED = "judged"  # a bound that was set by hand
 NO_SCRIPT = "measured; no script is kept"
 FOLDS, SCANS = "experiments/folds/run.py", "experiments/selective_scan"
@@ -20,12 +20,12 @@ FOLDS, SCANS = "experiments/folds/run.py", "experiments/selective_scan"
 def quantity(
     unit: str, meaning: str, source: str, default: Any = MISSING, hashed: bool = True
 ) -> Any:
-    """A field of a profile.
+    """Return a field of a profile.
 
     Args:
         unit: "s", "bytes", "bytes/s", "1" for a ratio or a count, "yes/no" …
-        meaning: what the figure says, as a clause.
-        source: the script that measures it, or one of the names above.
+        meaning: the meaning of the figure, as a clause.
+        source: the script that measures it, or `FACT`, `JUDGED` or a similar name above.
         default: the figure that all profiles share.
         hashed: False for a dictionary.
     """
@@ -41,7 +41,7 @@ Kind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """How many times faster a candidate must be predicted, by its kind; and other shares."""
+    """The least predicted speedup of a candidate, by its kind; and other shares."""
 
     rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.05)
@@ -134,7 +134,7 @@ class FoldFacts:
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
 
     def plain_steps(self, kind: str) -> float:
-        """Steps per element of XLA's own reductions; 0 of a sum or a maximum."""
+        """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
         if kind in ("argmax", "argmin"):
             return self.argmax
         return {"top_k": self.top_k, "sorted": self.sort, "keyed": self.keyed}.get(kind, 0.0)
@@ -142,7 +142,7 @@ class FoldFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoopFacts:
-    """Loops, and what leaves them."""
+    """Loops, and the values hoisted out of loops."""
 
     steps_are_launches: bool = quantity(
         "yes/no", "each operation of a step is a launch: a loop costs more than a tree", FACT, True
@@ -260,7 +260,7 @@ class BandedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class SortFacts:
-    """Sorts of which the ends alone are read."""
+    """Sorts of which only the ends are read."""
 
     selects: bool = quantity("yes/no", "selection in float32 is faster than a sort", FACT, False)
     least_share: float = quantity("1", "a row is so many times what is read of it", JUDGED, 2)
@@ -285,7 +285,7 @@ class NormFacts:
 
 @dataclass(frozen=True, slots=True)
 class SearchBounds:
-    """What is searched for cheaper forms."""
+    """Bounds of the search for cheaper forms."""
 
     few_regions: int = quantity("regions", "so few are searched whatever they weigh", JUDGED, 4)
     many_regions: int = quantity(

@@ -1,8 +1,9 @@
-"""What a choice of nodes costs: a roofline per kernel, over a DAG (imports knowledge and device).
+"""The cost of a choice of nodes: a roofline per kernel, over a DAG.
 
 `seconds = Σ kernels max(flops/peak, bytes/bandwidth) + launches·overhead`. Elementwise terms and
-reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs
-are 2mnk for contractions (the quantity people quote); elementwise operations are counted apart.
+reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs are
+2mnk for contractions, the usual convention; elementwise operations are counted apart. May import
+`ir` and `device_profiles`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FREE = frozenset({LEAF, CONST, NATIVE})
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     known = _ITEMSIZE.get(dtype)
     if known is None:
         digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
@@ -79,10 +80,10 @@ class Cost:
 
 
 def is_dot(node: Node) -> bool:
-    """Whether a node runs as a matrix product rather than as a fused loop.
+    """Return True if a node runs as a matrix product rather than as a fused loop.
 
-    A product needs an index of its own on some side; `Σ_k a_ik·b_ik` is a multiplication fused
-    into a reduction.
+    A product needs an index of its own on some side; `Σ_k a_ik·b_ik` is a multiplication fused into
+    a reduction.
     """
     if node.op != CONTRACT or len(node.args) != 2 or not node.bound:
         return False
@@ -91,9 +92,10 @@ def is_dot(node: Node) -> bool:
 
 
 def is_thin(node: Node) -> bool:
-    """Whether a product is many of a matrix and a vector: it runs no faster than a fused loop.
+    """Return True if a product is a batch of matrix-vector products, as slow as a fused loop.
 
-    One side has no index of its own and both share one of the result: `Σ_k a_bk·b_bkn`.
+    One side has no index of its own, and both sides share one index of the result: `Σ_k
+    a_bk·b_bkn`.
     """
     if not is_dot(node):
         return False
@@ -102,9 +104,9 @@ def is_thin(node: Node) -> bool:
 
 
 class Facts(NamedTuple):
-    """What one node costs by itself: operand classes, bytes written, elementwise work, FLOPs.
+    """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
-    is_kernel: whether it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
+    is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
     """
 
     node: Node
@@ -113,7 +115,7 @@ class Facts(NamedTuple):
     is_free: bool
     bytes: float
     work: float
-    flops: float | None  # None where it is a fused loop
+    flops: float | None  # None for a fused loop
     peak: float
 
 
@@ -122,20 +124,20 @@ def _nothing(cls: int) -> bool:
 
 
 class CostModel:
-    """Prices nodes of one e-graph on one device at one sample of the named sizes."""
+    """The prices of nodes of one e-graph on one device at one sample of the named sizes."""
 
     def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
         self.device, self.at = device, at
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
-        self._facts: dict[int, Facts] = {}  # by the node's id; the node is kept, so ids stay
+        self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
 
     def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
-        """Seconds of one matrix product."""
+        """Return the seconds of one matrix product."""
         d = self.device
         return max(flops / d.peak(dtype), bytes_moved / d.bytes_per_s) + d.launch_s
 
     def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
-        """Seconds of a node with every operand in memory: the greedy estimate."""
+        """Return the seconds of a node with every operand in memory: the greedy estimate."""
         if node.op in FREE:
             return 0.0
         d, c = self.device, g.classes[cls]
@@ -151,7 +153,7 @@ class CostModel:
         return work / d.elementwise_per_s + moved / d.bytes_per_s
 
     def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
-        """Seconds of a node that is a matrix product; 0 of any other."""
+        """Return the seconds of a node that is a matrix product; 0 for any other node."""
         return self.node_seconds(g, cls, node) if is_dot(node) else 0.0
 
     def _peak(self, node: Node, dtype: str) -> float:
@@ -159,7 +161,7 @@ class CostModel:
         return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
-        """Solves: a factorisation, and two triangular solves per column. Convolutions: 2·out·k."""
+        """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
         if node.op == CONV:
             kernel = node.attr[4]
             features = self._count(
@@ -176,11 +178,11 @@ class CostModel:
         return out
 
     def _steps(self, node: Node) -> float:
-        """Elements combined for one element of the result."""
+        """Return the elements combined for one element of the result."""
         return 1.0 if node.op == TAKE else self._count(node.bound)
 
     def class_bytes(self, g: EGraph, cls: int) -> float:
-        """Bytes of a class's value."""
+        """Return the bytes of a class's value."""
         c = g.classes[cls]
         key = (c.sizes, c.dtype)
         found = self._bytes.get(key)
@@ -195,7 +197,7 @@ class CostModel:
         roots: tuple[int, ...],
         free: Callable[[int], bool] = _nothing,
     ) -> Cost:
-        """The cost of computing the roots once, with sharing and fusion, in numbers."""
+        """Return the cost of computing the roots once, with sharing and fusion, in numbers."""
         order = reachable(choice, roots, free)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
         given = set() if free is _nothing else {cls for cls in order if free(cls)}
@@ -224,7 +226,7 @@ class CostModel:
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
-        """What a node costs whatever is chosen beside it; kept as long as the model."""
+        """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
         found = self._facts.get(id(node))
         if found is not None:
             return found
@@ -251,7 +253,7 @@ class CostModel:
 
     @staticmethod
     def written(facts: dict[int, Facts], roots: tuple[int, ...], given: set[int]) -> set[int]:
-        """Classes whose values are written to memory."""
+        """Return the classes whose values are written to memory."""
         seen: set[int] = set()
         written = set(roots)
         for cls, f in facts.items():
@@ -271,10 +273,10 @@ class CostModel:
     def _tree(
         facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float]:
-        """Bytes read and elementwise work of the kernel that writes `root`."""
+        """Return the bytes read and elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
         work = 0.0
-        stack = [root]  # what is not written is read once, so that this is a tree
+        stack = [root]  # an unwritten class has one reader, so this is a tree
         for cls in stack:
             f = facts[cls]
             work += f.work
@@ -291,7 +293,7 @@ class CostModel:
         return sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
-        """The same totals with sizes left as polynomials."""
+        """Return the same totals with symbolic sizes, as polynomials."""
         order = reachable(choice, roots, _nothing)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
         written = self.written(facts, roots, set())
@@ -318,7 +320,7 @@ class CostModel:
 
 
 def weight(node: Node) -> float:
-    """Operations of an elementwise node per element; slow functions count as four."""
+    """Return the operations per element of an elementwise node; slow functions count as four."""
     if node.op == MAP:
         return 4.0 if node.attr[0] in SLOW_MAPS else 1.0
     if node.op in (ADD, CONTRACT):

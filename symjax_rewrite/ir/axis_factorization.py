@@ -1,9 +1,9 @@
-"""Axis atoms: solve every reshape of a program before anything else (a pass).
+"""Axis atoms: the axes of a whole program, factorised so that reshapes vanish.
 
-Over the whole program, a union-find *with splitting* solves every axis into atoms, so reshapes
-that split or merge axes (heads, groups, windows, repeats) vanish: a merged axis is an ordered
-group of atoms and an axis of size 1 is the empty group. Where two factorisations conflict
-(2·3 against 3·2) the equation stays native.
+A union-find *with splitting* divides every axis of the program into atoms. A merged axis is an
+ordered group of atoms, and an axis of size 1 is the empty group. Reshapes that split or merge axes
+(heads, groups, windows, repeats) then only rename atoms. Where two factorisations conflict (2·3
+against 3·2), the equation stays native.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Atoms = tuple[int, ...]
 
 
 class AxisSolver:
-    """Union-find over axes, whose roots may be split into ordered parts."""
+    """A union-find over axes whose roots may be split into ordered parts."""
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -28,14 +28,14 @@ class AxisSolver:
         self.parts: list[list[int] | None] = []
 
     def new(self, size: Dim) -> int:
-        """A fresh axis; size 1 is an empty group."""
+        """Return a new axis; an axis of size 1 is an empty group."""
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.parts.append([] if size == 1 else None)
         return len(self.parent) - 1
 
     def find(self, a: int) -> int:
-        """The root of an axis."""
+        """Return the root of an axis."""
         parent = self.parent
         while parent[a] != a:
             parent[a] = parent[parent[a]]
@@ -43,7 +43,7 @@ class AxisSolver:
         return a
 
     def atoms(self, a: int) -> Atoms:
-        """The ordered atoms of an axis."""
+        """Return the ordered atoms of an axis."""
         a = self.find(a)
         parts = self.parts[a]
         if parts is None:
@@ -54,7 +54,7 @@ class AxisSolver:
         return tuple(out)
 
     def unify(self, a: int, b: int) -> bool:
-        """Make two axes one; False where their factorisations conflict."""
+        """Unify two axes; return False if their factorisations conflict."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
@@ -69,7 +69,7 @@ class AxisSolver:
         return self.align(self.atoms(a), self.atoms(b))
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
-        """Make two atom lists of equal product equal, splitting atoms where one divides."""
+        """Unify two atom lists of equal product; an atom is split where another atom divides it."""
         xs, ys = list(left)[::-1], list(right)[::-1]
         while xs and ys:
             x, y = self.find(xs.pop()), self.find(ys.pop())
@@ -95,7 +95,7 @@ class AxisSolver:
 class AxisMap:
     """The solved axes of a program: for every value, for every axis, its atoms.
 
-    An output shares the axes it takes over from an operand, so most equations make none.
+    An output shares axes with its operands, so most equations make no new axes.
     """
 
     def __init__(self, program: Program) -> None:
@@ -120,15 +120,15 @@ class AxisMap:
         return tuple([self.solver.new(self._dim(d)) for d in shape])
 
     def groups(self, axes: Axes) -> tuple[Atoms, ...]:
-        """For every axis, its atoms."""
+        """Return, for every axis, its atoms."""
         return tuple([self.solver.atoms(a) for a in axes])
 
     def atom_size(self, atom: int) -> Dim:
-        """The size of an atom."""
+        """Return the size of an atom."""
         return self.solver.size[self.solver.find(atom)]
 
     def _constrain(self, e: Equation) -> None:
-        """Give the outputs of an equation their axes."""
+        """Assign axes to the outputs of an equation."""
         name, axes = e.name, self.axes
         if name in ELEMENTWISE:
             axes[e.outvals[0]] = self._elementwise(e)
@@ -153,7 +153,7 @@ class AxisMap:
                     self._zip(axes[same], axes[v])
 
     def _elementwise(self, e: Equation) -> Axes:
-        """The axes of the first operand as large as the output; the others are made one with it."""
+        """Return the axes of the first operand of the output's shape; unify the others with it."""
         shape = getattr(self._avals[e.outvals[0]], "shape", ())
         if not shape:
             return ()
@@ -242,13 +242,13 @@ def _concatenate(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     for out in outs:
-        m._same_sizes(ins[0], out)  # one piece alone is the whole
+        m._same_sizes(ins[0], out)  # a single operand is the whole result
 
 
 def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    """`stack` and `unstack`: the pieces have every axis of the whole but one."""
+    """Unify axes of `stack` and `unstack`: an operand lacks one axis of the result."""
     if not outs:
-        return  # of an axis without entries
+        return  # the axis is empty
     pieces, whole = (ins, outs[0]) if len(ins) > 1 or len(ins[0]) < len(outs[0]) else (outs, ins[0])
     for piece in pieces:
         m._same_sizes(piece, _without(whole, p["axis"]))
@@ -259,7 +259,7 @@ def _without(axes: Axes, k: int) -> Axes:
 
 
 def _tile(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    """An axis of n repeated r times is the product (r, n)."""
+    """Factor the output axis: an axis of n repeated r times is the product (r, n)."""
     for r, x, y in zip(p["reps"], ins[0], outs[0], strict=True):
         if r == 1:
             m.solver.unify(x, y)
@@ -273,7 +273,7 @@ def _solve(m: AxisMap, p: dict, ins: list, outs: list) -> None:
 
 
 def _gather(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    """The index array's axes, and those that are read whole or together, are the output's."""
+    """Unify the output's axes with the index array's and with operand axes of equal size."""
     d = p["dimension_numbers"]
     batch = [a for i, a in enumerate(outs[0]) if i not in set(d.offset_dims)]
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}

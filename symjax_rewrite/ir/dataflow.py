@@ -1,8 +1,8 @@
-"""Dataflow: who makes and who reads a value, what it is computed from, what results depend on.
+"""Dataflow: makers and users of values, operands, and liveness.
 
-The walks are over any graph of hashable things; `operands(x)` gives what x is computed from. Two
-graphs have theirs here: classes of a term graph (`class_operands`), and the numbered values of
-equations (`value_operands`).
+The walks are over any graph of hashable nodes; `operands(x)` returns the nodes that x is computed
+from. This module has two such graphs: the classes of a term graph (`class_operands`), and the
+numbered values of equations (`value_operands`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ T = TypeVar("T", bound=Hashable)
 
 
 class CycleError(Exception):
-    """A thing is computed from itself (internal).
+    """A node is computed from itself (internal).
 
-    cycle: the things on the way round, each computed from the next one.
+    cycle: the nodes of the cycle, each computed from the next one.
     """
 
     def __init__(self, cycle: list) -> None:
@@ -39,9 +39,10 @@ def cone(
     """Return the roots and everything they are computed from.
 
     Args:
-        roots: where to begin.
-        operands: of one thing; with the users of a thing instead, the cone is what depends on it.
-        without: left out, with what is reached through them alone.
+        roots: the nodes to start from.
+        operands: returns the operands of a node. With the users in place of the operands, the cone
+            is everything that depends on the roots.
+        without: nodes to leave out, with everything reached through them alone.
     """
     seen = {x for x in roots if x not in without}
     stack = list(seen)
@@ -73,24 +74,24 @@ def reaches(
 def postorder(
     roots: Iterable[T], operands: Callable[[T], Collection[T]], done: Iterable[T] = ()
 ) -> list[T]:
-    """Return what the roots are computed from and the roots, each after its operands.
+    """Return the roots and everything they are computed from, each node after its operands.
 
     Args:
-        roots: in the order in which they are entered.
-        operands: of one thing; the last one is entered first.
-        done: left out, with what is reached through them alone.
+        roots: the nodes to start from, in the order in which they are entered.
+        operands: returns the operands of a node; the last operand is entered first.
+        done: nodes to leave out, with everything reached through them alone.
 
     Raises:
-        CycleError: a thing is computed from itself.
+        CycleError: a node is computed from itself.
     """
     order: list[T] = []
     seen = set(done)
-    path: list[T] = []  # the things entered whose operands are not all in order
-    within: set[T] = set()  # the same as a set
+    path: list[T] = []  # nodes entered whose operands are not all in order
+    within: set[T] = set()  # the same nodes as a set
     stack: list[T | None] = [*reversed([*roots])]
     while stack:
         x = stack.pop()
-        if x is None:  # the operands of the last thing entered are in order
+        if x is None:  # the operands of the last node entered are in order
             x = path.pop()
             within.discard(x)
         elif x in seen:
@@ -139,7 +140,7 @@ def class_operands(g: EGraph) -> Callable[[int], list[int]]:
 def is_computed_from(g: EGraph, cls: int, targets: Collection[int]) -> bool:
     """Return True if a class is one of the targets or is computed from one.
 
-    Original nodes read classes of smaller numbers: nothing below the least target is looked into.
+    Original nodes read classes of smaller numbers, so classes below the least target are skipped.
     """
     least = min(targets)
     operands = class_operands(g)
@@ -153,8 +154,8 @@ def live_classes(
 
     Args:
         outside: classes that results or effects read.
-        operands: of a class.
-        ends: further classes that are computed, though nobody reads them.
+        operands: returns the operands of a class.
+        ends: further classes that are computed, though nothing reads them.
     """
     stack = [*outside, *ends]
     users: dict[int, list[int]] = {}
@@ -189,7 +190,7 @@ def needed(t: TermGraph) -> Needed:
 
 
 def numbers(values: Iterable[Value]) -> list[int]:
-    """Return the numbered values among some values: those that are no literals."""
+    """Return the numbers of the values that are not literals."""
     return [v for v in values if isinstance(v, int)]
 
 
@@ -232,9 +233,9 @@ def live(
 def making(
     equations: Iterable[Equation], values: Iterable[Value], known: Container[int] = ()
 ) -> list[Equation]:
-    """Return the equations, in their order, that some values are made by and of.
+    """Return the equations, in order, that compute some values from the known values.
 
-    known: values that are there already.
+    known: values that are computed already.
     """
     equations = list(equations)
     found = cone(numbers(values), value_operands(makers_of(equations)), known)
@@ -244,12 +245,12 @@ def making(
 def dependents(
     equations: Iterable[Equation], values: Iterable[int], roots: Container[Equation] = ()
 ) -> list[Equation]:
-    """Return the equations that read some values or what is made of them, and the roots.
+    """Return the roots and the equations that depend on some values.
 
     Args:
-        equations: each after what it reads.
-        values: that are read.
-        roots: equations that are among the dependents.
+        equations: each equation after the equations that make its operands.
+        values: numbers of the values.
+        roots: equations to include with their dependents.
     """
     made, found = set(values), []
     for e in equations:

@@ -1,8 +1,9 @@
-"""A slotted e-graph: classes of equal index terms (imports terms only).
+"""A slotted e-graph: classes of equal index terms.
 
-Hash-consing, a union-find whose edges carry axis maps (Schneider et al., "Slotted E-Graphs",
+It has hash-consing, a union-find whose edges carry axis maps (Schneider et al., "Slotted E-Graphs",
 PLDI 2025), deferred rebuilding (Willsey et al., "egg", POPL 2021) and, for every node and union,
-the rule that made it. A class that turns out not to depend on an index loses that slot.
+the rule that made it. A class that turns out not to depend on an index loses that slot. May import
+`term` and `sizes`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from symjax_rewrite.ir.term import (
 
 
 class Justification(NamedTuple):
-    """Why a node or a union is there: the rule, and the class it was applied to."""
+    """The origin of a node or a union: the rule, and the class it was applied to."""
 
     rule: str
     source: int
@@ -67,22 +68,22 @@ class EGraph:
         self.memo: dict[tuple[Node, tuple[Dim, ...], str], int] = {}
         self.uses: list[list[tuple[int, Node]]] = []
         self.unions: list[tuple[int, int, Justification]] = []
-        self.merged = False  # whether any reference may be spelled in two ways
+        self.merged = False  # True if some reference may have two spellings
         self.count = 0
-        self.kinds: set[str] = set()  # of nodes that were ever added
+        self.kinds: set[str] = set()  # kinds of all nodes ever added
         self._facts: dict[str, dict[int, Any]] = {}
         self._facts_at = 0
         self._dirty: list[int] = []
 
     def facts(self, name: str) -> dict[int, Any]:
-        """What is known of classes under a name; forgotten at the next union."""
+        """Return the facts stored about classes under a name; a union deletes them."""
         if self._facts_at != len(self.unions):
             self._facts.clear()
             self._facts_at = len(self.unions)
         return self._facts.setdefault(name, {})
 
     def find(self, ref: Ref) -> Ref:
-        """The reference through the union-find: same value, canonical class."""
+        """Return the canonical reference: same value, canonical class."""
         cls, axes = ref
         edge = self.parent[cls]
         if edge is None:
@@ -107,7 +108,7 @@ class EGraph:
         dtype: str,
         reason: Justification = ORIGINAL,
     ) -> Ref:
-        """Add a term over output indices of `sizes`; returns its value over these indices."""
+        """Add a term over output indices of `sizes`; return its value over these indices."""
         if self.merged or op == SLICE:
             attr, args = self.canonical_args(op, attr, args)
         node, outs = canonical(op, attr, args, len(sizes), bound)
@@ -147,10 +148,13 @@ class EGraph:
             args: operands over indices of any names from 0 on; -1 is no index, as in a slice.
             sizes: the size of every name.
             dtype: of the result.
-            reason: why it is added.
-            attr: as a node has it; an index in it is a name too.
+            reason: the justification of the term.
+            attr: attribute of the node; an index in it is a name too.
             out: the names of the outputs; default: those that the operands read.
             summed: the names of the bound indices.
+
+        Returns:
+            The reference of the term over its output names.
 
         Example:
             >>> g = EGraph()
@@ -188,7 +192,7 @@ class EGraph:
     def canonical_args(
         self, op: str, attr: Any, args: tuple[Ref, ...]
     ) -> tuple[Any, tuple[Ref, ...]]:
-        """Operands by canonical class; what a slice says about slots follows them."""
+        """Return operands by canonical class, and the attribute with its slots renamed likewise."""
         if op != SLICE:
             return attr, tuple([self._canonical_ref(a) for a in args])
         (ref,) = args
@@ -205,7 +209,7 @@ class EGraph:
         return ref
 
     def union(self, a: Ref, b: Ref, reason: Justification) -> bool:
-        """Record that two references over the same indices are equal; True if that is news."""
+        """Record that two references over the same indices are equal; True if that is new."""
         a, b = self.find(a), self.find(b)
         if a.cls == b.cls:
             return self._self_union(a, b)
@@ -218,7 +222,7 @@ class EGraph:
         if len(set(b.axes)) != len(b.axes):
             return False
         if len(a.axes) < len(b.axes) and ORIGINAL in self.classes[b.cls].nodes.values():
-            return False  # what was written stays a choice, over the indices it was written with
+            return False  # the written node stays a choice, over the indices it was written with
         if len(a.axes) == len(b.axes) and a.axes != b.axes and self._is_pinned(b.cls):
             if self._is_pinned(a.cls):
                 return False
@@ -230,7 +234,7 @@ class EGraph:
         return True
 
     def _is_pinned(self, cls: int) -> bool:
-        """Leaves and native equations have outputs in a fixed order."""
+        """Return True for leaves and native equations: their outputs have a fixed order."""
         return any(n.op in (LEAF, NATIVE, CONV) for n in self.classes[cls].nodes)
 
     def _self_union(self, a: Ref, b: Ref) -> bool:
@@ -249,7 +253,7 @@ class EGraph:
         return True
 
     def _merge(self, keep: int, gone: int, edge: Axes) -> None:
-        """Class `gone` is class `keep`, whose slot t is slot edge[t] of `gone`."""
+        """Merge class `gone` into class `keep`, whose slot t is slot edge[t] of `gone`."""
         self.parent[gone] = Ref(keep, edge)
         old = self.classes[gone]
         back = {slot: t for t, slot in enumerate(edge)}
@@ -260,7 +264,7 @@ class EGraph:
                     self._adopt(keep, renamed, reason)
                     for arg in node.args:
                         self.uses[arg.cls].append((keep, renamed))
-                        if self.parent[arg.cls] is not None:  # merged before, its users repaired
+                        if self.parent[arg.cls] is not None:  # merged before, users repaired
                             self._dirty.append(arg.cls)
         old.nodes = {}
         self._dirty.append(gone)
@@ -276,7 +280,7 @@ class EGraph:
                     self._repair(cls, user, node)
 
     def _repair(self, cls: int, user: int, node: Node) -> None:
-        """Put a node that reads `cls` where its canonical form belongs."""
+        """Move a node that reads `cls` to its canonical form."""
         owner = self.classes[user]
         reason = owner.nodes.get(node)
         if reason is None:
@@ -295,14 +299,14 @@ class EGraph:
         if ref.cls != user or ref.axes != whole.axes:
             self.union(whole, ref, Justification("congruence", user))
             return
-        mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the class's slots
+        mine = _rename_outputs(fresh, dict(enumerate(outs)))  # outputs are the slots of the class
         if mine is not None:
             self._adopt(user, mine, reason)
             for arg in mine.args:
                 self.uses[arg.cls].append((user, mine))
 
     def _adopt(self, cls: int, node: Node, reason: Justification) -> None:
-        """Give a class a node; one that a rule made too is still the written one."""
+        """Add a node to a class; a node both written and made by a rule counts as written."""
         c = self.classes[cls]
         if not c.nodes:
             c.first = node
@@ -310,16 +314,16 @@ class EGraph:
             c.nodes[node] = reason
 
     def add_to(self, cls: int, ref: Ref, reason: Justification) -> bool:
-        """Union class `cls` with a reference over its own slots."""
+        """Unify class `cls` with a reference over its own slots."""
         return self.union(self.ref(cls), ref, reason)
 
     def live(self) -> list[int]:
-        """Classes that were not merged away."""
+        """Return the classes that were not merged into others."""
         return [c for c, edge in enumerate(self.parent) if edge is None]
 
 
 def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
-    """The node with output slot i called to[i]."""
+    """Return the node with output slot i renamed to[i]."""
     if any(i >= node.out for i in to):
         return None
     order = [to.get(i, i) for i in range(node.out)]

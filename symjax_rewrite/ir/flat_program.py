@@ -1,4 +1,4 @@
-"""From a closed jaxpr to a flat list of equations over numbered values (a pass).
+"""Flat programs: a closed jaxpr as a list of equations over numbered values.
 
 Nested `jit` without sharding or donation is inlined, and so are custom_jvp/custom_vjp bodies:
 rewrites preserve values, and derivatives are taken of the original program (see `api`).
@@ -20,21 +20,21 @@ Value = int | jax_internals.Literal  # a numbered value, or a literal
 
 
 def bits(literal: jax_internals.Literal) -> bytes:
-    """What a literal's number is to the last bit, the sign of zero and NaN included."""
+    """Return the bits of a literal's number, with the sign of zero and the payload of NaN."""
     return np.asarray(literal.val).tobytes()
 
 
 def value_key(v: Value) -> object:
-    """Equal for values that are known to be equal."""
+    """Return a key that is equal for values known to be equal."""
     return v if isinstance(v, int) else (bits(v), v.aval)
 
 
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
-    name: of its primitive. same_as: for an equation that chooses an implementation by platform,
-    the values of one of them: what the result *is*, though the equation itself is what is emitted.
-    calls: those in whose inlined bodies it stands, the outermost first.
+    name: of its primitive. same_as: for an equation that chooses an implementation by platform, the
+    values of one implementation, by which the result is analysed; the equation itself is emitted.
+    calls: the calls in whose inlined bodies it stands, the outermost first.
     """
 
     __slots__ = ("calls", "eqn", "invals", "name", "outvals", "same_as")
@@ -51,7 +51,7 @@ class Equation:
         self.same_as, self.calls, self.name = same_as, calls, eqn.primitive.name
 
     def where(self) -> str:
-        """The user's line that it is of."""
+        """Return the user's source line of the equation."""
         return jax_internals.source_line(self.eqn, *reversed(self.calls))
 
 
@@ -59,8 +59,8 @@ class Equation:
 class Program:
     """A flat program: values are numbered; inputs and constants come first.
 
-    saved: values that implementations for several platforms may make each in its own way.
-    has_rules: whether calls with derivatives of their own stand in it as they are.
+    saved: values that differ between implementations for several platforms. has_rules: True if
+    calls with custom derivatives are not inlined.
     """
 
     closed: ClosedJaxpr
@@ -73,17 +73,17 @@ class Program:
     has_rules: bool = False
 
     def new_value(self, aval: Any) -> int:
-        """A fresh value of this aval."""
+        """Return a new value of this aval."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
 
 def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
-    """Number the values of a jaxpr and inline what may be inlined.
+    """Number the values of a jaxpr and inline its calls where permitted.
 
     Args:
         closed: the jaxpr.
-        has_rules: whether calls with derivatives of their own stay: for what is differentiated.
+        has_rules: True to keep calls with custom derivatives, for a program that is differentiated.
     """
     program = Program(closed, has_rules=has_rules)
     jaxpr = closed.jaxpr
@@ -140,7 +140,7 @@ def _inline(
 
 
 def _only_branch(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The implementation of all platforms but compilers of kernels, for which XLA never asks."""
+    """Return the implementation that XLA uses if the others are for kernel compilers, or None."""
     branches = jax_internals.platform_branches(eqn)
     names = eqn.params["branches_platforms"] if branches else ()
     rest = [k for k, name in enumerate(names) if name != ("mosaic",)]
@@ -150,10 +150,10 @@ def _only_branch(eqn: JaxprEqn) -> ClosedJaxpr | None:
 def _one_implementation(
     program: Program, eqn: JaxprEqn, invals: tuple[Value, ...]
 ) -> tuple[Value, ...]:
-    """Implementations for several platforms are equal: read the one made of known operations.
+    """Inline one of the equal implementations for several platforms: one of known operations.
 
-    Not where differentiation made them: what each saves for its own backward pass is not equal, and
-    comes from outside where that pass is the body of a loop.
+    Implementations that differentiation made are excluded: their residuals differ, and come from
+    outside if the backward pass is the body of a loop.
     """
     branches = jax_internals.platform_branches(eqn)
     if len(eqn.outvars) != 1:
@@ -180,7 +180,7 @@ CALLS = RULED | {"jit", "pjit", "closed_call"}
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The body of a call equation whose call may be dissolved, else None."""
+    """Return the body of a call equation that may be inlined, else None."""
     name = eqn.primitive.name
     if name in ("jit", "pjit"):
         is_open = jax_internals.jit_equation_is_plain(eqn) and not jax_internals.is_sealed(eqn)

@@ -1,7 +1,8 @@
-"""Rows of what reads a part: slices, concatenations, gathers, dynamic slices (imports `ops`).
+"""Lifting of primitives that read a part: slices, concatenations, gathers, dynamic slices.
 
-A gather reads some axes at index *values*: `TAKE(W, x₁, …)`, where W reads one bound index for
-each xⱼ. Index values that are numbers or an index of the result make it a plain slice.
+A gather reads some axes at index *values*: `TAKE(W, x₁, …)`, where W reads one bound index for each
+xⱼ. If the index values are numbers, or an index of the result, the gather is a plain slice. May
+import `primitives`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Ref
 
 Range = tuple[int, int]
-_INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not read
+_INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not lifted
 
 
 def _slice(s: Site) -> list[Ref] | None:
@@ -45,7 +46,7 @@ def _split(s: Site) -> list[Ref] | None:
 def _sliced(
     s: Site, spec: list[tuple[int, int]], k: int, gone: int | None = None
 ) -> list[Ref] | None:
-    """Operand 0 read at `start + stride·i` along each axis, as output k, which may lack one."""
+    """Return operand 0 at `start + stride·i` along each axis, as output k without axis `gone`."""
     entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
     theirs = list(s.outs[k].groups)
     if gone is not None:
@@ -71,7 +72,7 @@ def _sliced(
 
 
 def _stack(s: Site) -> list[Ref] | None:
-    """A concatenation of pieces that each hold one index of the new axis."""
+    """Return a concatenation of operands that each hold one index of the new axis."""
     d, axes = s.params["axis"], range(len(s.outs[0].groups))
     rest = [a for a in axes if a != d]
     args = []
@@ -86,7 +87,7 @@ def _stack(s: Site) -> list[Ref] | None:
 
 
 def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
-    """Atom positions of operand k over the output's, where its axes are read whole."""
+    """Return atom positions of operand k over the output's, where its axes are read whole."""
     to: dict[int, int] = {}
     for mine, theirs in onto.items():
         src, dst = s.ins[k].groups[mine], s.outs[0].groups[theirs]
@@ -107,7 +108,7 @@ def _unstack(s: Site) -> list[Ref] | None:
 
 
 def _tile(s: Site) -> list[Ref] | None:
-    """Repeating an axis is reading it at every index of a new axis before it."""
+    """Lift a repeated axis: the operand is read at every index of a new axis before it."""
     to: dict[int, int] = {}
     for mine, theirs in zip(s.ins[0].groups, s.outs[0].groups, strict=True):
         last = theirs[len(theirs) - len(mine) :]
@@ -142,7 +143,7 @@ def _concatenate(s: Site) -> list[Ref] | None:
 
 
 def number_range(g: EGraph, cls: int) -> Range | None:
-    """The smallest and largest value of an integer class, where arithmetic tells it."""
+    """Return the smallest and largest value of an integer class, or None if unknown."""
     node = g.classes[cls].first
     if dtype_kind(g.classes[cls].dtype) not in "iu":
         return None
@@ -171,7 +172,7 @@ def number_range(g: EGraph, cls: int) -> Range | None:
 
 
 def decided(g: EGraph, cls: int) -> bool | None:
-    """Whether an order test of integers holds everywhere, or nowhere; None where it varies."""
+    """Return the constant value of an order test of integers; None if it varies or is unknown."""
     node = g.classes[cls].first
     if node.op == CONST and isinstance(node.attr[0], bool):
         return node.attr[0]
@@ -186,7 +187,7 @@ def decided(g: EGraph, cls: int) -> bool | None:
 
 
 def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
-    """`(start, stride, index)` of an integer value `start + stride·index`; index -1: a number."""
+    """Return `(start, stride, index)` of an integer `start + stride·index`; index -1: a number."""
     node = g.classes[ref.cls].first
     bounds = number_range(g, ref.cls)
     if bounds is None:
@@ -213,10 +214,10 @@ def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
 
 
 class _Reading:
-    """How a gather reads its operand: each atom position of it, over the output's indices.
+    """The access pattern of a gather: each atom position of its operand, over the output's indices.
 
-    at: operand atom position to output index (-1: not yet). chosen: per index operand, the
-    position it selects along, the value and the window's output index (None: one element).
+    at: operand atom position to output index (-1: not yet). chosen: per index operand, the position
+    it selects along, the value and the window's output index (None: one element).
     """
 
     def __init__(self, s: Site) -> None:
@@ -225,18 +226,18 @@ class _Reading:
         self.chosen: list[tuple[int, Ref, int | None]] = []
 
     def plain(self, axis: int, out_axis: int) -> bool:
-        """The operand's axis is an axis of the output."""
+        """Record that an axis of the operand is an axis of the output."""
         mine, theirs = self.s.ins[0].groups[axis], self.s.outs[0].groups[out_axis]
         self.at.update(zip(mine, theirs, strict=False))
         ids = [self.s.ins[0].ids[q] for q in mine]
         return ids == [self.s.outs[0].ids[q] for q in theirs]
 
     def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> bool:
-        """The operand's axis is read at a value, or from a value on."""
+        """Record that an axis of the operand is read at a value, or in a window from a value on."""
         mine = self.s.ins[0].groups[axis]
         window = self.s.outs[0].groups[out_axis] if out_axis is not None else ()
         if not mine:
-            return not window  # an axis of one element is read at it, whatever the value
+            return not window  # an axis of one element is read at that element, whatever the value
         if value is None or len(mine) != 1 or len(window) > 1:
             return False
         self.chosen.append((mine[0], value, window[0] if window else None))
@@ -244,7 +245,7 @@ class _Reading:
 
 
 def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
-    """The operand as read: a slice where every value is a number or an index, else a TAKE."""
+    """Return the operand as read: a slice if every value is a number or an index, else a TAKE."""
     source, out = s.refs[0], len(s.outs[0].sizes)
     lines = [_known(s, entry) for entry in reading.chosen]
     chosen, attrs, at = [], {}, dict(reading.at)
@@ -262,7 +263,7 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
     if not chosen:
         return [_diagonals(s, Ref(source.cls, source.axes), at, attrs)]
     if any(q not in source.axes for q, _, _ in chosen) and mode == "fill":
-        return None  # the value does not vary there, but is missing out of range
+        return None  # the value is constant there, but missing out of range
     chosen = [c for c in chosen if c[0] in source.axes]
     where = {q: out + n for n, (q, _, _) in enumerate(chosen)}
     first = Ref(source.cls, tuple([where.get(i, at[i]) for i in source.axes]))
@@ -272,7 +273,7 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
 
 
 def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | None:
-    """`(slice entry, output index)` of values that are known and in range."""
+    """Return `(slice entry, output index)` of values that are known and in range."""
     axis, value, window = entry
     found, n = line(s.g, value), s.ins[0].sizes[axis]
     if found is None:
@@ -295,7 +296,7 @@ def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | Non
 
 
 def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) -> Ref:
-    """A slice, whose axes may meet in one index of the output."""
+    """Return a slice whose axes may share one index of the output."""
     sizes, axes, spec, seen = list(s.outs[0].sizes), [], [], set()
     meets: dict[int, int] = {}
     for i in source.axes:
@@ -361,7 +362,7 @@ _MODES = {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_
 
 
 def _fill(s: Site) -> Any:
-    """What is read out of range, as a constant's attribute (NaN meets itself there)."""
+    """Return the fill value out of range, as a constant's attribute (one NaN object)."""
     value, dtype = s.params["fill_value"], s.dtype[0]
     if value is None:
         kind = dtype_kind(dtype)
@@ -375,7 +376,7 @@ def _fill(s: Site) -> Any:
 
 
 def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
-    """Atom positions of the index array over the output's indices."""
+    """Return atom positions of the index array over the output's indices."""
     to: dict[int, int] = {}
     for mine, axis in zip(s.ins[1].groups[:-1], batch, strict=True):
         theirs = s.outs[0].groups[axis]
@@ -388,7 +389,7 @@ def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
 def _index_value(
     s: Site, start_index_map: tuple[int, ...], axis: int, over: dict[int, int]
 ) -> Ref | None:
-    """The index array's component for an operand axis, over the output's indices."""
+    """Return the index array's component for an operand axis, over the output's indices."""
     ref, last = s.refs[1], s.ins[1].groups[-1]
     if axis not in start_index_map or len(last) > 1:
         return None
@@ -398,7 +399,7 @@ def _index_value(
 
 
 def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
-    """Element k of an array along one of its atom positions: of `concat([a, b])`, a or b."""
+    """Return element k of an array along an atom position; of `concat([a, b])` it is a or b."""
     node = g.classes[ref.cls].first
     single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
     if single and ref.axes[node.attr[0]] == position:
@@ -411,7 +412,7 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
 
 
 def _pad(s: Site) -> list[Ref] | None:
-    """Padding at the edges is a concatenation with the padding value; negative, it is a slice."""
+    """Lift padding at the edges as a concatenation, and negative padding as a slice."""
     groups, value = s.outs[0].groups, s.refs[1]
     config = s.params["padding_config"]
     if all(isinstance(w, (int, np.integer)) for widths in config for w in widths) and all(
@@ -462,6 +463,6 @@ ROWS: dict[str, Row] = {
 
 
 def lift(name: str, site: Site) -> list[Ref] | None:
-    """The outputs of an equation as references, or None where it must stay native."""
+    """Return the outputs of an equation as references, or None if it must stay native."""
     row = ROWS.get(name)
     return row(site) if row else None

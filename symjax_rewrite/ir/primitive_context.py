@@ -1,4 +1,4 @@
-"""What a row of `ops` sees of its equation: operands, atoms, and a graph to add terms to."""
+"""The context in which a primitive is lifted: operands, atoms, and a graph for new terms."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Layout(NamedTuple):
 
 
 class Site:
-    """What a row sees of its equation: operand references and the index space of its output.
+    """The context of one equation: operand references and the index space of its output.
 
-    Output atoms are numbered 0..n-1 in order; `refs[k]` reads operand k over *its own* atom
-    positions; `ins` and `outs` are the layouts of operands and outputs, `dtype` the outputs'.
+    Output atoms are numbered 0..n-1 in order. `refs[k]` reads operand k over its own atom
+    positions. `ins` and `outs` are the layouts of operands and outputs. `dtype` is the outputs'
+    dtype.
     """
 
     __slots__ = ("dtype", "g", "ins", "outs", "params", "refs")
@@ -44,15 +45,15 @@ class Site:
     def add(
         self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0
     ) -> Ref:
-        """A term over the atoms of output k."""
+        """Add a term over the atoms of output k."""
         return self.g.add(op, attr, args, self.outs[k].sizes, bound, self.dtype[k])
 
     def node(self, k: int) -> Any:
-        """The original node of operand k's class."""
+        """Return the original node of operand k's class."""
         return self.g.classes[self.refs[k].cls].first
 
     def scalar(self, k: int) -> Any:
-        """The number operand k is everywhere, or None."""
+        """Return the number that all elements of operand k equal, or None."""
         ref = self.refs[k]
         if ref.axes:
             return None  # a constant has no index
@@ -60,7 +61,7 @@ class Site:
         return node.attr[0] if node.op == CONST else None
 
     def over(self) -> list[Ref] | None:
-        """Every operand over the output's atoms; None where the axes do not line up.
+        """Return every operand over the output's atoms; None if the axes do not line up.
 
         A scalar, and an axis of size 1, is read at every index of the output.
         """
@@ -84,11 +85,11 @@ class Site:
 
 
 def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:
-    """What a custom_linear_solve solves, if it is with a plain matrix.
+    """Return the axes of a custom_linear_solve with an explicit matrix.
 
     Returns:
-        (row axis, column axis of the matrix, axis of the right side): the matvec is
-        `out[.., row] = Σ_column matrix[row, column] · x[.., column]`; None for any other operator.
+        (row axis, column axis of the matrix, axis of the right side): the matvec is `out[.., row] =
+        Σ_column matrix[row, column] · x[.., column]`; None for any other operator.
     """
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     matvec = jaxprs.matvec
@@ -104,7 +105,7 @@ def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:
         return None
     first = dot.invars[0] is matrix
     column, vector = (lc[0], rc[0]) if first else (rc[0], lc[0])
-    # Where each axis of the dot's result goes: the matrix row must land where x's axis was.
+    # Axis map of the dot's result: the matrix row must take the place of x's axis.
     rest = len(x.aval.shape) - 1
     order = [-1, *range(rest)] if first else [*range(rest), -1]
     for eqn in eqns[1:]:

@@ -1,7 +1,8 @@
-"""One row per primitive: how an equation reads as an index term (imports terms).
+"""The table of primitives: one row each, which lifts an equation to an index term.
 
-A row gives, for the outputs of an equation, references into an e-graph; an equation that has no
-row, or whose axes do not line up with the solved atoms, is a native node: never an error.
+A row returns, for the outputs of an equation, references into an e-graph. An equation without a
+row, or whose axes do not line up with the solved atoms, becomes a native node and never an error.
+May import `egraph` and `primitive_context`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RING = "fciu"  # dtype kinds that are rings (bfloat16 and float8 report kind V a
 
 @functools.cache
 def dtype_kind(dtype: str) -> str:
-    """'f' float, 'c' complex, 'i' int, 'u' unsigned, 'b' bool, '?' anything else."""
+    """Return 'f' float, 'c' complex, 'i' int, 'u' unsigned, 'b' bool, '?' anything else."""
     if dtype == "bool":
         return "b"
     for prefix, kind in (
@@ -52,7 +53,7 @@ def dtype_kind(dtype: str) -> str:
 
 
 def holds(dtype: str, low: Dim, count: Dim) -> bool:
-    """Whether a dtype has every integer of `low, low + 1, ..., low + count - 1`, unrounded."""
+    """Return True if a dtype represents `low, low + 1, ..., low + count - 1` exactly."""
     kind = np.dtype(dtype)
     if kind.kind in "iu":
         info = np.iinfo(kind)
@@ -63,7 +64,7 @@ def holds(dtype: str, low: Dim, count: Dim) -> bool:
     else:
         return False
     if not isinstance(low, int) or not isinstance(count, int):
-        return most >= (1 << 31) - 1  # as many elements as an axis can have
+        return most >= (1 << 31) - 1  # the largest number of elements of an axis
     return least <= low and low + count - 1 <= most
 
 
@@ -81,7 +82,7 @@ def _elementwise(name: str) -> Row:
 
 
 def params_key(params: dict[str, Any]) -> tuple | None:
-    """Hashable form of an equation's params; None where there is none."""
+    """Return a hashable form of an equation's params, or None if there is none."""
     if not params:
         return ()
     key = tuple(sorted(params.items()))
@@ -93,7 +94,7 @@ def params_key(params: dict[str, Any]) -> tuple | None:
 
 
 def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
-    """What an equation of numbers makes in its dtype, if that is finite; None: not of numbers."""
+    """Return the constant result of an equation of numbers if it is finite, else None."""
     if any(ref.axes for ref in s.refs):
         return None
     values = [s.scalar(k) for k in range(len(s.refs))]
@@ -108,7 +109,7 @@ def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
 
 
 def _adds_nothing(s: Site, k: int, coefficient: int) -> bool:
-    """Whether operand k is a zero that leaves every bit of the other: −0 + 0 is 0, x − 0 is x."""
+    """Return True if operand k is a zero that changes no bit: −0 + 0 is 0, x − 0 is x."""
     zero = s.scalar(k)
     if zero is None or zero != 0:
         return False
@@ -170,7 +171,7 @@ def _div(s: Site) -> list[Ref] | None:
 
 
 def is_finite_nonzero(c: Any) -> bool:
-    """Whether a scalar can be a coefficient."""
+    """Return True if a scalar can be a coefficient."""
     number = complex(c)
     return math.isfinite(number.real) and math.isfinite(number.imag) and number != 0
 
@@ -193,7 +194,7 @@ def _square(s: Site) -> list[Ref] | None:
 
 
 def _one_minus_square(s: Site) -> list[Ref] | None:
-    """(1 + x)·(1 − x), as jax defines it."""
+    """Return (1 + x)·(1 − x), as jax defines it."""
     refs = s.over()
     if dtype_kind(s.dtype[0]) not in RING or refs is None:
         return None
@@ -223,7 +224,7 @@ def _convert(s: Site) -> list[Ref] | None:
 
 
 def _reduce_precision(s: Site) -> list[Ref] | None:
-    """Nothing where the dtype has no more bits: so differentiation marks what it keeps."""
+    """Return the operand if its dtype has no more bits: so differentiation marks residuals."""
     if dtype_kind(s.dtype[0]) == "f":
         kept = jnp.finfo(s.dtype[0])
         if s.params["exponent_bits"] >= kept.nexp and s.params["mantissa_bits"] >= kept.nmant:
@@ -257,7 +258,7 @@ def _iota(s: Site) -> list[Ref] | None:
     if jax_internals.constrains(s.params.get("sharding")) or len(group) != 1:
         return None
     if not holds(s.dtype[0], 0, s.outs[0].sizes[group[0]]):
-        return None  # an index that wraps or rounds is no index
+        return None  # an index that wraps or rounds is no affine index
     ref = s.g.add(IOTA, None, (), (s.outs[0].sizes[group[0]],), (), s.dtype[0])
     return [Ref(ref.cls, group)]
 
@@ -286,11 +287,11 @@ Positions = tuple[int, ...]
 def _dot_plan(
     left: Groups, right: Groups, numbers: tuple
 ) -> tuple[tuple[Positions, Positions], tuple[Positions, Positions], list[list[int]]] | None:
-    """How a product reads its operands, by atom positions; None where axes do not line up.
+    """Return the operand accesses of a product, by atom positions; None if axes do not line up.
 
     Returns:
-        The left and right atoms that its outputs are, those that are summed over, and for each
-        operand the term's index of every atom.
+        The left and right atoms of its outputs, the left and right atoms that are summed over, and
+        for each operand the term's index of every atom.
     """
     (lc, rc), (lb, rb) = numbers
     if any(len(left[a]) != len(right[b]) for a, b in (*zip(lb, rb), *zip(lc, rc))):  # noqa: B905
@@ -310,7 +311,7 @@ def _dot_plan(
 
 
 def precision_key(precision: Any) -> object:
-    """None for the default, else the precision of both operands (or a dot algorithm)."""
+    """Return None for the default, else the precision of both operands (or a dot algorithm)."""
     if precision is None:
         return None
     if isinstance(precision, tuple) and all(str(x) == "DEFAULT" for x in precision):
@@ -320,7 +321,7 @@ def precision_key(precision: Any) -> object:
 
 @functools.lru_cache(1 << 12)
 def _reduced(groups: Groups, axes: tuple[int, ...]) -> tuple[Positions, Positions, list[int]]:
-    """The atoms a reduction keeps, those it loses, and the term's index of every atom."""
+    """Return the atoms a reduction keeps, the reduced atoms, and the term's index of every atom."""
     kept = tuple([q for a, g in enumerate(groups) if a not in axes for q in g])
     lost = tuple([q for a, g in enumerate(groups) if a in axes for q in g])
     index = {q: n for n, q in enumerate((*kept, *lost))}
@@ -347,7 +348,7 @@ def _reduce(monoid: str) -> Row:
 
 
 def _view(pairs_of: Callable[[Site], tuple[tuple[int, int], ...] | None]) -> Row:
-    """A row that only re-reads its operand: pairs of an axis and the output axis that it is."""
+    """Return a row that only re-indexes its operand, from pairs of an axis and its output axis."""
 
     def row(s: Site) -> list[Ref] | None:
         pairs = pairs_of(s)
@@ -369,7 +370,7 @@ def _view(pairs_of: Callable[[Site], tuple[tuple[int, int], ...] | None]) -> Row
 def _placed(
     groups: Groups, out: Groups, pairs: tuple[tuple[int, int], ...]
 ) -> tuple[int, ...] | None:
-    """For every atom of a value its place in the output, -1 for none; None: they do not fit."""
+    """Return, for every atom, its place in the output, -1 for none; None if they do not fit."""
     to = [-1] * sum(map(len, groups))
     for a, b in pairs:
         if groups[a] and len(groups[a]) != len(out[b]):
@@ -402,7 +403,7 @@ def _reshape(s: Site) -> list[Ref] | None:
 
 
 def _conv(s: Site) -> list[Ref] | None:
-    """A convolution: output features are shared by the kernel and the result."""
+    """Lift a convolution: the kernel and the result share the index of output features."""
     spec, key = s.params["dimension_numbers"], params_key(s.params)
     features, kernel = s.outs[0].groups[spec.out_spec[1]], s.ins[1].groups[spec.rhs_spec[0]]
     if key is None or dtype_kind(s.dtype[0]) not in "fc" or len(features) != len(kernel):
@@ -427,7 +428,7 @@ def _conv(s: Site) -> list[Ref] | None:
 
 
 def _linear_solve(s: Site) -> list[Ref] | None:
-    """A solve; the matrix is the constant of `matvec`."""
+    """Lift a linear solve; the matrix is the constant of `matvec`."""
     matrix = solve_matrix(s.params)
     if matrix is None or len(s.outs) != 1 or dtype_kind(s.dtype[0]) not in "fc":
         return None
@@ -441,14 +442,15 @@ def _linear_solve(s: Site) -> list[Ref] | None:
     n = s.ins[0].sizes[0]
     out = len(s.outs[0].sizes)
     at = groups[vector][0]
-    # The matrix maps column to row, so the right side's axis is its row, the result's its column.
+    # The matrix maps column to row, so the right side's axis is its row and the result's its
+    # column.
     place = {s.ins[0].groups[row][0]: out, s.ins[0].groups[column][0]: at}
     left = a.over(place)
     right = b.moved(at, out)
     return [s.add(SOLVE, None, (left, right), (n,))]
 
 
-# Elementwise primitives without an algebra of their own, and those that have one.
+# Elementwise primitives without algebraic laws, and those with laws.
 MAPS = frozenset(
     """abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj cos cosh
     digamma erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag is_finite le lgamma
@@ -495,7 +497,7 @@ ROWS: dict[str, Row] = {
     "conv_general_dilated": _conv,
 }
 
-# Those that NumPy has, with the same meaning for integers and booleans.
+# Primitives that NumPy has, with the same meaning for integers and booleans.
 NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "add_any": np.add,
@@ -521,11 +523,11 @@ VIEWS = frozenset(
 )
 
 
-_NAN = float("nan")  # one object, so that a NaN constant meets itself in the hash table
+_NAN = float("nan")  # one object, so that NaN constants compare equal in the hash table
 
 
 def constant(g: EGraph, value: Any, dtype: str) -> Ref:
-    """A scalar constant; its text is part of the key because 0.0 and -0.0 compare equal."""
+    """Return a scalar constant; its text is in the key because 0.0 and -0.0 compare equal."""
     if isinstance(value, float) and value != value:
         value = _NAN
     return g.add(CONST, (value, dtype, repr(value)), (), (), (), dtype)
@@ -542,7 +544,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a literal or constant is one concrete number of a ring or bool dtype."""
+    """Return True if a literal or constant is one concrete number of a ring or bool dtype."""
     return (
         not isinstance(value, jax_internals.Tracer)
         and getattr(value, "shape", ()) == ()

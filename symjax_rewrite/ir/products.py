@@ -1,7 +1,8 @@
-"""Products: contractions flattened through their factors (imports the e-graph).
+"""Products: contractions flattened through their factors.
 
-A class that is a contraction of contractions is one n-ary product `c · Σ_bound Π factors`. Every
-law about products (order, distribution, common factors, partial access) is stated on this form.
+A class that is a contraction of contractions is one n-ary product `c · Σ_bound Π factors`. All laws
+of products (order, distribution, common factors, partial access) are stated on this form. May
+import `egraph`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 
-MAX_FACTORS = 48  # so many have n³/6 connected pairs within the default budget of pairs
+MAX_FACTORS = 48  # 48³/6 connected pairs fit the default budget of pairs
 HALF = frozenset({"float16", "bfloat16"})
 
 
 class Scale(NamedTuple):
-    """A number that scaled the product of some of the factors, where the program was written.
+    """A number that scales the product of some of the factors in the written program.
 
-    homes: the classes of those factors, sorted; one for each of them.
+    homes: the classes of those factors, sorted; one entry for each factor.
     """
 
     value: Any
@@ -36,9 +37,9 @@ class Scale(NamedTuple):
 class Product(NamedTuple):
     """coefficient · Σ over bound of the product of factors.
 
-    Factors read indices `0..out-1` (slots of the class) and `out..` (bound). `coefficient` is all
-    that the product is scaled by; `scales` are those numbers in it that may not leave the factors
-    they scaled: outside, what is finite as written might be inf (see `scales`).
+    Factors read indices `0..out-1` (slots of the class) and `out..` (bound). `coefficient` is the
+    product of all scales. `scales` are the numbers in it that must stay with the factors they
+    scale: outside the product, a value that is finite as written might be inf.
     """
 
     coefficient: Any
@@ -56,32 +57,32 @@ class Product(NamedTuple):
 
 
 def is_half(dtype: str) -> bool:
-    """Dtypes in which a scale or a count must not leave a sum (257 is 256 in bfloat16)."""
+    """Return True for dtypes whose scales must stay in a sum (257 is 256 in bfloat16)."""
     return dtype in HALF or dtype.startswith("float8")
 
 
 def held_dtype(dtype: str) -> str:
-    """The dtype in which a kernel holds values of a dtype between two operations."""
+    """Return the dtype in which a kernel holds values of a dtype between two operations."""
     return "float32" if is_half(dtype) else dtype
 
 
 @functools.cache
 def ends_early(dtype: str) -> bool:
-    """Dtypes whose largest number a sum of products may pass (float16 ends at 65504)."""
+    """Return True for dtypes that a sum of products may overflow (float16 ends at 65504)."""
     return dtype_kind(dtype) == "f" and float(jax.numpy.finfo(dtype).max) < 1e30
 
 
 def own_product(g: EGraph, cls: int) -> Product:
-    """The class as a product of itself alone."""
+    """Return the class as a product of itself alone."""
     return Product(1, (g.ref(cls),), len(g.classes[cls].sizes), ())
 
 
 def expand(
     g: EGraph, cls: int, may_open: Callable[[int], bool], made: dict[int, Product] | None = None
 ) -> Product:
-    """The flattest product of a class; `may_open` says which factor classes are looked into.
+    """Return the flattest product of a class; `may_open` tells which factor classes are expanded.
 
-    made: products of classes that are known already; those found on the way are added.
+    made: products of classes that are known already; new ones are added.
     """
     made = {} if made is None else made
     _expand_all(g, [cls], may_open, made, set())
@@ -95,9 +96,9 @@ def _expand_all(
     made: dict[int, Product],
     begun: set[int],
 ) -> None:
-    """Products of classes, operands first, each made once (a chain of squares has 2ⁿ paths).
+    """Expand classes, operands first, each once (a chain of squares has 2ⁿ paths).
 
-    A class that is met again while it is being made (a = 1·a) is a factor there.
+    A class that recurs in its own expansion (a = 1·a) is a factor there.
     """
     stack = list(reversed(classes))
     while stack:
@@ -116,14 +117,14 @@ def _expand_all(
 
 
 def _opened(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> list[int]:
-    """Classes of the factors that are looked into, the last first."""
+    """Return the classes of the factors to expand, the last first."""
     dtype = g.classes[cls].dtype
     found = [g.find(a).cls for a in reversed(node.args)]
     return [c for c in found if c != cls and g.classes[c].dtype == dtype and may_open(c)]
 
 
 def flattest(g: EGraph, cls: int) -> Product:
-    """The class as a product with every factor opened; kept until the next union."""
+    """Return the class as a product with every factor expanded; cached until the next union."""
     return expand(g, cls, _always, g.facts("product"))
 
 
@@ -132,7 +133,7 @@ def _always(cls: int) -> bool:
 
 
 def product_node(g: EGraph, cls: int) -> Node | None:
-    """The node of a class that reads as a product: a contraction, or a scaled single term."""
+    """Return the node of a class that is a product: a contraction, or a scaled single term."""
     best: Node | None = None
     for node, reason in g.classes[cls].nodes.items():
         if node.op == CONTRACT or (node.op == ADD and len(node.args) == 1):
@@ -146,7 +147,7 @@ def product_node(g: EGraph, cls: int) -> Node | None:
 
 
 def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) -> Product:
-    """The flattest product of one contraction or scaled term of a class."""
+    """Return the flattest product of one contraction or scaled term of a class."""
     made: dict[int, Product] = {}
     _expand_all(g, _opened(g, cls, node, may_open)[::-1], may_open, made, {cls})
     return _open(g, cls, node, may_open, made)
@@ -155,7 +156,7 @@ def expand_node(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]
 def _open(
     g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool], made: dict[int, Product]
 ) -> Product:
-    """A node with the products of its factors put in, as many as `MAX_FACTORS` allows."""
+    """Substitute the products of a node's factors, as far as `MAX_FACTORS` allows."""
     dtype = g.classes[cls].dtype
     coefficient: Any = node.attr[0] if node.op == ADD else 1
     precision = node.attr if node.op == CONTRACT else None
@@ -184,9 +185,9 @@ def _open(
 
 
 def with_scale(p: Product, value: Any, dtype: str) -> Product:
-    """The product, noting that `value`, counted in its coefficient, scaled all of its factors.
+    """Return the product with a note that `value`, part of its coefficient, scales all its factors.
 
-    What scaled the same factors is one number, and so is what scaled all of them but one: then
+    Scales of the same factors are multiplied into one number, as are scales of all factors but one:
     only the last product lies between the two.
     """
     if dtype_kind(dtype) != "f" or value in (0, 1):
@@ -204,21 +205,21 @@ def with_scale(p: Product, value: Any, dtype: str) -> Product:
 
 
 def is_held(value: Any, dtype: str) -> bool:
-    """Whether a number has a place: what is less than 1 must not be left out of a product.
+    """Return True if a number must stay with its factors: numbers below 1 must.
 
-    A number above 1 may be multiplied with last, where the result is finite; one that is so large
-    that products without it would be flushed to zero may not.
+    A number above 1 may be multiplied last if the result is finite. A number so large that products
+    without it would be flushed to zero may not.
     """
     return abs(value) < 1 or not is_moderate(value, dtype)
 
 
 @functools.cache
 def is_moderate(value: Any, dtype: str) -> bool:
-    """Whether a number may scale another factor than it did: it is within 2^±(range/8).
+    """Return True if a number may scale another factor: it is within 2^±(range/8).
 
-    A number below 1 that moves to another factor makes nothing infinite; what it moves to may be
-    flushed to zero where the written factor was not. An eighth of the exponents (2^±16 in float32,
-    2^±2 in float16) is what a sum over as many elements may differ by in another order.
+    A number below 1 that moves to another factor makes nothing infinite; that factor may be flushed
+    to zero where the written factor was not. An eighth of the exponents (2^±16 in float32, 2^±2 in
+    float16) is the range by which a sum over as many elements may differ in another order.
     """
     return abs(math.log2(abs(value))) <= math.log2(float(jax.numpy.finfo(dtype).max)) / 8
 
@@ -228,7 +229,7 @@ _LEVEL = {"DEFAULT": 0, "HIGH": 1, "HIGHEST": 2}
 
 
 def merge_precision(a: Any, b: Any) -> Any:
-    """The stronger of two precisions; `_CLASH` where they do not compare (dot algorithms)."""
+    """Return the stronger of two precisions; `_CLASH` if they do not compare (dot algorithms)."""
     if a == b or b is None:
         return a
     if a is None:
@@ -240,21 +241,21 @@ def merge_precision(a: Any, b: Any) -> Any:
 
 
 def is_ring(dtype: str) -> bool:
-    """Integer dtypes: the ring laws hold exactly."""
+    """Return True for integer dtypes: the ring laws hold exactly."""
     return dtype_kind(dtype) in "iu"
 
 
 def scaled(
     g: EGraph, ref: Ref, coefficient: Any, sizes: tuple[Dim, ...], why: Justification
 ) -> Ref:
-    """coefficient · ref."""
+    """Return coefficient · ref."""
     if coefficient == 1:
         return ref
     return g.add(ADD, (coefficient,), (ref,), sizes, (), g.classes[ref.cls].dtype, why)
 
 
 def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification) -> Ref:
-    """The product as one n-ary contraction node."""
+    """Return the product as one n-ary contraction node."""
     if len(p.factors) == 1 and not p.bound:
         return scaled(g, p.factors[0], p.coefficient, sizes, why)
     ref = g.add(CONTRACT, p.precision, p.factors, sizes, p.bound, dtype, why)

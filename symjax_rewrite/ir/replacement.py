@@ -1,8 +1,8 @@
-"""Replacing values of a program: chosen parts become equations that later passes read.
+"""Replacement of values of a program: chosen parts become equations that later passes read.
 
-A `Part` makes some values of a program another way. `replace` puts parts into a program: each is
-either opened (the equations it stages out become the program's own) or stays one equation, which
-later passes see as an operation they know nothing of. Equations that nothing needs are left out.
+A `Part` computes some values of a program in another way. `replaced` puts parts into a program. An
+opened part is staged out into equations of the program. Any other part becomes one equation, which
+later passes see as an opaque operation. Dead equations are left out.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
 from symjax_rewrite.jax_internals import JaxprEqn
 
-Read = Callable[[Value], Any]  # the array of a value
+Read = Callable[[Value], Any]  # returns the array of a value
 
 
 class Part(Protocol):
-    """Values of a program made another way."""
+    """An alternative computation of some values of a program."""
 
     @property
     def gives(self) -> tuple[int, ...]:
-        """The values that it can make."""
+        """Return the values that the part can compute."""
         ...
 
     @property
     def opens(self) -> bool:
-        """True if later passes see what it stages out instead of one equation."""
+        """Return True if later passes see the part's equations, not one opaque equation."""
         ...
 
     @property
     def source(self) -> JaxprEqn | None:
-        """The equation whose name scope and source line its own have."""
+        """Return the equation whose name scope and source line the part's equations get."""
         ...
 
     def needs(self, value: int) -> Iterable[int]:
-        """The values that are read to make one of those it gives."""
+        """Return the values that are read to compute one of the given values."""
         ...
 
     def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
-        """The arrays of the values wanted, which are some of those it gives."""
+        """Return the arrays of the wanted values, a subset of the given values."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class _Unit:
-    """An equation, or values that a part makes together."""
+    """An equation, or values that a part computes together."""
 
     maker: Equation | Part
     makes: list[int]
@@ -55,9 +55,9 @@ class _Unit:
 
 
 class ConflictError(Exception):
-    """Parts that cannot stand together (internal).
+    """Parts that exclude each other (internal).
 
-    parts: those of which one must go; empty where an order of effects is at stake.
+    parts: one of these must be dropped; empty if an order of effects is violated.
     """
 
     def __init__(self, parts: list[Part]) -> None:
@@ -69,23 +69,26 @@ def replaced(program: Program, parts: Sequence[Part]) -> Program:
     """Put parts into a program.
 
     Args:
-        program: what it is now.
-        parts: no value is given by two of them.
+        program: the current program.
+        parts: alternative computations; no value is given by two parts.
+
+    Returns:
+        The program with these parts, without dead equations.
 
     Raises:
-        ConflictError: some parts wait for each other.
+        ConflictError: some parts depend on each other in a cycle.
     """
     units = _Units(program, parts)
     return _Rebuilt(program).run(units.ordered())
 
 
 def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
-    """The values that are still made once parts stand in a program."""
+    """Return the values that are still computed once parts stand in a program."""
     return set(_Units(program, parts).unit_of)
 
 
 class _Units:
-    """The units of a program with parts, as far as its results and effects need them."""
+    """The units of a program with parts that its results and effects depend on."""
 
     def __init__(self, program: Program, parts: Sequence[Part]) -> None:
         self.program = program
@@ -134,7 +137,7 @@ class _Units:
         return unit
 
     def ordered(self) -> list[_Unit]:
-        """The units, each after those it reads; equations in the order of the program."""
+        """Return the units, each after the units it reads; equations keep their order."""
         while True:
             try:
                 order = self._sorted()
@@ -148,7 +151,7 @@ class _Units:
             return order
 
     def _divided(self, parts: list[Part]) -> bool:
-        """Give every value of these parts a unit of its own; False where each has one."""
+        """Give every value of these parts a unit of its own; False if each has one already."""
         wide = [u for u in self._units.values() if u.maker in parts and len(u.makes) > 1]
         for unit in wide:
             assert not isinstance(unit.maker, Equation)
@@ -182,7 +185,7 @@ class _Units:
         return order
 
     def _starts(self) -> Iterator[_Unit]:
-        """The units in the order of what they replace."""
+        """Yield the units in the order of the equations that they replace."""
         for e in self.program.equations:
             for v in e.outvals:
                 if v in self.unit_of:
@@ -195,14 +198,14 @@ class _Units:
 
 
 def _parts_on(path: dict[int, tuple[_Unit, Any]], start: int) -> list[Part]:
-    """The parts on a cycle."""
+    """Return the parts on a cycle."""
     names = list(path)
     makers = [path[n][0].maker for n in names[names.index(start) :]]
     return [m for m in makers if not isinstance(m, Equation)]
 
 
 class _Rebuilt:
-    """Writes units as equations of a new program; values keep their numbers where they can."""
+    """The writer of units as equations of a new program; values keep their numbers if possible."""
 
     def __init__(self, program: Program) -> None:
         self.old = program
@@ -212,7 +215,7 @@ class _Rebuilt:
             consts=dict(program.consts),
             equations=[],
         )
-        self.name: dict[int, Value] = {}  # what stands for a value now
+        self.name: dict[int, Value] = {}  # current replacement of a value
 
     def run(self, units: list[_Unit]) -> Program:
         for unit in units:
@@ -238,7 +241,7 @@ class _Rebuilt:
         return Equation(e.eqn, invals, e.outvals, same_as, e.calls)
 
     def _function(self, part: Part, unit: _Unit) -> tuple[list[int], Callable[..., list[Any]]]:
-        """What a unit reads, and the function of it that gives what the unit makes."""
+        """Return the values that a unit reads, and the function from these to the unit's values."""
         reads = list(dict.fromkeys(unit.reads))
         avals = [self.old.avals[v] for v in unit.makes]
 

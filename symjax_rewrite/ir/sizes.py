@@ -1,7 +1,8 @@
-"""Sizes: integers, or polynomials over named sizes (imports the ground layer only).
+"""Sizes: integers, or polynomials over named sizes.
 
-A `Dim` is a Python `int` or a `Poly`. Inner loops multiply and compare ints; a `Poly` does the
-same with small dictionaries. SymPy appears only in `to_sympy`, for a person to read.
+A `Dim` is a Python `int` or a `Poly`. Inner loops multiply and compare ints; a `Poly` does the same
+with small dictionaries. SymPy appears only in `to_sympy`, whose result is for reading. May import
+`errors` and `jax_internals`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Poly:
 
     @classmethod
     def var(cls, name: str) -> Poly:
-        """The polynomial that is one named size."""
+        """Return the polynomial of one named size."""
         return cls({((name, 1),): 1})
 
     def __hash__(self) -> int:
@@ -80,11 +81,11 @@ class Poly:
     __rmul__ = __mul__
 
     def variables(self) -> set[str]:
-        """The names in the polynomial."""
+        """Return the names in the polynomial."""
         return {name for m, _ in self.terms for name, _ in m}
 
     def at(self, env: Mapping[str, Any]) -> Any:
-        """The value with every name replaced (by numbers, or by JAX dimensions)."""
+        """Return the value with every name replaced (by numbers, or by JAX dimensions)."""
         total: Any = 0
         for m, c in self.terms:
             value: Any = c
@@ -95,7 +96,7 @@ class Poly:
         return total
 
     def divide(self, other: Dim) -> Dim | None:
-        """The quotient by a single-term divisor, where it is exact; else None."""
+        """Return the quotient by a single-term divisor if it is exact, else None."""
         divisor = _poly(other)
         if len(divisor.terms) != 1:
             return 1 if divisor == self else None
@@ -141,7 +142,7 @@ def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
 
 
 def simplify(dim: Dim) -> Dim:
-    """An int where the polynomial is a constant."""
+    """Return an int if the polynomial is a constant, else the polynomial."""
     if isinstance(dim, Poly) and all(m == () for m, _ in dim.terms):
         constant: Any = dim.terms[0][1] if dim.terms else 0
         return constant
@@ -149,14 +150,14 @@ def simplify(dim: Dim) -> Dim:
 
 
 def from_jax(size: Any) -> Dim:
-    """The Dim of an entry of a JAX shape."""
+    """Return the Dim of an entry of a JAX shape."""
     if jax_internals.is_symbolic(size):
         return simplify(Poly(dict(jax_internals.dim_monomials(size))))
     return int(size)
 
 
 def product(sizes: Iterable[Dim]) -> Dim:
-    """The product of sizes; 1 of none."""
+    """Return the product of sizes; 1 for no sizes."""
     out: Dim = 1
     for s in sizes:
         out = s * out if out != 1 else s
@@ -164,26 +165,26 @@ def product(sizes: Iterable[Dim]) -> Dim:
 
 
 def divide(a: Dim, b: Dim) -> Dim | None:
-    """a / b where it is exact, else None."""
+    """Return a / b if it is exact, else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     return _poly(a).divide(b)
 
 
 def value(dim: Dim, env: Mapping[str, int]) -> int:
-    """The number a size is at some sample of the named sizes."""
+    """Return a size as a number at a sample of the named sizes."""
     return dim if isinstance(dim, int) else dim.at(_Default(env))
 
 
 class _Default(dict):
-    """Names that no sample fixes (opaque factors such as `floordiv(b, 2)`) count as 64."""
+    """A sample whose missing names (opaque factors such as `floordiv(b, 2)`) count as 64."""
 
     def __missing__(self, key: str) -> int:
         return 64
 
 
 class Assumptions:
-    """What is known of the named sizes: every one is ≥ 1, and what the user says.
+    """Facts about the named sizes: every size is ≥ 1, and the user's facts hold.
 
     Args:
         facts: comparisons such as `"r < d/8"`, `"T >= 1"`, `"T == 4*d"`.
@@ -194,7 +195,7 @@ class Assumptions:
 
     def __init__(self, facts: Iterable[str] = ()) -> None:
         self.facts = tuple(facts)
-        self._lower: list[tuple[Poly, int]] = []  # each: polynomial >= bound
+        self._lower: list[tuple[Poly, int]] = []  # (polynomial, bound): polynomial >= bound
         for fact in self.facts:
             match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|==|<|>)\s*(.+?)\s*", fact)
             if not match:
@@ -209,11 +210,11 @@ class Assumptions:
         self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
 
     def nonnegative(self, p: Dim | float) -> bool:
-        """Whether p ≥ 0 is provable for all sizes allowed (False: not proved).
+        """Return True if p ≥ 0 is provable for all sizes allowed (False: not proved).
 
-        Sizes with a constant upper bound in which p is linear are tried at both ends; for the
-        rest every name becomes its lower bound plus something ≥ 0, and all coefficients of the
-        result must be ≥ 0.
+        Sizes with a constant upper bound in which p is linear are tried at both ends. Every other
+        name is replaced by its lower bound plus a term ≥ 0, and all coefficients of the result must
+        be ≥ 0.
         """
         if isinstance(p, Poly):
             p = simplify(p)
@@ -230,7 +231,7 @@ class Assumptions:
         return False
 
     def _upper(self) -> dict[str, float]:
-        """Constant upper bounds: facts `c - a·x ≥ b`."""
+        """Return constant upper bounds: facts `c - a·x ≥ b`."""
         out: dict[str, float] = {}
         for fact, bound in self._lower:
             names = [(m, c) for m, c in fact.terms if m]
@@ -242,7 +243,7 @@ class Assumptions:
         return out
 
     def _substitutions(self) -> Iterable[list[tuple[str, Poly]]]:
-        """Lower bounds of one name by others: facts `a·x - rest ≥ b`, and means of two of them."""
+        """Yield lower bounds of a name by others: facts `a·x - rest ≥ b`, and means of two."""
         yield []
         bounds: dict[str, list[Poly]] = {}
         for fact, bound in self._lower:
@@ -260,7 +261,7 @@ class Assumptions:
                     yield [(name, (low + other) * 0.5 + slack)]
 
     def samples(self, names: Iterable[str]) -> list[dict[str, int]]:
-        """Concrete sizes that satisfy the facts, small to large, the same in every process."""
+        """Return concrete sizes that satisfy the facts, small to large; deterministic."""
         ordered = sorted(names)
         out = []
         for scale in (64, 1024, 16):
@@ -332,7 +333,7 @@ def _parse_sum(text: str) -> Poly:
 
 
 def to_sympy(dim: Dim | float) -> Any:
-    """The size as a SymPy expression with positive integer symbols."""
+    """Return the size as a SymPy expression with positive integer symbols."""
     import sympy
 
     if not isinstance(dim, Poly):

@@ -1,7 +1,8 @@
-"""Step programs: elementwise terms in the order in which a kernel computes them (imports nothing).
+"""Step programs: elementwise terms in the order in which a kernel computes them.
 
-Recognisers write what a kernel does to one tile, row or state as steps. Equal steps are one step.
-Specs compare programs by `key`: functions made of equal steps are equal.
+Recognisers write the computation of a kernel on one tile, row or state as steps. Equal steps are
+one step. Specs compare programs by `key_of`: functions made of equal steps are equal. Imports
+nothing of the package.
 
     p = StepProgram()
     x = p.add("value", 0, (), "float32")
@@ -41,7 +42,7 @@ class StepProgram:
     known: dict[tuple, int] = field(default_factory=dict, init=False)
 
     def add(self, kind: str, data: Any = None, args: tuple[int, ...] = (), dtype: str = "") -> int:
-        """Return the number of a step, which is added if it is new."""
+        """Return the number of a step; a new step is added."""
         step = Step(kind, data, args, dtype)
         number = self.known.setdefault(step_key(step), len(self.steps))
         if number == len(self.steps):
@@ -54,19 +55,19 @@ class StepProgram:
 
 
 def place_in(items: list[Item], item: Item) -> int:
-    """Return the place of an item in a list, to which it is added if it is new."""
+    """Return the place of an item in a list; a new item is added."""
     if item not in items:
         items.append(item)
     return items.index(item)
 
 
 def step_key(step: Step) -> tuple:
-    """Return what tells a step from others, hashable."""
+    """Return a hashable key that is equal for equal steps."""
     return (step.kind, repr(step.data), step.args, step.dtype)
 
 
 def key_of(steps: Iterable[Step]) -> tuple:
-    """Return what tells a program from others, hashable."""
+    """Return a hashable key that is equal for equal programs."""
     return tuple([step_key(step) for step in steps])
 
 

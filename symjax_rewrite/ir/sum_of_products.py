@@ -2,8 +2,8 @@
 
     (a + 2·b)[i, j] · c[i]  →  1·a[i, j]·c[i] + 2·b[i, j]·c[i]
 
-A recogniser supplies what may be opened (`opens`), what must not stay open (`keeps`), and its own
-reading of the terms. Indices are the numbers that the caller gives them.
+A recogniser supplies predicates that permit (`opens`) or refuse (`keeps`) an expansion, and its own
+interpretation of the terms. Indices are the numbers that the caller gives them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class ProductTerm(NamedTuple):
 
 @dataclass(slots=True)
 class SumOfProducts:
-    """Multiplies references out.
+    """The expansion of references into sums of products.
 
-    What is not opened is a factor. So is what would give too many terms or factors, or lies too
-    deep. Opened are constants, sums with real coefficients, products without bound indices, and
-    maps of one operand that are read as this operand (casts).
+    Expanded are constants, sums with real coefficients, products without bound indices, and maps of
+    one operand that are read as this operand (casts). Any other reference is a factor. So is a
+    reference whose expansion gives too many terms or factors, or is nested too deeply.
 
-    opens: True if a reference, with its class's original node, is looked into.
-    keeps: True if a reference stays opened into some terms; None where every one does.
-    opened: the classes looked into.
+    opens: True if a reference, with its class's original node, may be expanded.
+    keeps: True if an expansion into some terms is accepted; None accepts every expansion.
+    opened: the classes that were expanded.
     """
 
     g: EGraph
@@ -51,7 +51,7 @@ class SumOfProducts:
     depth: int = 0
 
     def terms(self, ref: Ref) -> list[ProductTerm]:
-        """Return the terms of a reference; itself alone where it is not opened."""
+        """Return the terms of a reference; itself alone if it is not expanded."""
         found = self.known.get(ref)
         if found is None:
             self.depth += 1
@@ -65,11 +65,11 @@ class SumOfProducts:
         return found
 
     def is_factor(self, ref: Ref) -> bool:
-        """Return True if a reference is not opened."""
+        """Return True if a reference is not expanded."""
         return self.terms(ref) == [ProductTerm(1, (ref,))]
 
     def product(self, refs: Iterable[Ref]) -> list[ProductTerm] | None:
-        """Return the terms of a product of references; None if they are too many."""
+        """Return the terms of a product of references; None if there are too many."""
         out = [ProductTerm(1, ())]
         for ref in refs:
             terms = self.terms(ref)

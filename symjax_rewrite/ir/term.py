@@ -1,10 +1,10 @@
-"""Index terms: nodes, references and their canonical form (imports the ground layer and `dims`).
+"""Index terms: nodes, references and their canonical form.
 
-A value with axes is a function of its indices. A *term* has a small index space of its own:
-output indices `0..out-1`, then bound indices `out..`. An *operand* is `(class, axes)`: for each
-slot of the class, the index it reads. So a transpose or a broadcast is no operation but another
-way to write indices (Mathematics of Arrays calls it psi reduction), and a diagonal is an index
-read twice.
+A value with axes is a function of its indices. A *term* has a small index space of its own: output
+indices `0..out-1`, then bound indices `out..`. An *operand* is `(class, axes)`: for each slot of
+the class, the index it reads. So a transpose or a broadcast is no operation but another way to
+write indices (Mathematics of Arrays calls it psi reduction), and a diagonal is an index read twice.
+May import `sizes`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Ref(NamedTuple):
     axes: Axes
 
     def over(self, index: Sequence[int] | Mapping[int, int]) -> Ref:
-        """Return the value with every index i called `index[i]`."""
+        """Return the value with every index i renamed `index[i]`."""
         return Ref(self.cls, tuple([index[i] for i in self.axes]))
 
     def moved(self, old: int, new: int) -> Ref:
-        """Return the value with one index called another."""
+        """Return the value with one index renamed."""
         return Ref(self.cls, tuple([new if i == old else i for i in self.axes]))
 
     def without(self, gone: int) -> Ref:
-        """Return the value over the indices that are left when an unread one is removed."""
+        """Return the value over the remaining indices after an unread index is removed."""
         return Ref(self.cls, tuple([i - (i > gone) for i in self.axes]))
 
 
@@ -53,7 +53,7 @@ class Node(NamedTuple):
     """One e-node.
 
     op: the kind of term (see `ORDERED` and `UNORDERED`).
-    attr: what distinguishes nodes of one kind: coefficients, function, precision.
+    attr: the parameters of the node: coefficients, function, precision.
     args: operands over the node's index space.
     out: number of output indices; they are the slots of the class, in order.
     bound: sizes of the bound indices `out, out+1, ...`.
@@ -71,9 +71,9 @@ ADD = "add"  # Σ coefficient·operand, elementwise; attr: coefficients
 MAP = "map"  # f(operands), elementwise; attr: (name, params key)
 REDUCE = "reduce"  # max, min, any, all over bound; attr: monoid name
 SLICE = "slice"  # attr: per slot None, (start, stride, size), or an int (one element)
-CONCAT = "concat"  # along one output index; attr: (index, sizes); one operand per piece
+CONCAT = "concat"  # along one output index; attr: (index, sizes); one operand per segment
 # W[.., x₁[..], x₂[..], ..]: operand 0 reads a bound index for each later operand, which selects.
-# attr: what out of range reads ("clip": the nearest, "fill": a constant, "promise_in_bounds"), the
+# attr: the mode out of range ("clip": the nearest, "fill": a constant, "promise_in_bounds"), the
 # constant's attr, and per selected index None or the output index of a window that starts there.
 TAKE = "take"
 DELTA = "delta"  # 1 where its two indices are equal, else 0
@@ -91,23 +91,23 @@ NATIVE = "native"  # any other equation, positional; attr: (equation key, output
 UNORDERED = frozenset({CONTRACT, ADD})
 POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, CUMSUM, CONV})
 
-TIE_CAP = 24  # orders of tied operands tried before the first one is taken as it is
+TIE_CAP = 24  # orders of tied operands tried before the first order is taken unsorted
 
 
 @functools.cache
 def identity(count: int) -> Axes:
-    """Every index in order."""
+    """Return every index in order."""
     return tuple(range(count))
 
 
 def canonical(
     op: str, attr: Any, args: tuple[Ref, ...], out: int, bound: tuple[Dim, ...]
 ) -> tuple[Node, Axes]:
-    """The node in canonical form, and the caller's output index of each of its outputs.
+    """Return the node in canonical form, and the caller's output index of each of its outputs.
 
-    Operands of unordered terms are sorted by colour refinement of operands and indices; outputs
-    and bound indices are numbered by first use. Outputs that no operand reads are dropped: the
-    value does not depend on them. Bound indices that none reads stay: their size counts.
+    Operands of unordered terms are sorted by colour refinement of operands and indices; outputs and
+    bound indices are numbered by first use. Outputs that no operand reads are dropped: the value
+    does not depend on them. Bound indices that no operand reads stay: their size counts.
     """
     if op in POSITIONAL:
         return Node(op, attr, args, out, bound), identity(out)
@@ -133,7 +133,7 @@ def canonical(
 
 
 def _orders(groups: list[list[int]]) -> Iterator[list[int]]:
-    """The groups one after the other, each in every order; made one at a time: there are many."""
+    """Yield the groups one after the other, each in every order; lazily, as there are many."""
     if not groups:
         yield []
         return
@@ -145,7 +145,7 @@ def _orders(groups: list[list[int]]) -> Iterator[list[int]]:
 def _colour_order(
     args: tuple[Ref, ...], payload: tuple, out: int, bound: tuple[Dim, ...]
 ) -> list[list[int]]:
-    """Operands in groups, sorted; those of one group look alike after refinement."""
+    """Return operands in groups, sorted; operands of one group have equal colours."""
     keys: list = [(ref.cls, _payload_key(p)) for ref, p in zip(args, payload, strict=True)]
     if len(set(keys)) == len(keys):
         return [[k] for k in sorted(range(len(args)), key=keys.__getitem__)]
@@ -179,7 +179,7 @@ def _pattern(axes: Axes) -> Axes:
 
 
 def _is_numbered(args: tuple[Ref, ...], out: int, bound: int) -> bool:
-    """Whether outputs and bound indices already stand in the order of their first use."""
+    """Return True if outputs and bound indices stand in the order of their first use."""
     if args and not bound and args[0].axes == identity(out):
         return True  # an elementwise term whose first operand reads every index in order
     next_out, next_bound = 0, out

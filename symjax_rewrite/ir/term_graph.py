@@ -1,7 +1,7 @@
-"""From flat equations to one hash-consed graph of index terms (a pass).
+"""The term graph: a flat program as one hash-consed graph of index terms.
 
-Every value becomes a `View`: a reference into the graph over the value's own atom positions.
-Equations with no row in `ops`, or whose axes do not line up, become native nodes.
+Every value has a reference into the graph over the value's own atom positions. Equations without a
+row in `primitives` or `indexing_primitives`, or whose axes do not line up, become native nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from symjax_rewrite.ir.term import LEAF, NATIVE, Ref
 from symjax_rewrite.jax_internals import Literal
 
 _SCALAR = Layout((), (), (), ())  # of a literal
-SCAN_LIMIT = 1 << 22  # constants of more elements are not read to see whether they are uniform
+SCAN_LIMIT = 1 << 22  # constants of more elements are not tested for uniformity
 
 
 @dataclass(slots=True)
@@ -55,18 +55,18 @@ class TermGraph:
     _values: dict[int, list[int]] = field(default_factory=dict)  # by class
 
     def where(self, cls: int) -> str:
-        """The user's line that computes a class; empty where no equation does."""
+        """Return the user's line that computes a class; empty if no equation does."""
         made = self.made_by.get(cls)
         return "" if made is None else self.program.equations[made[0]].where()
 
     def symbolic_names(self) -> set[str]:
-        """The named sizes of the program."""
+        """Return the named sizes of the program."""
         return {
             n for sizes in self.sizes for s in sizes if isinstance(s, Poly) for n in s.variables()
         }
 
     def values_of(self, cls: int) -> list[int]:
-        """The values that equations make of a class."""
+        """Return the values of a class that equations make."""
         if not self._values:
             for e in self.program.equations:
                 for v in e.outvals:
@@ -74,7 +74,7 @@ class TermGraph:
         return self._values.get(cls, [])
 
     def view(self, value: Value) -> Ref:
-        """The reference of a value that has one: a numbered value that is lifted already."""
+        """Return the reference of a numbered value that is lifted already."""
         view = self.views[value] if isinstance(value, int) else None
         assert view is not None
         return view
@@ -98,7 +98,7 @@ def build(program: Program) -> TermGraph:
 
 
 def _name_atoms(t: TermGraph, axes: AxisMap) -> None:
-    """Atoms, their sizes and positions for every value; values with the same axes share them."""
+    """Store atoms, their sizes and positions for every value; equal axes share one entry."""
     known: dict[tuple[int, ...], Layout] = {}
     size_of: dict[int, Dim] = {}
     for v, mine in enumerate(axes.axes):
@@ -138,7 +138,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def dtype_of(aval: Any) -> str:
-    """The dtype's name; extended dtypes (random keys) have names of their own."""
+    """Return the dtype's name; extended dtypes (random keys) have names of their own."""
     dtype = getattr(aval, "dtype", None)
     return "token" if dtype is None else _dtype_name(dtype)
 
@@ -192,7 +192,7 @@ def _lift(t: TermGraph, number: int, e: Equation) -> None:
 
 
 def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
-    """Give an equation the terms of an equal implementation, where the axes line up."""
+    """Lift an equation by the terms of an equal implementation, if the axes line up."""
     pairs = list(zip(e.outvals, e.same_as, strict=True))
     if not all(isinstance(u, int) and t.ids[u] == t.ids[v] for v, u in pairs):
         return False
@@ -222,7 +222,7 @@ def _site(t: TermGraph, e: Equation) -> Site | None:
 
 
 def _native(t: TermGraph, number: int, e: Equation) -> None:
-    """A native node reads its operands by position; equal pure equations meet."""
+    """Add a native node, with operands by position; equal pure equations share one node."""
     key = _native_key(t, number, e)
     for k, v in enumerate(e.outvals):
         n = len(t.sizes[v])

@@ -1,8 +1,8 @@
-"""What is known of a class beyond equality: sign, zeros, log-linear form (imports the graph).
+"""Facts about classes beyond equality: sign, zeros, log-linear form.
 
-Unsafe and partial laws never union: exp(a+b) = exp a·exp b, a/a = 1 or dropping a max shift would
-make an unstable form extractable in place of a stable one, since a union is symmetric. They live
-here, as facts that are read and never written back.
+A union is symmetric, so an unsafe or partial law never makes one: exp(a+b) = exp a·exp b, a/a = 1
+or a dropped max shift would let extraction replace a stable form by an unstable form. These laws
+are stated here as facts, which are read and never written back. May import `egraph` and `dataflow`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _NONNEGATIVE_MAPS = frozenset({"exp", "exp2", "abs", "square", "sqrt", "logistic
 _KEEPS_SIGN = frozenset({"reciprocal", "convert_element_type", "floor", "ceil", "round", "cbrt"})
 
 
-MAX_DEPTH = 100  # of terms that are looked into; what lies deeper is one unknown value
+MAX_DEPTH = 100  # depth of analysed terms; a deeper term is an unknown value
 
 
 def shown_case(g: EGraph, node: Node) -> int | None:
-    """Which operand a selection shows where it is not 0; None where it is no such mask."""
+    """Return the operand that a selection returns where it is not 0; None if it is no mask."""
     if node.op != MAP or node.attr[0] != "select_n" or len(node.args) != 3:
         return None
     zero = [k for k in (1, 2) if is_zero(g, node.args[k].cls)]
@@ -31,15 +31,15 @@ def shown_case(g: EGraph, node: Node) -> int | None:
 
 
 def is_zero(g: EGraph, cls: int) -> bool:
-    """Whether a class is the constant zero."""
+    """Return True if a class is the constant zero."""
     return any(n.op == CONST and n.attr[0] == 0 for n in g.classes[cls].nodes)
 
 
 def nonnegative(g: EGraph, cls: int, depth: int = 0) -> bool:
-    """Whether every value of a class is known to be ≥ 0 (or NaN)."""
+    """Return True if every value of a class is known to be ≥ 0 (or NaN)."""
     known = g.facts("nonnegative")
     if cls not in known:
-        known[cls] = False  # as long as it is being asked
+        known[cls] = False  # during the recursion
         ordered = not g.classes[cls].dtype.startswith("complex")
         nodes = g.classes[cls].nodes if ordered and depth < MAX_DEPTH else ()
         known[cls] = any(_nonnegative_node(g, n, depth + 1) for n in nodes)
@@ -72,7 +72,7 @@ def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
 
 
 def _is_nonnegative(value: complex) -> bool:
-    """Of a number that is read out of range; NaN counts, as everywhere here."""
+    """Return True if a fill value is ≥ 0 or NaN."""
     return not isinstance(value, complex) and not value < 0
 
 
@@ -90,15 +90,15 @@ def _all(g: EGraph, n: Node, depth: int) -> bool:
 class LogLinear(NamedTuple):
     """A class as `Π factor^power · exp(Σ coefficient·term)`, over the class's slots.
 
-    Equal as real functions wherever all of it is defined; nothing is said about rounding or
-    overflow, so a form that reads it must evaluate exponents shifted.
+    The forms are equal as real functions wherever all of it is defined. Rounding and overflow may
+    differ, so a form that uses this one must evaluate shifted exponents.
     """
 
     factors: tuple[tuple[Ref, Fraction], ...]
     exponent: tuple[tuple[Ref, float], ...]
 
     def times(self, other: LogLinear, power: Fraction = Fraction(1)) -> LogLinear:
-        """self · other^power."""
+        """Return self · other^power."""
         factors = dict(self.factors)
         for ref, p in other.factors:
             factors[ref] = factors.get(ref, Fraction(0)) + p * power
@@ -111,7 +111,7 @@ class LogLinear(NamedTuple):
         )
 
     def over(self, axes: tuple[int, ...]) -> LogLinear:
-        """The same form with slot s read at index axes[s]."""
+        """Return the same form with slot s read at index axes[s]."""
         move = lambda ref: ref.over(axes)  # noqa: E731
         return LogLinear(
             tuple((move(r), p) for r, p in self.factors),
@@ -124,7 +124,7 @@ _POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fract
 
 
 def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
-    """The log-linear form of a class; a class with no such structure is one factor.
+    """Return the log-linear form of a class; a class with no such structure is one factor.
 
     Example:
         >>> g = EGraph()
@@ -137,7 +137,7 @@ def log_linear(g: EGraph, cls: int, depth: int = 0) -> LogLinear:
     known = g.facts("log_linear")
     if cls not in known:
         own = Ref(cls, tuple(range(len(g.classes[cls].sizes))))
-        known[cls] = LogLinear(((own, Fraction(1)),), ())  # as long as it is being asked
+        known[cls] = LogLinear(((own, Fraction(1)),), ())  # during the recursion
         if depth < MAX_DEPTH:
             known[cls] = _log_linear(g, cls, depth) or known[cls]
     return known[cls]
@@ -167,11 +167,11 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
 
 
 def sum_terms(g: EGraph, ref: Ref, scale: float) -> list[tuple[Ref, float]]:
-    """A sum as what is shifted and its shifts, each with its coefficient.
+    """Return the terms of a sum: the shifted term and its shifts, each with its coefficient.
 
     A shift has fewer indices than the sum and is computed from the rest of it (a maximum, a
-    log-sum-exp); nothing else is taken apart. `s + (1 - mask)·(-1e9)` written as
-    `(s + 1e9·mask) - 1e9` would lose every digit of s.
+    log-sum-exp). Only such sums are split: `s + (1 - mask)·(-1e9)` written as `(s + 1e9·mask) -
+    1e9` would lose every digit of s.
     """
     return [(term.over(ref.axes), scale * k) for term, k in _terms_of(g, ref.cls, 0).items()]
 
@@ -181,7 +181,7 @@ def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
     if cls not in known:
         node = g.classes[cls].first
         own = {Ref(cls, tuple(range(len(g.classes[cls].sizes)))): 1.0}
-        known[cls] = own  # as long as it is being asked
+        known[cls] = own  # during the recursion
         real = node.op == ADD and not any(isinstance(c, complex) for c in node.attr)
         if real and depth < MAX_DEPTH:
             parts = list(zip(node.args, node.attr, strict=True))
@@ -190,7 +190,7 @@ def _terms_of(g: EGraph, cls: int, depth: int) -> dict[Ref, float]:
 
 
 def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[Ref, float] | None:
-    """The terms of a sum where it has shifts, or is a multiple of a sum that has."""
+    """Return the terms of a sum that has shifts, or is a multiple of such a sum; else None."""
 
     def opened(ref: Ref, scale: float) -> dict[Ref, float]:
         inner = _terms_of(g, ref.cls, depth + 1).items()
@@ -210,8 +210,8 @@ def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[
 
 
 def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
-    """The sum of some terms as a class of its own."""
-    # Names of indices may be of several types here.
+    """Return the sum of some terms as a class of its own."""
+    # Index names may be of several types here.
     used = sorted({i for r, _ in parts for i in r.axes}, key=str)
     size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
     args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
@@ -223,8 +223,8 @@ def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:
     """Return True if a term has fewer indices than the others, and is their maximum or log-sum.
 
-    A mean is no shift: where scores are large `s - mean` is rounded, and stays so wherever it is
-    read.
+    A mean is no shift: if scores are large, `s - mean` is rounded, and every reader of it sees the
+    rounded value.
     """
     rank = len({i for r in others for i in r.axes})
     if len(term.axes) >= rank:

@@ -1,8 +1,8 @@
-"""For tests: assertions about optimised programs, the rule checker, a reference evaluator.
+"""Test support: assertions about optimised programs, the rule checker, a reference evaluator.
 
 May import every other folder. `assert_*` need chex (`pip install 'symjax_rewrite[testing]'`).
 
-    assert_optimized(f, *args, rules=("lora",))
+    assert_optimized(f, *args, uses="lora")
 """
 
 from symjax_rewrite.testing.assertions import Specimen as Specimen

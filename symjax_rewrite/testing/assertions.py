@@ -1,6 +1,6 @@
-"""Assertions about optimised programs, for users' tests and for the project's own (a face).
+"""Assertions about optimised programs, for users' tests and for the project's own.
 
-Needs chex: `pip install 'symjax_rewrite[testing]'`; `check_rule` works without.
+They need chex: `pip install 'symjax_rewrite[testing]'`. `check_rule` works without chex.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def assert_equivalent(
     """Assert that two functions give the same pytree, shapes, dtypes and values.
 
     Args:
-        f: what is tested.
-        g: what it is compared with.
+        f: the function under test.
+        g: the reference function.
         args: arguments of both.
-        rtol: allowed difference as a part of the largest value of an array, beside what rounding
-            explains: that follows from the dtypes and the lengths of the sums of `g`.
+        rtol: allowed difference relative to the largest value of an array, in addition to rounding,
+            which follows from the dtypes and the lengths of the sums of `g`.
 
     Raises:
-        EquivalenceError: they differ; it says in which leaf, and by how much.
+        EquivalenceError: the results differ; the message names the leaf and the difference.
         UsageError: chex is not installed.
 
     Example:
@@ -68,19 +68,19 @@ def assert_optimized(
     uses: str | Iterable[str] | None = None,
     times_fewer_flops: float | None = None,
 ) -> Report:
-    """Assert that a function is rewritten, by which rules, and what that saves.
+    """Assert that a function is rewritten, by given rules, and that FLOPs fall by a factor.
 
     Args:
         f: the result of `sym_optimize`, or a function to give to it.
         args: arrays or `ShapeDtypeStruct`s; nothing is run.
-        uses: a rule's name, or several that must all be used; default: any.
-        times_fewer_flops: how many times fewer FLOPs there must be, at least.
+        uses: a rule's name, or several names, all of which must be used; default: any rule.
+        times_fewer_flops: least ratio of the FLOPs as written to the FLOPs as emitted.
 
     Returns:
         The report, for further questions.
 
     Raises:
-        CliffError: it is not; the message is the report.
+        CliffError: the assertion fails; the message is the report.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -115,10 +115,10 @@ def assert_no_intermediate(
     shape: tuple[int, ...] | None = None,
     elements: int | None = None,
 ) -> None:
-    """Assert that a program makes no value of a shape, or of so many elements.
+    """Assert that no intermediate value of a program has a given shape or number of elements.
 
-    Arguments and results do not count; the bodies of loops and calls do. For the result of
-    `sym_optimize` it is the emitted program that is looked at.
+    Arguments and results do not count; intermediates in the bodies of loops and calls do. For a
+    result of `sym_optimize`, the emitted program is checked.
 
     Args:
         f: a function, optimised or not.
@@ -127,7 +127,7 @@ def assert_no_intermediate(
         elements: the number of elements that no value may reach.
 
     Raises:
-        CliffError: such a value is made; it says by which line.
+        CliffError: such a value exists; the message names the source line.
         UsageError: neither `shape` nor `elements` is given.
 
     Example:
@@ -154,7 +154,7 @@ def assert_no_intermediate(
 
 
 def _intermediates(closed: ClosedJaxpr, is_result: list[bool]) -> Iterator[tuple[Any, Any]]:
-    """Every equation with the aval of each value it makes that is no result."""
+    """Yield every equation with the aval of each of its outputs that is no result."""
     flags = zip(closed.jaxpr.outvars, is_result, strict=True)
     results = {v for v, flag in flags if flag and not jax_internals.is_literal(v)}
     for eqn in closed.jaxpr.eqns:

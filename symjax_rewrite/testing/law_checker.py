@@ -1,8 +1,8 @@
-"""The stated laws of an axiom against what it does.
+"""The check of an axiom against its stated laws.
 
 Each side of a law is a JAX function (`rewriting.rule.Sides`). The sides must have equal values at
-random arguments, the axiom must fire on the left side, and the cheapest form that it makes of the
-left side must not cost more than the right side as it is written.
+random arguments. The axiom must fire on the left side. The cheapest form that the axiom makes of
+the left side must not cost more than the right side as written.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from symjax_rewrite.testing.rule_examples import Sizes, Specimen, arguments, siz
 from symjax_rewrite.testing.rule_forms import difference, mode, scales, whole_form
 
 LAW_DTYPES = ("float64", "int32")
-LARGE = 32  # times the usual sizes: there a form is cheaper for its FLOPs, not for its launches
+LARGE = 32  # times the usual sizes: FLOPs, not launches, then decide the cheaper form
 
 
 def check_laws(rule: Axiom) -> int:
-    """Check what an axiom states of itself; return the number of its laws.
+    """Check the stated laws of an axiom; return their number.
 
     Raises:
-        RuleError: the sides of a law differ, or the axiom does not fire on the left one, or what it
-            makes of the left side costs more than the right side.
+        RuleError: the sides of a law differ, or the axiom does not fire on the left side, or the
+            form it makes of the left side costs more than the right side.
     """
     stated = len(rule.law.split(";"))
     if rule.sides and len(rule.sides) != stated:
@@ -57,7 +57,7 @@ def _check_law(rule: Axiom, law: Sides) -> None:
             with mode(dtype):
                 compare_sides(what, where, both, usual, dtype)
     others = tuple(a for a in packs.default.axioms if a.name != rule.name)
-    alone, together = (rule,), (rule, *others)  # some laws need another to be seen at all
+    alone, together = (rule,), (rule, *others)  # some laws apply only together with another
     axioms = next((a for a in (alone, together) if _fires(rule, left, usual, a)), ())
     if not axioms:
         raise RuleError(f"{what} does not fire on the left side of its law", where=where)
@@ -73,13 +73,13 @@ def _check_law(rule: Axiom, law: Sides) -> None:
 
 
 def _fires(rule: Axiom, program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> bool:
-    """Return a predicate: does an axiom add to a program, taken as one region?"""
+    """Return True if an axiom adds to a program, taken as one region."""
     avals = program.avals(sizes, "float32")
     return whole_form(program.fun, avals, axioms, program.frozen())[0].made_by(rule.name)
 
 
 def _program(rule: Axiom, law: Sides, side: int | None) -> Specimen:
-    """Return one side of a law as a program, or both."""
+    """Return one side of a law as a program, or both sides."""
 
     def program(*arrays: Any) -> Any:
         sides = law.both(*arrays)
@@ -92,7 +92,7 @@ Price = tuple[float, float | None]  # FLOPs, and modelled seconds where every pa
 
 
 def _is_dearer(a: Price, b: Price) -> bool:
-    """Return a predicate: is a price higher, by seconds, or by FLOPs where these are not known?"""
+    """Return True if price `a` is higher, by seconds, or by FLOPs if seconds are unknown."""
     if a[1] is None or b[1] is None:
         return a[0] > b[0]
     return a[1] > 1.001 * b[1]

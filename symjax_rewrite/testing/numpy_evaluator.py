@@ -1,8 +1,7 @@
-"""Jaxprs evaluated by NumPy: the oracle of the rule tests (a face).
+"""The evaluation of jaxprs by NumPy: the oracle of the rule tests.
 
-It shares nothing with XLA, which simplifies what it is given and so could hide a wrong form, and
-it compiles nothing, so thousands of small programs cost seconds. What it has no row for is
-evaluated by JAX, primitive by primitive.
+It is independent of XLA, whose simplifications could hide a wrong form. It compiles nothing, so
+thousands of small programs cost seconds. A primitive without a row here is evaluated by JAX.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.primitives import NUMPY
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
-# How far two results may be apart, as a part of the largest value: rounding of some thousand steps.
+# Allowed difference of two results relative to the largest value: rounding of some thousand steps.
 TOLERANCE = {
     "float64": 1e-10,
     "complex128": 1e-10,
@@ -26,13 +25,13 @@ TOLERANCE = {
     "float16": 1e-2,
     "bfloat16": 5e-2,
 }
-COARSE = 0.25  # anything narrower, such as float8
+COARSE = 0.25  # for narrower dtypes, such as float8
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat", "checkpoint")
 
 
 def tolerance(dtype: Any) -> float:
-    """How far two results of a dtype may be apart, as a part of the largest value.
+    """Return the allowed difference of two results of a dtype, relative to the largest value.
 
     Example:
         >>> tolerance("float32"), tolerance("int32")
@@ -45,7 +44,7 @@ def tolerance(dtype: Any) -> float:
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
-    """The outputs of a jaxpr at NumPy arguments.
+    """Return the outputs of a jaxpr at NumPy arguments.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -95,7 +94,7 @@ def _dot_general(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _wide(a: np.ndarray) -> np.ndarray:
-    """Below float32 sums are accumulated in float32, as XLA does."""
+    """Return the array in at least float32, in which XLA accumulates sums of narrower floats."""
     return a.astype(np.float32) if a.dtype.itemsize < 4 and a.dtype.kind in "fV" else a
 
 

@@ -1,8 +1,9 @@
-"""Rules tested with no test written for them.
+"""The automatic test of a rule on generated programs.
 
-An axiom is run alone on generated programs (`rule_examples`) in which it fires, and on the sides
-of its laws (`law_checker`); all forms it makes must have the value of what was written
-(`rule_forms`). A lemma is a specimen itself, and must follow from the axioms or cite its proof.
+An axiom runs alone on generated programs (`rule_examples`) in which it fires, and on the sides of
+its laws (`law_checker`). All forms it makes must have the value of the written program
+(`rule_forms`). A lemma is tested on its own two sides, and must follow from the axioms or cite its
+proof.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ from symjax_rewrite.testing.rule_forms import (
     whole_form,
 )
 
-ENOUGH = 4  # specimens per rule that are tried at every dtype and size
+ENOUGH = 4  # specimens per rule that are tested at every dtype and size
 
 
 def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
-    """Test a rule on generated programs; returns in how many it fired.
+    """Test a rule on generated programs; return the number of programs in which it fired.
 
     Args:
         rule: an axiom or a lemma.
-        examples: specimens of your own, for an axiom that the library's do not reach.
+        examples: specimens of your own, for an axiom that does not fire in the library's.
+
+    Returns:
+        The number of programs in which the rule fired.
 
     Raises:
-        RuleError: some form it makes has another shape or value; or it never fires; or it fires
-            where `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof.
+        RuleError: a form has another shape or value; or the rule never fires; or it fires with
+            `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof.
 
     Example:
         >>> from symjax_rewrite import packs
@@ -57,7 +61,7 @@ def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
 
 def _check_axiom(rule: Axiom, specimens: tuple[Specimen, ...]) -> int:
     others = tuple(a for a in packs.default.axioms if a.name != rule.name)
-    for axioms in ((rule,), (rule, *others)):  # some laws need another to be seen at all
+    for axioms in ((rule,), (rule, *others)):  # some rules fire only after another
         fired = _check_with(rule, axioms, specimens)
         if fired:
             return fired
@@ -143,7 +147,7 @@ def _check_lemma(rule: Lemma) -> int:
 
 
 def _lemma_cases(rule: Lemma) -> Iterator[tuple[str, Sizes]]:
-    """Dtypes and sizes at which the left side of a lemma means something."""
+    """Yield dtypes and sizes at which the left side of a lemma is defined."""
     for dtype in DTYPES:
         with mode(dtype):
             tables = size_tables(_side(rule), seed=0) if _stays_in(rule, dtype) else []
@@ -156,7 +160,7 @@ def _lemma_cases(rule: Lemma) -> Iterator[tuple[str, Sizes]]:
 
 
 def _side(rule: Lemma, side: int | None = 0) -> Specimen:
-    """One side of a lemma as a program, or both; scalar arguments are the number 3."""
+    """Return one side of a lemma as a program, or both; scalar arguments are the number 3."""
     words = tuple(w for w in rule.shapes if w)
 
     def program(*arrays: Any) -> Any:
@@ -168,7 +172,7 @@ def _side(rule: Lemma, side: int | None = 0) -> Specimen:
 
 
 def _check_pattern(rule: Lemma, pattern: Pattern, sizes: Sizes, dtype: str) -> bool:
-    """Every form the pattern makes of the left side; whether it matched."""
+    """Check every form the pattern makes of the left side; return True if the pattern matched."""
     left = _side(rule)
     avals = left.avals(sizes, dtype)
     forms = all_forms(left.fun, avals, (), (pattern,), rule.numerics)
@@ -179,7 +183,7 @@ def _check_pattern(rule: Lemma, pattern: Pattern, sizes: Sizes, dtype: str) -> b
 
 
 def _stays_in(rule: Lemma, dtype: str) -> bool:
-    """Integers and complex numbers: only where both sides stay in them."""
+    """Return True if every value of both sides has the dtype, is integer or is bool."""
     if dtype_kind(dtype) == "f":
         return True
     both = _side(rule, None)
@@ -192,7 +196,7 @@ def _stays_in(rule: Lemma, dtype: str) -> bool:
 
 
 def is_derivable(rule: Lemma, axioms: tuple[Axiom, ...] | None = None) -> bool:
-    """Return a predicate: do the axioms put both sides of a lemma in one class, at some sizes?"""
+    """Return True if the axioms put both sides of a lemma in one class, at some sizes."""
     axioms = packs.default.axioms if axioms is None else axioms
     both = _side(rule, None)
     for seed in range(3):

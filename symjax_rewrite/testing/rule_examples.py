@@ -1,4 +1,4 @@
-"""Programs for testing rules: every shape a law is about, each in many spellings (a face).
+"""Programs for testing rules: every form that a law matches, each in many spellings.
 
 A specimen is a function of arrays with named sizes. Its operations are spelled at random (matmul,
 einsum, dot_general, vmap, transposed, swapped), so no rule is tested on one spelling only.
@@ -19,11 +19,11 @@ from jax import lax
 from symjax_rewrite.ir.primitives import dtype_kind
 
 Sizes = dict[str, int]
-SPELLINGS = 2  # of every specimen
+SPELLINGS = 2  # per specimen
 
 
 class Spelling:
-    """The same operation, written another way each time.
+    """Random spellings of the same operations.
 
     Example:
         >>> s = Spelling(0)
@@ -38,7 +38,7 @@ class Spelling:
         return self._random.choice(forms)()
 
     def mm(self, a: Any, b: Any) -> Any:
-        """The product of two matrices."""
+        """Return the product of two matrices."""
         return self._any(
             lambda: a @ b,
             lambda: jnp.einsum("ij,jk->ik", a, b),
@@ -52,11 +52,11 @@ class Spelling:
         )
 
     def add(self, a: Any, b: Any) -> Any:
-        """The sum of two arrays."""
+        """Return the sum of two arrays."""
         return self._any(lambda: a + b, lambda: b + a, lambda: (a.T + b.T).T)
 
     def total(self, a: Any) -> Any:
-        """The sum of all elements of a matrix."""
+        """Return the sum of all elements of a matrix."""
         return self._any(
             lambda: jnp.sum(a),
             lambda: a.sum(0).sum(),
@@ -66,7 +66,7 @@ class Spelling:
         )
 
     def cat(self, a: Any, b: Any, axis: int) -> Any:
-        """Two matrices beside or above each other."""
+        """Return the concatenation of two matrices along an axis."""
         return self._any(
             lambda: jnp.concatenate([a, b], axis),
             lambda: jnp.concatenate([a.T, b.T], 1 - axis).T,
@@ -75,12 +75,12 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
-    """A program a rule may fire in.
+    """A program in which a rule may fire.
 
-    name: what it is. shapes: one word per argument, one letter per axis; `n!7` is an array of n
-    indices below 7 and around it, `*do` is frozen. fun: the function. kinds: the dtypes it takes,
-    as the first letters of float, complex, int; F is float of at least 32 bits. small: letters of
-    sizes that are small against the others.
+    name: its name. shapes: one word per argument, one letter per axis; `n!7` is an array of n
+    indices from -1 to 7 (both ends are out of range), `*do` is frozen. fun: the function. kinds:
+    the dtypes it takes, as the first letters of float, complex, int; F is float of at least 32
+    bits. small: letters of sizes that are small relative to the others.
     """
 
     name: str
@@ -90,22 +90,22 @@ class Specimen:
     small: tuple[str, ...] = ("r", "s")
 
     def takes(self, dtype: str) -> bool:
-        """Whether it makes sense at a dtype."""
+        """Return True if the specimen is defined at a dtype."""
         kind = dtype_kind(dtype)
         return kind in self.kinds or (
             kind == "f" and "F" in self.kinds and jnp.finfo(dtype).bits > 16
         )
 
     def letters(self) -> list[str]:
-        """The named sizes."""
+        """Return the named sizes."""
         return sorted({c for word in self.shapes for c in word.split("!")[0].lstrip("*")})
 
     def frozen(self) -> frozenset[int]:
-        """The numbers of its frozen arguments."""
+        """Return the numbers of the frozen arguments."""
         return frozenset(k for k, word in enumerate(self.shapes) if word.startswith("*"))
 
     def avals(self, sizes: Sizes | None, dtype: str) -> list[jax.ShapeDtypeStruct]:
-        """Its arguments' shapes and dtypes; sizes default to the usual ones."""
+        """Return the arguments' shapes and dtypes; sizes default to the usual ones."""
         table = sizes or size_tables(self, 0)[0]
         out = []
         for word in self.shapes:
@@ -116,7 +116,7 @@ class Specimen:
 
 
 def size_tables(specimen: Specimen, seed: int) -> list[Sizes]:
-    """Distinct sizes, then all 1, all 0, and mixtures of 0 to 3."""
+    """Return tables of sizes: distinct sizes, all 1, all 0, and mixtures of 0 to 3."""
     letters = specimen.letters()
     rng = random.Random(seed)
     usual = dict(zip(letters, rng.sample(range(8, 24), len(letters)), strict=True))
@@ -130,7 +130,7 @@ def size_tables(specimen: Specimen, seed: int) -> list[Sizes]:
 def arguments(
     specimen: Specimen, sizes: Sizes, dtype: str, scales: Iterable[tuple[float, float]]
 ) -> Iterator[list[np.ndarray]]:
-    """Random arguments, one set for each (factor, offset), then one with a factor per argument."""
+    """Yield random arguments: one set per (factor, offset), then one with a factor per argument."""
     rng = np.random.default_rng(0)
     avals = specimen.avals(sizes, dtype)
     for factor, offset in scales:
@@ -438,7 +438,7 @@ def _of(
 
 
 def _guarded(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """An element of an empty array is none: there the function is its argument."""
+    """Return the function, which on empty arrays (no element to read) returns its argument."""
 
     def program(*args: Any) -> Any:
         return fun(*args) if all(0 not in a.shape for a in args) else args[0]
@@ -459,7 +459,7 @@ def _all() -> tuple[Specimen, ...]:
 def _respelled(
     family: Callable[[Spelling], Iterator[Specimen]], k: int, name: str, seed: int
 ) -> Specimen:
-    """A specimen that makes its own spelling afresh at every trace."""
+    """Return a specimen whose spelling is built again at every trace."""
 
     def program(*args: Any) -> Any:
         return list(family(Spelling(1000 * k + seed)))[k].fun(*args)

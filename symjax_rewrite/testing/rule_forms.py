@@ -1,9 +1,9 @@
-"""Every form that rules make of a program, and the value of each.
+"""The forms that rules make of a program, and their values.
 
 The rules saturate the regions of a program. *Every* node they add is emitted and evaluated, not
-only the one extraction would choose, and compared with its class: exactly for integers, and for
-floats within a multiple of the error bound of what was written (a running error analysis), so
-that a form that cancels is caught.
+only the extracted nodes, and compared with its class. Integers must be equal. Floats must agree
+within a multiple of the error bound of the written program (a running error analysis), so that a
+form with cancellation is detected.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ BUDGET = Budget(nodes=1_000, rounds=6)
 
 @dataclass(slots=True)
 class Forms:
-    """One region of a program after saturation: every class with every way to compute it.
+    """One region of a program after saturation: every class with all of its nodes.
 
-    roots: the classes that the rest of the program reads. frozen: those known beforehand.
+    roots: the classes that the rest of the program reads. frozen: classes known beforehand.
     """
 
     t: TermGraph
@@ -74,13 +74,13 @@ class Forms:
     frozen: Frozen
 
     def made_by(self, rule: str) -> bool:
-        """Whether a rule added a node or a union."""
+        """Return True if a rule added a node or a union."""
         nodes = (r.rule for c in self.g.live() for r in self.g.classes[c].nodes.values())
         return rule in nodes or any(why.rule == rule for _, _, why in self.g.unions)
 
 
 class Difference(NamedTuple):
-    """A node whose value is not that of its class."""
+    """A node whose value differs from the value of its class."""
 
     rule: str
     node: str
@@ -96,7 +96,7 @@ def all_forms(
     numerics: str = "reassoc",
     frozen: Iterable[int] = (),
 ) -> list[Forms]:
-    """Trace, cut into regions and saturate, keeping everything that was found."""
+    """Trace a function, cut it into regions and saturate them; return all forms."""
     closed, _ = jax_internals.make_jaxpr(fun, *avals)
     t = build(flatten(closed))
     need = needed(t)
@@ -164,7 +164,7 @@ def context(
 def differences(
     forms: list[Forms], fun_avals: list[Any], samples: Iterable[Any]
 ) -> list[Difference]:
-    """Nodes that do not compute what their class is, at some of the samples."""
+    """Return the nodes whose value differs from that of their class at some of the samples."""
     if not forms:
         return []
     rows: list[tuple[str, str, str]] = []
@@ -191,7 +191,7 @@ def differences(
 def difference(
     wanted: np.ndarray, bound: np.ndarray, got: np.ndarray, dtype: str
 ) -> tuple[float, float] | None:
-    """Return an error and the error allowed, if the first is larger."""
+    """Return an error and the error allowed, if the error is larger."""
     if not wanted.size:
         return None
     if dtype_kind(dtype) in "iub":
@@ -200,7 +200,7 @@ def difference(
     wide = np.complex128 if dtype_kind(dtype) == "c" else np.float64
     wanted, got = wanted.astype(wide), got.astype(wide)
     if not np.isfinite(wanted).all():
-        return None  # overflow in what was written: nothing is promised
+        return None  # the written program overflows: nothing is required
     with np.errstate(all="ignore"):
         error = float(np.max(np.abs(wanted - got)))
     eps = _eps(dtype)
@@ -227,7 +227,7 @@ class _Values:
             waiting = left
 
     def compare(self, rows: list[tuple[str, str, str]]) -> Iterator[Any]:
-        """For every node and symmetry of a class: the class, its error bound, and the node."""
+        """Yield the class, its error bound and a node, for every node and symmetry of a class."""
         for cls in self.g.live():
             c = self.g.classes[cls]
             wanted = self._plain(self.value[cls], c.sizes)
@@ -281,7 +281,7 @@ class _Values:
         return Array(*term_lowering.lower_node(node, operands, sizes, dtype, primitives, guards))
 
     def _bound(self, cls: int, node: Node) -> Array:
-        """First-order rounding error of a node whose operands have theirs."""
+        """Return the first-order rounding error of a node, given the errors of its operands."""
         value, c = self.value[cls], self.g.classes[cls]
         if dtype_kind(c.dtype) not in "fc" or node.op in (CONST, DELTA, IOTA):
             return Array(jnp.zeros(value.data.shape, _wide()), value.slots)
@@ -331,7 +331,7 @@ def _size(data: Any) -> Any:
 
 
 def _wide() -> Any:
-    """The widest real dtype of the x64 mode at hand: what error bounds are computed in."""
+    """Return the widest real dtype of the current x64 mode, in which error bounds are computed."""
     return jnp.result_type(float)
 
 
@@ -351,15 +351,15 @@ def fires(
     numerics: str = "",
     axioms: tuple[Axiom, ...] = (),
 ) -> bool:
-    """Whether a rule adds anything to a program.
+    """Return True if a rule adds anything to a program.
 
     Args:
         rule: the axiom.
         specimen: the program.
         sizes: its named sizes; default: distinct ones.
         dtype: of its float arguments.
-        numerics: the level allowed; default: what the rule asks for.
-        axioms: what to run; default: the rule alone.
+        numerics: the level allowed; default: the level that the rule requires.
+        axioms: the axioms to run; default: the rule alone.
     """
     if not specimen.takes(dtype):
         return False
@@ -371,7 +371,7 @@ def fires(
 
 
 def mode(dtype: str) -> Any:
-    """64 bits only for dtypes that need them: sums of int32 are int64 there."""
+    """Enable 64 bits only for dtypes that need them: with x64, sums of int32 are int64."""
     return jax.enable_x64(dtype in ("float64", "complex128"))
 
 
