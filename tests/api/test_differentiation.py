@@ -201,7 +201,7 @@ def test_results_that_nobody_differentiates_cost_nothing():
             np.testing.assert_allclose(mine, its, rtol=1e-3, atol=1e-4 * scale, err_msg=str(k))
 
 
-def test_what_is_not_differentiated_costs_nothing():
+def test_undifferentiated_results_cost_nothing():
     """Results that no live input reaches, integers and flags keep symbolic zeros."""
 
     def f(x, w, a, b, n):

@@ -109,12 +109,12 @@ def wrong_passes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_bisect_names_what_is_done_besides_rules(name, wrong_passes):
+def test_bisect_names_passes(name, wrong_passes):
     assert bisect(sym_optimize(PASSED[name], kernels="off"), A, B, C) == (name,)
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_what_is_done_besides_rules_can_be_left_out(name):
+def test_passes_are_removed_from_a_pack_by_name(name):
     f, less = PASSED[name], packs.default - name + packs.lora
     assert name in [r.name for r in sym_optimize(f).explain(A, B, C).rules]
     assert name not in [r.name for r in sym_optimize(f, rules=less).explain(A, B, C).rules]

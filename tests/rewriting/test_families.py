@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "spelling"), CASES)
-def test_found(family, spelling):
+def test_every_spelling_is_rewritten(family, spelling):
     avals = specs(family.shapes, family.sizes)
     report = sym_optimize(family.spellings[spelling], on_unsupported="error").explain(*avals)
     before, after = (float(getattr(s, family.cost)) for s in (report.before, report.after))
@@ -96,7 +96,7 @@ def test_dtypes_are_kept(dtype):
 def test_the_users_line_is_named_inside_library_functions():
     report = sym_optimize(lambda a, b: jnp.trace(a @ b)).explain(*specs("ij,ji", MATRICES))
     (rule,) = report.rules
-    assert all("test_found.py" in line for line in rule.where)
+    assert all("test_every_spelling_is_rewritten.py" in line for line in rule.where)
 
 
 def test_integers_are_exact():
@@ -185,7 +185,7 @@ def test_low_rank_solve_is_as_accurate_as_elimination(scale, shift, inside):
     assert errors[1] <= 2 * errors[0] + 1e-6 * np.linalg.norm(exact)
 
 
-def test_what_a_mask_of_rows_hides_stays_hidden():
+def test_masked_rows_stay_hidden():
     def masked(a, b, x, m):
         return jnp.where(m[:, None] > 0, a @ b, 0) @ x
 

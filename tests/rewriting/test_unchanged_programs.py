@@ -76,7 +76,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_left_alone(name):
+def test_lookalikes_are_unchanged(name):
     fun, shapes = LOOKALIKES[name]
     report = sym_optimize(fun, on_unsupported="error").explain(*specs(shapes, SMALL))
     assert not report.rules, str(report)
