@@ -19,7 +19,7 @@ def spread(x, y):
 
 
 def chain(x, y):
-    """Of a chain of cheap steps behind a product one value is kept."""
+    """One value of a chain of cheap steps behind a product is kept."""
     p = x @ x
     return (p * 2 + 1) * (p - 3) * y
 

@@ -1,4 +1,4 @@
-"""What `sym_optimize` must leave as it is: trees, types, names, effects, lines, streams, bits."""
+"""Properties that `sym_optimize` preserves: trees, types, names, effects, lines, streams, bits."""
 
 import collections
 import functools
@@ -35,7 +35,7 @@ def lora(x):
 
 
 def rewritten(f: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether something is emitted differently."""
+    """True if an equation is emitted differently."""
     return bool(f.explain(*args, **kwargs).rules)
 
 

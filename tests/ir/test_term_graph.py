@@ -42,7 +42,7 @@ def test_block_diagonal_second_derivative():
 
 
 def test_value_spread_over_no_elements():
-    """What is equal to an array with an axis of size 0 can't be read from that array."""
+    """A value equal to an array with an axis of size 0 cannot be read from that array."""
 
     def f(c, w, v):
         def step(i, carry):

@@ -68,7 +68,7 @@ def blocks(fun, *args, **options):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """What is banded is taken, whatever it gains."""
+    """Take every banded product, whatever it gains."""
     use_on_cpu(monkeypatch, bands={"least_flops": 0}, margins={"banded": 0.0})
 
 

@@ -78,7 +78,7 @@ def arrays(length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
-    """How many trees there are, and the results with all of them as loops, whatever they cost."""
+    """Return the number of trees, and the results with every tree as a loop at any cost."""
     closed, tree = jax_internals.make_jaxpr(fun, *args)
     program = flatten(jax_internals.without_dead(closed))
     around, changes = Surroundings(program), []

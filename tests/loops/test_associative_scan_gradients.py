@@ -100,7 +100,7 @@ def arrays(length: int, dtype: Any = "float32") -> tuple[jax.Array, jax.Array]:
 
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
-    """How many differentiated trees there are, and the results with all of them as loops."""
+    """Return the number of differentiated trees, and the results with every one as loops."""
     closed, tree = jax_internals.make_jaxpr(fun, *args)
     program = flatten(closed)
     around = Surroundings(program)

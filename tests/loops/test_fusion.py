@@ -1,4 +1,4 @@
-"""What only a loop makes or reads is not made for all steps; what others read is."""
+"""Arrays that only a loop writes or reads are not stored for all steps; others are."""
 
 from collections.abc import Callable
 

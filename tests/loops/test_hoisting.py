@@ -1,4 +1,4 @@
-"""What leaves a loop, what stays, and that the values are those of the program as written."""
+"""Equations that leave a loop and equations that stay; the values are the original program's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -135,7 +135,7 @@ LEAVES = [rnn, gru, backwards, by_index, from_the_end, every_other, counting_whi
 
 
 def inside(closed: Any, name: str, looped: bool = False) -> int:
-    """How many equations of that name stand inside loops."""
+    """Count the equations of that name inside loops."""
     count = 0
     for e in closed.jaxpr.eqns:
         count += looped and e.primitive.name == name

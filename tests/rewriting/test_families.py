@@ -68,7 +68,7 @@ def test_distances_are_accurate_at_an_offset(offset, spelling):
 
 @pytest.mark.parametrize("name", [k for k in FAMILIES if k != "common subexpression"])
 def test_result_is_a_fixed_point(name):
-    """What was emitted is best: optimising it again does nothing."""
+    """Optimising an emitted program again changes nothing."""
     family = FAMILIES[name]
     fun = next(iter(family.spellings.values()))
     once = sym_optimize(fun).explain(*specs(family.shapes, family.sizes)).after.jaxpr
@@ -199,7 +199,7 @@ def test_masked_rows_stay_hidden():
 
 @pytest.mark.parametrize("form", ["both sides", "trace"])
 def test_centred_kernels_are_as_accurate_at_an_offset(form):
-    """Where centring comes before a product, it stays before it: what it leaves is small."""
+    """Centring before a product stays before it: the centred values are small."""
 
     def measure(k, m):
         c = jnp.eye(64) - jnp.ones((64, 64)) / 64

@@ -1,4 +1,4 @@
-"""What each numerics level permits; compensated arithmetic survives the default one."""
+"""Rewrites that each numerics level permits; compensated arithmetic survives the default one."""
 
 import functools
 

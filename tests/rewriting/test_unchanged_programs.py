@@ -1,4 +1,4 @@
-"""What only looks like one of the families, or is best as it is, is emitted as it was written."""
+"""Lookalikes of the families, and programs without a better form, are emitted as written."""
 
 import jax
 import jax.numpy as jnp

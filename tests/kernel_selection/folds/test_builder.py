@@ -1,4 +1,4 @@
-"""What a fold reads, keeps and gives to others in programs with several reductions."""
+"""Folds in programs with several reductions: their inputs, internal values and results."""
 
 import jax
 import jax.numpy as jnp

@@ -19,7 +19,7 @@ PLACES = np.random.default_rng(0).integers(0, K, (N, N)).astype(np.int32)
 
 
 def apart():
-    """How far a key is behind its query, int32[N, N]."""
+    """Return the distance of each key behind its query, int32[N, N]."""
     return jnp.arange(N)[None, :] - jnp.arange(N)[:, None]
 
 

@@ -1,4 +1,4 @@
-"""What looks like attention and is not: the values stay those of the program as it is written."""
+"""Lookalikes of attention: the values stay those of the program as written."""
 
 import jax
 import jax.numpy as jnp

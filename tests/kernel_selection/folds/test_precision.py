@@ -31,7 +31,7 @@ def wide_attention(*args, causal=False):
 
 
 def cross_entropy(q, k, v, bias):
-    """Of the first columns as labels; the vocabulary is k."""
+    """Return the cross-entropy of the first columns as labels; the vocabulary is k."""
     logits = q @ k.T + bias
     labels = jnp.arange(len(q)) % len(k)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]

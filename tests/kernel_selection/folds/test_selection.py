@@ -213,7 +213,7 @@ def test_sums_that_a_fold_makes_are_not_written_out():
 
 
 def test_layers_of_folds_are_emitted_in_linear_time():
-    """What a fold waits for was looked for along every path: 2^24 of them here."""
+    """A search of dependences along every path would take 2^24 of them here."""
 
     def fun(x, memory):
         for _ in range(24):

@@ -1,4 +1,4 @@
-"""Which loops are affine, what keeps the others from it, and kernels in place of affine loops."""
+"""Affine loops run as kernels; other loops are refused with the reason."""
 
 from collections.abc import Callable
 from typing import Any
