@@ -67,8 +67,9 @@ class Call:
 
         Nobody else can tell which these are: of an equation every operand counts as read.
         """
-        used = [True] * len(self.closed.jaxpr.outvars)
-        closed = with_ones(self.closed, values, jax_internals.live_part(self.runs, used)[1])
+        used, closed = [True] * len(self.closed.jaxpr.outvars), self.closed
+        if not self.is_half:  # what a half does not read may be behind a residual that it reads
+            closed = with_ones(closed, values, jax_internals.live_part(self.runs, used)[1])
         whole = Call(closed, self.runs, self.worker, self.is_half)
         call, runs, read = whole.narrowed(self.runs, used)
         return jax_calls.bind_call(runs, call, [x for x, r in zip(values, read, strict=True) if r])
@@ -158,7 +159,8 @@ class Call:
         joint = trace_joint(original, primals)
         if not joint.closed.effects:
             optimised = self.worker.optimised(joint.closed)
-            if optimised is None and original.closed is self.closed:
+            is_plain = original.closed is self.closed and not _has_calls(self.closed)
+            if optimised is None and is_plain:
                 return None
             halves = joint.halves(optimised or joint.closed, primals)
             if halves is not None:
@@ -198,6 +200,11 @@ class Call:
             return self.closed
         kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
         return before_derivatives(self.closed, device, kernel)
+
+
+def _has_calls(closed: ClosedJaxpr) -> bool:
+    """Return True if an optimised program stands inside: JAX would not ask for its own halves."""
+    return jax_internals.has_primitive(closed, "sym_call")
 
 
 def _forwarded(closed: ClosedJaxpr, runs: ClosedJaxpr) -> tuple[ClosedJaxpr, list[int]]:

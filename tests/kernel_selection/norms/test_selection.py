@@ -428,7 +428,8 @@ def test_frozen_weights_are_folded_without_a_kernel(name):
     for got, wanted in quick_jit(both)(X):
         close(got, wanted, 1e-5)
     if shapes is not None:
-        assert sorted(c.shape for c in prepared.constants(X[:2]) if c.shape) == sorted(shapes)
+        kept = [tuple(d for d in c.shape if d != 1) for c in prepared.constants(X[:2])]
+        assert sorted(shape for shape in kept if shape) == sorted(shapes)
 
 
 @pytest.mark.parametrize(
