@@ -38,7 +38,7 @@ X, W, A, B = normal(8, 512), normal(512, 512), normal(512, 4), normal(4, 512)
 
 
 def lora(x, w, a, b):
-    """What was written."""
+    """Return the program as written."""
     return x @ (w + a @ b)
 
 

@@ -158,7 +158,7 @@ def test_pass_runs_in_bodies_of_loops() -> None:
     ],
     ids=["a pass", "a list", "by keyword", "a difference"],
 )
-def test_ways_to_add_a_pass(rules: Any) -> None:
+def test_pass_is_added_in_every_form(rules: Any) -> None:
     assert names(optimized(identity, rules), X) == ["pythagorean_identity"]
 
 
@@ -278,7 +278,7 @@ def test_pass_that_waits_for_itself_is_refused() -> None:
     ],
     ids=["a class", "no pass", "twice", "twice by +"],
 )
-def test_pack_refuses(rules: Callable[[], RulePack], what: str) -> None:
+def test_malformed_pack_is_refused(rules: Callable[[], RulePack], what: str) -> None:
     with pytest.raises(RuleError, match=what):
         rules()
 

@@ -123,7 +123,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_wrong_use_is_an_error_with_its_reason(name):
     refused, kind, says = REFUSED[name]
     with pytest.raises(kind) as error:
         refused()

@@ -112,7 +112,7 @@ def dotted_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def upward_imports(module: str, tree: ast.AST) -> list[str]:
-    """What a module imports from above its layer, as lines to read."""
+    """Return the imports of a module from above its layer, as lines to read."""
     layer = layer_of(module)
     assert layer is not None
     out = []
@@ -129,7 +129,7 @@ def upward_imports(module: str, tree: ast.AST) -> list[str]:
 
 
 def internal_uses(module: str, tree: ast.AST) -> list[str]:
-    """Where a module reaches into JAX's internals, by import or by attribute."""
+    """Return the places where a module uses JAX's internals, by import or by attribute."""
     found = [*imported_modules(module, tree), *dotted_names(tree)]
     return sorted(
         f"{MODULES[module]}:{line}: {name}"

@@ -92,12 +92,12 @@ def test_candidates_that_wait_for_each_other_are_refused(chain):
     assert taken(program, second)[1] == ["second"]
 
 
-def test_what_is_needed_is_not_hidden(chain):
+def test_candidate_that_hides_a_needed_value_is_refused(chain):
     program, (_x, a, b, c, _d) = chain
     assert taken(program, candidate("hides", Ones((c,), (a,)), hidden=(b,)))[1:] == ([], ["hides"])
 
 
-def test_of_two_that_give_a_value_the_first_is_taken(chain):
+def test_first_of_two_candidates_for_a_value_is_taken(chain):
     program, (x, _a, b, c, _d) = chain
     first, second = candidate("first", Ones((c,), (b,))), candidate("second", Ones((c,), (x,)))
     assert taken(program, first, second)[1:] == (["first"], ["second"])

@@ -1,25 +1,24 @@
-"""Where the optimiser's time goes: seconds inside each of its passes, nested calls taken off."""
+"""The optimiser's time by section: seconds inside each of its functions, without nested calls."""
 
 import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
 
-from symjax_rewrite import jax_internals
-from symjax_rewrite import optimizer
-from symjax_rewrite.rewriting import region_solver
-from symjax_rewrite.kernel_selection.folds.selection import Router
+from symjax_rewrite import candidates, jax_internals, optimizer, policy
+from symjax_rewrite.kernel_selection.folds import selection
+from symjax_rewrite.rewriting import algebra, region_solver
 
-# Section to the functions it is made of, each where its caller looks it up.
+# The functions of each section, each in the module where its caller looks it up.
 SECTIONS: dict[str, tuple[tuple[object, str], ...]] = {
     "flatten": ((optimizer, "flatten"),),
-    "lift": ((optimizer, "build"),),
-    "routes": ((Router, "find"),),
-    "regions": ((optimizer, "needed"), (optimizer, "find_regions")),
+    "lift": ((candidates, "build"),),
+    "routes": ((selection._FoldSelection, "found"),),
+    "regions": ((candidates, "needed"), (algebra, "find_regions")),
     "saturate": ((region_solver, "saturate"),),
     "extract": ((region_solver, "extract"),),
-    "solve, the rest": ((optimizer.Solver, "solve"),),
-    "apply": ((optimizer.Optimiser, "_apply_all"), (optimizer.Optimiser, "_hopeless")),
+    "solve, the rest": ((region_solver.Solver, "solve"),),
+    "apply": ((policy, "chosen"), (algebra, "_hopeless")),
     "trace bodies": ((jax_internals, "make_avals_jaxpr"),),
 }
 OTHER = "other"
@@ -27,7 +26,7 @@ OTHER = "other"
 
 @contextlib.contextmanager
 def measured() -> Iterator[dict[str, float]]:
-    """Inside this context the optimiser's passes are timed; gives seconds by section."""
+    """Time the optimiser inside this context; give seconds by section."""
     seconds = dict.fromkeys((*SECTIONS, OTHER), 0.0)
     inner: list[float] = []  # seconds of the calls inside each call under way
 

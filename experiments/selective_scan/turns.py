@@ -1,7 +1,7 @@
 """When one loop over the steps gains by states whose longest axis is innermost, on this CPU.
 
-Times loops of many widths as written and in that form, and fits the rates that
-`symjax_rewrite.pallas_kernels.scan_cost` decides by.
+Times loops of many widths as written and in that form, and fits the rates of
+`symjax_rewrite.cost.profile_groups.StepLoops`.
 
 python experiments/selective_scan/turns.py             # prints the table and the rates
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
+from symjax_rewrite.cost.profile_groups import StepLoops
 
 NARROW = (2, 4, 8, 16, 24, 32)
 LONG = (32, 64, 256, 1024, 4096)
@@ -74,12 +74,13 @@ def measure(run: Any, arguments: list[Any], rounds: int) -> tuple[float, float]:
 
 def fit(rows: list[tuple]) -> None:
     """Median nanoseconds per entry, by kind, of states of 1024 entries and more."""
+    first, last = StepLoops().narrow_entries
     for dear, wide in itertools.product((True, False), (False, True)):
         for column, name in ((4, "written"), (5, "turned")):
             rates = [
                 1e9 * r[column] / STEPS / (r[2] * r[3])
                 for r in rows
-                if r[0] == dear and (r[3] not in scan_cost.NARROW) == wide
+                if r[0] == dear and (not first <= r[3] <= last) == wide
                 if r[2] * r[3] >= 1024 and (dear or r[1] != "sum")
             ]
             kind = ("exp" if dear else "light", "wide" if wide else "narrow", name)

@@ -35,7 +35,7 @@ def test_a_gradient_makes_no_dense_update():
 
 
 def test_a_gradient_of_a_complex_program():
-    """What reverse mode saves of it is complex, for which `jax.checkpoint` has no rounding."""
+    """Its residuals are complex: `jax.checkpoint` has no rounding for these."""
 
     def chain(a, b, c):
         return jnp.sum(jnp.abs(jnp.tanh(a @ b) @ c @ a) ** 2)
@@ -49,7 +49,7 @@ def test_a_gradient_of_a_complex_program():
 
 
 def test_a_gradient_saves_no_pairs():
-    """What the fold was spared is no residual: the pullback holds inputs and row values only."""
+    """The pullback holds inputs and row values only, no pairwise terms."""
     q, k, v = (np.cos(np.arange(96 * 16, dtype=np.float32) + i).reshape(96, 16) for i in range(3))
     f = sym_optimize(attend, kernels="always")
     pullback = jax.vjp(f, q, k, v)[1]
@@ -147,7 +147,7 @@ def test_results_do_not_wait_for_cotangents():
 
 
 def test_a_second_derivative_is_of_the_original():
-    """What the optimised forward half keeps has no derivative of its own: `stop_gradient` stays."""
+    """Residuals of the optimised forward half have no derivatives: `stop_gradient` stays."""
 
     def stopped(x, w, a, b):
         y = jax.lax.stop_gradient(x) @ (w + a @ b)
@@ -201,7 +201,7 @@ def test_results_that_nobody_differentiates_cost_nothing():
             np.testing.assert_allclose(mine, its, rtol=1e-3, atol=1e-4 * scale, err_msg=str(k))
 
 
-def test_what_is_not_differentiated_costs_nothing():
+def test_undifferentiated_results_cost_nothing():
     """Results that no live input reaches, integers and flags keep symbolic zeros."""
 
     def f(x, w, a, b, n):

@@ -97,7 +97,7 @@ PASSED = {"repeated_work": tiled, "common_subexpression": twice, "loop_invariant
 
 @pytest.fixture
 def wrong_passes(monkeypatch):
-    """What is computed once comes out twice too large."""
+    """Double the values that passes compute once: a planted bug."""
     right, moved = emission.TermReader.value, loop_optimizer.run_moved
 
     def value(self, v):
@@ -109,12 +109,12 @@ def wrong_passes(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_bisect_names_what_is_done_besides_rules(name, wrong_passes):
+def test_bisect_names_passes(name, wrong_passes):
     assert bisect(sym_optimize(PASSED[name], kernels="off"), A, B, C) == (name,)
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_what_is_done_besides_rules_can_be_left_out(name):
+def test_passes_are_removed_from_a_pack_by_name(name):
     f, less = PASSED[name], packs.default - name + packs.lora
     assert name in [r.name for r in sym_optimize(f).explain(A, B, C).rules]
     assert name not in [r.name for r in sym_optimize(f, rules=less).explain(A, B, C).rules]
@@ -181,7 +181,7 @@ def attention(q, k, v):
 
 @pytest.mark.parametrize("spec", [("d",), (None, "d"), (None, None, "d")])
 def test_no_collectives_are_added(spec):
-    """Where XLA would gather a fold's operands, `"auto"` leaves the program as it is."""
+    """`"auto"` keeps the program where XLA would gather a fold's operands."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices: XLA_FLAGS=--xla_force_host_platform_device_count=8")
     mesh = Mesh(np.array(jax.devices()[:8]), ("d",))

@@ -1,4 +1,4 @@
-"""What `sym_optimize` must leave as it is: trees, types, names, effects, lines, streams, bits."""
+"""Properties that `sym_optimize` preserves: trees, types, names, effects, lines, streams, bits."""
 
 import collections
 import functools
@@ -35,7 +35,7 @@ def lora(x):
 
 
 def rewritten(f: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether something is emitted differently."""
+    """True if an equation is emitted differently."""
     return bool(f.explain(*args, **kwargs).rules)
 
 
@@ -271,7 +271,7 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_what_is_not_rewritten_is_the_original_equation_for_equation(name):
+def test_unchanged_program_keeps_every_equation(name):
     f = UNTOUCHED[name]
     ours, theirs = equations(jax.make_jaxpr(sym_optimize(f))(X)), equations(jax.make_jaxpr(f)(X))
     assert [str(e.primitive) for e in ours] == [str(e.primitive) for e in theirs]

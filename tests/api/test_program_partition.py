@@ -19,7 +19,7 @@ def spread(x, y):
 
 
 def chain(x, y):
-    """Of a chain of cheap steps behind a product one value is kept."""
+    """One value of a chain of cheap steps behind a product is kept."""
     p = x @ x
     return (p * 2 + 1) * (p - 3) * y
 
@@ -39,7 +39,7 @@ def narrowed(x, y):
     [(spread, 4 * 8), (chain, 4 * 64), (masked, 4 * 64), (narrowed, 2 * 64)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_the_least_is_kept(fun, kept):
+def test_minimum_cut_is_kept(fun, kept):
     closed = jax.make_jaxpr(fun)(X, Y)
     parts = split(closed, 1, _is_fused)
     assert parts is not None
@@ -48,7 +48,7 @@ def test_the_least_is_kept(fun, kept):
     np.testing.assert_allclose(parts.run_last(once, [Y])[0], fun(X, Y), rtol=1e-6)
 
 
-def test_what_results_do_not_need_is_computed_where_it_is_read():
+def test_equations_unneeded_by_results_move_to_the_backward_half():
     def fun(x, y):
         return x @ x, jnp.sin(x) @ x * y
 
@@ -63,7 +63,7 @@ def test_a_result_of_the_other_inputs_cannot_come_first():
     assert split(closed, 1, _is_fused, results=1) is None
 
 
-def test_what_is_free_is_kept():
+def test_results_are_kept_as_residuals():
     def fun(x, y):
         made = jnp.sin(x) + 1
         return made, made * y

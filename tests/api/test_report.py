@@ -145,7 +145,7 @@ def assert_text_agrees(report):
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("kernels", ["auto", "always"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_number_contradicts_a_count(name, kernels, device):
+def test_costs_agree_with_counted_operations(name, kernels, device):
     fun, shapes = PROGRAMS[name]
     report = sym_optimize(fun, kernels=kernels, device=device).explain(*spec_list(shapes))
     assert_text_agrees(report)
@@ -217,7 +217,7 @@ PRICED = {
 
 
 @pytest.mark.parametrize("name", PRICED)
-def test_numbers_are_given_where_they_are_known(name):
+def test_known_costs_are_given(name):
     fun, flops, has_bytes = PRICED[name]
     report = sym_optimize(fun).explain(*spec_list([(8, 8), (8, 8)]))
     assert report.before.flops == flops

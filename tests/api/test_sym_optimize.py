@@ -52,7 +52,7 @@ class _Layer:
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_takes(name):
+def test_decorator_forms_are_accepted(name):
     assert_equivalent(TAKEN[name](), lora, X, W, A, B)
 
 
@@ -155,7 +155,7 @@ def test_shardings_are_lifted():
 # What it gives.
 
 
-def test_it_is_a_jit_object():
+def test_result_is_a_jit_object():
     f: Any = sym_optimize(lora)
     jitted: Any = type(jax.jit(lora))
     assert type(f) is jitted
@@ -181,7 +181,7 @@ def total(x):
     "made", [jax.jit, sym_optimize, functools.partial(sym_optimize, verify="first")]
 )
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_what_wraps_a_jit_object_is_not_taken_for_it(name, made):
+def test_wrapper_of_a_jit_object_is_run_itself(name, made):
     """`functools.wraps` copies the attributes by which a `jax.jit` object says what it jits."""
     want, wrapped = (WRAPPERS[name](f) for f in (total, made(total)))
     for f in (sym_optimize(wrapped), sym_optimize(jax.jit(wrapped))):
@@ -365,7 +365,7 @@ def test_a_small_budget_keeps_the_program_right(budget):
     assert f.explain(*xs).stop
 
 
-def test_what_stopped_is_reported():
+def test_stop_reason_is_reported():
     stop = sym_optimize(chain, budget=Budget(equations=1)).explain(M, M, V).stop
     assert stop == "2 equations exceed the budget of 1"
     stop = sym_optimize(chain, budget=Budget(seconds=1e-9)).explain(M, M, V).stop
@@ -394,7 +394,7 @@ def test_packs_that_are_joined_keep_what_they_leave_out():
     assert f.remake.args[1].rules.rules == (less + packs.locality).rules
 
 
-def test_a_pack_is_what_it_says():
+def test_packs_limit_the_rules_that_are_used():
     only = RulePack("only order", packs.associativity.rules)
     assert [r.name for r in sym_optimize(lora, rules=only).explain(X, W, A, B).rules] == []
     assert assert_optimized(sym_optimize(chain, rules=only), M, M, V, uses="contraction_order")
@@ -425,7 +425,7 @@ def test_tuning_measures_under_every_transformation():
     assert jax.grad(lambda x: f(x).sum())(X).shape == X.shape
 
 
-def test_what_cannot_be_measured_is_decided_by_the_model():
+def test_unmeasurable_programs_are_decided_by_the_model():
     def f(x):
         jax.debug.print("{}", x[0, 0])
         return lora(x, W, A, B)

@@ -1,4 +1,4 @@
-"""What rounding explains passes, and nothing else: by dtype and by the number of entries.
+"""Differences that rounding explains pass, others fail: by dtype and number of entries.
 
 Every cell of the table is a program at a dtype and a size, with rewrites that are equal but for
 rounding, and with planted faults.

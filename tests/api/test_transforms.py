@@ -336,7 +336,7 @@ OVER = {
 
 
 @pytest.mark.parametrize("over", OVER)
-def test_what_closes_over_traced_values(over):
+def test_closures_over_traced_values_keep_their_results(over):
     ours, theirs = (OVER[over](CLOSURES["function"](opt)) for opt in (sym_optimize, lambda f: f))
     check(ours(P, X), theirs(P, X))
 
@@ -425,7 +425,7 @@ def test_references_may_be_closed_over():
     check(jax.jit(counted(sym_optimize))(P, X), jax.jit(counted(lambda f: f))(P, X))
 
 
-def test_what_is_traced_outside_is_not_verified():
+def test_closures_over_traced_values_are_not_verified():
     f = lambda p: sym_optimize(lambda y: adapted(p, y), verify="first")(X).sum()  # noqa: E731
     check(jax.grad(f)(P), jax.grad(lambda p: adapted(p, X).sum())(P))
 

@@ -17,7 +17,7 @@ MANY = [normal(3, seed=k) for k in range(20)]
 
 
 def parameters(f: Any, *args: Any, **kwargs: Any) -> int:
-    """How many parameters the compiled program has."""
+    """Count the parameters of the compiled program."""
     text = f.lower(*args, **kwargs).as_text()
     main = re.search(r"func.func public @main\((.*?)\) ->", text, re.S)
     assert main is not None

@@ -43,7 +43,7 @@ def test_the_narrower_operand_is_laid_along_the_grain(m, n, turned):
     ],
     ids=["narrow", "along", "integers", "half"],
 )
-def test_other_operands_stay(x, y, labels):
+def test_operands_without_a_better_order_stay(x, y, labels):
     operands = emitted(x, y, labels)
     assert [o[1] for o in operands] == list(labels)
 

@@ -202,7 +202,7 @@ FACTS = [
 
 @pytest.mark.parametrize("facts", FACTS, ids=str)
 @given(p=polys, env=environments)
-def test_what_is_proved_nonnegative_is(facts, p, env):
+def test_proved_nonnegative_polynomials_are_nonnegative(facts, p, env):
     known = Assumptions(facts)
     if known.nonnegative(p) and _holds(facts, env):
         assert p.at(env) >= 0
@@ -234,7 +234,7 @@ PROVED = [
 
 
 @pytest.mark.parametrize(("facts", "text", "known"), PROVED, ids=str)
-def test_proved(facts, text, known):
+def test_assumptions_prove_inequalities(facts, text, known):
     env = {n: Poly.var(n) for n in NAMES}
     assert Assumptions(facts).nonnegative(eval(text, {}, env)) == known
 
@@ -242,6 +242,6 @@ def test_proved(facts, text, known):
 @pytest.mark.parametrize(
     "fact", ["", "r", "r small", "r < ", "< d", "r < f(d)", "r ~ d", "r < d^2"]
 )
-def test_no_fact(fact):
+def test_malformed_assumption_is_refused(fact):
     with pytest.raises(UsageError, match=r"polynomial|fact"):
         Assumptions((fact,))

@@ -26,7 +26,7 @@ class TooLargeError(Exception):
 
 
 class Chooser(Protocol):
-    """Where decisions come from: `random.Random`, or Hypothesis."""
+    """The source of decisions: `random.Random` or Hypothesis."""
 
     def integer(self, low: int, high: int) -> int:
         """An integer, both ends included."""
@@ -96,7 +96,7 @@ class Builder:
 
     @property
     def integral(self) -> bool:
-        """Whether the program's own dtype is an integer's."""
+        """True if the program's own dtype is an integer type."""
         return self.dtype.startswith(("int", "uint"))
 
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""What a seed stands for: a program and a way to try it."""
+"""The case of a seed: a program and a way to try it."""
 
 from __future__ import annotations
 

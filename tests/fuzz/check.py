@@ -42,7 +42,7 @@ SUBNORMAL = float(np.finfo(np.float16).tiny)  # less has few digits in float16, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mode:
-    """How a program is tried.
+    """The way in which a program is tried.
 
     transform: see `TRANSFORMS`. choice: `model` takes what the cost model takes, `random` takes
     any equal form (numbered by `seed`), `wide` does so for every region, interesting or not.
@@ -60,7 +60,7 @@ class Mode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """What went wrong."""
+    """A failure of one program."""
 
     kind: str
     message: str
@@ -371,7 +371,7 @@ def compare(
 
 
 def _ties(closed: Any, args: list[np.ndarray], k: int) -> float:
-    """How far output `k` moves where values that are cast to a smaller float are near a tie.
+    """Return how far output `k` moves where values that are cast to a smaller float are near a tie.
 
     Without casts, and with noise of full size, what they are subtracted from may be another regime
     (a tanh that is flat), in which nothing moves: casts are as written here, and noise is small.
@@ -384,7 +384,7 @@ def _ties(closed: Any, args: list[np.ndarray], k: int) -> float:
 
 
 def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
-    """Where casts to smaller floats do not lose the same in two jaxprs; nothing if they do.
+    """Return where casts to smaller floats lose other digits in two jaxprs; empty if nowhere.
 
     `x - f32(bf16(x))` is as small as rounding to bfloat16 is: `compare` could not tell it from 0.
     """
@@ -405,12 +405,12 @@ def casts_differ(closed: Any, closed2: Any, args: list[np.ndarray]) -> str:
 
 
 def _narrows(jaxpr: Any) -> bool:
-    """Whether there is a cast to a smaller float, in bodies too."""
+    """True if there is a cast to a smaller float, in bodies too."""
     return any(narrows(e) or any(_narrows(b) for b in _bodies(e.params)) for e in jaxpr.eqns)
 
 
 def _has_kernels(jaxpr: Any) -> bool:
-    """Whether something was routed: kernels compute scores again for every use."""
+    """True if a kernel was taken: kernels recompute scores for every use."""
     return any(
         e.primitive.name == "platform_index" or any(map(_has_kernels, _bodies(e.params)))
         for e in jaxpr.eqns
@@ -418,7 +418,7 @@ def _has_kernels(jaxpr: Any) -> bool:
 
 
 def _writes_zeros(jaxpr: Any) -> bool:
-    """Whether there may be zeros by position: labels compared, masks, padding, in bodies too."""
+    """True if there may be zeros by position: labels compared, masks, padding, in bodies too."""
     return any(
         e.primitive.name in ("eq", "ge", "gt", "le", "lt", "ne", "pad", "concatenate")
         or any(map(_writes_zeros, _bodies(e.params)))
@@ -448,7 +448,7 @@ def _moved(x: np.ndarray) -> np.ndarray:
 
 
 class _Spread:
-    """How far rounding may move each output; computed when it is first asked for."""
+    """Bounds on how far rounding may move each output; computed on first use."""
 
     def __init__(
         self,
@@ -489,7 +489,7 @@ def _inexact(x: np.ndarray) -> bool:
 
 
 def _nearly_overflows(closed: Any, args: list[np.ndarray]) -> bool:
-    """Whether some value is near the end of float32, which another order may pass."""
+    """True if some value is near the end of float32, which another order may pass."""
     machine = _Watching(wide=True)
     machine.run(closed, args)
     return machine.largest > 1e28
@@ -566,7 +566,7 @@ def _run_compiled(
 def judge_compiled(
     closed: Any, values: list[np.ndarray], mine: list[Any], theirs: list[Any]
 ) -> Failure | str:
-    """Whether compiled results are as near to float64 as the original's."""
+    """True if compiled results are as near to float64 as the original's."""
     try:
         wide = Machine(wide=True).run(closed, values)
         noisy = [Machine(True, 1.0, k).run(closed, values) for k in range(2)]

@@ -85,7 +85,7 @@ def _while(m: Machine, eqn: Any, xs: list) -> list:
 
 
 def _where_going(going: np.ndarray, new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Of a batch of loops only those that have not ended go on."""
+    """Advance only the loops of a batch that have not ended."""
     return np.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
 
 

@@ -1,4 +1,4 @@
-"""What random programs are made of: every production adds a few lines to a program."""
+"""Productions of random programs: each adds a few lines to a program."""
 
 from __future__ import annotations
 

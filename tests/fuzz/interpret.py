@@ -27,7 +27,7 @@ FLOATS = {"float32", "float64", *HALF}
 
 
 class Machine:
-    """How numbers are kept and rounded.
+    """The formats in which numbers are kept and rounded.
 
     wide: floats in float64. noise: multiples of the dtype's epsilon added at random. casts: what a
     cast to a smaller float loses is lost in float64 too, exactly. again: noise also tells apart
@@ -409,7 +409,7 @@ def _keeps_dtype(eqn: Any) -> bool:
 
 
 def narrows(eqn: Any) -> bool:
-    """Whether an equation is a cast from a float to a smaller one."""
+    """True if an equation is a cast from a float to a smaller one."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = (str(v.aval.dtype) for v in (eqn.invars[0], eqn.outvars[0]))

@@ -373,7 +373,7 @@ def planted(name: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Caught:
-    """How a planted bug was seen: after how many programs, and as what kind of failure."""
+    """The detection of a planted bug: the number of programs, and the kind of failure."""
 
     programs: int
     kind: str
@@ -381,7 +381,7 @@ class Caught:
 
 
 def once(name: str, seed: int) -> Failure | str:
-    """How the program of a seed, made of a mutation's productions, goes."""
+    """Run the program of a seed, made of a mutation's productions."""
     mutation = MUTATIONS[name]
     rng = random.Random(seed)
     made = grammar.program(RandomChooser(rng), lines=3, swarm=mutation.by)

@@ -51,7 +51,7 @@ class Program:
 
     @property
     def size(self) -> int:
-        """How many lines there are, bodies included."""
+        """Count the lines, bodies included."""
         steps = [n for n in self.nodes if isinstance(n, Step)]
         return len(steps) + sum(b.size for s in steps for b in s.bodies)
 

@@ -61,7 +61,7 @@ def test_judge_sees_a_wrong_program(name):
 
 
 def test_judge_sees_a_lost_cast():
-    """What is left of a cast is as small as rounding: `compare` cannot tell it from nothing."""
+    """The difference that a cast leaves is as small as rounding: `compare` cannot see it."""
 
     def left(x, w):
         return (x - x.astype(jnp.bfloat16).astype(jnp.float32)) @ w

@@ -79,7 +79,7 @@ def test_products_of_sums_are_multiplied_out() -> None:
     assert form.opened == {s.cls, p.cls}
 
 
-def test_what_gives_too_many_terms_is_one_factor() -> None:
+def test_sum_beyond_the_term_limit_is_one_factor() -> None:
     g, a, b, c = _graph()
     s = g.add(ADD, (1, -2), (a, b), (4,), (), "float32")
     p = g.add(CONTRACT, None, (s, c), (4,), (), "float32")

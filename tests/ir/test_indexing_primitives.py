@@ -53,7 +53,7 @@ FIRES = ("plain", "clip i", "fill i", "promise_in_bounds i j", "dynamic_slice", 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64])
 @pytest.mark.parametrize("name", READS)
-def test_out_of_range(name, dtype):
+def test_out_of_range_indices_clamp_or_fill(name, dtype):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, s).astype(dtype) for s in ((40, 50), (50, 30)))
     args = (a, b, ROWS, COLUMNS)

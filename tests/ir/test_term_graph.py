@@ -42,7 +42,7 @@ def test_block_diagonal_second_derivative():
 
 
 def test_value_spread_over_no_elements():
-    """What is equal to an array with an axis of size 0 can't be read from that array."""
+    """A value equal to an array with an axis of size 0 cannot be read from that array."""
 
     def f(c, w, v):
         def step(i, carry):
@@ -88,13 +88,13 @@ def test_indices_that_wrap_are_no_indices(dtype):
             assert not isinstance(outcome, Failure), outcome
 
 
-def test_what_platforms_save_for_their_backward_passes_is_not_equal():
+def test_residuals_of_platform_branches_are_not_merged():
     """A gradient through `jnp.diag` read what another platform would have saved (wrong value)."""
     agree(lambda a, b: jnp.diag(a @ b), (3, 1), (1, 3), transform="in_grad")
     agree(lambda a, b: jnp.diag(a @ b), (3, 3), (3, 3), transform="grad")
 
 
-def test_numbers_are_computed_when_they_are_read():
+def test_operations_on_constants_are_folded():
     """`g² + 0²`, as optax spells a norm, was a sum, to be rewritten for a gain that XLA has too."""
 
     def norm(g):

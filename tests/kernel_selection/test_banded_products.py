@@ -68,7 +68,7 @@ def blocks(fun, *args, **options):
 
 @pytest.fixture
 def eager(monkeypatch):
-    """What is banded is taken, whatever it gains."""
+    """Take every banded product, whatever it gains."""
     use_on_cpu(monkeypatch, bands={"least_flops": 0}, margins={"banded": 0.0})
 
 
@@ -83,11 +83,11 @@ def test_banded_products_run_in_blocks(name):
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_lookalikes_are_left(name):
+def test_lookalikes_are_not_banded_products(name):
     assert not blocks(LOOKALIKES[name], *drawn())
 
 
-def test_the_model_decides():
+def test_small_and_exact_products_stay():
     large, small = (jax.ShapeDtypeStruct((n, n), jnp.float32) for n in (2000, 64))
     assert "3 blocks" in blocks(BANDED["tril"], large, large)[0]
     assert not blocks(lambda a, b: jnp.tril(a) @ b, small, small)
@@ -98,7 +98,7 @@ def test_the_model_decides():
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_zero_stands_before_is_not_read():
+def test_operand_beside_structural_zeros_is_not_read():
     a, b = drawn()
     b[-1] = np.nan
     fun = sym_optimize(BANDED["tril"])

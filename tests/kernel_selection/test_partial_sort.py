@@ -52,13 +52,13 @@ SORTED: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("name", SORTED)
-def test_ends_are_selected(name: str) -> None:
+def test_ends_of_a_sort_are_selected(name: str) -> None:
     taken = name != "reshaped"  # rows are sliced with the places
     check(SORTED[name], rows(), taken=taken)
 
 
 @pytest.mark.parametrize("name", ["first", "last", "places, descending"])
-def test_what_is_not_finite_is_placed_as_by_the_sort(name: str) -> None:
+def test_nonfinite_values_are_placed_as_by_the_sort(name: str) -> None:
     check(SORTED[name], rows("float32", np.inf, -np.inf))
     check(SORTED[name], rows("float32", np.nan, -np.nan, np.inf))
 
@@ -69,7 +69,7 @@ def test_small_dtypes(dtype: str) -> None:
     check(lambda x: lax.top_k(x, K), rows(dtype))
 
 
-def test_top_k_of_small_floats_orders_what_is_not_finite() -> None:
+def test_top_k_of_small_floats_orders_nonfinite_values() -> None:
     check(lambda x: lax.top_k(x, K), rows("bfloat16", np.nan, np.inf, -np.inf, -np.nan))
 
 
@@ -87,7 +87,7 @@ LEFT: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_others_stay(name: str) -> None:
+def test_other_sorts_stay(name: str) -> None:
     check(LEFT[name], rows(), taken=False)
 
 

@@ -78,7 +78,7 @@ def arrays(length: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
-    """How many trees there are, and the results with all of them as loops, whatever they cost."""
+    """Return the number of trees, and the results with every tree as a loop at any cost."""
     closed, tree = jax_internals.make_jaxpr(fun, *args)
     program = flatten(jax_internals.without_dead(closed))
     around, changes = Surroundings(program), []
@@ -98,7 +98,7 @@ TYPED += [(f, d) for f in (both, inside) for d in ("int32", "complex64", "bfloat
 
 
 @pytest.mark.parametrize("fun, dtype", TYPED, ids=lambda x: getattr(x, "__name__", x))
-def test_found_and_equal(fun: Callable, dtype: str) -> None:
+def test_tree_becomes_one_equal_loop(fun: Callable, dtype: str) -> None:
     args = arrays(19 if dtype == "float32" else 8, dtype)
     count, got = run_as_loops(fun, *args)
     assert count == 1
@@ -140,13 +140,13 @@ def gated(left, right):
 @pytest.mark.parametrize(
     "combine", [other_pair, other_sum, maximum, squared, gated], ids=lambda f: f.__name__
 )
-def test_other_combinations_are_left(combine: Callable) -> None:
+def test_combinations_that_are_not_affine_are_not_found(combine: Callable) -> None:
     args = arrays(16, "float32")
     closed, _ = jax_internals.make_jaxpr(lambda a, b: lax.associative_scan(combine, (a, b)), *args)
     assert find_prefixes(flatten(jax_internals.without_dead(closed))) == []
 
 
-def test_a_tree_that_is_cut_otherwise_is_left() -> None:
+def test_tree_with_other_slices_is_not_found() -> None:
     def fun(a, b):
         even, odd = b[0:8:2], b[1:9:2]
         return a[1:9:2] * even + odd, a[0:8:2]
@@ -188,7 +188,7 @@ def test_selective_scan_never_makes_the_states(read: Callable) -> None:
     np.testing.assert_allclose(optimised(*args), jax.jit(plain)(*args), rtol=1e-4, atol=1e-4)
 
 
-def test_exact_and_short_trees_stay() -> None:
+def test_trees_stay_if_exact_or_short() -> None:
     args = mamba_args()
     report = sym_optimize(mamba, numerics="exact").explain(*args)
     assert any(r.name == "scan" and "order" in r.reason for r in report.routes)

@@ -100,7 +100,7 @@ def arrays(length: int, dtype: Any = "float32") -> tuple[jax.Array, jax.Array]:
 
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
-    """How many differentiated trees there are, and the results with all of them as loops."""
+    """Return the number of differentiated trees, and the results with every one as loops."""
     closed, tree = jax_internals.make_jaxpr(fun, *args)
     program = flatten(closed)
     around = Surroundings(program)
@@ -127,18 +127,18 @@ def check(fun: Callable, count: int, *args: Any, tol: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize("length", [8, 11, 19])
-def test_every_length(length: int) -> None:
+def test_gradient_is_found_for_every_length(length: int) -> None:
     check(jax.grad(every, argnums=(0, 1)), 1, *arrays(length))
 
 
 @pytest.mark.parametrize("argnums", [0, 1], ids=str)
 @pytest.mark.parametrize("fun", [every, backwards, factors_elsewhere, added_elsewhere])
-def test_one_of_the_two(fun: Callable, argnums: int) -> None:
+def test_gradient_by_one_argument_is_found(fun: Callable, argnums: int) -> None:
     check(jax.grad(fun, argnums=argnums), 1, *arrays(9))
 
 
 @pytest.mark.parametrize("fun", FUNS, ids=lambda f: f.__name__)
-def test_found_and_equal(fun: Callable) -> None:
+def test_gradient_becomes_one_equal_loop(fun: Callable) -> None:
     check(jax.grad(fun, argnums=(0, 1)), 1, *arrays(9))
 
 
@@ -149,7 +149,7 @@ def test_two_trees(fun: Callable) -> None:
 
 @pytest.mark.parametrize("fun", [every, backwards, made], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", ["complex64", "bfloat16"])
-def test_other_dtypes(fun: Callable, dtype: str) -> None:
+def test_gradients_in_other_dtypes(fun: Callable, dtype: str) -> None:
     def real(a, b):
         return jnp.real(fun(a, b)).astype("float32")
 
@@ -212,7 +212,7 @@ LEFT = [both_read, other_factor, largest, mixed, stopped_on_the_way]
 
 
 @pytest.mark.parametrize("fun", LEFT, ids=lambda f: f.__name__)
-def test_others_are_left(fun: Callable) -> None:
+def test_lookalikes_of_gradients_are_not_found(fun: Callable) -> None:
     check(jax.grad(fun, argnums=(0, 1)), 0, *arrays(8))
 
 
@@ -223,7 +223,7 @@ def test_stopped_factors() -> None:
     check(jax.grad(fun, argnums=(0, 1)), 1, *arrays(8))
 
 
-def test_what_is_read_on_the_way_leaves_the_tree() -> None:
+def test_intermediate_values_with_readers_are_results() -> None:
     """A value inside the tree, or inside what goes back over it, is a result too."""
     gradient = jax.grad(every, argnums=(0, 1))
     closed, _ = jax_internals.make_jaxpr(gradient, *arrays(8))
@@ -249,7 +249,7 @@ def small_change(gradient: Callable, eps: float) -> Callable:
     return fun
 
 
-def test_what_else_is_added_is_kept() -> None:
+def test_added_terms_are_kept() -> None:
     check(small_change(jax.grad(every, argnums=(0, 1)), 0.5), 1, *arrays(8))
 
 
@@ -290,7 +290,7 @@ def test_training_steps_never_make_the_states() -> None:
     assert ours < 0.15 * plain
 
 
-def test_exact_and_narrow_ones_stay() -> None:
+def test_gradients_stay_if_exact_or_narrow() -> None:
     args = layer(128, 64, 8)
     report = sym_optimize(training_step, numerics="exact").explain(*args)
     assert any(not r.taken and "another order" in r.reason for r in report.routes)

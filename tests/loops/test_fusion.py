@@ -1,4 +1,4 @@
-"""What only a loop makes or reads is not made for all steps; what others read is."""
+"""Arrays that only a loop writes or reads are not stored for all steps; others are."""
 
 from collections.abc import Callable
 
@@ -90,7 +90,7 @@ def check(fun: Callable, length: int = L):
 
 
 @pytest.mark.parametrize("fun", FUSED, ids=lambda f: f.__name__)
-def test_fused(fun: Callable) -> None:
+def test_loops_are_fused_with_producers_and_consumers(fun: Callable) -> None:
     report = check(fun)
     assert "loop_fusion" in {r.name for r in report.rules}
     assert report.after.largest_intermediate <= report.before.largest_intermediate / 4
@@ -125,7 +125,7 @@ def projected(x, dt, a, b, c):
 
 
 @pytest.mark.parametrize("fun", [returned, same_size, projected], ids=lambda f: f.__name__)
-def test_left(fun: Callable) -> None:
+def test_loops_whose_results_are_returned_are_not_fused(fun: Callable) -> None:
     assert "loop_fusion" not in {r.name for r in check(fun).rules}
 
 

@@ -1,4 +1,4 @@
-"""What leaves a loop, what stays, and that the values are those of the program as written."""
+"""Equations that leave a loop and equations that stay; the values are the original program's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -135,7 +135,7 @@ LEAVES = [rnn, gru, backwards, by_index, from_the_end, every_other, counting_whi
 
 
 def inside(closed: Any, name: str, looped: bool = False) -> int:
-    """How many equations of that name stand inside loops."""
+    """Count the equations of that name inside loops."""
     count = 0
     for e in closed.jaxpr.eqns:
         count += looped and e.primitive.name == name
@@ -155,7 +155,7 @@ def check_equal(fun: Callable, *args: Any, rtol: float = 2e-5, **options: Any) -
 
 
 @pytest.mark.parametrize("fun", LEAVES, ids=lambda f: f.__name__)
-def test_products_leave(fun: Callable) -> None:
+def test_loop_invariant_and_batched_products_leave_the_loop(fun: Callable) -> None:
     report = check_equal(fun, XS, WX, WH)
     before = inside(jax.make_jaxpr(fun)(XS, WX, WH), "dot_general")
     assert inside(report.after.jaxpr, "dot_general") < before
@@ -221,7 +221,7 @@ def test_exact_keeps_products_of_steps() -> None:
     assert inside(report.after.jaxpr, "dot_general") == 2
 
 
-def test_what_would_be_written_is_bounded() -> None:
+def test_batched_result_is_bounded_in_size() -> None:
     wide = draw(8, 4096)
 
     def fun(xs, wide):
@@ -291,7 +291,7 @@ DECOYS = {
 
 
 @pytest.mark.parametrize("name", DECOYS)
-def test_left_alone(name: str) -> None:
+def test_loops_without_invariant_work_are_unchanged(name: str) -> None:
     def fun(xs):
         return lax.scan(DECOYS[name], H0, xs)
 

@@ -260,7 +260,7 @@ LOOKALIKES = [sum_is_a_result, sum_is_read_whole, parts_overlap, weights_change,
 
 
 @pytest.mark.parametrize("fun", LOOKALIKES, ids=lambda f: f.__name__)
-def test_lookalikes_stay(fun: Callable) -> None:
+def test_lookalikes_are_not_split(fun: Callable) -> None:
     report = check_equal(fun, *arguments())
     assert RULE not in {r.name for r in report.rules}
 
@@ -288,7 +288,7 @@ def test_small_floats_are_not_taken_apart() -> None:
     assert RULE not in {r.name for r in report.rules}
 
 
-def test_only_what_leaves_is_taken_apart_on_a_gpu() -> None:
+def test_only_products_that_leave_the_loop_are_split_on_a_gpu() -> None:
     report = sym_optimize(joined, device="h200", kernels="off").explain(*arguments(512))
     assert inside(report.after.jaxpr, "dot_general") == 1
     assert inside(report.after.jaxpr, "concatenate") == 0

@@ -122,7 +122,7 @@ def test_gradients_of_optimised_functions(always: None) -> None:
     check(*(jax.jit(jax.grad(loss(f), numbers))(*args) for f in (selective, through)))
 
 
-def test_what_is_kept_is_not_copied() -> None:
+def test_residuals_are_not_copied() -> None:
     """Rounding float32 to float32, which `jax.checkpoint` adds, would be a copy."""
 
     def moved(x, dt, A, b, c):
@@ -149,7 +149,7 @@ def test_blocks_of_any_length(steps: int, always: None, monkeypatch: pytest.Monk
     check(jax.jit(gradient)(*args), sym_optimize(gradient, on_unsupported="error")(*args))
 
 
-def test_what_others_read_is_kept(always: None) -> None:
+def test_states_with_other_readers_are_kept(always: None) -> None:
     def fun(x):
         made, pull = jax.vjp(lambda x: lax.scan(lambda h, x: (h * x, jnp.sin(h)), x[0], x)[1], x)
         return pull(made)[0], jax.jvp(

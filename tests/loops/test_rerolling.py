@@ -104,7 +104,7 @@ FOUND = [stacked, last, backwards, from_zero, entries, written, around, by_index
 
 
 @pytest.mark.parametrize("fun", FOUND, ids=lambda f: f.__name__)
-def test_found_and_equal(fun: Callable) -> None:
+def test_equal_steps_become_one_equal_loop(fun: Callable) -> None:
     loops, made = run_as_loops(fun, *ARGS)
     assert loops in ([L], [L - 1])
     for want, got in zip(jax.tree.leaves(jax.jit(fun)(*ARGS)), made, strict=True):
@@ -201,7 +201,7 @@ OTHER = [seven, shuffled, uneven_numbers, two_steps_back, one_by_one, independen
 
 
 @pytest.mark.parametrize("fun", OTHER, ids=lambda f: f.__name__)
-def test_what_is_no_loop(fun: Callable) -> None:
+def test_unequal_steps_are_no_loop(fun: Callable) -> None:
     assert run_as_loops(fun, *ARGS)[0] == []
 
 

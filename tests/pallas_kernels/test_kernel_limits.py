@@ -1,4 +1,4 @@
-"""What a backend cannot run is refused with a reason, before anything is lowered."""
+"""Specs that a backend cannot run are refused with a reason before lowering."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ deprecated = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """What is routed by price is routed on one device alone."""
+    """Make one device visible: kernels are selected by price on one device only."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 

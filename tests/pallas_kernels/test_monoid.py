@@ -22,7 +22,7 @@ def block_of(elements, columns, rows=ROWS):
 
 
 def block(name, x, start):
-    """What the monoid lifts, from a plain block of numbers that starts at column `start`."""
+    """Return the input of the monoid of a plain block that starts at column `start`."""
     x = jnp.asarray(x)
     j = start + jnp.arange(x.shape[1], dtype=jnp.int32)
     weights = jnp.cos(1.0 + j[:, None] * jnp.arange(1.0, 3.0))

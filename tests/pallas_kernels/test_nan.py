@@ -162,7 +162,7 @@ def test_scan_of_a_step_that_is_nan(name, chunks, operand):
     assert_same(with_gpu_maxima(run, *operands), want)
 
 
-def test_the_maxima_of_a_gpu_are_seen_to_drop_a_nan():
+def test_simulated_gpu_maximum_drops_nan():
     spec = FOLDS["max"]
     q, k = np.full((ROWS, WIDTH), 1, np.float32), np.zeros((COLUMNS, WIDTH), np.float32)
     k[3] = NAN

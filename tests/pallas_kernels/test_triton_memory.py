@@ -169,7 +169,7 @@ def test_blocks_that_do_not_fit_become_smaller(described):
         assert fold_cut(narrow) == triton_blocks(narrow)
 
 
-def test_what_no_block_fits_is_refused(described, monkeypatch):
+def test_kernel_without_a_fitting_block_is_refused(described, monkeypatch):
     monkeypatch.setattr(
         "symjax_rewrite.pallas_kernels.triton_memory.gpu_at_hand", lambda: Gpu(8192, 8.9)
     )

@@ -44,7 +44,7 @@ def same_values(report, args, rtol=None):
 
 @dataclass(frozen=True)
 class Family:
-    """What a family saves, at least, and its spellings."""
+    """The spellings of a program, and the least saving that each must reach."""
 
     shapes: str
     sizes: dict

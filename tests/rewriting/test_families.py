@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "spelling"), CASES)
-def test_found(family, spelling):
+def test_every_spelling_is_rewritten(family, spelling):
     avals = specs(family.shapes, family.sizes)
     report = sym_optimize(family.spellings[spelling], on_unsupported="error").explain(*avals)
     before, after = (float(getattr(s, family.cost)) for s in (report.before, report.after))
@@ -68,7 +68,7 @@ def test_distances_are_accurate_at_an_offset(offset, spelling):
 
 @pytest.mark.parametrize("name", [k for k in FAMILIES if k != "common subexpression"])
 def test_result_is_a_fixed_point(name):
-    """What was emitted is best: optimising it again does nothing."""
+    """Optimising an emitted program again changes nothing."""
     family = FAMILIES[name]
     fun = next(iter(family.spellings.values()))
     once = sym_optimize(fun).explain(*specs(family.shapes, family.sizes)).after.jaxpr
@@ -185,7 +185,7 @@ def test_low_rank_solve_is_as_accurate_as_elimination(scale, shift, inside):
     assert errors[1] <= 2 * errors[0] + 1e-6 * np.linalg.norm(exact)
 
 
-def test_what_a_mask_of_rows_hides_stays_hidden():
+def test_masked_rows_stay_hidden():
     def masked(a, b, x, m):
         return jnp.where(m[:, None] > 0, a @ b, 0) @ x
 
@@ -199,7 +199,7 @@ def test_what_a_mask_of_rows_hides_stays_hidden():
 
 @pytest.mark.parametrize("form", ["both sides", "trace"])
 def test_centred_kernels_are_as_accurate_at_an_offset(form):
-    """Where centring comes before a product, it stays before it: what it leaves is small."""
+    """Centring before a product stays before it: the centred values are small."""
 
     def measure(k, m):
         c = jnp.eye(64) - jnp.ones((64, 64)) / 64

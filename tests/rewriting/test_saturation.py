@@ -62,7 +62,7 @@ def test_a_constant_term_of_a_sum_is_counted():
     agree(looped, (2, 5), (2, 2), (2, 3), transform="in_second")
 
 
-def test_what_is_spelled_twice_is_read_as_it_is():
+def test_repeated_product_is_read_whole():
     """A product with equal columns was read as its first column, spread: other bits, more work."""
 
     def f(x):

@@ -1,4 +1,4 @@
-"""What only looks like one of the families, or is best as it is, is emitted as it was written."""
+"""Lookalikes of the families, and programs without a better form, are emitted as written."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_left_alone(name):
+def test_lookalikes_are_unchanged(name):
     fun, shapes = LOOKALIKES[name]
     report = sym_optimize(fun, on_unsupported="error").explain(*specs(shapes, SMALL))
     assert not report.rules, str(report)

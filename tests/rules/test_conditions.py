@@ -69,7 +69,7 @@ MUST_NOT = [
 @pytest.mark.parametrize(
     ("name", "why", "shapes", "fun", "dtype"), MUST_NOT, ids=[f"{r[0]}: {r[1]}" for r in MUST_NOT]
 )
-def test_does_not_fire(name, why, shapes, fun, dtype):
+def test_rule_does_not_fire_outside_its_conditions(name, why, shapes, fun, dtype):
     assert not fires(RULES[name], Specimen(why, tuple(shapes.split(",")), fun), dtype=dtype)
 
 

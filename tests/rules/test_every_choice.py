@@ -43,7 +43,7 @@ def choose_at_random(rng):
 
 
 @pytest.mark.parametrize("specimen", SPECIMENS, ids=lambda p: p.name)
-def test_any_choice_is_right(specimen, monkeypatch):
+def test_every_equal_form_has_the_same_values(specimen, monkeypatch):
     device = changed(margins={"share_of_program": -np.inf})  # whatever it gains
     for dtype in ("float64", "int32"):
         if not specimen.takes(dtype):

@@ -29,7 +29,7 @@ KNOWN = {k: v for k, v in vars(lemmas).items() if isinstance(v, Lemma)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
-def test_rule(name):
+def test_rule_holds(name):
     assert check_rule(RULES[name]) >= 1
 
 

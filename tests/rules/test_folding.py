@@ -74,7 +74,7 @@ def _count(jaxpr, names):
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_folded(name):
+def test_frozen_operands_are_folded(name):
     fun, shapes, varying, left = FOLDED[name]
     avals = specs(shapes, SIZES)
     args = random(avals)

@@ -272,7 +272,7 @@ def summed_by_a_product(q, k, v):
 
 
 def masked_after(q, k, v):
-    """What is masked may be the maximum."""
+    """Mask after the maximum is taken: a masked score may be the maximum."""
     s = scores(q, k)
     e = causal(jnp.exp(s - s.max(-1, keepdims=True)), 0.0)
     return values(e / jnp.maximum(e.sum(-1, keepdims=True), 1e-6), v)

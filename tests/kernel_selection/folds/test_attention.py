@@ -214,7 +214,7 @@ LEFT = [wrong_axis, probabilities_returned, probabilities_masked, twice, sigmoid
 
 
 @pytest.mark.parametrize("fun", LEFT, ids=lambda f: f.__name__)
-def test_what_is_not_attention_keeps_its_values(fun):
+def test_values_of_attention_lookalikes_are_kept(fun):
     args = arrays(1)
     routed = sym_optimize(fun, kernels="always")
     pairs = jax.tree.map(np.asarray, (routed(*args), fun(*args)))

@@ -1,4 +1,4 @@
-"""What a fold reads, keeps and gives to others in programs with several reductions."""
+"""Folds in programs with several reductions: their inputs, internal values and results."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_maximum_of_a_routed_fold_is_used_in_its_own_dtype(dtype):
     agree(f, *given, kernels="always")
 
 
-def test_what_a_fold_keeps_to_itself_is_read_by_no_other_route():
+def test_internal_values_of_a_fold_have_no_other_reader():
     """A norm and product read part of a sum that a fold's epilogue had taken in (ValueError)."""
 
     def f(a, b, mask, c):

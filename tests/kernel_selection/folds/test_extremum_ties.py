@@ -74,7 +74,7 @@ def test_ties_share_the_derivative(fun, values):
 
 
 @pytest.mark.parametrize("fun", [steepest, clipped, filled, shifted], ids=lambda f: f.__name__)
-def test_what_is_not_finite_gives_the_same(fun):
+def test_gradient_with_infinite_scores_is_unchanged(fun):
     args = unbounded(N, D), draw(M, D, seed=1)
     grad = gradient(fun, 2)
     ours, theirs = sym_optimize(grad, kernels="always")(*args), jax.jit(grad)(*args)
@@ -105,7 +105,7 @@ def test_blocks_of_whole_rows_and_a_remainder(rows):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_dtypes(dtype):
+def test_ties_in_other_dtypes(dtype):
     with jax.enable_x64(dtype == "float64"):
         args = (jnp.asarray(rounded(n, D), dtype) for n in (70, 90))
         x, y = args

@@ -19,7 +19,7 @@ PLACES = np.random.default_rng(0).integers(0, K, (N, N)).astype(np.int32)
 
 
 def apart():
-    """How far a key is behind its query, int32[N, N]."""
+    """Return the distance of each key behind its query, int32[N, N]."""
     return jnp.arange(N)[None, :] - jnp.arange(N)[:, None]
 
 
@@ -152,12 +152,12 @@ def test_the_gradient_of_what_is_optimised(bias):
 
 
 @pytest.mark.parametrize("bias", [each_head_its_own], ids=lambda f: f.__name__)
-def test_others_are_right_however_they_run(bias):
+def test_bias_per_head_keeps_its_gradient(bias):
     step = jax.grad(loss_of(bias), argnums=(0, 1))
     assert_equivalent(sym_optimize(step, kernels="always"), step, *operands(), rtol=3e-5)
 
 
-def test_one_batch_element_has_no_sum_before():
+def test_gradient_for_one_batch_element():
     step = jax.grad(loss_of(t5), argnums=(0, 1))
     assert_equivalent(sym_optimize(step, kernels="always"), step, *operands(1), rtol=3e-5)
 
@@ -240,7 +240,7 @@ def test_a_table_that_is_added_to_is_kept():
     assert_equivalent(sym_optimize(update, kernels="always"), update, *args, rtol=1e-5)
 
 
-def test_what_is_set_is_not_added():
+def test_scatter_set_and_scatter_max_are_not_sums():
     def last(x, y):
         return jnp.zeros(N * N).at[jnp.arange(N * N).reshape(N, N)].set(jnp.exp(x @ y.T))
 

@@ -154,7 +154,7 @@ def arguments(fun, width, dtype):
 
 
 def launches(compiled) -> list[str]:
-    """What the entry computation launches, not bookkeeping."""
+    """Return the launches of the entry computation, without bookkeeping."""
     entry = compiled.as_text().split("ENTRY")[1]
     kinds = "fusion|custom-call|reduce|transpose|copy|convert|while|dot|broadcast"
     return re.findall(rf" ({kinds})\(", entry)

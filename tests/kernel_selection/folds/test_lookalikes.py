@@ -1,4 +1,4 @@
-"""What looks like attention and is not: the values stay those of the program as it is written."""
+"""Lookalikes of attention: the values stay those of the program as written."""
 
 import jax
 import jax.numpy as jnp
@@ -306,7 +306,7 @@ LOOKALIKES = [
 
 
 @pytest.mark.parametrize("fun", LOOKALIKES, ids=lambda f: f.__name__)
-def test_values_stay(fun):
+def test_values_of_fold_lookalikes_are_kept(fun):
     args = arrays(3)
     routed = sym_optimize(fun, kernels="always", on_unsupported="error")
     pairs = zip(jax.tree.leaves(routed(*args)), jax.tree.leaves(fun(*args)), strict=True)

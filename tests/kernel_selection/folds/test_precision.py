@@ -31,7 +31,7 @@ def wide_attention(*args, causal=False):
 
 
 def cross_entropy(q, k, v, bias):
-    """Of the first columns as labels; the vocabulary is k."""
+    """Return the cross-entropy of the first columns as labels; the vocabulary is k."""
     logits = q @ k.T + bias
     labels = jnp.arange(len(q)) % len(k)
     chosen = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
@@ -145,7 +145,7 @@ def test_short_attention(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["cross_entropy", "kernel_sum", "spread", "deviations"])
-def test_other_folds(name, dtype):
+def test_folds_other_than_attention_are_as_near(name, dtype):
     assert_as_near(name, 300, dtype, inside=False)
 
 

@@ -39,7 +39,7 @@ def test_pairs_are_never_made_whole(program):
 
 
 @pytest.mark.parametrize(("fun", "reason"), LEFT, ids=lambda x: getattr(x, "__name__", ""))
-def test_what_is_no_fold_stays(fun, reason):
+def test_lookalikes_of_folds_stay(fun, reason):
     args = draw(N, D) * 0.5, draw(M, D, seed=1) * 0.5
     routed = sym_optimize(fun, kernels="always")
     routes = [r for r in routed.explain(*args).routes if r.name == "fold"]
@@ -77,7 +77,7 @@ def test_lengths_of_64_bits():
 
 @pytest.mark.parametrize("fun", [log_sum_exp, neighbours], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_dtypes(fun, dtype):
+def test_folds_in_other_dtypes(fun, dtype):
     with jax.enable_x64(dtype == "float64"):
         x, y = (jnp.asarray(draw(n, D) * 0.5, dtype) for n in (70, 90))
         ours, theirs = (f(x, y) for f in (sym_optimize(fun, kernels="always"), fun))
@@ -88,7 +88,7 @@ def test_other_dtypes(fun, dtype):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_gives_the_same(bad):
+def test_nonfinite_inputs_give_the_same_results(bad):
     x, y = draw(40, D), draw(50, D).at[3].set(bad)
     for program in (log_sum_exp, lambda x, y: ((x @ y.T).max(-1), jnp.argmax(x @ y.T, -1))):
         ours, theirs = (f(x, y) for f in (sym_optimize(program, kernels="always"), program))
@@ -213,7 +213,7 @@ def test_sums_that_a_fold_makes_are_not_written_out():
 
 
 def test_layers_of_folds_are_emitted_in_linear_time():
-    """What a fold waits for was looked for along every path: 2^24 of them here."""
+    """A search of dependences along every path would take 2^24 of them here."""
 
     def fun(x, memory):
         for _ in range(24):
@@ -225,7 +225,7 @@ def test_layers_of_folds_are_emitted_in_linear_time():
     assert [r.count for r in report.routes if r.name == "fold" and r.taken]
 
 
-def test_what_lies_beside_the_diagonal_may_be_infinite():
+def test_diagonal_is_read_beside_infinite_entries():
     """A unit matrix chooses: 0 · inf would be nan."""
 
     def trace(a, b):
@@ -238,7 +238,7 @@ def test_what_lies_beside_the_diagonal_may_be_infinite():
     np.testing.assert_array_equal(f(a, b), [np.inf, 16])
 
 
-def test_one_place_of_the_scores_of_one_row():
+def test_gathered_score_of_a_single_row_is_unchanged():
     def surprise(h, w, label):
         scores = jnp.tanh(h @ w)
         return jax.nn.logsumexp(scores) - jnp.take(scores, label, mode="clip")

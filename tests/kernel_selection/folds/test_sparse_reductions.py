@@ -105,7 +105,7 @@ def test_gradients_of_what_is_optimised_hold_no_pairs(name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_other_dtypes(dtype):
+def test_sparse_gradients_in_other_dtypes(dtype):
     with jax.enable_x64(dtype == "float64"):
         x, y = (jnp.asarray(np.round(z), dtype) for z in (X, Y))  # exact products
         fun = jax.grad(lambda x, y: (jax.lax.top_k(x @ y.T, K)[0] ** 2).sum(), (0, 1))
@@ -160,13 +160,13 @@ LEFT: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_others_stay(name):
+def test_gradients_that_are_not_sparse_stay(name):
     grad = jax.grad(LEFT[name], (0, 1))
     assert not any(taken(grad, X, Y))
     assert_equivalent(sym_optimize(grad, kernels="always"), grad, X, Y, rtol=2e-5)
 
 
-def test_small_ones_stay():
+def test_small_sparse_gradients_stay():
     assert not [
         r
         for r in sym_optimize(jax.grad(LOSSES["top-k"], (0, 1)), device="cpu").explain(X, Y).routes

@@ -84,7 +84,7 @@ def compiled(compile_h200, f, p, x):
 
 
 def launches(made) -> list[str]:
-    """What the entry computation launches, not bookkeeping."""
+    """Return the launches of the entry computation, without bookkeeping."""
     entry = made.as_text().split("ENTRY")[1]
     kinds = "fusion|custom-call|reduce|transpose|copy|convert|while|dot|broadcast"
     return re.findall(rf" ({kinds})\(", entry)

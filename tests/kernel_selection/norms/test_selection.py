@@ -126,7 +126,7 @@ def found_results(rows):
 
 @pytest.mark.parametrize("rows", [M, 2])
 @pytest.mark.parametrize("name", FOUND)
-def test_found(name, rows):
+def test_norm_and_product_are_one_kernel(name, rows):
     assert any(r.taken for r in routes(FOUND[name], X[:rows], kernels="always"))
     got, wanted = found_results(rows)[name]
     close(got, wanted, 1e-5)
@@ -136,7 +136,7 @@ ONE_ROW = ["RMSNorm", "LayerNorm", "jnp.var", "gated MLP", "L2", "softmax", "QKV
 
 
 @pytest.mark.parametrize("x", [X[:1], X[0]], ids=["matrix", "vector"])
-def test_one_row(x):
+def test_norm_of_one_row_is_a_kernel(x):
     programs = {name: FOUND[name] for name in ONE_ROW}
     for name, (got, wanted) in compared(programs, x).items():
         assert any(r.taken for r in routes(FOUND[name], x, kernels="always")), name
@@ -171,7 +171,7 @@ DECLINED = {
 }
 
 
-def test_declined_with_the_reason():
+def test_norm_is_declined_with_the_reason():
     for name, (got, wanted) in compared({n: f for n, (f, _) in DECLINED.items()}, X).items():
         f, reason = DECLINED[name]
         (found,) = routes(f, X, kernels="always")
@@ -194,7 +194,7 @@ ALONE = {
 }
 
 
-def test_not_found():
+def test_norm_without_a_product_is_no_candidate():
     for name, (got, wanted) in compared(ALONE, X).items():
         assert not any(r.taken for r in routes(ALONE[name], X, kernels="always")), name
         close(got, wanted, 1e-5)
@@ -206,7 +206,7 @@ def test_empty_and_single(rows):
     close(sym_optimize(FOUND["LayerNorm"], kernels="always")(x), FOUND["LayerNorm"](x), 1e-5)
 
 
-def test_not_a_number_stays():
+def test_nan_and_inf_stay_in_their_rows():
     x = X.at[1].set(jnp.nan).at[2].set(jnp.inf).at[3].set(0)
     f = FOUND["RMSNorm"]
     got = sym_optimize(f, kernels="always")(x)
@@ -214,7 +214,7 @@ def test_not_a_number_stays():
     close(got[3:], f(x)[3:], 1e-5)
 
 
-def test_what_cancels_is_not_taken_apart():
+def test_cancelling_operand_is_not_split():
     def f(x, w):
         y = x + 100 * x[:, :1]
         return (y - y) @ w
@@ -342,7 +342,7 @@ def test_taken_on_a_gpu_where_rows_are_few(rows):
         (with_residual, 16, "h200", "another value reads"),
     ],
 )
-def test_not_taken(f, rows, device, reason):
+def test_norm_is_refused_with_the_reason(f, rows, device, reason):
     (found,) = routes(f, *big(rows), device=device)
     assert not found.taken
     assert reason in found.reason

@@ -1,4 +1,4 @@
-"""Which loops are affine, what keeps the others from it, and kernels in place of affine loops."""
+"""Affine loops run as kernels; other loops are refused with the reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -131,7 +131,7 @@ def test_a_sum_over_an_axis_that_nothing_has() -> None:
         np.testing.assert_allclose(g, w, rtol=1e-5)
 
 
-def test_what_is_made_of_results_is_made_after_the_kernel() -> None:
+def test_functions_of_results_run_after_the_kernel() -> None:
     def step(h, given):
         x, dt, b, c = given
         h = jnp.exp(dt[:, None] * A) * h + (dt * x)[:, None] * b
@@ -164,7 +164,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_others_are_left_with_the_reason(name: str) -> None:
+def test_loops_that_are_not_affine_are_refused_with_the_reason(name: str) -> None:
     step, why = OTHER[name]
     optimised = sym_optimize(lambda x: lax.scan(step, x[0], x), kernels="xla")
     (route,) = [r for r in optimised.explain(X).routes if r.name == "scan"]
@@ -181,7 +181,7 @@ def test_on_a_cpu_the_loop_stays() -> None:
     assert "affine" in route.reason
 
 
-def test_on_a_cpu_states_too_narrow_to_vectorise_are_turned() -> None:
+def test_on_a_cpu_narrow_states_run_with_their_longest_axis_innermost() -> None:
     def report(long: int, narrow: int, step: Callable = mamba) -> Any:
         def fun(x, dt, A, b, c):
             def inner(h, given):

@@ -168,7 +168,7 @@ def is_matrix(found: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_run_by_chunks(name: str) -> None:
+def test_matrix_states_run_by_chunks(name: str) -> None:
     fun, args = MATRICES[name]
     optimised = sym_optimize(fun, kernels="xla", on_unsupported="error")
     found = [r for r in optimised.explain(*args).routes if r.name == "scan"]
@@ -299,7 +299,7 @@ LEFT += [no_outer_product]
 
 
 @pytest.mark.parametrize("fun", LEFT, ids=lambda f: f.__name__)
-def test_others_are_no_matrices(fun: Callable) -> None:
+def test_other_carries_are_no_matrix_scan(fun: Callable) -> None:
     assert not is_matrix(routes(fun, (Q, K, V), kernels="always"))
     check(fun, sym_optimize(fun, kernels="always"), (Q, K, V))
 
@@ -311,7 +311,7 @@ def test_integers_are_no_matrices() -> None:
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_what_is_not_finite_reaches_no_step_before_it(number: float) -> None:
+def test_nonfinite_value_reaches_no_earlier_step(number: float) -> None:
     v = V.at[L - 2, 0].set(number)
     check(linear, sym_optimize(linear, kernels="xla"), (Q, K, v))
 

@@ -44,7 +44,7 @@ CUTS = {
 
 @by_case
 @pytest.mark.parametrize("cut", CUTS)
-def test_xla(case, cut):
+def test_xla_backend_agrees_with_the_reference(case, cut):
     check(case, lambda spec, *xs: fold_xla(spec, *xs, blocks=CUTS[cut](spec)))
 
 
@@ -232,7 +232,7 @@ def test_backends_say_why_not():
         {"row": "n"},
     ],
 )
-def test_what_is_no_fold_is_refused(changes):
+def test_malformed_fold_spec_is_refused(changes):
     spec = next(c for c in CASES if c.name == "RBF matvec").spec
     with pytest.raises(UsageError, match="not a fold"):
         replace(spec, **changes)

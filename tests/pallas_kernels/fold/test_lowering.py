@@ -1,4 +1,4 @@
-"""What the GPU would run, on a machine without one: lowered, and compiled for an H200."""
+"""Folds lowered for a GPU, and compiled for an H200, on a machine without one."""
 
 import re
 

@@ -192,7 +192,7 @@ def test_errors():
         gradients(dataclasses.replace(a, activation="relu"), norm_xla, (), jnp.ones(1), 1)
 
 
-def test_reasons():
+def test_backends_give_their_reason():
     spec = forward(NormLinear(3, 4, 5))
     exact = dataclasses.replace(spec, pairs=("float64",))
     erf = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What the GPU would run of scans, on a machine without one: lowered, compiled for an H200."""
+"""Scans lowered for a GPU, and compiled for an H200, on a machine without one."""
 
 import re
 from typing import Any

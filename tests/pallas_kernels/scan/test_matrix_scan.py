@@ -61,14 +61,14 @@ def test_one_step_at_a_time(decay):
 
 
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
-def test_complex(decay):
+def test_complex_states(decay):
     spec = MatrixScan((2,), 40, 5, 4, decay, "complex64")
     check(spec, draw(spec))
 
 
 @pytest.mark.parametrize("decay", ["scalar", "diagonal"])
 @pytest.mark.parametrize("decays", ["mixed", "near 1"])
-def test_long(decay, decays):
+def test_long_sequences(decay, decays):
     spec = MatrixScan((), 16384, 2, 2, decay)
     check(spec, draw(spec, decays))
 
@@ -118,7 +118,7 @@ def test_no_state_per_step_is_written():
     assert flops(spec) < 4 * 2048 * 64 * 64 * 10
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_operands_are_refused():
     spec = MatrixScan((), 4, 2, 2)
     x = jnp.ones((4, 2))
     with pytest.raises(KernelError, match="do not fit"):

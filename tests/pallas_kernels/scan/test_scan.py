@@ -49,17 +49,17 @@ def test_reference_is_the_naive_formula(case):
 
 @by_case
 @pytest.mark.parametrize("steps", [1, 7, 64])
-def test_xla(case, steps):
+def test_xla_backend_agrees_with_the_reference(case, steps):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=steps))
 
 
 @by_case
-def test_turns(case):
+def test_sequential_backend_agrees_with_the_reference(case):
     check(case, scan_turns)
 
 
 @by_case
-def test_trees(case):
+def test_tree_agrees_with_the_reference(case):
     check(case, lambda spec, *xs: scan_xla(spec, *xs, steps=24, tree=True))
 
 
@@ -85,7 +85,7 @@ def test_auto_runs_here(case):
 
 
 @by_case
-def test_no_steps(case):
+def test_scan_of_no_steps_is_empty(case):
     sizes = tuple((a, 0 if a == "t" else n) for a, n in case.spec.sizes)
     spec = replace(case.spec, sizes=sizes)
     operands = [jnp.ones(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
@@ -125,7 +125,7 @@ def test_backends_say_why_not():
         ),
     ],
 )
-def test_what_is_no_scan_is_refused(changes, what):
+def test_malformed_scan_spec_is_refused(changes, what):
     spec = plain(4, (2,), ("t",), ("t", "0"))
     with pytest.raises(UsageError, match=f"not a scan: .*{what}"):
         replace(spec, **changes)
@@ -138,7 +138,7 @@ def test_costs():
     assert block_bytes(spec) < 0.02 * states_bytes(spec)
 
 
-def test_blocks_are_for_what_is_dear():
+def test_only_expensive_steps_run_in_blocks():
     light = plain(64, (8,), ("t", "0"), ("t", "0"))
     dear = replace(light, coefficients=ScanProgram(lambda v, t: (jnp.exp(v[0]), v[1]), (0, 1)))
     assert is_light(light)
