@@ -82,7 +82,7 @@ def _separated(
 ) -> Iterator[Ref]:
     """Return the sums over each side.
 
-    One of the two scales multiplies the squares, and the other multiplies the squared values.
+    One of the two scales multiplies the squares, and the other multiplies the shifted values.
     """
     c = ctx.g.classes[cls]
     (u, only_u), (v, only_v) = left, right
@@ -92,10 +92,12 @@ def _separated(
     n_u, n_v = (_whole(sizes[i] for i in only) for only in (only_u, only_v))
     if not n_u or not n_v:
         return
-    u, v = (scaled_factor(ctx.g, a, inside, why) for a in (u, v))
     total = ctx.g.term(CONTRACT, (u,), sizes, c.dtype, why, summed=only_u)
     mean = _mean(ctx, total, n_u, c.dtype, why)
     su, sv = (ctx.g.apply(ADD, (1, -1), (a, mean), c.dtype, why) for a in (u, v))
+    ctx.whole.update((su.cls, sv.cls))
+    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
+    su, sv = (scaled_factor(ctx.g, a, inside, why) for a in (su, sv))
     ctx.whole.update((su.cls, sv.cls))
     terms = []
     for factors in ((su, su), (sv, sv), (su, sv)):

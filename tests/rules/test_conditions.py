@@ -1,10 +1,11 @@
 """Samples that break a rule's condition: there it must not fire."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite import keep, packs
+from symjax_rewrite import keep, packs, sym_optimize
 from symjax_rewrite.testing.rule_checker import fires
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Specimen
 
@@ -94,3 +95,16 @@ def test_exact_leaves_floats_alone(name):
 def test_integers_are_a_ring_at_every_level(name, shapes, fun):
     ring = Specimen("ring", tuple(shapes.split(",")), fun)
     assert fires(RULES[name], ring, dtype="int32", numerics="exact")
+
+
+@pytest.mark.parametrize("share", [1 / 3, 0.01, 3.0])
+def test_squares_of_far_pairs_are_shifted_before_they_are_scaled(share):
+    draws = (np.random.default_rng(n).normal(size=(64, 8)) for n in (0, 1))
+    x, y = (np.float32(1e4 + z) for z in draws)
+
+    def spread(x, y):
+        return share * jnp.sum((x[:, None] - y[None]) ** 2)
+
+    assert "pairwise_squares" in [r.name for r in sym_optimize(spread).explain(x, y).rules]
+    exact = share * np.sum((x[:, None].astype("f8") - y) ** 2)
+    np.testing.assert_allclose(sym_optimize(spread)(x, y), exact, rtol=1e-6)
