@@ -100,7 +100,7 @@ def test_integers_are_a_ring_at_every_level(name, shapes, fun):
 @pytest.mark.parametrize("share", [1 / 3, 0.01, 3.0])
 def test_squares_of_far_pairs_are_shifted_before_they_are_scaled(share):
     draws = (np.random.default_rng(n).normal(size=(64, 8)) for n in (0, 1))
-    x, y = (np.float32(1e4 + z) for z in draws)
+    x, y = ((1e4 + z).astype("f4") for z in draws)
 
     def spread(x, y):
         return share * jnp.sum((x[:, None] - y[None]) ** 2)
