@@ -160,7 +160,7 @@ def test_result_is_a_jit_object():
     jitted: Any = type(jax.jit(lora))
     assert type(f) is jitted
     assert f.__wrapped__ is lora
-    assert (f.__name__, f.__doc__) == ("lora", "What was written.")
+    assert (f.__name__, f.__doc__) == ("lora", "Return the program as written.")
     assert f.lower(X, W, A, B).compile()(X, W, A, B).shape == (8, 512)
     assert len(f.trace(X, W, A, B).jaxpr.eqns) > 0
     assert f.eval_shape(X, W, A, B).shape == (8, 512)
