@@ -154,6 +154,8 @@ class Call:
         and their number.
         """
         moving = self.moving(live)
+        if not any(moving):
+            return None  # JAX asks a rule of the user's for no cotangents
         if self.closed.effects:
             return plain_halves(Original(self.closed, live, moving), primals), self._apart
         original = Original(self._kept_small(), live, moving)
