@@ -220,4 +220,5 @@ def test_long_scans_with_decays_from_none_to_all_are_accurate(run):
         "optimised": sym_optimize(tree),
     }
     got = np.asarray(jax.jit(runs[run])(a, b), float)
-    assert np.abs(got / want - 1).max() < 1e-4
+    # Without fused multiply-adds a decay next to 1 is rounded at every step: 2e-4 after 16384.
+    assert np.abs(got / want - 1).max() < 5e-4
