@@ -38,29 +38,27 @@ class Device:
 
     name: str = quantity("name", "in options and reports", FACT)
     flops_per_s: dict[str, float] = quantity(
-        "FLOP/s", "matmul peak by dtype; `default` for the rest", DATASHEET, hashed=False
+        "FLOP/s", "matmul peak by dtype; `default` for the rest", DATASHEET, hash=False
     )
     elementwise_per_s: float = quantity("steps/s", "elementwise operations", DATASHEET)
     bytes_per_s: float = quantity("bytes/s", "memory bandwidth", DATASHEET)
     launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
-    folds: FoldFacts = quantity("group", "reductions over pairs", FACT)
+    folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
-    runs_pallas: bool = quantity("yes/no", "kernels of `pallas_kernels` run", FACT, True)
+    runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
     slow_across: bool = quantity(
         "yes/no", "Xᵀ Y, both stored by rows, is slower than transposing X first", NO_SCRIPT, False
     )
     shared_bytes: int = quantity("bytes", "shared memory that a block may ask for", DATASHEET, 0)
     capability: float = quantity("version", "compute capability of a GPU", DATASHEET, 0.0)
-    memory: MemoryFacts = quantity("group", "caches and the allocator", FACT, MemoryFacts())
-    loops: LoopFacts = quantity("group", "loops", FACT, LoopFacts())
-    scans: ScanFacts = quantity("group", "recurrences", FACT, ScanFacts())
-    bands: BandedBlocks | None = quantity(
-        "group", "banded products in blocks; None where these are slower", FACT, None
-    )
-    sorts: SortFacts = quantity("group", "sorts", FACT, SortFacts())
-    norms: NormFacts = quantity("group", "norms before linear layers", FACT, NormFacts())
-    search: SearchBounds = quantity("group", "bounds of searches", FACT, SearchBounds())
-    margins: Margins = quantity("group", "what decisions ask for", FACT, Margins())
+    memory: MemoryFacts = group("caches and the allocator", MemoryFacts())
+    loops: LoopFacts = group("loops", LoopFacts())
+    scans: ScanFacts = group("recurrences", ScanFacts())
+    bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
+    sorts: SortFacts = group("sorts", SortFacts())
+    norms: NormFacts = group("norms before linear layers", NormFacts())
+    search: SearchBounds = group("bounds of searches", SearchBounds())
+    margins: Margins = group("what decisions ask for", Margins())
 
     def peak(self, dtype: str) -> float:
         """Return matmul operations per second at a dtype."""

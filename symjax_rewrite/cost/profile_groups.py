@@ -14,12 +14,12 @@ DATASHEET = "datasheet"
 FACT = "how the device, or XLA for it, works"  # a boolean, not a figure
 JUDGED = "judged"  # a bound that was set by hand
 NO_SCRIPT = "measured; no script is kept"
-FOLDS, SCANS = "experiments/folds/run.py", "experiments/selective_scan"
+FOLDS = "experiments/folds/run.py"
+TURNS = "experiments/selective_scan/turns.py"
+MATRICES = "experiments/selective_scan/matrices.py"
 
 
-def quantity(
-    unit: str, meaning: str, source: str, default: Any = MISSING, hashed: bool = True
-) -> Any:
+def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
     """Return a field of a profile.
 
     Args:
@@ -27,10 +27,20 @@ def quantity(
         meaning: the meaning of the figure, as a clause.
         source: the script that measures it, or `FACT`, `JUDGED` or a similar name above.
         default: the figure that all profiles share.
-        hashed: False for a dictionary.
+        more: further arguments of `dataclasses.field`.
     """
     about = {"unit": unit, "meaning": meaning, "source": source}
-    return field(default=default, metadata=about, hash=None if hashed else False)
+    return field(default=default, metadata=about, **more)
+
+
+def fact(meaning: str, default: bool) -> Any:
+    """Return a field of a profile that says how the device, or XLA for it, works."""
+    return quantity("yes/no", meaning, FACT, default)
+
+
+def group(meaning: str, default: Any = MISSING) -> Any:
+    """Return a field of a profile that holds a group of figures."""
+    return quantity("group", meaning, FACT, default)
 
 
 Kind = Literal[
@@ -47,7 +57,7 @@ class Margins:
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.05)
     fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
-    scan: float = quantity("1", "a loop as a scan", SCANS + "/turns.py", 1.25)
+    scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
     hoist: float = quantity("1", "work of all steps outside a loop", JUDGED, 1.25)
     tree: float = quantity("1", "a tree of affine steps as a loop", JUDGED, 1.25)
     banded: float = quantity("1", "a product with a banded matrix in blocks", NO_SCRIPT, 1.15)
@@ -59,10 +69,10 @@ class Margins:
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
     larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
     share_of_program: float = quantity(
-        "1", "share of the program's time below which a gain is left", JUDGED, 0.01
+        "1", "share of a program's time that a gain must have", JUDGED, 0.01
     )
     share_of_loop: float = quantity(
-        "1", "share of a loop's time that products of all steps must save", JUDGED, 0.08
+        "1", "share of a loop's time that hoisting must save", JUDGED, 0.08
     )
 
 
@@ -72,27 +82,27 @@ class MemoryFacts:
 
     step_cache_bytes: float = quantity(
         "bytes",
-        "up to here what a step reads again stays in a cache",
+        "what a step reads again that stays in a cache",
         NO_SCRIPT,
         16 << 20,
     )
     cached_step: float = quantity(
-        "1", "times the bandwidth for thin products of a step in a cache", NO_SCRIPT, 2.0
+        "1", "times the bandwidth for thin products in a cache", NO_SCRIPT, 2.0
     )
     cached_terms: float = quantity(
-        "1", "times the bandwidth for pairwise terms in a cache", FOLDS, 1.0
+        "1", "times the bandwidth, pairwise terms in a cache", FOLDS, 1.0
     )
     kept_bytes: float = quantity(
-        "bytes", "temporaries of a call that the allocator keeps for the next", FOLDS, math.inf
+        "bytes", "temporaries that the allocator keeps for the next call", FOLDS, math.inf
     )
     constant_bytes: float = quantity(
-        "bytes", "frozen values of a compiled program; more are its arguments", JUDGED, -1
+        "bytes", "frozen values of a program; more are arguments", JUDGED, -1
     )
     fresh_bytes_per_s: float = quantity(
-        "bytes/s", "temporaries beyond these, which come anew from the system", FOLDS, math.inf
+        "bytes/s", "further temporaries, from the system", FOLDS, math.inf
     )
     passes_of_write: float = quantity(
-        "1", "passes over memory of a write: two where lines are read before", FACT, 1.0
+        "1", "passes over memory of a write: 2 if lines are read", FACT, 1.0
     )
 
 
@@ -101,23 +111,16 @@ class FoldFacts:
     """Reductions over pairs, as XLA runs them and as folds. Steps are elementwise operations."""
 
     fused_steps_per_s: float = quantity("steps/s", "steps in a loop that stays in cache", FOLDS)
-    streams: bool = quantity("yes/no", "folds run as loops over blocks, no kernels", FACT, False)
-    writes_blocks: bool = quantity(
-        "yes/no", "a tile that no kernel holds is written between its operations", FACT, True
-    )
-    single_rows: bool = quantity(
-        "yes/no", "pairs of one row are worth a fold: they are not few beside what makes them",
-        JUDGED, True,
-    )  # fmt: skip
-    reads_places: bool = quantity(
-        "yes/no", "sums over what is zero but at some places read these alone", FACT, False
-    )
+    streams: bool = fact("folds run as loops over blocks, no kernels", False)
+    writes_blocks: bool = fact("a tile in no kernel is written between operations", True)
+    single_rows: bool = quantity("yes/no", "pairs of one row are worth a fold", JUDGED, True)
+    reads_places: bool = fact("sums over sparse terms read their places alone", False)
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
-        "1", "times the summed terms that a sparse product has at least", JUDGED, 16
+        "1", "least terms of a sparse product, per summed term", JUDGED, 16
     )
     least_of_sort: float = quantity(
-        "1", "a sorted row is at least so many times what is kept of it", JUDGED, 4
+        "1", "least length of a sorted row, per kept element", JUDGED, 4
     )
     block_s: float = quantity("s", "beside a block's products", FOLDS, 0.0)
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
@@ -144,30 +147,22 @@ class FoldFacts:
 class LoopFacts:
     """Loops, and the values hoisted out of loops."""
 
-    steps_are_launches: bool = quantity(
-        "yes/no", "each operation of a step is a launch: a loop costs more than a tree", FACT, True
-    )
-    cut_sums_are_slow: bool = quantity(
-        "yes/no", "an array of all steps is read element by element where a sum is cut", FACT, False
-    )
-    packs_small_floats: bool = quantity(
-        "yes/no", "stacks of bfloat16 and float8 are updated in place as bits alone", FACT, False
-    )
+    steps_are_launches: bool = fact("each operation of a step is a launch", True)
+    cut_sums_are_slow: bool = fact("cut sums read an array of all steps element by element", False)
+    packs_small_floats: bool = fact("bfloat16 and float8 are updated in place as bits alone", False)
     operations_per_launch: float = quantity(
-        "1", "operations of a step that take the time of a launch", NO_SCRIPT, 3
+        "1", "operations that take the time of a launch", NO_SCRIPT, 3
     )
-    growth: float = quantity(
-        "1", "times its inputs and outputs that a loop may write more", JUDGED, 4
-    )
+    growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)
     least_packed: int = quantity("elements", "smaller stacks stay as they are", JUDGED, 1 << 12)
     least_remade_bytes: float = quantity("bytes", "fewer stay in a cache", JUDGED, 6 << 20)
     least_remade_steps: int = quantity("steps", "fewer are one block", JUDGED, 32)
     fused_step: float = quantity(
-        "1", "times as fast is cheap elementwise work in a fused step", NO_SCRIPT, 4.0
+        "1", "speedup of cheap elementwise work in a fused step", NO_SCRIPT, 4.0
     )
     least_cut_weights: float = quantity(
-        "bytes", "of smaller weights a product stays whole", NO_SCRIPT, 3 << 18
+        "bytes", "products of smaller weights stay whole", NO_SCRIPT, 3 << 18
     )
     most_cut_rows: int = quantity("rows", "a product of more stays whole", NO_SCRIPT, 32)
     least_cut_steps: int = quantity("steps", "in fewer a product stays whole", JUDGED, 8)
@@ -177,29 +172,17 @@ class LoopFacts:
 class StepLoops:
     """A scan as a loop of vectorised steps."""
 
-    step_s: float = quantity("s", "calls in every step", SCANS + "/turns.py", 0.8e-6)
+    step_s: float = quantity("s", "calls in every step", TURNS, 0.8e-6)
     narrow_entries: tuple[int, int] = quantity(
-        "elements", "first and last size of an innermost axis that is not vectorised",
-        SCANS + "/turns.py", (9, 31),
+        "elements", "innermost axes that are not vectorised",
+        TURNS, (9, 31),
     )  # fmt: skip
-    narrow_entry_s: float = quantity(
-        "s/entry", "a step's arithmetic where it is not vectorised", SCANS + "/turns.py", 0.6e-9
-    )
-    entry_s: float = quantity(
-        "s/entry", "a step's arithmetic where it is vectorised", SCANS + "/turns.py", 0.4e-9
-    )
-    narrow_slow_entry_s: float = quantity(
-        "s/entry", "the first with transcendentals", SCANS + "/turns.py", 1.15e-9
-    )
-    slow_entry_s: float = quantity(
-        "s/entry", "the second with transcendentals", SCANS + "/turns.py", 0.55e-9
-    )
-    laid_out: float = quantity(
-        "1", "times the seconds of steps whose axes are laid out anew", SCANS + "/turns.py", 1.1
-    )
-    moved_bytes_per_s: float = quantity(
-        "bytes/s", "an array laid out anew", SCANS + "/turns.py", 5e9
-    )
+    narrow_entry_s: float = quantity("s/entry", "arithmetic that is not vectorised", TURNS, 0.6e-9)
+    entry_s: float = quantity("s/entry", "arithmetic that is vectorised", TURNS, 0.4e-9)
+    narrow_slow_entry_s: float = quantity("s/entry", "the former, transcendental", TURNS, 1.15e-9)
+    slow_entry_s: float = quantity("s/entry", "the latter, transcendental", TURNS, 0.55e-9)
+    laid_out: float = quantity("1", "factor of steps whose axes are laid out anew", TURNS, 1.1)
+    moved_bytes_per_s: float = quantity("bytes/s", "an array laid out anew", TURNS, 5e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,29 +190,19 @@ class ChunkedMatrices:
     """Matrix states: a loop over the steps, and matmuls of chunks of steps."""
 
     dtypes: tuple[str, ...] = quantity("names", "of states, measured", FACT, ("float32", "float64"))
-    cache_bytes: float = quantity(
-        "bytes", "larger states leave a cache", SCANS + "/matrices.py", 1 << 17
-    )
-    cached_entry_s: float = quantity(
-        "s/entry", "a step of the loop in a cache, f32", SCANS + "/matrices.py", 0.085e-9
-    )
-    entry_s: float = quantity(
-        "s/entry", "a step of the loop beyond it, f32", SCANS + "/matrices.py", 0.12e-9
-    )
-    gradient_step_s: float = quantity(
-        "s", "a step of the loop's gradient", SCANS + "/matrices.py", 0.8e-6
-    )
-    gradient_entry_s: float = quantity(
-        "s/entry", "a step of the loop's gradient, f32", SCANS + "/matrices.py", 4e-9
-    )
-    flops_per_s: float = quantity("FLOP/s", "in chunks, f32", SCANS + "/matrices.py", 8e10)
+    cache_bytes: float = quantity("bytes", "larger states leave a cache", MATRICES, 1 << 17)
+    cached_entry_s: float = quantity("s/entry", "a step in a cache, f32", MATRICES, 0.085e-9)
+    entry_s: float = quantity("s/entry", "a step beyond it, f32", MATRICES, 0.12e-9)
+    gradient_step_s: float = quantity("s", "a step's gradient", MATRICES, 0.8e-6)
+    gradient_entry_s: float = quantity("s/entry", "a step's gradient, f32", MATRICES, 4e-9)
+    flops_per_s: float = quantity("FLOP/s", "in chunks, f32", MATRICES, 8e10)
     narrow_flops_per_s: float = quantity(
-        "FLOP/s", "in chunks of few keys or values, f32", SCANS + "/matrices.py", 3.5e10
+        "FLOP/s", "chunks of few keys or values, f32", MATRICES, 3.5e10
     )
-    narrow: int = quantity("elements", "fewer keys or values are few", SCANS + "/matrices.py", 32)
-    chunk_s: float = quantity("s", "beside a chunk's products", SCANS + "/matrices.py", 5e-6)
-    diagonal: float = quantity("1", "times a scalar decay's time", SCANS + "/matrices.py", 2.7)
-    gradient: float = quantity("1", "times the scan's time", SCANS + "/matrices.py", 6.0)
+    narrow: int = quantity("elements", "fewer keys or values are few", MATRICES, 32)
+    chunk_s: float = quantity("s", "beside a chunk's products", MATRICES, 5e-6)
+    diagonal: float = quantity("1", "times a scalar decay's time", MATRICES, 2.7)
+    gradient: float = quantity("1", "times the scan's time", MATRICES, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +211,9 @@ class ScanFacts:
 
     steps: StepLoops | None = quantity("group", "scans as loops over their steps", FACT, None)
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
-    remakes_states: bool = quantity(
-        "yes/no", "reverse mode in blocks that make states again is faster than a loop", FACT, False
-    )
+    remakes_states: bool = fact("reverse mode in blocks is faster than a loop", False)
     least_remade_bytes: float = quantity("bytes", "states of fewer are kept", JUDGED, 1 << 21)
-    growth: float = quantity(
-        "1", "times the bytes of a loop's inputs that a kernel's results may have", JUDGED, 2
-    )
+    growth: float = quantity("1", "largest results of a kernel, per input byte", JUDGED, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +223,7 @@ class BandedBlocks:
     least_flops: float = quantity("FLOP", "products of fewer are done in no time", JUDGED, 1 << 25)
     least_rows: int = quantity("rows", "of a block", JUDGED, 32)
     copied_bytes_per_s: float = quantity(
-        "bytes/s", "operands cut out into fresh memory, and results joined", NO_SCRIPT, 4.4e9
+        "bytes/s", "operands cut out, and results joined", NO_SCRIPT, 4.4e9
     )
 
 
@@ -262,7 +231,7 @@ class BandedBlocks:
 class SortFacts:
     """Sorts of which only the ends are read."""
 
-    selects: bool = quantity("yes/no", "selection in float32 is faster than a sort", FACT, False)
+    selects: bool = fact("selection in float32 is faster than a sort", False)
     least_share: float = quantity("1", "a row is so many times what is read of it", JUDGED, 2)
     least_elements: int = quantity("elements", "fewer are sorted in no time", JUDGED, 256)
 
@@ -272,14 +241,10 @@ class NormFacts:
     """Norms before linear layers."""
 
     kernel_share: float = quantity(
-        "1", "of the matmul peak that a Pallas kernel reaches", "experiments/attention/gpu.py", 0.6
+        "1", "share of the matmul peak in Pallas", "experiments/attention/gpu.py", 0.6
     )
     cut_share: float | None = quantity(
-        "1",
-        "times a result's size that weights must have for products of one value to be cut from one "
-        "product of joined weights; None where they stay apart",
-        JUDGED,
-        8,
+        "1", "least size of weights per result for one joined product, cut; None: apart", JUDGED, 8
     )
 
 
@@ -288,7 +253,5 @@ class SearchBounds:
     """Bounds of the search for cheaper forms."""
 
     few_regions: int = quantity("regions", "so few are searched whatever they weigh", JUDGED, 4)
-    many_regions: int = quantity(
-        "regions", "for so many the whole program is priced first", JUDGED, 8
-    )
+    many_regions: int = quantity("regions", "for so many the program is priced first", JUDGED, 8)
     evaluations: int = quantity("1", "choices that are priced for a region", JUDGED, 600)

@@ -37,10 +37,8 @@ def tolerance(dtype: Any) -> float:
         >>> tolerance("float32"), tolerance("int32")
         (5e-05, 0.0)
     """
-    name = str(np.dtype(dtype))
-    if np.dtype(dtype).kind in "iub":
-        return 0.0
-    return TOLERANCE.get(name, COARSE)
+    dtype = np.dtype(dtype)
+    return 0.0 if dtype.kind in "iub" else TOLERANCE.get(str(dtype), COARSE)
 
 
 def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
@@ -56,10 +54,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
     env.update(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
 
     def read(atom: Any) -> Any:
-        if not jax_internals.is_literal(atom):
-            return env[atom]
-        aval: Any = atom.aval
-        return np.asarray(atom.val, aval.dtype)
+        is_literal = jax_internals.is_literal(atom)
+        return np.asarray(atom.val, atom.aval.dtype) if is_literal else env[atom]
 
     with np.errstate(all="ignore"):
         for eqn in closed.jaxpr.eqns:
@@ -71,9 +67,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
 
 def _equation(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
     name = eqn.primitive.name
-    row = _ROWS.get(name)
-    if row is not None:
-        return [row(eqn.params, *args)]
+    if name in _ROWS:
+        return [_ROWS[name](eqn.params, *args)]
     if name in CALLS and (inner := jax_internals.bodies(eqn)):
         return evaluate(inner[0], args)
     return [np.asarray(x) for x in jax_internals.eval_equation(eqn, args)]
@@ -127,20 +122,16 @@ def _reduce(ufunc: np.ufunc) -> Callable[..., Any]:
 
 
 def _cumsum(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
-    wide = _wide(a)
-    if p["reverse"]:
-        wide = np.flip(wide, p["axis"])
-    out = np.cumsum(wide, p["axis"], dtype=wide.dtype)
-    return np.flip(out, p["axis"]) if p["reverse"] else out
+    turn = (lambda x: np.flip(x, p["axis"])) if p["reverse"] else lambda x: x
+    wide = turn(_wide(a))
+    return turn(np.cumsum(wide, p["axis"], dtype=wide.dtype))
 
 
 def _select(p: dict[str, Any], which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(np.broadcast_to(which, cases[0].shape).astype(int), cases)
 
 
-def _elementwise(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda p, *args: f(*args)
-
+_ELEMENTWISE = NUMPY | {f.__name__: f for f in (np.exp, np.log, np.tanh, np.sin, np.cos, np.sqrt)}
 
 _ROWS: dict[str, Callable[..., Any]] = {
     "dot_general": _dot_general,
@@ -160,18 +151,5 @@ _ROWS: dict[str, Callable[..., Any]] = {
     "copy": lambda p, a: a,
     "integer_pow": lambda p, a: a ** p["y"],
     "square": lambda p, a: a * a,
-    **{
-        name: _elementwise(f)
-        for name, f in (
-            NUMPY
-            | {
-                "exp": np.exp,
-                "log": np.log,
-                "tanh": np.tanh,
-                "sin": np.sin,
-                "cos": np.cos,
-                "sqrt": np.sqrt,
-            }
-        ).items()
-    },
+    **{name: lambda p, *args, f=f: f(*args) for name, f in _ELEMENTWISE.items()},
 }

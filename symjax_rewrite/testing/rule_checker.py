@@ -1,7 +1,8 @@
 """The automatic test of a rule on generated programs.
 
-An axiom runs alone on generated programs (`rule_examples`) in which it fires, and on the sides of
-its laws (`law_checker`). All forms it makes must have the value of the written program
+The sides of every law of an axiom must have equal values, and the axiom must make of the left side
+a form that costs no more than the right side. An axiom then runs alone on generated programs
+(`rule_examples`) in which it fires: all forms it makes must have the value of the written program
 (`rule_forms`). A lemma is tested on its own two sides, and must follow from the axioms or cite its
 proof.
 """
@@ -12,18 +13,26 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.rewriting.lemma_matching import Pattern, compile_lemma
-from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
+from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.term import NATIVE
+from symjax_rewrite.rewriting.extraction import extract, original_choice
+from symjax_rewrite.rewriting.lemma_matching import compile_lemma
+from symjax_rewrite.rewriting.rule import Axiom, Lemma, Sides, line_of
 from symjax_rewrite.rules import packs
-from symjax_rewrite.testing.law_checker import check_laws, compare_sides
+from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Sizes, Specimen, arguments, size_tables
 from symjax_rewrite.testing.rule_forms import (
     DTYPES,
-    Difference,
+    Forms,
     all_forms,
+    difference,
     differences,
     fires,
     mode,
@@ -32,6 +41,8 @@ from symjax_rewrite.testing.rule_forms import (
 )
 
 ENOUGH = 4  # specimens per rule that are tested at every dtype and size
+LAW_DTYPES = ("float64", "int32")
+LARGE = 32  # times the usual sizes: FLOPs, not launches, then decide the cheaper form
 
 
 def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
@@ -56,20 +67,23 @@ def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
     if isinstance(rule, Lemma):
         return _check_lemma(rule)
     check_laws(rule)
-    return _check_axiom(rule, (*examples, *SPECIMENS))
-
-
-def _check_axiom(rule: Axiom, specimens: tuple[Specimen, ...]) -> int:
-    others = tuple(a for a in packs.default.axioms if a.name != rule.name)
-    for axioms in ((rule,), (rule, *others)):  # some rules fire only after another
-        fired = _check_with(rule, axioms, specimens)
-        if fired:
+    for axioms in _alone_and_together(rule):
+        if fired := _check_with(rule, axioms, (*examples, *SPECIMENS)):
             return fired
     raise RuleError(
-        f"axiom {rule.name!r} fires in no generated program",
+        f"{_named(rule)} fires in no generated program",
         where=line_of(rule),
         remedy="give check_rule examples=, or add a specimen to testing/rule_examples.py",
     )
+
+
+def _named(rule: Axiom | Lemma) -> str:
+    return f"{'axiom' if isinstance(rule, Axiom) else 'lemma'} {rule.name!r}"
+
+
+def _alone_and_together(rule: Axiom) -> tuple[tuple[Axiom, ...], ...]:
+    """Return the axiom alone, and with all others: some rules fire only after another."""
+    return (rule,), (rule, *(a for a in packs.default.axioms if a.name != rule.name))
 
 
 def _check_with(rule: Axiom, axioms: tuple[Axiom, ...], specimens: tuple[Specimen, ...]) -> int:
@@ -79,7 +93,13 @@ def _check_with(rule: Axiom, axioms: tuple[Axiom, ...], specimens: tuple[Specime
         if not fires(rule, specimen, tables[0], axioms=axioms):
             continue
         fired += 1
-        _check_exact(rule, axioms, specimen, tables[0])
+        inexact = rule.numerics != "exact"
+        if inexact and fires(rule, specimen, tables[0], "float64", "exact", axioms):
+            raise RuleError(
+                f"{_named(rule)} fires on floats under numerics='exact'",
+                where=line_of(rule),
+                got=specimen.name,
+            )
         everywhere = fired <= ENOUGH
         for dtype in DTYPES if everywhere else ("float64",):
             for sizes in tables if everywhere else tables[:1]:
@@ -87,59 +107,61 @@ def _check_with(rule: Axiom, axioms: tuple[Axiom, ...], specimens: tuple[Specime
     return fired
 
 
-def _check_exact(rule: Axiom, axioms: tuple[Axiom, ...], specimen: Specimen, sizes: Sizes) -> None:
-    if rule.numerics != "exact" and fires(rule, specimen, sizes, "float64", "exact", axioms):
-        raise RuleError(
-            f"axiom {rule.name!r} fires on floats under numerics='exact'",
-            where=line_of(rule),
-            got=specimen.name,
-        )
-
-
 def _check_at(
     rule: Axiom, axioms: tuple[Axiom, ...], specimen: Specimen, sizes: Sizes, dtype: str
 ) -> None:
     if not specimen.takes(dtype):
         return
-    avals = specimen.avals(sizes, dtype)
-    everything = frozenset(range(len(avals)))
-    for frozen in {specimen.frozen(), everything if dtype == "float64" else specimen.frozen()}:
+    avals, usual = specimen.avals(sizes, dtype), specimen.frozen()
+    for frozen in {usual, frozenset(range(len(avals))) if dtype == "float64" else usual}:
         with mode(dtype):
             forms = all_forms(specimen.fun, avals, axioms, (), rule.numerics, frozen)
-            wrong = differences(forms, avals, arguments(specimen, sizes, dtype, scales(dtype)))
-        if wrong:
-            raise _differ(f"axiom {rule.name!r}", line_of(rule), specimen, sizes, dtype, wrong[0])
+            _compare_forms(rule, forms, specimen, sizes, dtype)
 
 
-def _differ(
-    what: str, where: str, specimen: Specimen, sizes: Sizes, dtype: str, wrong: Difference
-) -> RuleError:
-    at = ", ".join(f"{k}={v}" for k, v in sizes.items())
-    return RuleError(
-        f"{what} makes a form of another value in {specimen.name!r} at {at}, {dtype}",
-        where=where,
-        expected=f"a difference of at most {wrong.allowed:.3g}",
-        got=f"{wrong.error:.3g} by the node {wrong.node} of {wrong.rule!r}",
-        remedy="the two sides of the law are not equal here: correct it, or narrow its condition",
-    )
+def _compare_forms(
+    rule: Axiom | Lemma, forms: list[Forms], specimen: Specimen, sizes: Sizes, dtype: str
+) -> None:
+    """Compare all forms that a rule makes with the written program."""
+    samples = arguments(specimen, sizes, dtype, scales(dtype))
+    for wrong in differences(forms, specimen.avals(sizes, dtype), samples)[:1]:
+        raise RuleError(
+            f"{_named(rule)} makes a form of another value in {specimen.name!r} at "
+            f"{_text(sizes)}, {dtype}",
+            where=line_of(rule),
+            expected=f"a difference of at most {wrong.allowed:.3g}",
+            got=f"{wrong.error:.3g} by the node {wrong.node} of {wrong.rule!r}",
+            remedy="the two sides of the law are not equal here: correct it, or narrow its "
+            "condition",
+        )
+
+
+def _text(sizes: Sizes) -> str:
+    return ", ".join(f"{k}={v}" for k, v in sizes.items())
+
+
+# ---------------------------------------------------------------- lemmas
 
 
 def _check_lemma(rule: Lemma) -> int:
-    pattern = compile_lemma(rule)
-    fired, both = 0, _side(rule, None)
+    pattern, fired = compile_lemma(rule), 0
+    both, left = _side(rule, None), _side(rule)
     for dtype, sizes in _lemma_cases(rule):
         with mode(dtype):
-            compare_sides(f"lemma {rule.name!r}", line_of(rule), both, sizes, dtype)
-            fired += _check_pattern(rule, pattern, sizes, dtype)
+            compare_sides(_named(rule), line_of(rule), both, sizes, dtype)
+            avals = left.avals(sizes, dtype)
+            forms = all_forms(left.fun, avals, (), (pattern,), rule.numerics)
+            _compare_forms(rule, forms, left, sizes, dtype)
+        fired += any(f.made_by(rule.name) for f in forms)
     if not fired:
         raise RuleError(
-            f"lemma {rule.name!r} does not match its own left side",
+            f"{_named(rule)} does not match its own left side",
             where=line_of(rule),
             expected="a left side that is a product or a sum",
         )
     if not rule.proof and not is_derivable(rule):
         raise RuleError(
-            f"lemma {rule.name!r} does not follow from the axioms",
+            f"{_named(rule)} does not follow from the axioms",
             where=line_of(rule),
             remedy="cite where it is proved: @lemma(..., proof=...)",
         )
@@ -148,12 +170,12 @@ def _check_lemma(rule: Lemma) -> int:
 
 def _lemma_cases(rule: Lemma) -> Iterator[tuple[str, Sizes]]:
     """Yield dtypes and sizes at which the left side of a lemma is defined."""
+    left = _side(rule)
     for dtype in DTYPES:
         with mode(dtype):
-            tables = size_tables(_side(rule), seed=0) if _stays_in(rule, dtype) else []
-            for sizes in tables:
+            for sizes in size_tables(left, seed=0) if _stays_in(rule, dtype) else []:
                 try:
-                    jax_internals.make_jaxpr(_side(rule).fun, *_side(rule).avals(sizes, dtype))
+                    jax_internals.make_jaxpr(left.fun, *left.avals(sizes, dtype))
                 except (IndexError, TypeError, ValueError):
                     continue
                 yield dtype, sizes
@@ -161,25 +183,13 @@ def _lemma_cases(rule: Lemma) -> Iterator[tuple[str, Sizes]]:
 
 def _side(rule: Lemma, side: int | None = 0) -> Specimen:
     """Return one side of a lemma as a program, or both; scalar arguments are the number 3."""
-    words = tuple(w for w in rule.shapes if w)
 
     def program(*arrays: Any) -> Any:
         given = iter(arrays)
         sides = rule.sides(*(next(given) if w else 3 for w in rule.shapes))
         return sides if side is None else sides[side]
 
-    return Specimen(rule.name, words, program, small=rule.small)
-
-
-def _check_pattern(rule: Lemma, pattern: Pattern, sizes: Sizes, dtype: str) -> bool:
-    """Check every form the pattern makes of the left side; return True if the pattern matched."""
-    left = _side(rule)
-    avals = left.avals(sizes, dtype)
-    forms = all_forms(left.fun, avals, (), (pattern,), rule.numerics)
-    wrong = differences(forms, avals, arguments(left, sizes, dtype, scales(dtype)))
-    if wrong:
-        raise _differ(f"lemma {rule.name!r}", line_of(rule), left, sizes, dtype, wrong[0])
-    return any(f.made_by(rule.name) for f in forms)
+    return Specimen(rule.name, tuple(w for w in rule.shapes if w), program, small=rule.small)
 
 
 def _stays_in(rule: Lemma, dtype: str) -> bool:
@@ -205,3 +215,112 @@ def is_derivable(rule: Lemma, axioms: tuple[Axiom, ...] | None = None) -> bool:
         if all(a == b for a, b in pairwise(ends)):
             return True
     return False
+
+
+# ---------------------------------------------------------------- laws of axioms
+
+
+def check_laws(rule: Axiom) -> int:
+    """Check the stated laws of an axiom; return their number.
+
+    Raises:
+        RuleError: the sides of a law differ, or the axiom does not fire on the left side, or the
+            form it makes of the left side costs more than the right side.
+    """
+    stated = len(rule.law.split(";"))
+    if rule.sides and len(rule.sides) != stated:
+        raise RuleError(
+            f"{_named(rule)} states {stated} laws",
+            where=line_of(rule),
+            expected="sides=(...) with the two sides of each, in order",
+            got=f"{len(rule.sides)} pairs of sides",
+        )
+    for law in rule.sides:
+        _check_law(rule, law)
+    return len(rule.sides)
+
+
+def _check_law(rule: Axiom, law: Sides) -> None:
+    where = line_of(rule)
+    both = Specimen(rule.name, law.words, law.both, law.kinds)
+    left, right = (
+        Specimen(rule.name, law.words, lambda *xs, k=k: law.both(*xs)[k], law.kinds) for k in (0, 1)
+    )
+    usual = size_tables(both, 0)[0]
+    for dtype in filter(both.takes, LAW_DTYPES):
+        with mode(dtype):
+            compare_sides(_named(rule), where, both, usual, dtype)
+    axioms = next((a for a in _alone_and_together(rule) if _fires(rule, left, usual, a)), ())
+    if not axioms:
+        raise RuleError(f"{_named(rule)} does not fire on the left side of its law", where=where)
+    large = {letter: LARGE * size for letter, size in usual.items()}
+    made, written = _cheapest(left, large, axioms), _cheapest(right, large, ())
+    if _is_dearer(made, written):
+        raise RuleError(
+            f"{_named(rule)} does not reach the right side of its law",
+            where=where,
+            expected=f"a form of the left side of at most {_price_text(written)}",
+            got=_price_text(made),
+        )
+
+
+def _fires(rule: Axiom, program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> bool:
+    """Return True if an axiom adds to a program, taken as one region."""
+    avals = program.avals(sizes, "float32")
+    return whole_form(program.fun, avals, axioms, program.frozen())[0].made_by(rule.name)
+
+
+Price = tuple[float, float | None]  # FLOPs, and modelled seconds where every part has a price
+
+
+def _is_dearer(a: Price, b: Price) -> bool:
+    """Return True if price `a` is higher, by seconds, or by FLOPs if seconds are unknown."""
+    if a[1] is None or b[1] is None:
+        return a[0] > b[0]
+    return a[1] > 1.001 * b[1]
+
+
+def _price_text(price: Price) -> str:
+    flops, seconds = price
+    return f"{flops:.3g} FLOPs" + ("" if seconds is None else f", {seconds:.3g} modelled seconds")
+
+
+def _cheapest(program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> Price:
+    """Return the price of the cheapest form of a program that the axioms make."""
+    avals = program.avals(sizes, "float32")
+    forms, _ = whole_form(program.fun, avals, axioms, program.frozen())
+    g, model = forms.g, CostModel(CPU, lambda d: value(d, {}))
+    unchanged = not g.unions  # after a union the written nodes may need each other (I·a = a)
+    choice = original_choice(g)
+    written = model.evaluate(g, choice, forms.roots, forms.frozen) if unchanged else Cost()
+    found = extract(g, forms.roots, model, forms.frozen, written).after
+    opaque = any(n.op == NATIVE for c in g.live() for n in g.classes[c].nodes)
+    flops: Any = found.flops
+    return float(flops), None if opaque else found.seconds
+
+
+def compare_sides(what: str, where: str, both: Specimen, sizes: Sizes, dtype: str) -> None:
+    """Compare two programs at random values.
+
+    Raises:
+        RuleError: they differ in shape, dtype or value.
+    """
+    closed, _ = jax_internals.make_jaxpr(both.fun, *both.avals(sizes, dtype))
+    a, b = closed.out_avals
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        raise RuleError(
+            f"the sides of {what} differ in shape or dtype",
+            where=where,
+            expected=a.str_short(),
+            got=b.str_short(),
+        )
+    for args in arguments(both, sizes, dtype, scales(dtype)):
+        x, y = evaluate(closed, args)
+        found = difference(x, np.zeros(()), y, dtype)
+        if found is not None and not found[0] <= tolerance(dtype) * float(np.max(np.abs(x))):
+            raise RuleError(
+                f"the sides of {what} differ in value at {_text(sizes)}, {dtype}",
+                where=where,
+                expected=f"a difference of at most {tolerance(dtype):.3g} of the largest value",
+                got=f"{found[0]:.3g} where the largest value is {np.max(np.abs(x)):.3g}",
+            )

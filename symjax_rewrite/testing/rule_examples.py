@@ -20,6 +20,7 @@ from symjax_rewrite.ir.primitives import dtype_kind
 
 Sizes = dict[str, int]
 SPELLINGS = 2  # per specimen
+inv = jnp.linalg.inv
 
 
 class Spelling:
@@ -159,313 +160,252 @@ def _sample(rng: Any, aval: Any, word: str, factor: float, offset: float) -> np.
     return np.asarray(factor * x + offset).astype(aval.dtype)
 
 
-def _chains(s: Spelling) -> Iterator[Specimen]:
-    yield _of("chain", "ij,jk,kl", lambda a, b, c: s.mm(s.mm(a, b), c))
-    yield _of("chain of four", "ij,jk,kl,lr", lambda a, b, c, d: s.mm(s.mm(a, b), s.mm(c, d)))
-    yield _of("chain on a vector", "ij,jk,k", lambda a, b, v: s.mm(a, b) @ v)
-    yield _of("batched chain", "bij,bjk,bkl", lambda a, b, c: (a @ b) @ c)
-    yield _of("Gram", "ij,ik", lambda a, b: s.mm(s.mm(b.T, a), s.mm(a.T, b)))
-    yield _of("linear attention", "nd,md,me", lambda q, k, v: s.mm(s.mm(q, k.T), v))
-    yield _of("scaled product", "ij,jk,kl", lambda a, b, c: s.mm(2 * s.mm(a, 3 * b), c))
-    yield _of("diagonal scaling", "ij,j,jk,k", lambda a, d, b, e: s.mm(a * d, b) * e)
-    yield _of("sum of a product", "ij,jk", lambda a, b: s.total(s.mm(a, b)))
-    yield _of("trace of a product", "ij,ji", lambda a, b: jnp.trace(s.mm(a, b)))
-    yield _of("diagonal of a product", "ij,ji", lambda a, b: jnp.diagonal(s.mm(a, b)))
-    yield _of("a count", "ij,k", lambda a, v: jnp.sum(jnp.einsum("ij,k->ijk", a, v), 1))
+def _far(x: Any, y: Any) -> Any:
+    return x[:, None] - y[None]
 
 
-def _sums(s: Spelling) -> Iterator[Specimen]:
-    yield _of("LoRA", "nd,do,dr,ro", lambda x, W, A, B: s.mm(x, s.add(W, s.mm(A, B))))
-    yield _of("scaled LoRA", "nd,do,dr,ro", lambda x, W, A, B: s.mm(x, W - 3 * s.mm(A, B)))
-    yield _of(
-        "two adapters",
-        "nd,do,dr,ro,ds,so",
-        lambda x, W, A, B, C, D: s.mm(x, s.add(W, s.add(s.mm(A, B), s.mm(C, D)))),
-    )
-    yield _of("shared left operand", "nd,do,do", lambda x, V, W: s.add(s.mm(x, V), s.mm(x, W)))
-    yield _of("shared right operand", "nd,nd,do", lambda x, y, W: s.mm(x, W) - s.mm(y, W))
-    yield _of("shared, scaled", "nd,do,do", lambda x, V, W: 2 * s.mm(x, V) + 3 * s.mm(x, W))
-    yield _of(
-        "shared, and more",
-        "nd,do,do,no",
-        lambda x, V, W, c: s.add(c, s.add(s.mm(x, V), s.mm(x, W))),
-    )
-    yield _of(
-        "shared on both sides",
-        "nd,de,ef,ef,fo",
-        lambda x, U, V, W, D: s.mm(s.mm(s.mm(x, U), V), D) + s.mm(s.mm(s.mm(x, U), W), D),
-    )
-    yield _of("identity plus", "nd,dd", lambda x, W: s.add(x, s.mm(x, W)))
-    yield _of("nested sums", "ij,ij,ij", lambda a, b, c: (a + 2 * b) + (a + (b + c)))
-    yield _of("nested differences", "ij,ij,ij", lambda a, b, c: (a - b) - (c - 2 * a))
-    yield _of("a sum twice", "ij,ij,jk", lambda a, b, c: s.mm(s.add(a, s.add(a, b)), c))
-    yield _of("distances", "nd,md", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2), kinds="fci")
-    yield _of(
-        "distances from each", "nd,md", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, (1, 2))
-    )
-    yield _of("distances to each", "n,m", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, 0))
-    yield _of(
-        "distances per dimension",
-        "nd,md",
-        lambda x, y: jnp.einsum("ijk,ijk->k", x[:, None] - y[None], x[:, None] - y[None]),
-    )
-    yield _of(
-        "scaled distances",
-        "nd,md",
-        lambda x, y: 0.5 * jnp.sum(jnp.square(3 * x[:, None] - 3 * y[None])),
-        kinds="fc",
-    )
+def _eye(a: Any) -> Any:
+    return jnp.eye(len(a), dtype=a.dtype)
 
 
-def _parts(s: Spelling) -> Iterator[Specimen]:
-    yield _of("an element", "ij,jk", lambda a, b: s.mm(a, b)[-1, 0], at_least_one=True)
-    yield _of("a row", "ij,jk", lambda a, b: s.mm(a, b)[0], at_least_one=True)
-    yield _of("a column", "ij,jk", lambda a, b: s.mm(a, b)[:, -1], at_least_one=True)
-    yield _of("every other row", "ij,jk", lambda a, b: s.mm(a, b)[1::2, ::3])
-    yield _of("a slice of a slice", "ij,jk", lambda a, b: s.mm(a, b)[1:][::2][:1])
-    yield _of("a slice of a sum", "ij,ij", lambda a, b: (a + 2 * b)[:, 1:])
-    yield _of("a slice of a map", "ij,ij", lambda a, b: jnp.tanh(a * b)[1:, :1], kinds="fc")
-    yield _of("a slice of a reduction", "ij", lambda a: jnp.max(a, 0, initial=0)[1:], kinds="fi")
-    yield _of("a slice of a total", "ijk", lambda a: jnp.sum(a, 1)[1:, ::2])
-    yield _of("a reversed order", "ij,jk", lambda a, b: (s.mm(a, b) - 1)[1:, 1:].T)
-    yield _of("a piece", "ij,ik", lambda a, b: s.cat(a, b, 1)[:, 1:3])
-    yield _of(
-        "pieces", "ij,ik", lambda a, b: jnp.split(jnp.concatenate([a, b], 1), [a.shape[1]], 1)
-    )
+def _square(a: Any) -> Any:
+    return jnp.ones((len(a), len(a)), a.dtype)
 
 
-def _indexed(s: Spelling) -> Iterator[Specimen]:
-    yield _of("gathered rows", "n!9,ij,jk", lambda x, a, b: s.mm(a, b)[x], at_least_one=True)
-    yield _of("clipped rows", "n!9,ij,jk", lambda x, a, b: _rows(s.mm(a, b), x, "clip"), True)
-    yield _of("filled rows", "n!9,ij,jk", lambda x, a, b: _rows(s.mm(a, b), x, "fill"), True)
-    yield _of("gathered columns", "n!9,ij,jk", lambda x, a, b: s.mm(a, b)[:, x], True)
-    yield _of("gathered elements", "n!9,n!9,ij,jk", lambda x, y, a, b: s.mm(a, b)[x, y], True)
-    yield _of(
-        "an element of each row",
-        "i!9,ij,jk",
-        lambda x, a, b: jnp.take_along_axis(s.mm(a, b), x[:, None], 1),
-        at_least_one=True,
-    )
-    yield _of(
-        "rows from a number on",
-        "n!9,ij,jk",
-        lambda x, a, b: lax.dynamic_slice_in_dim(s.mm(a, b), x[0], len(a) // 2 + 1),
-        at_least_one=True,
-    )
-    yield _of("gathered sum", "n!9,ij,ij", lambda x, a, b: jnp.take(s.add(a, 2 * b), x, 0), True)
-    yield _of("gathered map", "n!9,ij", lambda x, a: jnp.tanh(a)[x], True, kinds="fc")
-    yield _of("gathered total", "n!9,ijk", lambda x, a: jnp.sum(a, 1)[x], True)
-    yield _of("shifted diagonal", "ij,ji", lambda a, b: jnp.diagonal(s.mm(a, b), 1))
+def _one_hot(i: Any, table: Any) -> Any:
+    return jax.nn.one_hot(i, len(table), dtype=table.dtype)
 
 
-def _rows(a: Any, x: Any, mode: str) -> Any:
-    return a.at[x].get(mode=mode)
+def _well(a: Any) -> Any:
+    """Return a matrix without an eigenvalue near zero, whatever the scale."""
+    return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * _eye(a)
 
 
-def _blocks(s: Spelling) -> Iterator[Specimen]:
-    yield _of("blocks, free", "ij,kj,jl", lambda a, b, c: s.mm(s.cat(a, b, 0), c))
-    yield _of(
-        "blocks, summed", "ij,ik,jl,kl", lambda a, b, c, d: s.mm(s.cat(a, b, 1), s.cat(c, d, 0))
-    )
-    yield _of("blocks, one side", "ij,ik,l", lambda a, b, c: s.cat(a, b, 1)[:, :, None] * c)
-    yield _of(
-        "blocks of one matrix", "ij,ik,l", lambda a, b, c: jnp.sum(s.cat(a, b, 1), 1)[:, None] * c
-    )
-    yield _of(
-        "zero block",
-        "ij,jl",
-        lambda a, c: s.mm(s.cat(a, jnp.zeros_like(a), 1), jnp.concatenate([c, c], 0)),
-    )
-    yield _of(
-        "2 by 2 blocks",
-        "ij,ik,lj,lk,j,k",
-        lambda a, b, c, d, x, y: jnp.block([[a, b], [c, d]]) @ jnp.concatenate([x, y]),
-    )
-    yield _of(
-        "two adapters beside each other",
-        "nd,dr,ds,rm,sm",
-        lambda x, A, B, C, D: s.mm(s.mm(x, s.cat(A, B, 1)), s.cat(C, D, 0)),
-    )
-
-    yield _of(
-        "padded factor",
-        "ij,kl",
-        lambda a, b: s.mm(
-            jnp.pad(a, ((1, 0), (0, len(b)))),
-            jnp.concatenate([jnp.ones((a.shape[1], b.shape[1]), b.dtype), b]),
-        ),
-    )
-    yield _of(
-        "Householder",
-        "i,ij",
-        lambda v, a: s.mm(jnp.eye(len(v), dtype=v.dtype) - 2 * jnp.outer(v, v), a),
-    )
+def _solved(s: Spelling, u: Any, b: Any) -> Any:
+    return jnp.linalg.solve((1 + jnp.sum(u * u)) * _eye(u) + s.mm(u, u.T), b)
 
 
-def _sparse(s: Spelling) -> Iterator[Specimen]:
-    yield _of(
-        "one-hot rows", "n!9,dk", lambda i, W: s.mm(jax.nn.one_hot(i, W.shape[0], dtype=W.dtype), W)
-    )
-    yield _of(
-        "one-hot columns",
-        "n!9,kd",
-        lambda i, W: s.mm(W, jax.nn.one_hot(i, W.shape[1], dtype=W.dtype).T),
-    )
-    yield _of("diagonal matrix", "i,ij", lambda d, a: s.mm(jnp.diag(d), a))
-    yield _of("diagonal on the right", "ij,j", lambda a, d: s.mm(a, jnp.diag(d)))
-    yield _of("identity matrix", "ij", lambda a: s.mm(jnp.eye(a.shape[0], dtype=a.dtype), a))
-    yield _of(
-        "lower triangle of ones",
-        "ij",
-        lambda a: s.mm(jnp.tril(jnp.ones((a.shape[0],) * 2, a.dtype)), a),
-    )
-    yield _of(
-        "upper triangle of ones",
-        "ij",
-        lambda a: s.mm(jnp.triu(jnp.ones((a.shape[0],) * 2, a.dtype)), a),
-    )
-    yield _of(
-        "permutation of rows",
-        "n!9,ij",
-        lambda x, a: s.mm(jnp.eye(len(a), dtype=a.dtype)[x], a),
-        at_least_one=True,
-    )
-    yield _of(
-        "permutation of columns",
-        "n!9,ij",
-        lambda x, a: s.mm(a, jnp.take(jnp.eye(a.shape[1], dtype=a.dtype), x, 0).T),
-        at_least_one=True,
-        kinds="fc",
-    )
-    yield _of(
-        "rows masked between products",
-        "i!9,ij,jk,kl",
-        lambda m, a, b, c: s.mm(jnp.where(m[:, None] > 3, s.mm(a, b), 0), c),
-    )
-    yield _of(
-        "columns masked between products",
-        "l!9,ij,jk,kl",
-        lambda m, a, b, c: s.mm(a, jnp.where(m > 3, 0, s.mm(b, c))),
-    )
-    yield _of("masked by a triangle", "ii,ij", lambda m, a: s.mm(jnp.tril(m), a))
-
-
-def _inverses(s: Spelling) -> Iterator[Specimen]:
-    def well(a: Any) -> Any:  # no eigenvalue near zero, whatever the scale
-        return a + (1 + 8 * jnp.max(jnp.abs(a), initial=0)) * jnp.eye(len(a), dtype=a.dtype)
-
-    inv = jnp.linalg.inv
-    yield _of("inverse of a product", "ii,ii", lambda a, b: inv(s.mm(well(a), well(b))), kinds="F")
-    yield _of("inverse of a transpose", "ii,ij", lambda a, b: s.mm(inv(well(a).T), b), kinds="F")
-    yield _of("inverse times a vector", "ii,i", lambda a, v: inv(well(a)) @ v, kinds="F")
-    yield _of("inverse times a matrix", "ii,ij", lambda a, b: s.mm(inv(well(a)), b), kinds="F")
-    yield _of("matrix times an inverse", "ji,ii", lambda b, a: s.mm(b, inv(well(a))), kinds="F")
-    yield _of(
-        "solve with a low-rank update",
-        "ir,ij",
-        lambda u, b: jnp.linalg.solve(
-            (1 + jnp.sum(u * u)) * jnp.eye(len(u), dtype=u.dtype) + s.mm(u, u.T), b
-        ),
-        kinds="F",
-    )
-    yield from _low_rank_readouts(s)
-    yield _of("inverse twice", "ii,i", lambda a, v: inv(inv(well(a))) @ v, kinds="F")
-    yield _of("inverse of a scaled matrix", "ii,i", lambda a, v: inv(3 * well(a)) @ v, kinds="F")
-    yield _of(
-        "inverse of a diagonal", "i,ij", lambda d, b: s.mm(inv(jnp.diag(1 + d * d)), b), kinds="F"
-    )
-    yield _of(
-        "inverse of a low-rank update",
-        "i,ir,i",
-        lambda d, u, v: inv(jnp.diag(1 + d * d) + s.mm(u, u.T)) @ v,
-        kinds="F",
-    )
-
-
-def _low_rank_readouts(s: Spelling) -> Iterator[Specimen]:
-    def solved(u: Any, b: Any) -> Any:
-        scale = 1 + jnp.sum(u * u)
-        return jnp.linalg.solve(scale * jnp.eye(len(u), dtype=u.dtype) + s.mm(u, u.T), b)
-
-    name = "solve with a low-rank update"
-    yield _of(f"{name}, read through it", "ir,ij", lambda u, b: s.mm(u.T, solved(u, b)), kinds="F")
-    yield _of(
-        f"{name}, projected", "ir,ij", lambda u, b: s.mm(s.mm(u, u.T), solved(u, b)), kinds="F"
-    )
-    yield _of(f"{name}, of its factor", "ir", lambda u: solved(u, u), kinds="F")
-    yield _of(
-        f"{name}, of a product", "ir,rj", lambda u, x: s.mm(u.T, solved(u, s.mm(u, x))), kinds="F"
-    )
-    yield _of(
-        f"{name}, between two", "ir,i,i", lambda u, a, b: (a @ solved(u, b)) * (u.T @ a), kinds="F"
-    )
-    yield _of(
-        f"{name}, squared", "ir,i", lambda u, b: jnp.outer(z := solved(u, b), z) @ u, kinds="F"
-    )
-
-
-def _frozen(s: Spelling) -> Iterator[Specimen]:
-    yield _of("scaled linear layer", "nd,*do,*o", lambda x, W, g: s.mm(x, W) * g)
-    yield _of("linear layer with two biases", "nd,*do,*o,*o", lambda x, W, b, c: s.mm(x, W) + b + c)
-    yield _of("normalised linear layer", "nd,*do,*o,*o,*o", _batch_norm(s.mm), kinds="F")
-    yield _of("gain before a linear layer", "nd,*d,*do", lambda x, g, W: s.mm(x * g, W))
-    yield _of(
-        "normalised convolution", "bhwc,*xycf,*f,*f,*f", _batch_norm(_convolve), True, kinds="F"
-    )
-    yield _of("scaled convolution", "bhwc,*xycf,*f", lambda x, w, g: _convolve(x, w) * g, True, "F")
-    yield _of("merged adapter", "nd,*do,*dr,*ro", lambda x, W, A, B: s.mm(x, W + s.mm(A, B)))
-
-
-def _batch_norm(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def program(x: Any, w: Any, gain: Any, shift: Any, mean: Any) -> Any:
-        return (layer(x, w) - mean) * gain + shift
-
-    return program
-
-
-def _convolve(x: Any, w: Any) -> Any:
+def _convolve(s: Spelling, x: Any, w: Any) -> Any:
     return lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
-def _of(
-    name: str, shapes: str, fun: Callable[..., Any], at_least_one: bool = False, kinds: str = "fci"
-) -> Specimen:
-    if at_least_one:
-        return Specimen(name, tuple(shapes.split(",")), _guarded(fun), kinds)
-    return Specimen(name, tuple(shapes.split(",")), fun, kinds)
+def _batch_norm(layer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda s, x, w, gain, shift, mean: (layer(s, x, w) - mean) * gain + shift
 
 
-def _guarded(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which on empty arrays (no element to read) returns its argument."""
+# By name: shapes, the program of a spelling and arrays, and the dtypes that it takes, as in
+# `Specimen`; with a "+", the program needs an element to read.
+Table = dict[str, tuple]
+
+CHAINS: Table = {
+    "chain": ("ij,jk,kl", lambda s, a, b, c: s.mm(s.mm(a, b), c)),
+    "chain of four": ("ij,jk,kl,lr", lambda s, a, b, c, d: s.mm(s.mm(a, b), s.mm(c, d))),
+    "chain on a vector": ("ij,jk,k", lambda s, a, b, v: s.mm(a, b) @ v),
+    "batched chain": ("bij,bjk,bkl", lambda s, a, b, c: (a @ b) @ c),
+    "Gram": ("ij,ik", lambda s, a, b: s.mm(s.mm(b.T, a), s.mm(a.T, b))),
+    "linear attention": ("nd,md,me", lambda s, q, k, v: s.mm(s.mm(q, k.T), v)),
+    "scaled product": ("ij,jk,kl", lambda s, a, b, c: s.mm(2 * s.mm(a, 3 * b), c)),
+    "diagonal scaling": ("ij,j,jk,k", lambda s, a, d, b, e: s.mm(a * d, b) * e),
+    "sum of a product": ("ij,jk", lambda s, a, b: s.total(s.mm(a, b))),
+    "trace of a product": ("ij,ji", lambda s, a, b: jnp.trace(s.mm(a, b))),
+    "diagonal of a product": ("ij,ji", lambda s, a, b: jnp.diagonal(s.mm(a, b))),
+    "a count": ("ij,k", lambda s, a, v: jnp.sum(jnp.einsum("ij,k->ijk", a, v), 1)),
+}
+
+SUMS: Table = {
+    "LoRA": ("nd,do,dr,ro", lambda s, x, W, A, B: s.mm(x, s.add(W, s.mm(A, B)))),
+    "scaled LoRA": ("nd,do,dr,ro", lambda s, x, W, A, B: s.mm(x, W - 3 * s.mm(A, B))),
+    "two adapters": (
+        "nd,do,dr,ro,ds,so",
+        lambda s, x, W, A, B, C, D: s.mm(x, s.add(W, s.add(s.mm(A, B), s.mm(C, D)))),
+    ),
+    "shared left operand": ("nd,do,do", lambda s, x, V, W: s.add(s.mm(x, V), s.mm(x, W))),
+    "shared right operand": ("nd,nd,do", lambda s, x, y, W: s.mm(x, W) - s.mm(y, W)),
+    "shared, scaled": ("nd,do,do", lambda s, x, V, W: 2 * s.mm(x, V) + 3 * s.mm(x, W)),
+    "shared, and more": (
+        "nd,do,do,no",
+        lambda s, x, V, W, c: s.add(c, s.add(s.mm(x, V), s.mm(x, W))),
+    ),
+    "shared on both sides": (
+        "nd,de,ef,ef,fo",
+        lambda s, x, U, V, W, D: s.mm(s.mm(s.mm(x, U), V), D) + s.mm(s.mm(s.mm(x, U), W), D),
+    ),
+    "identity plus": ("nd,dd", lambda s, x, W: s.add(x, s.mm(x, W))),
+    "nested sums": ("ij,ij,ij", lambda s, a, b, c: (a + 2 * b) + (a + (b + c))),
+    "nested differences": ("ij,ij,ij", lambda s, a, b, c: (a - b) - (c - 2 * a)),
+    "a sum twice": ("ij,ij,jk", lambda s, a, b, c: s.mm(s.add(a, s.add(a, b)), c)),
+    "distances": ("nd,md", lambda s, x, y: jnp.sum(_far(x, y) ** 2)),
+    "distances from each": ("nd,md", lambda s, x, y: jnp.sum(_far(x, y) ** 2, (1, 2))),
+    "distances to each": ("n,m", lambda s, x, y: jnp.sum(_far(x, y) ** 2, 0)),
+    "distances per dimension": (
+        "nd,md",
+        lambda s, x, y: jnp.einsum("ijk,ijk->k", _far(x, y), _far(x, y)),
+    ),
+    "scaled distances": (
+        "nd,md",
+        lambda s, x, y: 0.5 * jnp.sum(jnp.square(_far(3 * x, 3 * y))),
+        "fc",
+    ),
+}
+
+PARTS: Table = {
+    "an element": ("ij,jk", lambda s, a, b: s.mm(a, b)[-1, 0], "fci+"),
+    "a row": ("ij,jk", lambda s, a, b: s.mm(a, b)[0], "fci+"),
+    "a column": ("ij,jk", lambda s, a, b: s.mm(a, b)[:, -1], "fci+"),
+    "every other row": ("ij,jk", lambda s, a, b: s.mm(a, b)[1::2, ::3]),
+    "a slice of a slice": ("ij,jk", lambda s, a, b: s.mm(a, b)[1:][::2][:1]),
+    "a slice of a sum": ("ij,ij", lambda s, a, b: (a + 2 * b)[:, 1:]),
+    "a slice of a map": ("ij,ij", lambda s, a, b: jnp.tanh(a * b)[1:, :1], "fc"),
+    "a slice of a reduction": ("ij", lambda s, a: jnp.max(a, 0, initial=0)[1:], "fi"),
+    "a slice of a total": ("ijk", lambda s, a: jnp.sum(a, 1)[1:, ::2]),
+    "a reversed order": ("ij,jk", lambda s, a, b: (s.mm(a, b) - 1)[1:, 1:].T),
+    "a piece": ("ij,ik", lambda s, a, b: s.cat(a, b, 1)[:, 1:3]),
+    "pieces": ("ij,ik", lambda s, a, b: jnp.split(jnp.concatenate([a, b], 1), [a.shape[1]], 1)),
+}
+
+INDEXED: Table = {
+    "gathered rows": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b)[x], "fci+"),
+    "clipped rows": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b).at[x].get(mode="clip"), "fci+"),
+    "filled rows": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b).at[x].get(mode="fill"), "fci+"),
+    "gathered columns": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b)[:, x], "fci+"),
+    "gathered elements": ("n!9,n!9,ij,jk", lambda s, x, y, a, b: s.mm(a, b)[x, y], "fci+"),
+    "an element of each row": (
+        "i!9,ij,jk",
+        lambda s, x, a, b: jnp.take_along_axis(s.mm(a, b), x[:, None], 1),
+        "fci+",
+    ),
+    "rows from a number on": (
+        "n!9,ij,jk",
+        lambda s, x, a, b: lax.dynamic_slice_in_dim(s.mm(a, b), x[0], len(a) // 2 + 1),
+        "fci+",
+    ),
+    "gathered sum": ("n!9,ij,ij", lambda s, x, a, b: jnp.take(s.add(a, 2 * b), x, 0), "fci+"),
+    "gathered map": ("n!9,ij", lambda s, x, a: jnp.tanh(a)[x], "fc+"),
+    "gathered total": ("n!9,ijk", lambda s, x, a: jnp.sum(a, 1)[x], "fci+"),
+    "shifted diagonal": ("ij,ji", lambda s, a, b: jnp.diagonal(s.mm(a, b), 1)),
+}
+
+BLOCKS: Table = {
+    "blocks, free": ("ij,kj,jl", lambda s, a, b, c: s.mm(s.cat(a, b, 0), c)),
+    "blocks, summed": ("ij,ik,jl,kl", lambda s, a, b, c, d: s.mm(s.cat(a, b, 1), s.cat(c, d, 0))),
+    "blocks, one side": ("ij,ik,l", lambda s, a, b, c: s.cat(a, b, 1)[:, :, None] * c),
+    "blocks of one matrix": ("ij,ik,l", lambda s, a, b, c: jnp.sum(s.cat(a, b, 1), 1)[:, None] * c),
+    "zero block": (
+        "ij,jl",
+        lambda s, a, c: s.mm(s.cat(a, jnp.zeros_like(a), 1), jnp.concatenate([c, c], 0)),
+    ),
+    "2 by 2 blocks": (
+        "ij,ik,lj,lk,j,k",
+        lambda s, a, b, c, d, x, y: jnp.block([[a, b], [c, d]]) @ jnp.concatenate([x, y]),
+    ),
+    "adapters beside each other": (
+        "nd,dr,ds,rm,sm",
+        lambda s, x, A, B, C, D: s.mm(s.mm(x, s.cat(A, B, 1)), s.cat(C, D, 0)),
+    ),
+    "padded factor": (
+        "ij,kl",
+        lambda s, a, b: s.mm(
+            jnp.pad(a, ((1, 0), (0, len(b)))),
+            jnp.concatenate([jnp.ones((a.shape[1], b.shape[1]), b.dtype), b]),
+        ),
+    ),
+    "Householder": ("i,ij", lambda s, v, a: s.mm(_eye(v) - 2 * jnp.outer(v, v), a)),
+}
+
+SPARSE: Table = {
+    "one-hot rows": ("n!9,dk", lambda s, i, W: s.mm(_one_hot(i, W), W)),
+    "one-hot columns": ("n!9,kd", lambda s, i, W: s.mm(W, _one_hot(i, W.T).T)),
+    "diagonal matrix": ("i,ij", lambda s, d, a: s.mm(jnp.diag(d), a)),
+    "diagonal on the right": ("ij,j", lambda s, a, d: s.mm(a, jnp.diag(d))),
+    "identity matrix": ("ij", lambda s, a: s.mm(_eye(a), a)),
+    "lower triangle of ones": ("ij", lambda s, a: s.mm(jnp.tril(_square(a)), a)),
+    "upper triangle of ones": ("ij", lambda s, a: s.mm(jnp.triu(_square(a)), a)),
+    "permutation of rows": ("n!9,ij", lambda s, x, a: s.mm(_eye(a)[x], a), "fci+"),
+    "permutation of columns": (
+        "n!9,ij",
+        lambda s, x, a: s.mm(a, jnp.take(_eye(a.T), x, 0).T),
+        "fc+",
+    ),
+    "rows masked between products": (
+        "i!9,ij,jk,kl",
+        lambda s, m, a, b, c: s.mm(jnp.where(m[:, None] > 3, s.mm(a, b), 0), c),
+    ),
+    "columns masked between products": (
+        "l!9,ij,jk,kl",
+        lambda s, m, a, b, c: s.mm(a, jnp.where(m > 3, 0, s.mm(b, c))),
+    ),
+    "masked by a triangle": ("ii,ij", lambda s, m, a: s.mm(jnp.tril(m), a)),
+}
+
+INVERSES: Table = {
+    "inverse of a product": ("ii,ii", lambda s, a, b: inv(s.mm(_well(a), _well(b))), "F"),
+    "inverse of a transpose": ("ii,ij", lambda s, a, b: s.mm(inv(_well(a).T), b), "F"),
+    "inverse times a vector": ("ii,i", lambda s, a, v: inv(_well(a)) @ v, "F"),
+    "inverse times a matrix": ("ii,ij", lambda s, a, b: s.mm(inv(_well(a)), b), "F"),
+    "matrix times an inverse": ("ji,ii", lambda s, b, a: s.mm(b, inv(_well(a))), "F"),
+    "solve with a low-rank update": ("ir,ij", _solved, "F"),
+    "low-rank solve, read through it": ("ir,ij", lambda s, u, b: s.mm(u.T, _solved(s, u, b)), "F"),
+    "low-rank solve, projected": (
+        "ir,ij",
+        lambda s, u, b: s.mm(s.mm(u, u.T), _solved(s, u, b)),
+        "F",
+    ),
+    "low-rank solve, of its factor": ("ir", lambda s, u: _solved(s, u, u), "F"),
+    "low-rank solve, of a product": (
+        "ir,rj",
+        lambda s, u, x: s.mm(u.T, _solved(s, u, s.mm(u, x))),
+        "F",
+    ),
+    "low-rank solve, between two": (
+        "ir,i,i",
+        lambda s, u, a, b: (a @ _solved(s, u, b)) * (u.T @ a),
+        "F",
+    ),
+    "low-rank solve, squared": (
+        "ir,i",
+        lambda s, u, b: jnp.outer(z := _solved(s, u, b), z) @ u,
+        "F",
+    ),
+    "inverse twice": ("ii,i", lambda s, a, v: inv(inv(_well(a))) @ v, "F"),
+    "inverse of a scaled matrix": ("ii,i", lambda s, a, v: inv(3 * _well(a)) @ v, "F"),
+    "inverse of a diagonal": ("i,ij", lambda s, d, b: s.mm(inv(jnp.diag(1 + d * d)), b), "F"),
+    "inverse of a low-rank update": (
+        "i,ir,i",
+        lambda s, d, u, v: inv(jnp.diag(1 + d * d) + s.mm(u, u.T)) @ v,
+        "F",
+    ),
+}
+
+FROZEN: Table = {
+    "scaled linear layer": ("nd,*do,*o", lambda s, x, W, g: s.mm(x, W) * g),
+    "linear layer with two biases": ("nd,*do,*o,*o", lambda s, x, W, b, c: s.mm(x, W) + b + c),
+    "normalised linear layer": ("nd,*do,*o,*o,*o", _batch_norm(Spelling.mm), "F"),
+    "gain before a linear layer": ("nd,*d,*do", lambda s, x, g, W: s.mm(x * g, W)),
+    "normalised convolution": ("bhwc,*xycf,*f,*f,*f", _batch_norm(_convolve), "F+"),
+    "scaled convolution": ("bhwc,*xycf,*f", lambda s, x, w, g: _convolve(s, x, w) * g, "F+"),
+    "merged adapter": ("nd,*do,*dr,*ro", lambda s, x, W, A, B: s.mm(x, W + s.mm(A, B))),
+}
+
+
+def _specimen(k: int, seed: int, name: str, shapes: str, fun: Any, kinds: str = "fci") -> Specimen:
+    """Return the program of row `k` of a table; its spelling is built again at every trace.
+
+    A program that reads an element returns its first argument on empty arrays.
+    """
 
     def program(*args: Any) -> Any:
-        return fun(*args) if all(0 not in a.shape for a in args) else args[0]
+        if "+" in kinds and any(0 in a.shape for a in args):
+            return args[0]
+        return fun(Spelling(1000 * k + seed), *args)
 
-    return program
-
-
-def _all() -> tuple[Specimen, ...]:
-    out = []
-    for seed in range(SPELLINGS):
-        for family in (_chains, _sums, _parts, _indexed, _blocks, _sparse, _inverses, _frozen):
-            names = [p.name for p in family(Spelling(0))]
-            for k, name in enumerate(names):
-                out.append(_respelled(family, k, name, seed))
-    return tuple(out)
+    return Specimen(f"{name} #{seed}", tuple(shapes.split(",")), program, kinds.rstrip("+"))
 
 
-def _respelled(
-    family: Callable[[Spelling], Iterator[Specimen]], k: int, name: str, seed: int
-) -> Specimen:
-    """Return a specimen whose spelling is built again at every trace."""
-
-    def program(*args: Any) -> Any:
-        return list(family(Spelling(1000 * k + seed)))[k].fun(*args)
-
-    made = list(family(Spelling(0)))[k]
-    return Specimen(f"{name} #{seed}", made.shapes, program, made.kinds)
-
-
-SPECIMENS = _all()
+SPECIMENS = tuple(
+    _specimen(k, seed, name, *row)
+    for seed in range(SPELLINGS)
+    for table in (CHAINS, SUMS, PARTS, INDEXED, BLOCKS, SPARSE, INVERSES, FROZEN)
+    for k, (name, row) in enumerate(table.items())
+)

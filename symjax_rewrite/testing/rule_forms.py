@@ -8,6 +8,8 @@ form with cancellation is detected.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from symjax_rewrite.codegen import emission, term_lowering
 from symjax_rewrite.codegen.emission import Array, TermPart, TermReader
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import CostModel
-from symjax_rewrite.ir.dataflow import Needed, needed
+from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.primitives import dtype_kind
@@ -69,7 +71,7 @@ class Forms:
     t: TermGraph
     region: Region
     g: EGraph
-    stop: str
+    to: dict[int, Ref]
     roots: tuple[int, ...]
     frozen: Frozen
 
@@ -88,6 +90,36 @@ class Difference(NamedTuple):
     allowed: float
 
 
+class _Traced:
+    """A function as index terms, of which regions are saturated."""
+
+    def __init__(self, fun: Any, avals: Iterable[Any], frozen: Iterable[int]) -> None:
+        self.t = t = build(flatten(jax_internals.make_jaxpr(fun, *avals)[0]))
+        self.need = needed(t)
+        self.known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
+
+    def saturated(
+        self, region: Region, axioms: tuple[Axiom, ...], patterns: tuple[Pattern, ...], level: str
+    ) -> Forms:
+        """Return all forms that the rules make of one region."""
+        g, to = region_graph(self.t, region)
+        uses = {g.find(ref).cls: self.need.uses.get(c, 1) for c, ref in to.items()}
+        stored = {g.find(to[c]).cls: storage(self.t, c) for c in region.leaves}
+        known = [c for c in region.leaves if self.known(c)]
+        context = RuleContext(
+            g=g,
+            model=CostModel(CPU, lambda d: value(d, {})),
+            numerics=Numerics.of(level),
+            uses=lambda c: uses.get(c, 1),
+            frozen=Frozen(g, {g.find(to[c]).cls for c in known}),
+            storage=lambda c: stored.get(c) or g.classes[c].dtype,
+            pairs=Pairs.of(20_000),
+        )
+        saturate(context, axioms, patterns, BUDGET)
+        roots = tuple(dict.fromkeys(g.find(to[c]).cls for c in region.roots))
+        return Forms(self.t, region, g, to, roots, Frozen(g, {g.find(to[c]).cls for c in known}))
+
+
 def all_forms(
     fun: Any,
     avals: Iterable[Any],
@@ -97,68 +129,24 @@ def all_forms(
     frozen: Iterable[int] = (),
 ) -> list[Forms]:
     """Trace a function, cut it into regions and saturate them; return all forms."""
-    closed, _ = jax_internals.make_jaxpr(fun, *avals)
-    t = build(flatten(closed))
-    need = needed(t)
-    out = []
-    known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
-    for region in find_regions(t, need, lambda c: (known(c), storage(t, c)), bool(known.leaves)):
-        g, to = region_graph(t, region)
-        ctx = context(t, need, region, g, to, numerics, known)
-        stop = saturate(ctx, axioms, patterns, BUDGET)
-        fixed = Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)})
-        roots = tuple(dict.fromkeys(g.find(to[c]).cls for c in region.roots))
-        out.append(Forms(t, region, g, stop, roots, fixed))
-    return out
+    traced = _Traced(fun, avals, frozen)
+    t, known = traced.t, traced.known
+    at = lambda c: (known(c), storage(t, c))  # noqa: E731
+    regions = find_regions(t, traced.need, at, bool(known.leaves))
+    return [traced.saturated(region, axioms, patterns, numerics) for region in regions]
 
 
 def whole_form(
     fun: Any, avals: Iterable[Any], axioms: tuple[Axiom, ...], frozen: Iterable[int] = ()
 ) -> tuple[Forms, list[Ref]]:
     """Saturate a program as one region; return its forms and its outputs in them."""
-    closed, _ = jax_internals.make_jaxpr(fun, *avals)
-    t = build(flatten(closed))
-    need = needed(t)
-    known = Frozen(t.graph, {t.view(t.program.inputs[k]).cls for k in frozen})
-    leaves = [c for c in need.order if t.graph.classes[c].first.op == LEAF]
-    number = {c: k for k, c in enumerate(leaves)}
+    traced = _Traced(fun, avals, frozen)
+    t, order = traced.t, traced.need.order
+    leaves = [c for c in order if t.graph.classes[c].first.op == LEAF]
     views = [t.view(v) for v in t.program.outputs]
-    region = Region(need.order, list(dict.fromkeys(v.cls for v in views)), leaves=leaves)
-    g, to = EGraph(), dict[int, Ref]()
-    for c in need.order:
-        info, node = t.graph.classes[c], t.graph.classes[c].first
-        args = tuple(to[a.cls].over(a.axes) for a in node.args)
-        attr = number.get(c, node.attr)
-        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
-    stop = saturate(context(t, need, region, g, to, "reassoc", known), axioms, (), BUDGET)
-    ends = [g.find(to[v.cls].over(v.axes)) for v in views]
-    roots = tuple(dict.fromkeys(ref.cls for ref in ends))
-    fixed = Frozen(g, {g.find(to[c]).cls for c in leaves if known(c)})
-    return Forms(t, region, g, stop, roots, fixed), ends
-
-
-def context(
-    t: TermGraph,
-    need: Needed,
-    region: Region,
-    g: EGraph,
-    to: dict[int, Any],
-    numerics: str,
-    known: Frozen,
-) -> RuleContext:
-    """Return the context of the rules in one region."""
-    back = {g.find(ref).cls: c for c, ref in to.items()}
-    uses = {r: need.uses.get(c, 1) for r, c in back.items()}
-    stored = {g.find(to[c]).cls: storage(t, c) for c in region.leaves}
-    return RuleContext(
-        g=g,
-        model=CostModel(CPU, lambda d: value(d, {})),
-        numerics=Numerics.of(numerics),
-        uses=lambda c: uses.get(c, 1),
-        frozen=Frozen(g, {g.find(to[c]).cls for c in region.leaves if known(c)}),
-        storage=lambda c: stored.get(c) or g.classes[c].dtype,
-        pairs=Pairs.of(20_000),
-    )
+    region = Region(order, list(dict.fromkeys(v.cls for v in views)), leaves=leaves)
+    forms = traced.saturated(region, axioms, (), "reassoc")
+    return forms, [forms.g.find(forms.to[v.cls].over(v.axes)) for v in views]
 
 
 def differences(
@@ -168,10 +156,10 @@ def differences(
     if not forms:
         return []
     rows: list[tuple[str, str, str]] = []
+    t = forms[0].t
 
     def everything(*args: Any) -> list[Any]:
         rows.clear()
-        t = forms[0].t
         made = emission.values(t.program, args)
         reader = TermReader(TermPart(t), lambda v: made[v] if isinstance(v, int) else v.val)
         return [x for f in forms for x in _Values(f, reader).compare(rows)]
@@ -262,21 +250,18 @@ class _Values:
         operands = [self._operand(a, self.value) for a in node.args]
         return self._write(cls, node, operands, self.g.classes[cls].dtype)
 
-    def _operand(self, ref: Any, source: dict[int, Array]) -> tuple[Any, tuple[int, ...]]:
+    def _operand(self, ref: Ref, source: dict[int, Array]) -> tuple[Any, tuple[int, ...]]:
         ref = self.g.find(ref)
-        array = source[ref.cls]
-        axes = [
-            ref.axes[s] if ref.axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots
-        ]
-        return array.data, tuple(axes)
+        return TermReader.operand(ref, source[ref.cls])
 
     def _write(self, cls: int, node: Node, operands: list, dtype: str) -> Array:
-        c = self.g.classes[cls]
-        deltas = [
-            any(n.op == DELTA for n in self.g.classes[self.g.find(a).cls].nodes) for a in node.args
-        ]
-        guards = frozenset(k for k, d in enumerate(deltas) if d and node.op == CONTRACT)
-        sizes = (*c.sizes, *node.bound)
+        classes = self.g.classes
+        guards = frozenset(
+            k
+            for k, a in enumerate(node.args)
+            if node.op == CONTRACT and any(n.op == DELTA for n in classes[self.g.find(a).cls].nodes)
+        )
+        sizes = (*classes[cls].sizes, *node.bound)
         primitives = self.forms.t.primitives
         return Array(*term_lowering.lower_node(node, operands, sizes, dtype, primitives, guards))
 
@@ -285,43 +270,35 @@ class _Values:
         value, c = self.value[cls], self.g.classes[cls]
         if dtype_kind(c.dtype) not in "fc" or node.op in (CONST, DELTA, IOTA):
             return Array(jnp.zeros(value.data.shape, _wide()), value.slots)
-        eps = _eps(c.dtype)
         errors = [self._operand(a, self.error) for a in node.args]
-        plain = [(_size(x), i) for x, i in (self._operand(a, self.value) for a in node.args)]
+        values = [self._operand(a, self.value) for a in node.args]
+        sizes = [(_size(x), i) for x, i in values]
+        wide = lambda node, operands: self._write(cls, node, operands, str(_wide()))  # noqa: E731
+        eps, size = _eps(c.dtype), Array(_size(value.data), value.slots)
         if node.op == CONTRACT:
-            terms = [plain[:k] + [errors[k]] + plain[k + 1 :] for k in range(len(plain))]
             bare = node._replace(attr=None)
-            made = [self._write(cls, bare, term, str(_wide())) for term in terms]
-            return self._total(
-                [*made, _times(self._write(cls, bare, plain, str(_wide())), eps)], c.sizes
-            )
+            terms = [sizes[:k] + [errors[k]] + sizes[k + 1 :] for k in range(len(sizes))]
+            made = [wide(bare, term) for term in terms]
+            return self._total([*made, _times(wide(bare, sizes), eps)], c.sizes)
         if node.op == ADD:
             absolute = node._replace(attr=tuple(abs(k) for k in node.attr))
             once = len(node.args) < 3 and all(k == 1 for k in absolute.attr)
-            own = Array(_size(value.data), value.slots)
-            own = own if once else self._write(cls, absolute, plain, str(_wide()))
-            return self._total(
-                [self._write(cls, absolute, errors, str(_wide())), _times(own, eps)], c.sizes
-            )
+            own = size if once else wide(absolute, sizes)
+            return self._total([wide(absolute, errors), _times(own, eps)], c.sizes)
         if node.op in (SLICE, CONCAT):
-            return self._write(cls, node, errors, str(_wide()))
+            return wide(node, errors)
         if node.op == TAKE:
-            values = [self._operand(a, self.value) for a in node.args[1:]]
             bare = node._replace(attr=("clip", None, node.attr[2]))
-            return self._write(cls, bare, [errors[0], *values], str(_wide()))
+            return wide(bare, [errors[0], *values[1:]])
         if node.op == CUMSUM:
-            own = _times(self._write(cls, node, plain, str(_wide())), eps)
-            return self._total([self._write(cls, node, errors, str(_wide())), own], c.sizes)
-        pairs = zip(errors, plain, strict=True)
+            return self._total([wide(node, errors), _times(wide(node, sizes), eps)], c.sizes)
+        pairs = zip(errors, sizes, strict=True)
         relative = sum(_largest(e) / (_largest(x) + 1e-30) for (e, _), (x, _) in pairs)
-        size = _size(value.data)
-        return Array((eps + 8 * relative) * _largest(size) + 0 * size, value.slots)
+        return Array((eps + 8 * relative) * _largest(size.data) + 0 * size.data, value.slots)
 
     def _total(self, arrays: list[Array], sizes: tuple[Any, ...]) -> Array:
-        total = self._plain(arrays[0], sizes)
-        for a in arrays[1:]:
-            total = total + self._plain(a, sizes)
-        return Array(total, tuple(range(len(sizes))))
+        plain = [self._plain(a, sizes) for a in arrays]
+        return Array(functools.reduce(operator.add, plain), tuple(range(len(sizes))))
 
 
 def _size(data: Any) -> Any:

@@ -17,8 +17,7 @@ from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.distributivity import distribute
 from symjax_rewrite.testing import rule_checker
 from symjax_rewrite.testing.assertions import assert_equivalent, check_rule
-from symjax_rewrite.testing.law_checker import compare_sides
-from symjax_rewrite.testing.rule_checker import is_derivable
+from symjax_rewrite.testing.rule_checker import compare_sides, is_derivable
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Specimen, arguments, size_tables
 from symjax_rewrite.testing.rule_forms import all_forms, differences, fires
 from tests.programs import normal

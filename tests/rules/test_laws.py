@@ -9,7 +9,7 @@ from symjax_rewrite import packs
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.rewriting.rule import Sides
 from symjax_rewrite.rules.associativity import contraction_order
-from symjax_rewrite.testing.law_checker import check_laws
+from symjax_rewrite.testing.rule_checker import check_laws
 
 AXIOMS = {a.name: a for a in packs.default.axioms}
 
