@@ -24,49 +24,30 @@ if _TYPE_CHECKING:
 
     __version__: str
 
-# The module that defines each public name; None: the name is a module.
+# The public names by the module that defines them, and the public modules.
 _HOMES = {
-    "Budget": ("options", "Budget"),
-    "Options": ("options", "Options"),
-    "Report": ("api.report", "Report"),
-    "RulePack": ("rewriting.rule", "RulePack"),
-    "axiom": ("rewriting.rule", "axiom"),
-    "bisect": ("api.sym_optimize", "bisect"),
-    "disabled": ("options", "disabled"),
-    "errors": ("errors", None),
-    "keep": ("api.sym_optimize", "keep"),
-    "lemma": ("rewriting.rule", "lemma"),
-    "packs": ("rules.packs", None),
-    "sym_optimize": ("api.sym_optimize", "sym_optimize"),
-    "testing": ("testing", None),
+    "api.report": ("Report",),
+    "api.sym_optimize": ("bisect", "keep", "sym_optimize"),
+    "options": ("Budget", "Options", "disabled"),
+    "rewriting.rule": ("RulePack", "axiom", "lemma"),
 }
+_MODULES = {"errors": "errors", "packs": "rules.packs", "testing": "testing"}
 
 __all__ = [
-    "Budget",
-    "Options",
-    "Report",
-    "RulePack",
-    "__version__",
-    "axiom",
-    "bisect",
-    "disabled",
-    "errors",
-    "keep",
-    "lemma",
-    "packs",
-    "sym_optimize",
-    "testing",
-]
+    "Budget", "Options", "Report", "RulePack", "__version__", "axiom", "bisect", "disabled",
+    "errors", "keep", "lemma", "packs", "sym_optimize", "testing",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first access."""
+    home = next((module for module, names in _HOMES.items() if name in names), None)
     if name == "__version__":
         found: object = _version()
-    elif name in _HOMES:
-        module, attribute = _HOMES[name]
-        home = _import_module(f"{__name__}.{module}")
-        found = home if attribute is None else getattr(home, attribute)
+    elif name in _MODULES:
+        found = _import_module(f"{__name__}.{_MODULES[name]}")
+    elif home is not None:
+        found = getattr(_import_module(f"{__name__}.{home}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
@@ -74,7 +55,6 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return sorted(__all__)
 
 

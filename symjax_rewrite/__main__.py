@@ -86,10 +86,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _explain(options: argparse.Namespace) -> int:
     sys.path.insert(0, "")
-    scope = export.SymbolicScope()
-    fun = sym_optimize(
-        load(options.function), assume=tuple(options.assume), numerics=options.numerics
-    )
+    scope, fun = export.SymbolicScope(), load(options.function)
+    fun = sym_optimize(fun, assume=tuple(options.assume), numerics=options.numerics)
     report = _report(fun, [parse_spec(a, scope) for a in options.args], options)
     if options.html:
         report.save(options.html)
@@ -98,11 +96,6 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _report(fun: Any, specs: list[Any], options: argparse.Namespace) -> Any:
-    """Return the report at argument specs.
-
-    Raises:
-        UsageError: the function cannot be traced there.
-    """
     try:
         return fun.explain(*specs)
     except SymjaxError:

@@ -1,36 +1,26 @@
 """Passes that users add through a `RulePack`: they run first, and their findings are checked.
 
-The optimiser's own passes are trusted. If an added pass raises, or proposes a value that its
-program does not have, the optimisation ends with a `PassError` that names the pass. May import
-`candidates` and the modules below.
+If an added pass raises, or proposes a value that its program does not have, the optimisation ends
+with a `PassError` that names the pass.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from symjax_rewrite.candidates import (
-    Candidate,
-    Context,
-    Crossover,
-    Found,
-    OutOfTimeError,
-    Pass,
-    Refusal,
-    Stopped,
-)
+from symjax_rewrite.candidates import Candidate, Context, Found, OutOfTimeError, Pass, Refusal
 from symjax_rewrite.errors import PassError, RuleError
+from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.jax_internals import JaxprEqn
 
 ADDED = "added_pass"  # reports print it as the property of a pass without properties
-FOUND = (Candidate, Refusal, Crossover, Stopped)
 
 
 def with_added(added: Sequence[Pass], passes: Sequence[Pass]) -> tuple[Pass, ...]:
@@ -70,10 +60,8 @@ class AddedPass:
             raise
         except Exception as error:  # code of users, which may raise anything
             raise self._error("raised", got=f"{type(error).__name__}: {error}") from error
-        replays = context.allowed
-        return [
-            f for f in found if not isinstance(f, Candidate) or replays is None or f.key in replays
-        ]
+        plan = context.allowed
+        return [f for f in found if plan is None or not isinstance(f, Candidate) or f.key in plan]
 
     def _error(self, what: str, where: str = "", **more: Any) -> PassError:
         remedy = f"correct the pass, or leave it out: rules=pack - {self.name!r}"
@@ -81,13 +69,13 @@ class AddedPass:
 
     def _checked(self, found: Any, program: Program) -> Found:
         """Return a finding with its parts checked and its missing fields filled in."""
-        if not isinstance(found, FOUND):
-            kinds = ", ".join(kind.__name__ for kind in FOUND[:2])
+        if not isinstance(found, Found):
+            kinds = f"{Candidate.__name__}, {Refusal.__name__}"
             what = "yields something that is no candidate"
             raise self._error(what, expected=kinds, got=type(found).__name__)
         if not isinstance(found, Candidate):
             return found
-        made_by = {v: e for e in program.equations for v in e.outvals}
+        made_by = makers_of(program.equations)
         there = {*made_by, *program.inputs, *program.consts}
         for part in found.parts:
             self._check_values(part, made_by, there)
@@ -97,7 +85,7 @@ class AddedPass:
         named = any(name == self.name for name, _ in found.rules)
         return dataclasses.replace(
             found,
-            parts=tuple(_CheckedPart(p, self, made_by[p.gives[0]], program) for p in found.parts),
+            parts=tuple(self.part(p, made_by[p.gives[0]], program) for p in found.parts),
             where=found.where or first.where(),
             rules=found.rules if named else (*found.rules, (self.name, ADDED)),
             key=found.key or self.name,
@@ -113,55 +101,37 @@ class AddedPass:
                 what = "reads a value that the program does not have"
                 raise self._error(what, made_by[v].where(), got=needs)
 
-    def emitted(self, part: _CheckedPart, wanted: Sequence[int], read: Read) -> list[Any]:
-        """Return the arrays that a part computes.
+    def part(self, part: Part, maker: Equation, program: Program) -> PartOf:
+        """Return a part of the pass, whose arrays are checked when it is emitted."""
 
-        Raises:
-            PassError: the part raised, or the arrays do not have the avals of the values.
-        """
-        where = part.maker.where()
-        try:
-            made = [*part.part.emit(wanted, read)]
-            kinds = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in made]
-        except Exception as error:  # code of users, which may raise anything
-            what = "raised where its replacement is emitted"
-            raise self._error(what, where, got=f"{type(error).__name__}: {error}") from error
-        avals = [part.program.avals[v] for v in wanted]
-        expected = [(a.shape, a.dtype) for a in avals]
-        if kinds != expected:
-            what = "gives arrays of other shapes or dtypes than what they replace"
-            raise self._error(what, where, expected=_shown(expected), got=_shown(kinds))
-        return made
+        def emit(wanted: Sequence[int], read: Read) -> list[Any]:
+            where = maker.where()
+            try:
+                made = [*part.emit(wanted, read)]
+                kinds = [(jax.typeof(x).shape, jax.typeof(x).dtype) for x in made]
+            except Exception as error:  # code of users, which may raise anything
+                what = "raised where its replacement is emitted"
+                raise self._error(what, where, got=f"{type(error).__name__}: {error}") from error
+            expected = [(program.avals[v].shape, program.avals[v].dtype) for v in wanted]
+            if kinds != expected:
+                what = "gives arrays of other shapes or dtypes than what they replace"
+                raise self._error(what, where, expected=_shown(expected), got=_shown(kinds))
+            return made
+
+        source = part.source or maker.eqn
+        return PartOf(tuple(part.gives), part.needs, emit, part.opens, source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _CheckedPart:
-    """A part of an added pass, whose arrays are checked when it is emitted."""
+class PartOf:
+    """A part whose methods are functions."""
 
-    part: Part
-    added: AddedPass
-    maker: Equation
-    program: Program
-
-    @property
-    def gives(self) -> tuple[int, ...]:
-        return tuple(self.part.gives)
-
-    @property
-    def opens(self) -> bool:
-        return self.part.opens
-
-    @property
-    def source(self) -> JaxprEqn | None:
-        return self.part.source or self.maker.eqn
-
-    def needs(self, value: int) -> Iterable[int]:
-        return self.part.needs(value)
-
-    def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
-        return self.added.emitted(self, wanted, read)
+    gives: tuple[int, ...]
+    needs: Callable[[int], Iterable[int]]
+    emit: Callable[[Sequence[int], Read], Sequence[Any]]
+    opens: bool
+    source: JaxprEqn | None
 
 
 def _shown(kinds: Sequence[tuple[tuple, Any]]) -> str:
-    """Return shapes and dtypes as text: `float32[3,4]`."""
     return ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for shape, dtype in kinds)

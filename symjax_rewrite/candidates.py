@@ -2,11 +2,11 @@
 
 A pass reads a program and yields candidates: values of the program that could be computed in
 another way, with the costs of both ways. `policy` takes or refuses candidates; a pass takes none.
-May import `ir`, `cost` and the modules below.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
-from symjax_rewrite.ir.dataflow import Needed, needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Program, Value
 from symjax_rewrite.ir.replacement import Part, Read
 from symjax_rewrite.ir.sizes import Assumptions, value
@@ -64,13 +64,13 @@ class Replacement:
 
     def needs(self, value: int) -> Iterable[int]:
         """Return the numbers of the values read to make one of those given."""
-        return [v for v in self.reads if isinstance(v, int)]
+        return numbers(self.reads)
 
     def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
         """Return the arrays of the values wanted."""
         made = self.fun(*map(read, self.reads))
-        all_made = made if isinstance(made, Sequence) else (made,)
-        by_value = dict(zip(self.gives, all_made, strict=True))
+        made = made if isinstance(made, Sequence) else (made,)
+        by_value = dict(zip(self.gives, made, strict=True))
         return [by_value[v] for v in wanted]
 
 
@@ -109,16 +109,14 @@ class Candidate:
     @property
     def saved_s(self) -> float:
         """Return the modelled seconds that it saves; 0 if it is not priced here."""
-        if self.before is None or self.after is None:
-            return 0.0
-        return self.before.seconds - self.after.seconds
+        b, a = self.before, self.after
+        return 0.0 if b is None or a is None else b.seconds - a.seconds
 
     @property
     def ratio(self) -> float | None:
         """Return seconds as written divided by seconds afterwards; None if not priced here."""
-        if self.before is None or self.after is None:
-            return None
-        return ratio_of(self.before.seconds, self.after.seconds)
+        b, a = self.before, self.after
+        return None if b is None or a is None else ratio_of(b.seconds, a.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +157,12 @@ class Pass(Protocol):
     @property
     def name(self) -> str:
         """Return the name of the pass in packs, plans and reports."""
-        ...
 
     def candidates(self, program: Program, context: Context) -> Iterable[Found]:
         """Return the candidates in a program that earlier passes have rewritten."""
-        ...
 
 
-@dataclass(slots=True)
+@dataclass
 class Terms:
     """A program as index terms, with its live set, cost model and sizes.
 
@@ -179,18 +175,13 @@ class Terms:
     known: set[int]
     samples: list[dict[str, int]]
     model: CostModel
-    _seconds: float | None = None
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
         """Return the modelled seconds of the program."""
-        if self._seconds is None:
-            choice = {c: node_of(self.t.graph, c) for c in self.need.order}
-            roots = tuple(sorted(self.need.outside))
-            self._seconds = self.model.evaluate(
-                self.t.graph, choice, roots, self.known.__contains__
-            ).seconds
-        return self._seconds
+        g, roots = self.t.graph, tuple(sorted(self.need.outside))
+        choice = {c: node_of(g, c) for c in self.need.order}
+        return self.model.evaluate(g, choice, roots, self.known.__contains__).seconds
 
 
 class OutOfTimeError(Exception):
@@ -229,11 +220,7 @@ class Context:
         return self.options.numerics.permits("reassoc")
 
     def check_clock(self) -> None:
-        """Raise if the emergency clock has run out.
-
-        Raises:
-            OutOfTimeError: the time of the budget is spent.
-        """
+        """Raise `OutOfTimeError` if the emergency clock has run out."""
         if time.perf_counter() - self.started > self.options.budget.seconds:
             raise OutOfTimeError
 
@@ -255,15 +242,11 @@ class Context:
 
 def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[int]:
     """Return the classes that depend on frozen inputs and constants alone."""
-    if not frozen:
-        return set()
     known: set[int] = set()
     inputs = {t.program.inputs[k] for k in frozen} | set(t.program.consts)
-    for c in need.order:
+    for c in need.order if frozen else ():
         node = node_of(t.graph, c)
-        if node.op == LEAF:
-            if t.leaf_value[c] in inputs:
-                known.add(c)
-        elif all(a.cls in known for a in node.args):
+        is_leaf = node.op == LEAF
+        if t.leaf_value[c] in inputs if is_leaf else all(a.cls in known for a in node.args):
             known.add(c)
     return known

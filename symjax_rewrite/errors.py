@@ -33,23 +33,11 @@ class SymjaxError(Exception):
         got: object = None,
         remedy: str | None = None,
     ) -> None:
-        self.what, self.where, self.expected, self.got, self.remedy = (
-            what,
-            where,
-            expected,
-            got,
-            remedy,
-        )
-        lines = [what]
-        if where:
-            lines.append(f"  at:       {where}")
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if got is not None:
-            lines.append(f"  got:      {got}")
-        if remedy:
-            lines.append(f"  to do:    {remedy}")
-        super().__init__("\n".join(lines))
+        self.what, self.where, self.remedy = what, where, remedy
+        self.expected, self.got = expected, got
+        rows = {"at": where or None, "expected": expected, "got": got, "to do": remedy or None}
+        lines = [f"  {name + ':':9} {value}" for name, value in rows.items() if value is not None]
+        super().__init__("\n".join([what, *lines]))
 
 
 class UsageError(SymjaxError, TypeError):

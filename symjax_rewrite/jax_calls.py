@@ -26,37 +26,30 @@ class Differentiable(Protocol):
     @property
     def closed(self) -> ClosedJaxpr:
         """Return the program itself."""
-        ...
 
     def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
         """Return results under vmap, and their batch dimensions."""
-        ...
 
     def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
         """Return results and their tangents; only the inputs `live` have tangents."""
-        ...
 
     def vjp(
         self, primals: Sequence[Any], live: list[int]
     ) -> tuple[list[Any], list[Any], Any] | None:
         """Return results, residuals, `pull(residuals, cotangents or None)`; None: as JAX does."""
-        ...
 
     def moving(self, live: list[int]) -> list[bool]:
         """Return for each result: may it depend on the inputs `live` differentiably?"""
-        ...
 
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
     ) -> list[Any]:
         """Return cotangents of inputs in which the program is linear; the others are `known`."""
-        ...
 
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
     ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]:
         """Return the call of the outputs `used`, its program, and a mask of the inputs of both."""
-        ...
 
 
 _call_p = _core.Primitive("sym_call")
@@ -137,12 +130,10 @@ def _linearize_call(
     is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any
 ) -> tuple[Any, ...]:
     """Linearise: results and residuals by one optimised program, cotangents by another."""
-    if not is_vjp:
-        return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
     source: Differentiable = params["source"]
-    floats = [_core.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0 for p in primals]
-    live = [k for k, nz in enumerate(nonzero) if nz and floats[k]]
-    found = source.vjp(primals, live)
+    kinds = [_core.typeof(p).to_tangent_aval().dtype for p in primals]
+    live = [k for k, nz in enumerate(nonzero) if nz and kinds[k] != jax.dtypes.float0]
+    found = source.vjp(primals, live) if is_vjp else None
     if found is None:
         return _ad.fallback_linearize_rule(_call_p, is_vjp, nonzero, *primals, **params)
     outs, residuals, pull = found
@@ -153,15 +144,8 @@ def _linearize_call(
 
     def linearized(residuals: list[Any], *rest: Any) -> list[Any]:
         tangents = rest[-len(primals) :]  # newer versions pass structured residuals before them
-        made = iter(
-            _pullback_p.bind(
-                *residuals,
-                *[tangents[k] for k in live],
-                count=len(residuals),
-                pull=pull,
-                avals=avals,
-            )
-        )
+        given = *residuals, *[tangents[k] for k in live]
+        made = iter(_pullback_p.bind(*given, count=len(residuals), pull=pull, avals=avals))
         return [next(made) if m else _zero(o) for o, m in zip(outs, moving, strict=True)]
 
     if _HAS_STRUCTURED_RESIDUALS:
@@ -189,12 +173,11 @@ def _no_forward_mode(*_: Any, **__: Any) -> NoReturn:
     raise TypeError("the pullback of an optimised function has no forward mode: use jax.linearize")
 
 
-def _check_call(error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
-    return _checkify.checkify_jaxpr(params["source"].closed, enabled, error, *values)
-
-
-def _check_call_in(context: Any, error: Any, enabled: Any, *values: Any, **params: Any) -> Any:
-    return _checkify.checkify_jaxpr(context, params["source"].closed, enabled, error, *values)
+def _check_call(*args: Any, source: Differentiable, **_: Any) -> Any:
+    """Check the original; newer versions of JAX pass a context before the error."""
+    context = args[: hasattr(_checkify, "CheckifyContext")]
+    error, enabled, *values = args[len(context) :]
+    return _checkify.checkify_jaxpr(*context, source.closed, enabled, error, *values)
 
 
 _call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *values))
@@ -205,9 +188,7 @@ _ad.primitive_jvps[_call_p] = _jvp_call
 _ad.primitive_linearizations[_call_p] = _linearize_call
 _ad.primitive_transposes[_call_p] = _transpose_call
 _pe.dce_rules[_call_p] = _dce_call
-_checkify.error_checks[_call_p] = (
-    _check_call_in if hasattr(_checkify, "CheckifyContext") else _check_call
-)
+_checkify.error_checks[_call_p] = _check_call
 _pullback_p.def_abstract_eval(lambda *_, avals, **__: avals)
 _pullback_p.def_impl(_no_forward_mode)
 _mlir.register_lowering(_pullback_p, _no_forward_mode)

@@ -1,7 +1,7 @@
 """The access to JAX's internals for tracing, jaxprs and avals.
 
 All other modules use JAX's public API, this module, `jax_calls` or `jax_kernels`, so a new JAX
-release is adapted to here. May import `errors` and `options`.
+release is adapted to here.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def eval_equation(eqn: JaxprEqn, invals: Sequence[Any], params: dict | None = No
 
 
 @contextlib.contextmanager
-def equation_scope(eqn: JaxprEqn):
-    """Enter the name scope, source line and context of `eqn` for all equations bound inside."""
+def equation_scope(eqn: JaxprEqn | None):
+    """Enter the name scope, source line and context of `eqn`, if given."""
+    if eqn is None:
+        yield
+        return
     stack = _source.current_name_stack() + eqn.source_info.name_stack
-    with (
-        _source.user_context(eqn.source_info.traceback, name_stack=stack),
-        eqn.ctx.manager,
-    ):
+    with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
@@ -66,6 +66,23 @@ def eval_jaxpr(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluate (or stage out again) a closed jaxpr, equation for equation."""
     outs = _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
     return [with_aval(x, aval) for x, aval in zip(outs, closed.out_avals, strict=True)]
+
+
+def eval_each(
+    closed: ClosedJaxpr, args: Sequence[Any], run: Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluate a jaxpr by a function of an equation and its operands."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    env.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, run(eqn, read_atoms(eqn.invars, env)), strict=True))
+    return read_atoms(jaxpr.outvars, env)
+
+
+def read_atoms(atoms: Sequence[Atom], env: dict[Any, Any]) -> list[Any]:
+    """Return the values of literals, and of variables in `env`."""
+    return [a.val if is_literal(a) else env[a] for a in atoms]
 
 
 def source_line(*eqns: JaxprEqn) -> str:
@@ -82,6 +99,26 @@ def make_jaxpr(fun: Callable, *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, A
     return closed, jax.tree.structure(shape)
 
 
+def of_leaves(
+    fun: Callable, args: tuple, kwargs: dict[str, Any], kinds: type | tuple[type, ...]
+) -> tuple[Callable, list[Any]]:
+    """Return a function of those leaves of its arguments that are of some types, and these leaves.
+
+    The other leaves are constants of the function.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    dynamic = [k for k, x in enumerate(leaves) if isinstance(x, kinds)]
+
+    def flat(*values: Any) -> Any:
+        filled = list(leaves)
+        for k, value in zip(dynamic, values, strict=True):
+            filled[k] = value
+        inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
+        return fun(*inner_args, **inner_kwargs)
+
+    return flat, [leaves[k] for k in dynamic]
+
+
 def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     """Stage `fun(*flat)` out at exact avals (weak types kept)."""
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
@@ -93,13 +130,8 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
     if not isinstance(fun, type(jax.jit(abs))):  # a wrapper of a jit object has its attributes too
         return None
     info: Any = fun._jit_info  # pyright: ignore[reportAttributeAccessIssue]
-    out: dict[str, Any] = {
-        "static_argnums": info.static_argnums,
-        "static_argnames": info.static_argnames,
-        "donate_argnums": info.donate_argnums,
-        "keep_unused": info.keep_unused,
-        "inline": info.inline,
-    }
+    names = ("static_argnums", "static_argnames", "donate_argnums", "keep_unused", "inline")
+    out: dict[str, Any] = {name: getattr(info, name) for name in names}
     for side in ("in_shardings", "out_shardings"):
         leaves = getattr(info, f"{side}_leaves")
         if any(leaf is not _UNSPECIFIED for leaf in leaves):
@@ -121,11 +153,10 @@ def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:
 
     Factors that are no plain variables (floordiv, mod, max) count as variables of that name.
     """
-    out = []
-    for term, coefficient in dim._sorted_terms:
-        monomial = tuple(sorted((str(f.var or f), e) for f, e in term._factors))
-        out.append((monomial, int(coefficient)))
-    return out
+    return [
+        (tuple(sorted((str(f.var or f), e) for f, e in term._factors)), int(coefficient))
+        for term, coefficient in dim._sorted_terms
+    ]
 
 
 def dim_variables(dim: Any) -> dict[str, Any]:
@@ -174,9 +205,8 @@ def custom_rules_allow(effects: set[Any]) -> bool:
     """
     from jax._src import effects as _effects
 
-    if any(isinstance(e, _effects.JaxprInputEffect) for e in effects):
-        return False
-    if _core.internal_mutable_array_effect in effects:
+    has_references = any(isinstance(e, _effects.JaxprInputEffect) for e in effects)
+    if has_references or _core.internal_mutable_array_effect in effects:
         return False
     return all(_effects.custom_derivatives_allowed_effects.contains(e) for e in effects)
 
@@ -199,16 +229,6 @@ def jit_equation_is_plain(eqn: JaxprEqn) -> bool:
         and all(x is None for x in (*p.get("in_layouts", ()), *p.get("out_layouts", ())))
         and not p.get("compiler_options_kvs")
     )
-
-
-@contextlib.contextmanager
-def maybe_scope(eqn: JaxprEqn | None):
-    """Enter the scope of an equation, or no scope for None."""
-    if eqn is None:
-        yield
-    else:
-        with equation_scope(eqn):
-            yield
 
 
 def with_aval(value: Any, aval: Any) -> Any:
@@ -274,8 +294,8 @@ REMAT = ("remat2", "checkpoint", "remat")
 def run_equations(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     """Run equations in order, reading and writing variables in `env`."""
     for eqn in eqns:
-        invals = [v.val if is_literal(v) else env[v] for v in eqn.invars]
-        env.update(zip(eqn.outvars, eval_equation(eqn, invals), strict=True))
+        made = eval_equation(eqn, read_atoms(eqn.invars, env))
+        env.update(zip(eqn.outvars, made, strict=True))
 
 
 def without_dead(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -303,16 +323,14 @@ class BodySpot:
 
     def replace(self, eqn: JaxprEqn, made: ClosedJaxpr) -> JaxprEqn | None:
         """Return the equation with this body replaced; None if the new body can't stand there."""
-        old = eqn.params[self._key]
+        old, new = eqn.params[self._key], made
         if isinstance(old, Jaxpr):
             if made.consts:
                 return None
-            return eqn.replace(params={**eqn.params, self._key: made.jaxpr})
-        if self._branch is None:
-            return eqn.replace(params={**eqn.params, self._key: made})
-        branches = list(old)
-        branches[self._branch] = made
-        return eqn.replace(params={**eqn.params, self._key: tuple(branches)})
+            new = made.jaxpr
+        elif self._branch is not None:
+            new = tuple(made if k == self._branch else b for k, b in enumerate(old))
+        return eqn.replace(params={**eqn.params, self._key: new})
 
 
 _SEALED = "symjax_kernel"
@@ -338,7 +356,8 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
     if is_sealed(eqn):
         return []
     if name == "scan":
-        return [BodySpot(p["jaxpr"], max(1, _int(p["length"])), "jaxpr", None)]
+        steps = p["length"] if isinstance(p["length"], int) else 1
+        return [BodySpot(p["jaxpr"], max(1, steps), "jaxpr", None)]
     if name == "while":
         return [BodySpot(p["body_jaxpr"], 1, "body_jaxpr", None)]
     if name == "cond":
@@ -350,23 +369,17 @@ def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
     return []
 
 
-def _int(length: Any) -> int:
-    return length if isinstance(length, int) else 1
-
-
 def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     """Return the branches of a `lax.platform_dependent`; none for any other equation."""
-    if eqn.primitive.name != "cond" or not eqn.params.get("branches_platforms"):
-        return ()
-    return tuple(eqn.params["branches"])
+    is_one = eqn.primitive.name == "cond" and eqn.params.get("branches_platforms")
+    return tuple(eqn.params["branches"]) if is_one else ()
 
 
 def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
     """Return for each input of a jaxpr: do its equations or results read the input?"""
-    jaxpr = closed.jaxpr
-    atoms = [*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars)]
+    atoms = [*closed.jaxpr.outvars, *(v for e in closed.jaxpr.eqns for v in e.invars)]
     read = {v for v in atoms if not is_literal(v)}
-    return tuple([v in read for v in jaxpr.invars])
+    return tuple([v in read for v in closed.jaxpr.invars])
 
 
 def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:

@@ -1,7 +1,4 @@
-"""The access to JAX's internals for kernels: Pallas-Triton and lowering rules.
-
-May import `jax_internals` and `errors`.
-"""
+"""The access to JAX's internals for kernels: Pallas-Triton and lowering rules."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from jax._src import core as _core
 from jax._src.interpreters import mlir as _mlir
 
 from symjax_rewrite.errors import KernelError
-from symjax_rewrite.jax_internals import ClosedJaxpr, bodies, eval_equation, is_literal
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, bodies, eval_each, eval_equation
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 Rule = Callable[..., Any]
@@ -54,23 +51,16 @@ def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> lis
         closed: a jaxpr without loops; its calls are inlined.
         args: its arguments.
     """
-    env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(closed.jaxpr.invars, args, strict=True))
-    for eqn in closed.jaxpr.eqns:
-        operands = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+
+    def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         rule = rules.get(eqn.primitive.name)
         if rule is not None and _is_float(eqn.outvars[0].aval):
+            return [rule(lambda *xs: eval_equation(eqn, xs)[0], *operands, **eqn.params)]
+        if eqn.primitive.name in CALLS:
+            return eval_with(rules, bodies(eqn)[0], *operands)
+        return eval_equation(eqn, operands)
 
-            def original(*xs: Any, eqn: Any = eqn) -> Any:
-                return eval_equation(eqn, xs)[0]
-
-            outs = [rule(original, *operands, **eqn.params)]
-        elif eqn.primitive.name in CALLS:
-            outs = eval_with(rules, bodies(eqn)[0], *operands)
-        else:
-            outs = eval_equation(eqn, operands)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [v.val if is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+    return eval_each(closed, args, run)
 
 
 def _is_float(aval: Any) -> bool:

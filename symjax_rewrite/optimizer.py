@@ -31,13 +31,7 @@ from symjax_rewrite.loops.loop_optimizer import TREES, has_loops
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
-from symjax_rewrite.usage_records import (
-    REPLAN,
-    RouteUse,
-    RuleUse,
-    fingerprint,
-    planned_regions,
-)
+from symjax_rewrite.usage_records import REPLAN, RouteUse, RuleUse, fingerprint, planned_regions
 
 
 @dataclass(slots=True)
@@ -132,11 +126,8 @@ class Result:
 class Optimiser:
     """The optimiser of jaxprs under one set of options; solved regions are cached.
 
-    Args:
-        options: the options.
-        rules: the rules, and the names of excluded transformations.
-        device: the profile on which programs are priced.
-        passes: in the order they run; default: those of `passes.PASSES` and of the pack.
+    device: the profile on which programs are priced. passes: in the order they run; default: those
+    of `passes.PASSES` and of the pack `rules`.
     """
 
     def __init__(
@@ -152,14 +143,7 @@ class Optimiser:
         self.kept: dict[str, Any] = {}
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
-        """Decide the program to emit for a jaxpr.
-
-        Args:
-            closed: the jaxpr.
-            frozen: numbers of inputs known beforehand.
-
-        Returns:
-            The decisions.
+        """Decide the program to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
 
         Raises:
             PlanError: a plan was given that is malformed or made from another program.
@@ -192,17 +176,8 @@ class Optimiser:
             spent.append(found.spent)
             return found
 
-        context = Context(
-            self.options,
-            self.rules,
-            self.device,
-            self.assumptions,
-            frozen,
-            allowed,
-            start,
-            optimise,
-            self.kept,
-        )
+        mine = self.options, self.rules, self.device, self.assumptions
+        context = Context(*mine, frozen, allowed, start, optimise, self.kept)
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:
@@ -212,13 +187,10 @@ class Optimiser:
 
 
 def _kept(closed: ClosedJaxpr, why: str) -> Result:
-    """Return the result of a program that a limit of the budget keeps as written."""
     return Result(closed, stop=why, spent=why, finished=False)
 
 
 class _Run:
-    """The run of one program through the passes."""
-
     def __init__(self, closed: ClosedJaxpr, context: Context) -> None:
         self.context, self.result = context, Result(closed)
         self.program = self.first = _flat(closed)
@@ -244,8 +216,7 @@ class _Run:
         proposed = [f for f in found if isinstance(f, Candidate)]
         taken: list[Candidate] = []
         if proposed:
-            made = policy.chosen(self.program, proposed, self.context)
-            self.program, taken, refused = made
+            self.program, taken, refused = policy.chosen(self.program, proposed, self.context)
             found += refused
             if taken and each.name == TREES:
                 self.program = _flat(emission.staged(self.program))
@@ -285,15 +256,15 @@ def _no_collection() -> Iterator[None]:
     The optimiser makes no reference cycles. Its objects therefore move to the oldest generation at
     once, by `freeze` and `unfreeze`. Earlier garbage is collected first.
     """
-    was_on = gc.isenabled()
-    if was_on:
-        gc.collect(1)
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect(1)
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()

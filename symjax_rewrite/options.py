@@ -51,7 +51,7 @@ class Budget:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            if type(value) is bool or not isinstance(value, (int, float)) or value <= 0:
                 raise UsageError(
                     f"Budget({name}=...) must be a positive number",
                     expected="> 0",
@@ -111,15 +111,14 @@ class Options:
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
-        _one_of("verify", self.verify, ("off", "first", "always", "warn"))
-        _one_of("on_unsupported", self.on_unsupported, ("keep", "error"))
+        for name, value, allowed in (
+            ("verify", self.verify, ("off", "first", "always", "warn")),
+            ("on_unsupported", self.on_unsupported, ("keep", "error")),
+        ):
+            if value not in allowed:
+                raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
         if not isinstance(self.budget, Budget):
             raise UsageError("budget must be a Budget", expected="Budget(...)", got=self.budget)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UsageError(f"unknown {name}", expected=" | ".join(allowed), got=repr(value))
 
 
 # A context that is part of the cache key of `jax.jit`: a change causes a new trace.

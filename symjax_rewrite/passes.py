@@ -1,9 +1,8 @@
 """The passes, in the order in which they run.
 
 A pass reads the program as earlier passes left it. A pass that occurs again in the list runs again
-only if the program has changed since. To add a pass, write a class with `name` and
-`candidates(program, context)` (`candidates.Pass`) and list it here, or put it into a `RulePack` to
-try it.
+only if the program has changed since. To add a pass, write a class like `candidates.Pass` and list
+it here, or put it into a `RulePack` to try it.
 """
 
 from __future__ import annotations

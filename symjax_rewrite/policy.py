@@ -1,7 +1,4 @@
-"""The choice among candidates: this module alone takes a candidate, or refuses it for its price.
-
-May import `candidates` and the modules below.
-"""
+"""The choice among candidates: this module alone takes a candidate, or refuses it for its price."""
 
 from __future__ import annotations
 
@@ -17,12 +14,9 @@ from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
 def chosen(
     program: Program, found: Sequence[Candidate], context: Context
 ) -> tuple[Program, list[Candidate], list[Refusal]]:
-    """Take the candidates that pay and exclude no other candidate taken.
+    """Take the candidates of one pass that pay and exclude no other candidate taken.
 
-    Args:
-        program: the program in which they were found.
-        found: findings of one pass, in order: of two that give one value the first is taken.
-        context: of the pass.
+    Of two candidates that give one value the first is taken.
 
     Returns:
         The program with the candidates taken, these candidates, and the refusals of the others.
@@ -81,7 +75,6 @@ def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]
 
 
 def _refused(c: Candidate, reason: str) -> Refusal:
-    """Return the refusal of a candidate, with its predicted ratio."""
     return Refusal(c.name, reason, c.where, c.count, c.ratio)
 
 

@@ -1,7 +1,4 @@
-"""Records of rules and kernels for reports, and the format of saved plans.
-
-May import `errors` and `jax_internals` only.
-"""
+"""Records of rules and kernels for reports, and the format of saved plans."""
 
 from __future__ import annotations
 

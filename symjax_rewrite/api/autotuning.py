@@ -1,9 +1,8 @@
 """Autotuning: the choice among whole programs by time measured on the device.
 
-The cost model decides without running anything. With `tune=True` three programs are timed in turn
-on generated inputs: the optimised program, the optimised program without kernels, and the original.
-The fastest program is kept. The original is kept where no program is faster than the original by
-more than noise.
+With `tune=True` the optimised program, the optimised program without kernels, and the original are
+timed in turn on generated inputs. The original is kept unless another program is faster by more
+than noise.
 """
 
 from __future__ import annotations
@@ -42,15 +41,12 @@ def unmeasurable(closed: ClosedJaxpr) -> str | None:
 
 
 def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, float]:
-    """Return the median time of a call of each program, measured in turn on the same inputs.
+    """Return the median seconds of a call of each program, measured in turn on the same inputs.
 
     Args:
         programs: functions of the flat inputs of `closed`, by name.
-        closed: jaxpr that gives the shapes and dtypes of the inputs. Float inputs are normally
-            distributed. Other inputs are zeros, which are in range as indices.
-
-    Returns:
-        Seconds per call, by the name of the program.
+        closed: gives the shapes and dtypes of the inputs. Float inputs are normally distributed.
+            Other inputs are zeros, which are in range as indices.
     """
     with jax.ensure_compile_time_eval():
         inputs = _inputs([v.aval for v in closed.jaxpr.invars])
@@ -59,18 +55,14 @@ def measure(programs: Mapping[str, Program], closed: ClosedJaxpr) -> dict[str, f
             compiled = jax.jit(program).lower(*inputs).compile()
             calls[name] = lambda compiled=compiled: jax.block_until_ready(compiled(*inputs))
         repeats = {name: _repeats(call) for name, call in calls.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                seconds[name].append(_sample(call, repeats[name]))
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+        rounds = [
+            [_sample(call, repeats[name]) for name, call in calls.items()] for _ in range(ROUNDS)
+        ]
+    return dict(zip(calls, map(statistics.median, zip(*rounds, strict=True)), strict=True))
 
 
 def fastest(seconds: Mapping[str, float], original: str, device: Device) -> str:
-    """Return the name of the fastest program.
-
-    The original is returned unless another program is faster by more than noise.
-    """
+    """Return the fastest program's name, or the original's if none is faster by more than noise."""
     best = min(seconds, key=seconds.__getitem__)
     pays = margins.pays(seconds[original], seconds[best], "measured", device)
     return best if pays else original

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -59,8 +61,8 @@ class Prepared:
 def _inlined(cases: _Cases) -> Callable[..., Any]:
     """Return the remaining function, which `jax.jit` traces once per shape.
 
-    The function holds no `Prepared`. A reference cycle with a `Prepared` would keep the weights
-    alive until the cycle collector runs.
+    It holds no `Prepared`: a reference cycle would keep the weights alive until the cycle collector
+    runs.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -72,20 +74,19 @@ def _inlined(cases: _Cases) -> Callable[..., Any]:
     return call
 
 
+@dataclass
 class _Cases:
     """The prepared constants and the remaining function, for every set of shapes."""
 
-    def __init__(
-        self,
-        optimiser: Optimiser,
-        fun: Callable[..., Any],
-        statics: set[str],
-        frozen: dict[str, Any],
-    ) -> None:
-        self.optimiser, self.fun, self.statics, self.frozen = optimiser, fun, statics, frozen
-        parameters = inspect.signature(fun).parameters.values()
-        self.rest = inspect.Signature([p for p in parameters if p.name not in frozen])
-        self.name = getattr(fun, "__name__", "prepared")
+    optimiser: Optimiser
+    fun: Callable[..., Any]
+    statics: set[str]
+    frozen: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        parameters = inspect.signature(self.fun).parameters.values()
+        self.rest = inspect.Signature([p for p in parameters if p.name not in self.frozen])
+        self.name = getattr(self.fun, "__name__", "prepared")
         self._found: dict[Any, _Case] = {}
 
     def of(self, args: tuple, kwargs: dict) -> tuple[_Case, list[Any]]:
@@ -134,13 +135,12 @@ class _Cases:
         result = self.optimiser.run(closed, frozenset(range(len(known))))
         emitted = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
         parts = _in_two(emitted, len(known))
-        once, run = parts.run_first, parts.run_last
-        if any(isinstance(x, jax_internals.Tracer) for x in known):
-            constants = list(jax.jit(once)(known))
-        else:  # evaluate now, though the call itself may be part of a trace
-            with jax.ensure_compile_time_eval():
-                constants = list(jax.jit(once)(known))
+        traced = any(isinstance(x, jax_internals.Tracer) for x in known)
+        # Evaluate now, though the call itself may be part of a trace.
+        with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():
+            constants = list(jax.jit(parts.run_first)(known))
         over = list(values[len(known) + len(leaves) :])
+        run = parts.run_last
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
 
@@ -190,23 +190,18 @@ def prepare(
             got=", ".join(values) or "nothing",
         )
     names = list(inspect.signature(fun).parameters)
-    numbers = settings.get("static_argnums") or ()
+    numbers, texts = (settings.get(f"static_{kind}") or () for kind in ("argnums", "argnames"))
     numbers = (numbers,) if isinstance(numbers, int) else numbers
-    texts = settings.get("static_argnames") or ()
     texts = (texts,) if isinstance(texts, str) else texts
     statics = {*texts, *(names[n] for n in numbers)}
     return Prepared(_Cases(optimiser, fun, statics, dict(values)))
 
 
 def _remaining(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
-    """Return the program that remains after its frozen part is computed."""
     parts = _in_two(closed, known)
-    avals = closed.in_avals
-    constants = jax.eval_shape(
-        parts.run_first, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[:known]]
-    )
-    moving = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[known:]]
-    return jax_internals.make_jaxpr(parts.run_last, list(constants), moving)[0]
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+    constants = jax.eval_shape(parts.run_first, specs[:known])
+    return jax_internals.make_jaxpr(parts.run_last, list(constants), specs[known:])[0]
 
 
 def _spec(x: Any) -> Any:
@@ -234,8 +229,7 @@ def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
 def _in_two(closed: ClosedJaxpr, known: int) -> CutProgram:
     """Cut a program after the equations that depend on its known inputs alone.
 
-    Broadcasts of known values stay in the remaining program: to store their results would cost
-    memory and save no time.
+    Broadcasts stay in the remaining program: to store their results would save no time.
     """
     parts = split(closed, known, lambda eqn: eqn.primitive.name in CHEAP)
     assert parts is not None  # no result has to come from the first part

@@ -49,9 +49,9 @@ def _is_zero(eqn: JaxprEqn, zero: Sequence[bool]) -> bool:
     name = eqn.primitive.name
     if name in LINEAR:
         return zero[0]
-    if name in PRODUCTS:
-        return True
-    return all(zero[1:] if name == "select_n" else zero) and name in SUMS | {"select_n"}
+    if name == "select_n":
+        return all(zero[1:])
+    return name in PRODUCTS or (name in SUMS and all(zero))
 
 
 def _summand(eqn: JaxprEqn, read: Sequence[Any]) -> Any:

@@ -19,10 +19,9 @@ from symjax_rewrite.options import Options
 class Verified:
     """A jitted function whose results are compared with the results of the original.
 
-    The mode is `"first"` (the first call at every shape), `"always"`, or `"warn"`. In the mode
-    `"warn"` the first call at every shape is compared; after a mismatch the function warns and runs
-    the original from then on. Other attributes are those of the jitted function. Calls inside
-    another transformation are not compared.
+    `"always"` compares every call, `"first"` and `"warn"` the first call at every shape; after a
+    mismatch `"warn"` warns and runs the original from then on. Other attributes are those of the
+    jitted function. Calls inside another transformation are not compared.
     """
 
     def __init__(
@@ -64,18 +63,16 @@ class Verified:
         found = difference(got, expected, self._numerics, rounding)
         if found is None:
             return got
-        error = self._error(found, ", ".join(self._rules(*args, **kwargs)) or "none")
-        if self._mode != "warn":
-            raise error
-        self._refused = True
-        warnings.warn(f"the original runs instead: {error}", stacklevel=2)
-        return expected
-
-    def _error(self, found: str, names: str) -> EquivalenceError:
-        return EquivalenceError(
+        names = ", ".join(self._rules(*args, **kwargs)) or "none"
+        error = EquivalenceError(
             f"{self.__name__} differs from the original",
             expected=f"agreement at numerics={self._numerics.level!r}",
             got=found,
             remedy=f"rules in question: {names}; bisect(f, ...) names the one; keep(x) fences a "
             "value, rules=packs.default - (name,) takes a rule out",
         )
+        if self._mode != "warn":
+            raise error
+        self._refused = True
+        warnings.warn(f"the original runs instead: {error}", stacklevel=2)
+        return expected

@@ -7,7 +7,9 @@ covers.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +17,13 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
-from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.equation_cost import summed_sizes
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
-from symjax_rewrite.ir.dataflow import needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
-from symjax_rewrite.ir.term import CONST, NATIVE
-from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.ir.term import CONST, NATIVE, Node
+from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.loops.loop import read_loop
@@ -63,13 +65,10 @@ UNKNOWN = Traffic(None, None)
 
 
 def _plus(a: Any, b: Any) -> Any:
-    if a is None or b is None:
-        return None
-    return b + a if isinstance(a, (int, float)) else a + b
+    return None if a is None or b is None else a + b
 
 
 def _at(size: Dim | float, sample: dict[str, int]) -> float:
-    """Return a size as a number, at a sample of the named sizes."""
     return size if isinstance(size, (int, float)) else value(size, sample)
 
 
@@ -79,36 +78,22 @@ def flops(closed: ClosedJaxpr, device: Device = CPU) -> Dim | None:
     Returns:
         The FLOPs; None if the trip count of an equation with products is unknown.
     """
-    total: Dim = 0
-    for eqn in closed.jaxpr.eqns:
-        mine = _equation_flops(eqn, device)
-        if mine is None:
-            return None
-        total = mine + total
-    return total
+    return _total(_equation_flops(eqn, device) for eqn in closed.jaxpr.eqns)
 
 
 def program_flops(program: Program, device: Device) -> Dim | None:
     """Return FLOPs of a program's contractions, and of its kernels by their own models."""
-    total: Dim = 0
-    for e in program.equations:
-        mine = _equation_flops(e.eqn, device)
-        if mine is None:
-            return None
-        total = mine + total
-    return total
+    return _total(_equation_flops(e.eqn, device) for e in program.equations)
+
+
+def _total(parts: Iterable[Any]) -> Any:
+    return functools.reduce(_plus, parts, 0)
 
 
 def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
     name = eqn.primitive.name
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        lhs = shape_of(eqn.invars[0])
-        return 2 * _size(eqn.outvars[0]) * product(from_jax(lhs[i]) for i in contracted)
-    if name == "conv_general_dilated":
-        features = eqn.params["dimension_numbers"].rhs_spec[0]
-        rest = [from_jax(d) for k, d in enumerate(shape_of(eqn.invars[1])) if k != features]
-        return 2 * _size(eqn.outvars[0]) * product(rest)
+    if name in ("dot_general", "conv_general_dilated"):
+        return 2 * _size(eqn.outvars[0]) * product(map(from_jax, summed_sizes(eqn)))
     if jax_internals.is_replacement(eqn):
         found = flops(_staged(eqn), device)
         cost = replacement_cost(eqn, device) if found is None else None
@@ -118,18 +103,13 @@ def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
         return None if estimate is None else estimate.flops
     if not _runs_bodies(name):
         return 0 if _has_no_products(name) else None
-    found = [flops(body, device) for body in bodies_run(eqn, device)]
-    bodies = [f for f in found if f is not None]
-    if not bodies or len(bodies) < len(found):
+    bodies: list[Any] = [flops(body, device) for body in bodies_run(eqn, device)]
+    if not bodies or None in bodies:
         return None
     if name == "cond":
         return max(bodies, key=lambda f: value(f, {}))
-    total: Dim = 0
-    for f in bodies:
-        total = f + total
-    if total == 0:
-        return 0
-    trips = trips_of(eqn)
+    total = _total(bodies)
+    trips = 0 if total == 0 else trips_of(eqn)
     return None if trips is None else trips * total
 
 
@@ -147,14 +127,11 @@ def _has_no_products(name: str) -> bool:
 def bodies_run(eqn: JaxprEqn, device: Device) -> list[ClosedJaxpr]:
     """Return the bodies that an equation runs on a device, or its branches; empty if unknown."""
     name, p = eqn.primitive.name, eqn.params
-    branches = jax_internals.platform_branches(eqn)
-    if branches:
-        names = p["branches_platforms"]
-        for wanted in (lambda n: n is not None and device.platform in n, lambda n: n is None):
-            found = [b for n, b in zip(names, branches, strict=True) if wanted(n)]
-            if found:
-                return found[:1]
-        return list(branches)
+    if branches := jax_internals.platform_branches(eqn):
+        named = list(zip(p["branches_platforms"], branches, strict=True))
+        mine = [b for names, b in named if names is not None and device.platform in names]
+        default = [b for names, b in named if names is None]
+        return (mine or default)[:1] or list(branches)
     if name == "while":
         return [p["body_jaxpr"], p["cond_jaxpr"]]
     if name == "cond":
@@ -168,32 +145,33 @@ def trips_of(eqn: JaxprEqn) -> Dim | None:
         return from_jax(eqn.params["length"])
     if eqn.primitive.name != "while":
         return 1
-    loop = read_loop(_on_its_own(eqn))
-    return None if loop is None else loop.length
-
-
-def _on_its_own(eqn: JaxprEqn) -> Equation:
-    """Return a copy of an equation over values numbered from 0."""
     number: dict[Any, int] = {}
     invals = tuple(
         v if jax_internals.is_literal(v) else number.setdefault(v, len(number)) for v in eqn.invars
     )
     outvals = tuple(range(len(number), len(number) + len(eqn.outvars)))
-    return Equation(eqn, invals, outvals)
+    loop = read_loop(Equation(eqn, invals, outvals))
+    return None if loop is None else loop.length
 
 
 def temporary_bytes(program: Program, device: Device, sample: dict[str, int]) -> float:
     """Return the bytes of the largest value that a program writes, inputs and results excluded."""
     if not program.equations:
         return 0.0
-    t = build(program)
-    need = needed(t)
-    choice = {c: node_of(t.graph, c) for c in need.order}
-    model = CostModel(device, lambda d: value(d, sample))
+    t, need, choice, model = _modelled(program, device, sample)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     written = model.written(facts, tuple(sorted(need.outside)), set())
     made = [c for c in written if c not in need.outside and c not in t.leaf_value]
     return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
+
+
+def _modelled(
+    program: Program, device: Device, sample: dict[str, int]
+) -> tuple[TermGraph, Needed, dict[int, Node], CostModel]:
+    t = build(program)
+    need = needed(t)
+    choice = {c: node_of(t.graph, c) for c in need.order}
+    return t, need, choice, CostModel(device, lambda d: value(d, sample))
 
 
 def traffic(closed: ClosedJaxpr, device: Device, sample: dict[str, int]) -> Traffic:
@@ -205,26 +183,20 @@ def program_traffic(program: Program, device: Device, sample: dict[str, int]) ->
     """Return the bytes that a program's kernels move, and its seconds at sample sizes."""
     if not program.equations:
         return Traffic()
-    t = build(program)
-    need = needed(t)
-    choice = {c: node_of(t.graph, c) for c in need.order}
+    t, need, choice, model = _modelled(program, device, sample)
     native = [c for c in need.order if choice[c].op == NATIVE]
     read = {a.cls for c in native for a in choice[c].args}
     roots = tuple(sorted(need.outside | read))
-    model = CostModel(device, lambda d: value(d, sample))
     cost = model.evaluate(t.graph, choice, roots)
-    total = Traffic(cost.bytes, cost.seconds)
-    if t.dim_env:
-        total = Traffic(model.symbolic(t.graph, choice, roots).bytes, cost.seconds)
-    numbers = {t.made_by[c][0] for c in native}
-    numbers |= {n for n, e in enumerate(t.program.equations) if e.eqn.effects}
-    for number in sorted(numbers):
-        total = total + _equation_traffic(t.program.equations[number].eqn, device, sample)
-    return total
+    moved = model.symbolic(t.graph, choice, roots).bytes if t.dim_env else cost.bytes
+    total = Traffic(moved, cost.seconds)
+    places = {t.made_by[c][0] for c in native}
+    places |= {n for n, e in enumerate(t.program.equations) if e.eqn.effects}
+    equations = (t.program.equations[n].eqn for n in sorted(places))
+    return sum((_equation_traffic(eqn, device, sample) for eqn in equations), start=total)
 
 
 def _equation_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
-    """Return the traffic of an equation that is no term."""
     name = eqn.primitive.name
     if name in FREE:
         return Traffic()
@@ -250,7 +222,6 @@ def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
 
 
 def _staged(eqn: JaxprEqn) -> ClosedJaxpr:
-    """Return the jaxpr that a replacement equation stands for."""
     return jax_internals.make_avals_jaxpr(eqn.params["run"], [v.aval for v in eqn.invars])
 
 
@@ -260,11 +231,11 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
     if estimate is None:
         return UNKNOWN
     avals: list[Any] = [v.aval for v in eqn.invars]
-    dtypes = [str(a.dtype) for a in avals if hasattr(a, "dtype")]
-    work = estimate.flops / device.peak(dtypes[0] if dtypes else "float32")
-    work = max(work, estimate.transcendentals / device.elementwise_per_s)
+    dtype = next((str(a.dtype) for a in avals if hasattr(a, "dtype")), "float32")
+    products = estimate.flops / device.peak(dtype)
+    others = estimate.transcendentals / device.elementwise_per_s
     moved = estimate.bytes_accessed
-    return Traffic(moved, max(work, moved / device.bytes_per_s) + device.launch_s)
+    return Traffic(moved, max(products, others, moved / device.bytes_per_s) + device.launch_s)
 
 
 def _pass_seconds(
@@ -285,7 +256,6 @@ def _pass_seconds(
 
 
 def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
-    """Return the traffic of a loop, a call or the costliest branch."""
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
         return UNKNOWN
@@ -299,13 +269,11 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Tr
 
 def _moved(eqn: JaxprEqn) -> Dim:
     """Return a lower bound of the bytes that an operation reads and writes."""
-    name = eqn.primitive.name
-    if name in TAKES:
-        rest = sum((_bytes(v) for v in eqn.invars[1:]), start=0)
-        return 2 * _bytes(eqn.outvars[0]) + rest
-    if name == "dynamic_update_slice":
+    if eqn.primitive.name in TAKES:
+        return 2 * _bytes(eqn.outvars[0]) + _total(map(_bytes, eqn.invars[1:]))
+    if eqn.primitive.name == "dynamic_update_slice":
         return 2 * _bytes(eqn.invars[1])
-    return sum((_bytes(v) for v in (*eqn.invars, *eqn.outvars)), start=0)
+    return _total(map(_bytes, (*eqn.invars, *eqn.outvars)))
 
 
 def _size(v: Any) -> Dim:
@@ -331,14 +299,14 @@ def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None
     last = _last_reads(program)
     dead: dict[int, float] = {}
     for v, n in last.items():
-        dead[n] = dead.get(n, 0.0) + _aval_held(program.avals[v])
-    peak = alive = sum(_aval_held(program.avals[v]) for v in given)
+        dead[n] = dead.get(n, 0.0) + _held(program.avals[v])
+    peak = alive = sum(_held(program.avals[v]) for v in given)
     largest = 0.0
     for n, e in enumerate(program.equations):
         inside = _inside_memory(e.eqn, device)
         if inside is None:
             return None
-        made = {v: _aval_held(program.avals[v]) for v in e.outvals}
+        made = {v: _held(program.avals[v]) for v in e.outvals}
         largest = max([largest, inside[1], *made.values()])
         alive += sum(made.values())
         peak = max(peak, alive + inside[0])
@@ -348,37 +316,28 @@ def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None
 
 def _inside_memory(eqn: JaxprEqn, device: Device) -> tuple[float, float] | None:
     """Return the peak memory and the largest value inside one equation, results excluded."""
-    cost = replacement_cost(eqn, device) if jax_internals.is_replacement(eqn) else None
+    is_staged = jax_internals.is_replacement(eqn)
+    cost = replacement_cost(eqn, device) if is_staged else None
     if cost is not None:
         return cost.largest, cost.largest
-    is_staged = jax_internals.is_replacement(eqn)
-    bodies = [_staged(eqn)] if is_staged else bodies_run(eqn, device)
     peak = largest = 0.0
-    for body in bodies:
+    for body in [_staged(eqn)] if is_staged else bodies_run(eqn, device):
         found = memory(flatten(body), device)
         if found is None:
             return None
         # The inputs of a body share the memory of the equation's operands.
-        peak = max(peak, found[0] - sum(map(_held, body.jaxpr.invars)))
+        peak = max(peak, found[0] - sum(map(_held, body.in_avals)))
         largest = max(largest, found[1])
     return peak, largest
 
 
 def _last_reads(program: Program) -> dict[int, int]:
     """Return, for every value that is read, the number of its last reader."""
-    last: dict[int, int] = {}
-    for n, e in enumerate(program.equations):
-        last.update((v, n) for v in e.invals if isinstance(v, int))
-    end = len(program.equations)
-    last.update((v, end) for v in program.outputs if isinstance(v, int))
-    return last
+    reads = [*(e.invals for e in program.equations), program.outputs]
+    return {v: n for n, values in enumerate(reads) for v in numbers(values)}
 
 
-def _held(v: Any) -> float:
-    return _aval_held(v.aval)
-
-
-def _aval_held(aval: Any) -> float:
+def _held(aval: Any) -> float:
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0.0
     return itemsize(str(aval.dtype)) * float(math.prod(aval.shape))

@@ -57,18 +57,16 @@ class Report:
         return max(refused, key=lambda r: r.ratio or 0.0, default=None)
 
     def __str__(self) -> str:
-        lines = []
-        if self.rules:
-            lines.append("rewritten:")
-            for r in self.rules:
-                lines.append(f"  {r.name} ({r.property}) x{r.count}")
-                lines += [f"    at {w}" for w in r.where]
-        taken = [r for r in self.routes if r.taken]
-        if taken:
-            lines.append("routed:")
-            lines += [f"  {r.name}: {r.reason}{_place(r)}" for r in taken]
+        lines = ["rewritten:"] if self.rules else []
+        for r in self.rules:
+            lines.append(f"  {r.name} ({r.property}) x{r.count}")
+            lines += [f"    at {w}" for w in r.where]
+        taken = [f"  {r.name}: {r.reason}{_place(r)}" for r in self.routes if r.taken]
+        lines += ["routed:", *taken] if taken else []
         if not self.rules and not taken:
-            lines.append(f"left as written{_alternative(self.best_alternative)}")
+            best = self.best_alternative
+            text = best and f"; best alternative: {best.name}{_predicted(best)} ({best.reason})"
+            lines.append(f"left as written{text or ''}")
         lines.append(_row("", "before", "after", "ratio"))
         for name, unit in (("flops", ""), ("bytes", "B"), ("largest_intermediate", "B")):
             b, a = getattr(self.before, name), getattr(self.after, name)
@@ -78,9 +76,8 @@ class Report:
         lines.append(_row("model time", _time(b), _time(a), _ratio(b, a)) + (at and f"  at {at}"))
         lines += [f"crossover: {c}" for c in self.crossovers]
         skipped = [r for r in self.routes if not r.taken]
-        if skipped:
-            lines.append("considered and not done:")
-            lines += [f"  {r.name}: {r.reason}{_predicted(r)}{_place(r)}" for r in skipped]
+        lines += ["considered and not done:"] if skipped else []
+        lines += [f"  {r.name}: {r.reason}{_predicted(r)}{_place(r)}" for r in skipped]
         lines.append(f"search: {self.stop}, {self.time_s * 1e3:.1f} ms")
         return "\n".join(lines)
 
@@ -93,26 +90,8 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON: jaxprs and symbolic sizes as text, null for no price."""
-        sides = {
-            name: {
-                k: (v if k != "jaxpr" and isinstance(v, (int, float, type(None))) else str(v))
-                for k, v in ((s, getattr(side, s)) for s in Side.__slots__)
-            }
-            for name, side in (("before", self.before), ("after", self.after))
-        }
-        best = self.best_alternative
-        body = {
-            **sides,
-            "rules": [{k: getattr(r, k) for k in RuleUse.__slots__} for r in self.rules],
-            "routes": [{k: getattr(r, k) for k in RouteUse.__slots__} for r in self.routes],
-            "best_alternative": best and {k: getattr(best, k) for k in RouteUse.__slots__},
-            "stop": self.stop,
-            "time_s": self.time_s,
-            "plan": self.plan,
-            "crossovers": self.crossovers,
-            "sample": self.sample,
-        }
-        return json.dumps(body, indent=1)
+        names = [*self.__slots__[:4], "best_alternative", *self.__slots__[4:]]
+        return json.dumps({name: getattr(self, name) for name in names}, indent=1, default=_plain)
 
     def save(self, path: str | Path) -> None:
         """Write `to_json()`, or HTML if the path ends in .html."""
@@ -121,15 +100,13 @@ class Report:
         path.write_text(text, encoding="utf-8")
 
 
-def _alternative(best: RouteUse | None) -> str:
-    """Return a text that names the best refused candidate."""
-    if best is None:
-        return ""
-    return f"; best alternative: {best.name}, predicted {best.ratio:.2f}x ({best.reason})"
+def _plain(x: Any) -> Any:
+    """Return the fields of a part of the report, or any other value as text."""
+    is_part = isinstance(x, (Side, RuleUse, RouteUse))
+    return {k: getattr(x, k) for k in x.__slots__} if is_part else str(x)
 
 
 def _predicted(use: RouteUse) -> str:
-    """Return the predicted ratio of a candidate as text; empty if it was not compared."""
     return "" if use.ratio is None else f", predicted {use.ratio:.2f}x"
 
 

@@ -22,12 +22,9 @@ from symjax_rewrite.optimizer import Optimiser, Result
 def make_report(
     result: Result, optimiser: Optimiser, sides: tuple[ClosedJaxpr, ...] = ()
 ) -> Report:
-    """Return the report of one decision, with both programs priced.
+    """Return the report of one decision, with both programs priced on the optimiser's device.
 
-    Args:
-        result: the decision.
-        optimiser: its device prices the programs.
-        sides: the programs to report; default: the traced and the emitted program.
+    sides: the programs to report; default: the traced and the emitted program.
     """
     before, after = _programs(result, sides)
     device = optimiser.device
@@ -55,8 +52,8 @@ def _programs(
 ) -> tuple[tuple[ClosedJaxpr, Program], tuple[ClosedJaxpr, Program]]:
     """Return the jaxprs to print and the programs to price; in the latter kernels are opaque."""
     if sides:
-        first, second = sides
-        return (first, flatten(first)), (second, flatten(second))
+        first, second = ((side, flatten(side)) for side in sides)
+        return first, second
     written = (result.closed, flatten(result.closed))
     if result.program is None:
         return written, written
@@ -65,7 +62,6 @@ def _programs(
 
 
 def _side(closed: ClosedJaxpr, program: Program, result: Result, device: Device) -> Side:
-    """Return one program and its price; a program over the size limit has no price."""
     moved: Traffic = UNKNOWN
     if result.finished or not program.equations:
         moved = program_traffic(program, device, result.sample)

@@ -1,10 +1,9 @@
 """Bounds on the rounding errors of a program's outputs.
 
-Two models estimate the error. `relative_bound` sums the rounding error of every equation: it is
-cheap, and valid if nothing cancels. `spread` runs the program with the operands of its sums and the
-results of its equations perturbed by one rounding each, and returns the resulting range of the
-outputs: it is valid for programs that cancel, grow or are discontinuous too, and costs a
-compilation.
+`relative_bound` sums the rounding error of every equation: it is cheap, and valid if nothing
+cancels. `spread` runs the program with the operands of its sums and the results of its equations
+perturbed by one rounding each, and returns the range of the outputs: it is valid for programs that
+cancel, grow or are discontinuous too, and costs a compilation.
 
 Both use the probabilistic model: roundings are independent with mean zero. A sum of n terms then
 has a relative error of λ√n·u, not n·u, where u is the unit roundoff of its accumulator and λ alone
@@ -20,7 +19,7 @@ stability); Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997 (random pertur
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import summed_sizes
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
 RUNS = 8  # perturbed runs; the spread is half of the range of the outputs
@@ -137,11 +137,8 @@ def _operand_roundoff(eqn: jax_internals.JaxprEqn, dtype: Any) -> float:
 def _length(eqn: jax_internals.JaxprEqn) -> float:
     """Return the number of terms that an equation adds (or multiplies) per entry of its result."""
     name, shape = eqn.primitive.name, _shape(eqn.invars[0])
-    if name == "dot_general":
-        return math.prod(shape[i] for i in eqn.params["dimension_numbers"][0][0])
-    if name == "conv_general_dilated":
-        features = eqn.params["dimension_numbers"].rhs_spec[0]
-        return math.prod(_shape(eqn.invars[1])) / max(_shape(eqn.invars[1])[features], 1)
+    if name in ("dot_general", "conv_general_dilated"):
+        return math.prod(summed_sizes(eqn))
     if name.startswith("ragged_dot"):
         return max(shape, default=1)
     if name.startswith("scatter"):
@@ -154,17 +151,10 @@ def _length(eqn: jax_internals.JaxprEqn) -> float:
 
 
 def spread(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
-    """Return the rounding error of each entry of each output, in the outputs' real dtype.
+    """Return for each output the rounding error of its entries, in its real dtype.
 
     A sample that is not finite is ignored: the caller compares such entries by another test. For
     integers and booleans the spread is nonzero if roundings decide a comparison.
-
-    Args:
-        closed: the program.
-        values: its inputs, arrays.
-
-    Returns:
-        For each output, an array of its shape.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -184,25 +174,20 @@ def spread(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
 
     ends = [(jnp.full_like(p, jnp.inf), jnp.full_like(p, -jnp.inf)) for p in flat]
     far = iter([_half_range(*e) for e in lax.fori_loop(1, RUNS + 1, widen, ends)])
-    moved = {k: _length_of([next(far) for _ in both]) for k, both in zip(real, parts, strict=True)}
+    lengths = ([next(far) for _ in both] for both in parts)
+    moved = {k: jnp.hypot(*x) if len(x) == 2 else x[0] for k, x in zip(real, lengths, strict=True)}
     return [moved.get(k, jnp.zeros(())) for k in range(len(closed.out_avals))]
 
 
 def _with(ends: tuple[Any, Any], x: Any) -> tuple[Any, Any]:
     """Return the minimum and maximum so far, updated by the finite entries of a sample."""
-    low, high = ends
-    finite = jnp.isfinite(x)
-    return jnp.minimum(low, jnp.where(finite, x, low)), jnp.maximum(
-        high, jnp.where(finite, x, high)
-    )
+    (low, high), finite = ends, jnp.isfinite(x)
+    at_most, at_least = jnp.where(finite, x, low), jnp.where(finite, x, high)
+    return jnp.minimum(low, at_most), jnp.maximum(high, at_least)
 
 
 def _half_range(low: Any, high: Any) -> Any:
     return jnp.where(high > low, high / 2 - low / 2, 0)  # high - low may overflow
-
-
-def _length_of(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else jnp.hypot(*parts)
 
 
 def _parts(x: Any) -> list[Any]:
@@ -216,20 +201,11 @@ def _wide(dtype: Any) -> Any:
     return jnp.float64 if dtype in (jnp.float64, jnp.int64, jnp.uint64) else jnp.float32
 
 
-Values = Sequence[Any]
-
-
-def _run(closed: ClosedJaxpr, values: Values, salt: Any) -> list[Any]:
-    """Return the outputs of a program under perturbed roundings."""
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, values, strict=True))
-    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    read: Callable[[Any], Any] = lambda v: v.val if jax_internals.is_literal(v) else env[v]  # noqa: E731
-    for eqn in closed.jaxpr.eqns:
-        outs = _run_equation(eqn, [read(v) for v in eqn.invars], salt)
-        env.update(zip(eqn.outvars, outs, strict=True))
+def _run(closed: ClosedJaxpr, values: Sequence[Any], salt: Any) -> list[Any]:
+    outs = jax_internals.eval_each(closed, values, lambda eqn, args: _run_equation(eqn, args, salt))
     return [
         lax.convert_element_type(x, a.dtype) if _is_number(a.dtype) else x
-        for x, a in zip(map(read, closed.jaxpr.outvars), closed.out_avals, strict=True)
+        for x, a in zip(outs, closed.out_avals, strict=True)
     ]
 
 
@@ -242,12 +218,10 @@ def _run_equation(eqn: jax_internals.JaxprEqn, args: list[Any], salt: Any) -> li
     if not _rounds(eqn):
         return jax_internals.eval_equation(eqn, args)
     if name in SUMS:
-        far = max(unit_roundoff(_dtype(v)) for v in eqn.invars)
-        far = 2 * math.hypot(far, _sum_error(eqn))
-        args = [
-            x if jax_internals.is_literal(v) else _moved(x, far, salt)
-            for v, x in zip(eqn.invars, args, strict=True)
-        ]
+        own = max(unit_roundoff(_dtype(v)) for v in eqn.invars)
+        far = 2 * math.hypot(own, _sum_error(eqn))
+        variable = (not jax_internals.is_literal(v) for v in eqn.invars)
+        args = [_moved(x, far, salt) if v else x for v, x in zip(variable, args, strict=True)]
     far = 2 * _result_error(eqn)  # full range; its root mean square is 1.15 roundoffs
     return [_moved(x, far, salt) for x in jax_internals.eval_equation(eqn, args)]
 

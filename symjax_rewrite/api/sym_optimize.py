@@ -1,7 +1,7 @@
 """`sym_optimize` and the functions attached to its result.
 
-May import every folder below. The optimiser, the reports and the kernels are imported on first use,
-so that the import of this module adds little to the import of JAX.
+The optimiser, the reports and the kernels are imported on first use, so that the import of this
+module adds little to the import of JAX.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from symjax_rewrite.api.tolerance import Rounding
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.errors import (
     EquivalenceError,
+    FrozenError,
     SymjaxError,
     UnsupportedError,
     UsageError,
@@ -119,16 +120,11 @@ def _options(given: dict[str, Any]) -> Options:
         values[name] = (value,) if isinstance(value, str) else tuple(value)
     values["rules"] = _rule_pack(values["rules"])
     values["numerics"] = Numerics.of(values["numerics"])
-    _check_kernels(values["kernels"])
-    return Options(**values)
-
-
-def _check_kernels(kernels: str) -> None:
-    """Raise `UsageError` unless `kernels` is a setting of `kernels=`."""
-    if kernels not in ("auto", "always", "off"):
+    if values["kernels"] not in ("auto", "always", "off"):
         from symjax_rewrite.kernel_selection.folds.selection import known_kernels
 
-        known_kernels(kernels)
+        known_kernels(values["kernels"])  # raises for an unknown backend
+    return Options(**values)
 
 
 def _rule_pack(rules: Any) -> RulePack:
@@ -138,13 +134,12 @@ def _rule_pack(rules: Any) -> RulePack:
     if isinstance(rules, (RulePack, str)):
         return _part(rules)
     if isinstance(rules, (Axiom, Lemma)) or not isinstance(rules, Iterable):
-        rules = (rules,)
+        return RulePack("custom", (rules,))
     joined = sum(map(_part, rules), RulePack("", ()))
     return RulePack("custom", joined.rules, joined.without, joined.added)
 
 
 def _part(rules: Any) -> RulePack:
-    """Return the pack that is named or given, or a pack of the one rule given."""
     if isinstance(rules, str):
         return packs.named(rules)
     return rules if isinstance(rules, RulePack) else RulePack("", (rules,))
@@ -159,9 +154,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
             remedy="write sym_optimize(f, ...) or @sym_optimize above a def",
         )
     fun = fun.optimised if isinstance(fun, Verified) else fun
-    settings = jax_internals.jit_settings(fun) or {}
     base = _inside(fun)
-    settings = {**settings, **statics}
+    settings = {**(jax_internals.jit_settings(fun) or {}), **statics}
     _check_frozen(base, options.frozen)
     sharded = "in_shardings" in settings or "out_shardings" in settings
     worker = _Worker(options, sharded)
@@ -194,7 +188,6 @@ def _inside(fun: Any) -> Any:
 
 
 def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
-    """Return the same function under other options."""
     return _optimized(fun, options=dataclasses.replace(options, **changes), statics=statics)
 
 
@@ -252,11 +245,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
 
 
 def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
-    if not frozen:
-        return
-    from symjax_rewrite.errors import FrozenError
-
-    parameters = inspect.signature(fun).parameters
+    parameters = inspect.signature(fun).parameters if frozen else {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in frozen:
         if name not in parameters and not takes_any:
@@ -271,15 +260,12 @@ def _check_frozen(fun: Callable[..., Any], frozen: tuple[str, ...]) -> None:
 class _Worker:
     """The optimiser of everything traced of one user function.
 
-    It holds no reference to the function, which may hold tracers, because staged equations refer to
-    this object.
+    Staged equations refer to this object, so it holds no reference to the function, which may hold
+    tracers.
     """
 
     def __init__(self, options: Options, sharded: bool) -> None:
-        self.options = options
-        self.sharded = (
-            "jit with shardings: another form might need other collectives" if sharded else None
-        )
+        self.options, self.sharded = options, sharded
         self._optimiser: Optimiser | None = None
         self._measured: dict[str, dict[str, float]] = {}  # seconds by program and by form
 
@@ -291,9 +277,8 @@ class _Worker:
 
             kind = jax.devices()[0].device_kind if self.options.device is None else "cpu"
             device = device_profile(self.options.device, kind)
-            rules = self.options.rules
-            assert isinstance(rules, RulePack)
-            self._optimiser = Optimiser(self.options, rules, device)
+            assert isinstance(self.options.rules, RulePack)
+            self._optimiser = Optimiser(self.options, self.options.rules, device)
         return self._optimiser
 
     def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,22 +288,13 @@ class _Worker:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if why_off() is not None:
                 return fun(*args, **kwargs)
-            leaves, tree = jax.tree.flatten((args, kwargs))
-            dynamic = [k for k, x in enumerate(leaves) if isinstance(x, jax_internals.Tracer)]
-
-            def flat(*values: Any) -> Any:
-                filled = list(leaves)
-                for k, value in zip(dynamic, values, strict=True):
-                    filled[k] = value
-                inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-                return fun(*inner_args, **inner_kwargs)
 
             @functools.wraps(fun)  # tracing errors then name the arguments of `fun`
             def whole(*args: Any, **kwargs: Any) -> Any:
                 return fun(*args, **kwargs)
 
-            values = [leaves[k] for k in dynamic]
-            if len(values) == len(leaves):
+            flat, values = jax_internals.of_leaves(fun, args, kwargs, jax_internals.Tracer)
+            if len(values) == len(jax.tree.leaves((args, kwargs))):
                 closed, out_tree = jax_internals.make_jaxpr(whole, *args, **kwargs)
             else:
                 closed, out_tree = jax_internals.make_jaxpr(flat, *values)
@@ -332,11 +308,7 @@ class _Worker:
         A differentiable program that is kept as written becomes a call too: its gradient may have a
         cheaper form.
         """
-        from symjax_rewrite.api.differentiation import (
-            Call,
-            closing_over_nothing,
-            has_derivatives,
-        )
+        from symjax_rewrite.api.differentiation import Call, closing_over_nothing, has_derivatives
 
         closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
@@ -355,7 +327,6 @@ class _Worker:
         return self._emitted(result) if result is not None and result.taken else None
 
     def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
-        """Return the emitted program, or None if emission fails."""
         try:
             return jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)[0]
         except SymjaxError:
@@ -376,11 +347,13 @@ class _Worker:
         from symjax_rewrite.optimizer import Result
 
         start = time.perf_counter()
-        reason = self.sharded or unsupported(closed)
+        reason = unsupported(closed, self.sharded)
         if reason is None:
             try:
                 result = self.optimiser().run(closed)
-                self._check_budget(result)
+                if result.spent and self.options.on_unsupported == "error":
+                    remedy = "give a larger budget=Budget(...)"
+                    raise UnsupportedError(result.spent, remedy=remedy)
                 return self._tuned(result) if self.options.tune and result.taken else result
             except SymjaxError:
                 raise
@@ -390,12 +363,6 @@ class _Worker:
             raise UnsupportedError(reason)
         took = time.perf_counter() - start
         return Result(closed, stop=reason, finished=False, time_s=took)
-
-    def _check_budget(self, result: Result) -> None:
-        """Raise, if errors were asked for, when the budget kept a program or a body as written."""
-        if result.spent and self.options.on_unsupported == "error":
-            remedy = "give a larger budget=Budget(...)"
-            raise UnsupportedError(result.spent, remedy=remedy)
 
     def _tuned(self, result: Result) -> Result:
         """Return the fastest of the optimised program, that without kernels, and the original."""
@@ -433,12 +400,18 @@ class _Worker:
         return make_report(result, self.optimiser())
 
 
-def unsupported(closed: jax_internals.ClosedJaxpr) -> str | None:
-    """Return the reason why a whole program must be kept as written, or None."""
-    if not jax_internals.custom_rules_allow(jax_internals.jaxpr_effects(closed)):
+def unsupported(closed: jax_internals.ClosedJaxpr, sharded: bool = False) -> str | None:
+    """Return the reason why a whole program must be kept as written, or None.
+
+    sharded: True for a program of a `jax.jit` with shardings.
+    """
+    why = "another form might need other collectives"
+    if sharded:
+        return f"jit with shardings: {why}"
+    if not jax_internals.custom_rules_allow(closed.effects):
         return "effects that no custom derivative rule may have"
-    if any(jax_internals.aval_is_sharded(v.aval) for v in closed.jaxpr.invars):
-        return "sharded inputs: another form might need other collectives"
+    if any(map(jax_internals.aval_is_sharded, closed.in_avals)):
+        return f"sharded inputs: {why}"
     if jax_internals.has_primitive(closed, "sharding_constraint"):
-        return "sharding constraints: another form might need other collectives"
+        return f"sharding constraints: {why}"
     return None

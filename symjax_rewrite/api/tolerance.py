@@ -1,6 +1,6 @@
 """The test that two results of a program differ by rounding alone.
 
-`verify=`, `bisect` and the assertions of `testing` share this test. The tolerance follows from the
+The tolerance follows from the
 dtypes, the accumulators and the lengths of the sums of the program (`rounding`), never from the
 number of entries of a result. The test applies to the whole result and to every slice across each
 axis, to the root mean square and to the largest entry: roundings average out over many entries,
@@ -9,8 +9,9 @@ while a wrong mask in one row does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,31 +28,17 @@ ENTRIES = 64  # minimum entries of a slice for the test of its root mean square
 INFORMATIVE = 2.0**-6  # relative bound above which `spread` is measured
 
 
-@dataclass(slots=True)
+@dataclass
 class Rounding:
-    """The rounding errors of one program at its arguments.
-
-    closed: the program. values: its inputs.
-    """
+    """The rounding errors of one program at its inputs `values`."""
 
     closed: ClosedJaxpr
     values: Sequence[Any]
-    _spread: list[np.ndarray] | None = field(default=None)
 
     @classmethod
     def of(cls, fun: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Rounding:
         """Trace a function of arrays; leaves that are no arrays stay constants."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [k for k, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
-
-        def flat(*values: Any) -> Any:
-            filled = list(leaves)
-            for k, value in zip(dynamic, values, strict=True):
-                filled[k] = value
-            inner_args, inner_kwargs = jax.tree.unflatten(tree, filled)
-            return fun(*inner_args, **inner_kwargs)
-
-        values = [leaves[k] for k in dynamic]
+        flat, values = jax_internals.of_leaves(fun, args, kwargs, (jax.Array, np.ndarray))
         return cls(jax_internals.make_jaxpr(flat, *values)[0], values)
 
     def part(self) -> float:
@@ -60,11 +47,13 @@ class Rounding:
         return bound if bound <= INFORMATIVE else 0.0
 
     def spread(self, k: int) -> np.ndarray:
-        """Return the rounding error of the entries of output `k`; computed on first use."""
-        if self._spread is None:
-            moved = jax.jit(lambda *values: spread(self.closed, values))(*self.values)
-            self._spread = [np.asarray(x, np.float64) for x in moved]
+        """Return the rounding error of the entries of output `k`."""
         return self._spread[k]
+
+    @functools.cached_property
+    def _spread(self) -> list[np.ndarray]:
+        moved = jax.jit(lambda *values: spread(self.closed, values))(*self.values)
+        return [np.asarray(x, np.float64) for x in moved]
 
 
 def difference(
@@ -75,12 +64,7 @@ def difference(
     theirs, other = jax.tree_util.tree_flatten_with_path(expected)
     if tree != other:
         return f"pytree {tree} instead of {other}"
-    known: list[Rounding] = []
-
-    def once() -> Rounding:
-        known.extend([] if known else [rounding()])
-        return known[0]
-
+    once = functools.cache(rounding)
     for k, (a, (path, b)) in enumerate(zip(ours, theirs, strict=True)):
         found = _leaf(np.asarray(a), np.asarray(b), numerics, k, once)
         if found:
@@ -111,21 +95,9 @@ def _leaf(
         return f"{int((~same).sum())} entries are not finite on one side only"
     with np.errstate(over="ignore", invalid="ignore"):
         error, size = np.abs(np.where(finite, x - y, 0)), np.abs(np.where(finite, y, 0))
-    return _beyond(error, size, b.dtype, numerics, k, rounding)
-
-
-def _beyond(
-    error: np.ndarray,
-    size: np.ndarray,
-    dtype: np.dtype,
-    numerics: Numerics,
-    k: int,
-    rounding: Callable[[], Rounding],
-) -> str | None:
-    """Return the reason why an error exceeds the bound and the measured spread, or None."""
     if numerics.level == "approx" and error.max() <= numerics.rtol * size.max():
         return None
-    unit, least = unit_roundoff(dtype), _least(dtype)
+    unit, least = unit_roundoff(b.dtype), _least(b.dtype)
     if _unexplained(error, max(rounding().part(), unit) * size, least) is None:
         return None
     noise = np.hypot(rounding().spread(k), unit * size)

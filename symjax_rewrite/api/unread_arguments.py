@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import dependents, numbers
 from symjax_rewrite.ir.flat_program import RULED, Equation, flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
 
@@ -32,10 +33,7 @@ OWN_DERIVATIVES = RULED | {"stop_gradient", "custom_linear_solve"}
 def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) -> ClosedJaxpr:
     """Return the program with ones in place of inputs that it does not depend on.
 
-    Args:
-        closed: the program.
-        values: its inputs, arrays or tracers.
-        read: for each input, True if the optimised form reads it.
+    values: its inputs, arrays or tracers. read: the inputs that the optimised form reads.
     """
     mine = jax_internals.live_part(closed, [True] * len(closed.jaxpr.outvars))[1]
     only = [k for k, r in enumerate(mine) if r and not read[k] and _is_float(closed.in_avals[k])]
@@ -47,9 +45,8 @@ def with_ones(closed: ClosedJaxpr, values: Sequence[Any], read: Sequence[bool]) 
         return closed
 
     def run(*given: Any) -> list[Any]:
-        full = list(given)
-        for k in free:
-            full[k] = _ones(closed.in_avals[k])
+        pairs = enumerate(zip(given, closed.in_avals, strict=True))
+        full = [_ones(aval) if k in free else x for k, (x, aval) in pairs]
         return jax_internals.eval_jaxpr(closed, *full)
 
     return jax_internals.make_jaxpr(run, *values)[0]
@@ -62,21 +59,19 @@ def _ones(aval: Any) -> Any:
 def _is_smooth_in(equations: Sequence[Equation], value: int) -> bool:
     """Return True if everything computed from a value is a smooth function of it."""
     reached = {value}
-    for e in equations:
-        places = [k for k, v in enumerate(e.invals) if isinstance(v, int) and v in reached]
-        if places and not _is_smooth(e, places):
+    for e in dependents(equations, [value]):
+        if not _is_smooth(e, reached):
             return False
-        if places:
-            reached.update(e.outvals)
+        reached.update(e.outvals)
     return True
 
 
-def _is_smooth(e: Equation, places: Sequence[int]) -> bool:
-    """Return True if an equation is smooth in its float operands at `places`."""
+def _is_smooth(e: Equation, reached: set[int]) -> bool:
+    """Return True if an equation is smooth in its float operands among some values."""
     if not all(_is_float(v.aval) for v in e.eqn.outvars):
         return False
     if e.name == "div":
-        return list(places) == [0]
+        return reached.isdisjoint(numbers(e.invals[1:]))
     return e.name in SMOOTH or (e.name == "integer_pow" and e.eqn.params["y"] >= 0)
 
 

@@ -1,13 +1,13 @@
 """Emission: chosen terms and programs are converted back to JAX operations.
 
-Equations that were not rewritten are emitted unchanged, with their name scope and source line. A
-class of terms is an array together with the class slot of each of its axes (`Array`). Consumers
-read it in any order, and a transpose is emitted only if a native equation or a result needs it.
+Equations that were not rewritten are emitted unchanged. A class of terms is an array together with
+the class slot of each of its axes (`Array`). Consumers read it in any order, and a transpose is
+emitted only if a native equation or a result needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from symjax_rewrite.ir.dataflow import node_of, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import Read
-from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, IOTA, LEAF, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, IOTA, LEAF, MAP, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
@@ -37,8 +37,7 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
 
 def values(program: Program, args: Sequence[Any]) -> dict[int, Any]:
     """Return every value of a program at flat inputs."""
-    made: dict[int, Any] = dict(zip(program.inputs, args, strict=True))
-    made.update(program.consts)
+    made: dict[int, Any] = dict(zip(program.inputs, args, strict=True)) | program.consts
     for e in program.equations:
         operands = [made[v] if isinstance(v, int) else v.val for v in e.invals]
         made.update(zip(e.outvals, jax_internals.eval_equation(e.eqn, operands), strict=True))
@@ -79,15 +78,12 @@ class ClassMaker(Protocol):
 
     def gives(self) -> set[int]:
         """Return the classes that it computes for other readers."""
-        ...
 
     def needs(self, cls: int) -> Iterable[int]:
         """Return the classes that must be computed before a class of its own."""
-        ...
 
     def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]:
         """Return a class's value, and its slots."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -119,9 +115,13 @@ class TermPart:
         classes = (*self.makers, *self.forms, *self.own, *self.shared)
         homes = {self.value_of(cls) for cls in self.shared}
         values = (v for cls in dict.fromkeys(classes) for v in self.t.values_of(cls))
-        mine = (*self.makers, *self.own)
-        exchanged = (by[c] for by in (self.links, self.wide) for c in mine if c in by)
+        exchanged = (v for v, _ in self._exchanged())
         self.gives = (*(v for v in values if v not in homes), *exchanged)
+
+    def _exchanged(self) -> Iterator[tuple[int, int]]:
+        """Yield the values through which parts exchange classes made here, with the classes."""
+        mine = (*self.makers, *self.own)
+        return ((by[c], c) for by in (self.links, self.wide) for c in mine if c in by)
 
     def needs(self, value: int) -> list[int]:
         """Return the values that must be computed before a value, each once."""
@@ -151,8 +151,7 @@ class TermPart:
         """Return the cost of its makers' kernels on a device; None if a maker has no cost model."""
         total = Cost()
         for maker in {id(m): m for m in self.makers.values()}.values():
-            price: Callable[[Device], Cost | None] | None = getattr(maker, "price", None)
-            found = None if price is None else price(device)
+            found = getattr(maker, "price", lambda _: None)(device)
             if found is None:
                 return None
             total = total.plus(found)
@@ -160,10 +159,9 @@ class TermPart:
 
     def class_of(self, value: int) -> int:
         """Return the class that a value holds, or that parts exchange through it."""
-        for by in (self.links, self.wide):
-            for cls in (*self.makers, *self.own):
-                if by.get(cls) == value:
-                    return cls
+        for v, cls in self._exchanged():
+            if v == value:
+                return cls
         return self.t.view(value).cls
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
@@ -231,20 +229,20 @@ class TermReader:
             return self._plain(cls, self.array(cls))
         t, view = self.t, self.t.view(v)
         home = self.part.value_of(view.cls)
-        if home is not None and home != v and self._is_kept(view.cls) and self._is_same(v, home):
+        is_kept = view.cls not in self.part.makers and view.cls not in self.part.forms
+        if home is not None and home != v and is_kept and self._is_same(v, home):
             return self.read(home)
         array, aval = self.array(view.cls), t.program.avals[v]
         labels = tuple(view.axes[s] for s in array.slots)
         sizes = term_lowering.jax_sizes(t.sizes[v], self.env)
-        data = term_lowering.arrange(array.data, labels, tuple(range(len(sizes))), sizes)
+        data = term_lowering.in_order(array.data, labels, sizes)
         return data if tuple(data.shape) == tuple(aval.shape) else lax.reshape(data, aval.shape)
 
     def array(self, cls: int) -> Array:
         """Return a class of the program as an array."""
-        found = self._arrays.get(cls)
-        if found is None:
-            found = self._arrays[cls] = self._make(cls)
-        return found
+        if cls not in self._arrays:
+            self._arrays[cls] = self._make(cls)
+        return self._arrays[cls]
 
     def wide_array(self, cls: int) -> Array:
         """Return a class in the dtype of its maker, which may be wider than its own."""
@@ -255,15 +253,13 @@ class TermReader:
             return self._wide[cls]
         if cls in self.part.makers or cls not in self.part.wide:
             return self.array(cls)
-        return self._exchanged(cls, self.part.wide[cls])
+        return self._from_value(cls, self.part.wide[cls])
 
     def _plain(self, cls: int, array: Array) -> Any:
-        """Return a class's array with its slots in order."""
         sizes = term_lowering.jax_sizes(self.t.graph.classes[cls].sizes, self.env)
-        return term_lowering.arrange(array.data, array.slots, tuple(range(len(sizes))), sizes)
+        return term_lowering.in_order(array.data, array.slots, sizes)
 
-    def _exchanged(self, cls: int, v: int) -> Array:
-        """Return a class that another part computes, from the value that holds it."""
+    def _from_value(self, cls: int, v: int) -> Array:
         return Array(self.read(v), tuple(range(len(self.t.graph.classes[cls].sizes))))
 
     def folded(self, maker: Any) -> list[Any]:
@@ -272,11 +268,7 @@ class TermReader:
             self._results[id(maker)] = maker.run(self)
         return self._results[id(maker)]
 
-    def _is_kept(self, cls: int) -> bool:
-        return cls not in self.part.makers and cls not in self.part.forms
-
     def _is_same(self, v: int, other: int) -> bool:
-        """Return True if two values of a class hold it with the same axis order."""
         t = self.t
         return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
 
@@ -285,10 +277,10 @@ class TermReader:
             return Array(*self.part.makers[cls].array(self, cls))
         if cls in self.part.wide:
             dtype = np.dtype(self.t.graph.classes[cls].dtype)
-            made = self._exchanged(cls, self.part.wide[cls])
+            made = self._from_value(cls, self.part.wide[cls])
             return made._replace(data=made.data.astype(dtype))
         if cls in self.part.links and cls not in self.part.own:
-            return self._exchanged(cls, self.part.links[cls])
+            return self._from_value(cls, self.part.links[cls])
         if cls in self.part.forms:
             form, ref = self.part.forms[cls]
             made = self._solve(form, ref.cls)
@@ -314,6 +306,7 @@ class TermReader:
 
     @staticmethod
     def operand(ref: Ref, array: Array) -> tuple[Any, tuple[int, ...]]:
+        """Return an array with the index by which a reference reads each of its axes."""
         axes = ref.axes
         labels = [axes[s] if axes[s] >= 0 else term_lowering.dropped_label(s) for s in array.slots]
         return array.data, tuple(labels)
@@ -324,12 +317,11 @@ class TermReader:
             origin = self.part.verbatim_origin(form, cls)
             if origin is not None:
                 array = self.array(origin.cls)
-                slot = {p: s for s, p in enumerate(origin.axes)}
-                done[cls] = Array(array.data, tuple(slot[p] for p in array.slots))
+                done[cls] = Array(array.data, tuple(map(origin.axes.index, array.slots)))
                 continue
             node = form.choice[cls]
             operands = [self.operand(a, done[a.cls]) for a in node.args]
-            with jax_internals.maybe_scope(form.scope):
+            with jax_internals.equation_scope(form.scope):
                 done[cls] = self._lower(form.g, cls, node, operands)
         return done[root]
 
@@ -338,16 +330,11 @@ class TermReader:
     ) -> Array:
         c = g.classes[cls]
         sizes = term_lowering.jax_sizes((*c.sizes, *node.bound), self.env)
-        guards = frozenset(
-            k
-            for k, a in enumerate(node.args)
-            if node.op == CONTRACT and any(n.op == DELTA for n in g.classes[a.cls].nodes)
-        )
+        guards = term_lowering.deltas_in(g, node)
         if self.part.across and node.op == CONTRACT:
             operands = term_lowering.transposed_apart(node, operands)
         names = self.t.primitives
-        made = term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards)
-        return Array(*made)
+        return Array(*term_lowering.lower_node(node, operands, sizes, c.dtype, names, guards))
 
 
 def _cone(form: RegionForm, root: int, done: Mapping[int, Array] | None = None) -> list[int]:

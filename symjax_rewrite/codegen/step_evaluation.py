@@ -1,10 +1,12 @@
 """Evaluation of the steps that all step programs share: constants, casts, elementwise terms.
 
-May import `ir.step_program` and `term_lowering`. A step program adds handlers for its own reads.
+A step program adds handlers for its own reads.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +18,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT
 
 
 def handlers(primitives: Mapping[str, Any], **others: Any) -> Handlers:
-    """Return the handlers of "const", "cast" and "apply", and others.
-
-    Args:
-        primitives: the primitives of the program, by name.
-        others: handlers by kind; each replaces a handler of the same name.
-    """
+    """Return the handlers of "const", "cast" and "apply", and others by kind."""
     return {
         "const": lambda data, args, dtype: np.asarray(data).astype(np.dtype(dtype)),
         "cast": lambda data, args, dtype: args[0].astype(np.dtype(dtype)),
@@ -34,14 +31,9 @@ def elementwise(what: tuple, args: Sequence[Any], dtype: str, primitives: Mappin
     """Return one elementwise term `(op, attr)` of arrays that broadcast."""
     op, attr = what
     if op == ADD:
-        total: Any = None
-        for coefficient, x in zip(attr, args, strict=True):
-            term = x if coefficient == 1 else x * term_lowering.literal(coefficient, dtype)
-            total = term if total is None else total + term
-        return total
+        pairs = zip(attr, args, strict=True)
+        terms = (x if c == 1 else x * term_lowering.literal(c, dtype) for c, x in pairs)
+        return functools.reduce(operator.add, terms)
     if op == CONTRACT:
-        total = args[0]
-        for x in args[1:]:
-            total = total * x
-        return total
+        return functools.reduce(operator.mul, args)
     return term_lowering.in_kernel(attr, args, dtype, primitives)

@@ -7,6 +7,9 @@ form, so the order of axes is free until a consumer fixes it.
 from __future__ import annotations
 
 import functools
+import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,25 +19,11 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.term_cost import is_dot
+from symjax_rewrite.ir import term as op
+from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.products import HALF, is_half
 from symjax_rewrite.ir.sizes import Dim, Poly
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    CONV,
-    CUMSUM,
-    DELTA,
-    INVERSE,
-    IOTA,
-    MAP,
-    REDUCE,
-    SLICE,
-    SOLVE,
-    TAKE,
-    Node,
-)
+from symjax_rewrite.ir.term import Node
 
 Labels = tuple[int, ...]
 Operand = tuple[Any, Labels]
@@ -67,6 +56,17 @@ def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
     return lax.broadcast_in_dim(data, tuple(sizes[i] for i in order), dims)
 
 
+def in_order(data: Any, labels: Labels, sizes: Sizes) -> Any:
+    """Return the array over all indices, in order."""
+    return arrange(data, labels, tuple(range(len(sizes))), sizes)
+
+
+def deltas_in(g: EGraph, node: Node) -> frozenset[int]:
+    """Return the positions of the operands of a product that are deltas."""
+    classes = (g.classes[g.find(a).cls] for a in node.args if node.op == op.CONTRACT)
+    return frozenset(k for k, c in enumerate(classes) if any(n.op == op.DELTA for n in c.nodes))
+
+
 def dropped_label(slot: int) -> int:
     """Return the label of a class slot of which a slice reads one element."""
     return -2 - slot
@@ -90,7 +90,7 @@ def lower_node(
         masks = [operands[k] for k in sorted(guards)]
         plain = [o for k, o in enumerate(operands) if k not in guards]
         return _guarded(node, plain, masks, sizes, dtype)
-    if node.op == MAP:
+    if node.op == op.MAP:
         return _map(node, operands, sizes, dtype, primitives)
     return _LOWER[node.op](node, operands, sizes, dtype)
 
@@ -99,13 +99,12 @@ def read_diagonals(data: Any, labels: Labels) -> Operand:
     """Return an operand with repeated indices read as diagonals, by strided slices."""
     while len(set(labels)) < len(labels):
         twice = next(i for i in labels if labels.count(i) > 1)
-        a, b = [n for n, i in enumerate(labels) if i == twice][:2]
-        rest = [n for n in range(len(labels)) if n not in (a, b)]
+        a, b = [k for k, i in enumerate(labels) if i == twice][:2]
+        rest = [k for k in range(len(labels)) if k not in (a, b)]
         n = data.shape[a]
         data = lax.transpose(data, [*rest, a, b])
-        lead = data.shape[:-2]
-        flat = lax.reshape(data, (*lead, n * n))
-        data = lax.slice_in_dim(flat, 0, n * n, n + 1, axis=len(lead))
+        flat = lax.reshape(data, (*data.shape[:-2], n * n))
+        data = lax.slice_in_dim(flat, 0, n * n, n + 1, axis=len(rest))
         labels = (*(labels[k] for k in rest), twice)
     return data, labels
 
@@ -113,34 +112,28 @@ def read_diagonals(data: Any, labels: Labels) -> Operand:
 def _guarded(
     node: Node, plain: list[Operand], masks: list[Operand], sizes: Sizes, dtype: str
 ) -> Operand:
-    order = tuple(range(len(sizes)))
     ones = (lax.full((), 1, np.dtype(dtype)), ())
-    data, labels = _multiply(_promoted(plain or [ones], dtype), sizes, len(sizes))
-    data = arrange(data, labels, order, sizes)
+    data = in_order(*_multiply(_promoted(plain or [ones], dtype), sizes), sizes)
     for mask, mask_labels in masks:
-        inside = lax.ne(mask, lax.full_like(mask, 0))
-        inside = arrange(inside, mask_labels, order, sizes)
+        inside = in_order(lax.ne(mask, lax.full_like(mask, 0)), mask_labels, sizes)
         data = lax.select(inside, data, lax.full_like(data, 0))
-    data, labels = _sum_out((data, order), set(range(node.out)))
+    data, labels = _sum_out((data, tuple(range(len(sizes)))), set(range(node.out)))
     return lax.convert_element_type(data, np.dtype(dtype)), labels
 
 
 def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     out = node.out
-    needed: list[set[int]] = []
-    for k in range(len(operands)):
-        others = {i for j, o in enumerate(operands) if j != k for i in o[1]}
-        needed.append(others | set(range(out)))
-    read = {i for _, labels in operands for i in labels}
-    private = any(set(o[1]) - need for o, need in zip(operands, needed, strict=True))
+    uses = Counter(i for _, labels in operands for i in set(labels))
+    needed = [{i for i in labels if i < out or uses[i] > 1} for _, labels in operands]
+    private = any(uses[i] == 1 and i >= out for i in uses)
     if private or not is_dot(node):  # only a dot takes and returns other dtypes directly
         operands = _promoted(operands, dtype)
-    left = {i for o, need in zip(operands, needed, strict=True) for i in o[1] if i in need}
-    if all(i < out for i in left):  # sums stay wide until they are multiplied
+    elementwise = all(i < out for need in needed for i in need)
+    if elementwise:  # sums stay wide until they are multiplied
         operands = _promoted(operands, _accumulator(dtype))
     operands = [_sum_out(o, need) for o, need in zip(operands, needed, strict=True)]
-    if all(i < out for i in left):
-        result = _multiply(operands, sizes, out)
+    if elementwise:
+        result = _multiply(operands, sizes)
     elif is_dot(node) or (len(operands) == 2 and out == 0):
         made = dtype
         if jnp.issubdtype(dtype, jnp.inexact) and all(
@@ -150,24 +143,20 @@ def _contract(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> 
             operands = _promoted(operands, made)
         result = _dot(operands[0], operands[1], out, node.attr, made)
     else:  # a half-precision dot accumulates in float32, and so does its replacement
-        data, labels = _multiply(_promoted(operands, _accumulator(dtype)), sizes, len(sizes))
-        result = _sum_out((data, labels), set(range(out)))
+        product = _multiply(_promoted(operands, _accumulator(dtype)), sizes)
+        result = _sum_out(product, set(range(out)))
     result = (lax.convert_element_type(result[0], np.dtype(dtype)), result[1])
-    return _times_counts(result, [sizes[i] for i in range(out, len(sizes)) if i not in read], dtype)
+    data, labels = result
+    for size in (sizes[i] for i in range(out, len(sizes)) if i not in uses):
+        number = lax.convert_element_type(jnp.asarray(size), dtype)
+        data = lax.mul(data, lax.broadcast(number, data.shape))
+    return data, labels
 
 
 def _promoted(operands: list[Operand], dtype: str) -> list[Operand]:
     """Return the operands in one dtype that represents all of them and the result exactly."""
     common = functools.reduce(jnp.promote_types, [o[0].dtype for o in operands], np.dtype(dtype))
     return [(lax.convert_element_type(data, common), labels) for data, labels in operands]
-
-
-def _times_counts(result: Operand, counts: list[Any], dtype: str) -> Operand:
-    data, labels = result
-    for count in counts:
-        number = lax.convert_element_type(jnp.asarray(count), dtype)
-        data = lax.mul(data, lax.broadcast(number, data.shape))
-    return data, labels
 
 
 def _sum_out(operand: Operand, needed: set[int]) -> Operand:
@@ -181,24 +170,20 @@ def _sum_out(operand: Operand, needed: set[int]) -> Operand:
 
 
 def _accumulator(dtype: str) -> str:
-    """Return the dtype in which a sum is accumulated."""
     return "float32" if is_half(dtype) else dtype
 
 
-def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
-    """Return the elementwise product over the indices read, ordered as the widest operand."""
-    order = _common_order(operands, out)
-    arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
-    data = arrays[0]
-    for other in arrays[1:]:
-        data = lax.mul(data, other)
-    return data, order
+def _multiply(operands: list[Operand], sizes: Sizes) -> Operand:
+    arrays, order = _arranged(operands, sizes)
+    return functools.reduce(lax.mul, arrays), order
 
 
-def _common_order(operands: list[Operand], out: int) -> Labels:
+def _arranged(operands: list[Operand], sizes: Sizes) -> tuple[list[Any], Labels]:
+    """Return the operands over the indices that any reads, ordered as the widest operand."""
     widest = max(operands, key=lambda o: len(o[1]))[1]
     rest = sorted({i for _, labels in operands for i in labels} - set(widest))
-    return (*rest, *widest) if rest else widest
+    order = (*rest, *widest)
+    return [arrange(data, labels, order, sizes) for data, labels in operands], order
 
 
 def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) -> Operand:
@@ -260,73 +245,57 @@ def transposed_apart(node: Node, operands: list[Operand]) -> list[Operand]:
         return operands
     k = 0 if _elements(operands[0][0]) <= _elements(operands[1][0]) else 1
     data, labels = operands[k]
-    if data.dtype not in (np.float32, np.float64) or not _at_least(data.shape[1], 16):
+    n = data.shape[1]
+    if data.dtype not in (np.float32, np.float64) or not isinstance(n, int) or n < 16:
         return operands
     turned = (lax.optimization_barrier(lax.transpose(data, (1, 0))), labels[::-1])
     return [turned if j == k else o for j, o in enumerate(operands)]
 
 
-def _at_least(size: Any, least: int) -> bool:
-    return isinstance(size, int) and size >= least
-
-
 def _elements(data: Any) -> int:
-    out = 1
-    for s in data.shape:
-        out *= s if isinstance(s, int) else 64
-    return out
+    return math.prod(s if isinstance(s, int) else 64 for s in data.shape)
 
 
 def _add(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    order = _common_order(operands, node.out)
+    """Add the positive terms first, so that the others can be subtracted."""
+    arrays, order = _arranged(operands, sizes)
     total: Any = None
-    pairs = list(zip(node.attr, operands, strict=True))
-    pairs.sort(key=lambda p: not _is_positive(p[0]))
-    for coefficient, (data, labels) in pairs:
-        term = arrange(data, labels, order, sizes)
-        if total is None:
-            total = lax.neg(term) if coefficient == -1 else _scale(term, coefficient, dtype)
-        elif coefficient == -1:
-            total = lax.sub(total, term)
-        else:
-            total = lax.add(total, _scale(term, coefficient, dtype))
+    terms = list(zip(node.attr, arrays, strict=True))
+    for c, term in sorted(terms, key=lambda t: isinstance(t[0], complex) or t[0] <= 0):
+        if c == -1:
+            total = lax.neg(term) if total is None else lax.sub(total, term)
+            continue
+        scaled = term if c == 1 else lax.mul(term, lax.full_like(term, literal(c, dtype)))
+        total = scaled if total is None else lax.add(total, scaled)
     return total, order
-
-
-def _is_positive(coefficient: Any) -> bool:
-    return not isinstance(coefficient, complex) and coefficient > 0
-
-
-def _scale(data: Any, coefficient: Any, dtype: str) -> Any:
-    if coefficient == 1:
-        return data
-    return lax.mul(data, lax.full_like(data, literal(coefficient, dtype)))
 
 
 def literal(value: Any, dtype: str) -> Any:
     """Return a coefficient rounded once, in the dtype; integers wrap as in their arithmetic."""
     kind = np.dtype(dtype)
-    if kind.kind in "iu":
-        bits = 8 * kind.itemsize
-        wrapped = int(value) % (1 << bits)
-        if kind.kind == "i" and wrapped >= 1 << (bits - 1):
-            wrapped -= 1 << bits
-        return np.asarray(wrapped, kind)
-    return np.asarray(value).astype(kind)
+    if kind.kind not in "iu":
+        return np.asarray(value).astype(kind)
+    bits = 8 * kind.itemsize
+    wrapped = int(value) % (1 << bits)
+    is_negative = kind.kind == "i" and wrapped >= 1 << (bits - 1)
+    return np.asarray(wrapped - (is_negative << bits), kind)
 
 
 def _map(
     node: Node, operands: list[Operand], sizes: Sizes, dtype: str, primitives: Mapping[str, Any]
 ) -> Operand:
     name, params = node.attr
-    order = _common_order(operands, node.out)
-    arrays = [arrange(d, labels, order, sizes) for d, labels in operands]
+    arrays, order = _arranged(operands, sizes)
     if name == "reciprocal":
         return lax.div(lax.full_like(arrays[0], 1), arrays[0]), order
     if name == "convert_element_type":
         return lax.convert_element_type(arrays[0], np.dtype(dtype)), order
-    primitive = primitives.get(name) or getattr(lax, f"{name}_p")  # rules may define primitives
-    return primitive.bind(*arrays, **dict(params)), order
+    return _primitive(name, primitives).bind(*arrays, **dict(params)), order
+
+
+def _primitive(name: str, primitives: Mapping[str, Any]) -> Any:
+    """Return the primitive of a name: of the program, or of JAX for a name that a rule made."""
+    return primitives.get(name) or getattr(lax, f"{name}_p")
 
 
 def in_kernel(attr: Any, args: Sequence[Any], dtype: str, primitives: Mapping[str, Any]) -> Any:
@@ -344,8 +313,8 @@ def in_kernel(attr: Any, args: Sequence[Any], dtype: str, primitives: Mapping[st
         made = 1 / args[0]
     else:
         shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in args))
-        primitive = primitives.get(name) or getattr(lax, f"{name}_p")
-        made = primitive.bind(*(jnp.broadcast_to(x, shape) for x in args), **dict(params))
+        args = [jnp.broadcast_to(x, shape) for x in args]
+        made = _primitive(name, primitives).bind(*args, **dict(params))
     return made.astype(np.dtype(dtype)) if wide else made
 
 
@@ -359,29 +328,25 @@ def _reduce(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
 def _slice(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     # A dropped axis has a label of its own, so that it can be distinguished.
     data, labels = operands[0]
-    spec: dict[int, Any] = {}
-    for slot, (attr, index) in enumerate(zip(node.attr, node.args[0].axes, strict=True)):
-        spec[dropped_label(slot) if index < 0 else index] = attr
-    starts, limits, strides, gone = [], [], [], []
+    spec = {
+        dropped_label(slot) if index < 0 else index: attr
+        for slot, (index, attr) in enumerate(zip(node.args[0].axes, node.attr, strict=True))
+    }
+    cuts, gone = [], []
     for axis, i in enumerate(labels):
-        attr, n = spec[i], data.shape[axis]
+        attr = spec[i]
         if attr is None:
-            starts.append(0)
-            limits.append(n)
-            strides.append(1)
+            cuts.append((0, data.shape[axis], 1))
         elif isinstance(attr, tuple):
-            start, stride = attr
-            if isinstance(sizes[i], int) and sizes[i] == 0:
-                start, stride = 0, 1  # slices of slices may start after the end of an empty axis
-            starts.append(start)
-            limits.append(start + stride * (sizes[i] - 1) + 1)
-            strides.append(stride)
+            empty = isinstance(sizes[i], int) and sizes[i] == 0
+            # A slice of a slice may start after the end of an empty axis.
+            start, stride = (0, 1) if empty else attr
+            cuts.append((start, start + stride * (sizes[i] - 1) + 1, stride))
         else:
-            starts.append(attr)
-            limits.append(attr + 1)
-            strides.append(1)
+            cuts.append((attr, attr + 1, 1))
             gone.append(axis)
-    data = lax.slice(data, starts, limits, strides)
+    if cuts:
+        data = lax.slice(data, *zip(*cuts, strict=True))
     kept = tuple(i for a, i in enumerate(labels) if a not in gone)
     return lax.squeeze(data, gone), kept
 
@@ -395,11 +360,10 @@ def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
     target, piece_sizes = node.attr
     largest = max(operands, key=lambda o: (len(o[1]), _elements(o[0])))[1]
     order = (*sorted(set(range(node.out)) - set(largest)), *largest)
-    arrays = []
-    for (data, labels), size in zip(operands, piece_sizes, strict=True):
-        local = list(sizes)
-        local[target] = size
-        arrays.append(arrange(data, labels, order, tuple(local)))
+    arrays = [
+        arrange(data, labels, order, (*sizes[:target], size, *sizes[target + 1 :]))
+        for (data, labels), size in zip(operands, piece_sizes, strict=True)
+    ]
     return lax.concatenate(arrays, order.index(target)), order
 
 
@@ -420,10 +384,9 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     """Lower a gather, or a dynamic slice if every index value is one number."""
     mode, fill, windows = node.attr
     (data, labels), *values = operands
-    for k in range(node.out, node.out + len(windows)):
-        if k not in labels:  # the operand does not vary along this index
-            data, labels = lax.broadcast(data, (sizes[k],)), (k, *labels)
     window = {node.out + j: w for j, w in enumerate(windows)}
+    for k in window:
+        data, labels = _varying(data, labels, k, sizes)
     counts = [1 if i in window and window[i] is None else sizes[window.get(i, i)] for i in labels]
     over = tuple(dict.fromkeys(i for _, value_labels in values for i in value_labels))
     if mode == "fill" and any(sizes[i] == 0 for i in window):
@@ -471,11 +434,16 @@ def _gather(
     return taken, (*names[: len(lead)], *over, *names[len(lead) :])
 
 
+def _varying(data: Any, labels: Labels, index: int, sizes: Sizes) -> Operand:
+    """Return an operand broadcast along an index, if it does not vary along it."""
+    if index in labels:
+        return data, labels
+    return lax.broadcast(data, (sizes[index],)), (index, *labels)
+
+
 def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     index, reverse = node.attr
-    data, labels = operands[0]
-    if index not in labels:  # merged with a value that is the same at every place
-        data, labels = lax.broadcast(data, (sizes[index],)), (index, *labels)
+    data, labels = _varying(*operands[0], index, sizes)
     return lax.cumsum(data, axis=labels.index(index), reverse=reverse), labels
 
 
@@ -495,7 +463,8 @@ def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
     if order[0] != summed:
         data = data.T
     moved = jnp.moveaxis(right, labels.index(summed), 0)
-    flat = moved if moved.ndim == 2 else lax.reshape(moved, (moved.shape[0], _rest(moved)))
+    columns = functools.reduce(operator.mul, moved.shape[1:], 1)
+    flat = moved if moved.ndim == 2 else lax.reshape(moved, (moved.shape[0], columns))
     solved = lax.reshape(jnp.linalg.solve(data, flat), moved.shape)
     return solved, (free, *(i for i in labels if i != summed))
 
@@ -509,25 +478,18 @@ def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     return lax.reshape(out, sizes[: node.out]), tuple(range(node.out))
 
 
-def _rest(data: Any) -> Any:
-    out = 1
-    for s in data.shape[1:]:
-        out = out * s
-    return out
-
-
 _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
-    CONTRACT: _contract,
-    ADD: _add,
-    REDUCE: _reduce,
-    SLICE: _slice,
-    CONCAT: _concat,
-    CONST: _const,
-    DELTA: _delta,
-    IOTA: _iota,
-    TAKE: _take,
-    CUMSUM: _cumsum,
-    INVERSE: _inverse,
-    SOLVE: _solve,
-    CONV: _conv,
+    op.CONTRACT: _contract,
+    op.ADD: _add,
+    op.REDUCE: _reduce,
+    op.SLICE: _slice,
+    op.CONCAT: _concat,
+    op.CONST: _const,
+    op.DELTA: _delta,
+    op.IOTA: _iota,
+    op.TAKE: _take,
+    op.CUMSUM: _cumsum,
+    op.INVERSE: _inverse,
+    op.SOLVE: _solve,
+    op.CONV: _conv,
 }

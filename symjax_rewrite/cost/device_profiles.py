@@ -27,6 +27,8 @@ from symjax_rewrite.cost.profile_groups import (
     SearchBounds,
     SortFacts,
     StepLoops,
+    fact,
+    group,
     quantity,
 )
 from symjax_rewrite.errors import UsageError
@@ -75,17 +77,15 @@ def _gpu(
     name: str, capability: float, half: float, single: float, gb: float, fp8: float | None = None
 ) -> Device:
     flops = {"bfloat16": half, "float16": half, "float32": single, "default": single / 2}
-    for dtype in ("float8_e4m3fn", "float8_e5m2"):
-        flops[dtype] = fp8 or half
-    shared = SHARED_BYTES[capability]
+    eight = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8 or half)
     return Device(
         name,
-        flops,
+        flops | eight,
         elementwise_per_s=single / 2,
         bytes_per_s=gb * 1e9,
         launch_s=3e-6,
         folds=FoldFacts(fused_steps_per_s=single / 2),
-        shared_bytes=shared,
+        shared_bytes=SHARED_BYTES[capability],
         capability=capability,
     )
 
@@ -132,23 +132,16 @@ DEVICES: dict[str, Device] = {
 
 
 def device_profile(name: str | None, kind: str = "cpu") -> Device:
-    """Return the profile of a named device, or of the device kind JAX reports.
-
-    Args:
-        name: a key of `DEVICES`, or None to select by `kind`.
-        kind: `jax.devices()[0].device_kind`.
-
-    Returns:
-        The profile.
+    """Return the profile of a named device, or of the kind `jax.devices()[0].device_kind`.
 
     Raises:
-        UsageError: the name is unknown.
+        UsageError: the name is no key of `DEVICES`.
     """
-    if name is not None:
-        if name not in DEVICES:
-            raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
-        return DEVICES[name]
-    return known_device(kind) or DEVICES["a100"]
+    if name is None:
+        return known_device(kind) or DEVICES["a100"]
+    if name not in DEVICES:
+        raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
+    return DEVICES[name]
 
 
 def known_device(kind: str) -> Device | None:

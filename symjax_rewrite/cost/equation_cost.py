@@ -1,7 +1,6 @@
 """The cost of one equation as written, before terms are built.
 
-Loops are priced equation by equation: their gain follows from trip counts and the rows of products,
-which the shapes give. May import `device_profiles` and `term_cost`.
+Loops are priced equation by equation: their gain follows from trip counts and the rows of products.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ SYMBOLIC = 64  # value of a symbolic size
 
 def aval_size(aval: Any) -> float:
     """Return the number of elements of a value; symbolic sizes count as `SYMBOLIC`."""
-    shape = getattr(aval, "shape", ())
-    return float(math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape))
+    return float(math.prod(map(_number, getattr(aval, "shape", ()))))
+
+
+def _number(size: Any) -> int:
+    return size if isinstance(size, int) else SYMBOLIC
 
 
 def aval_bytes(aval: Any) -> float:
@@ -46,8 +48,7 @@ def equation_seconds(
         eqn: the equation.
         device: where it runs.
         times: number of repetitions, in one kernel.
-        moving: numbers of the operands that differ in each repetition; the other operands are read
-            once.
+        moving: numbers of the operands that differ in each repetition; others are read once.
         summed: True if only the sum of all its results is written.
     """
     name = eqn.primitive.name
@@ -63,8 +64,7 @@ def equation_seconds(
         return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
     inner = [closed_seconds(b, device) for b in jax_internals.bodies(eqn)]
     if inner:
-        steps = eqn.params.get("length", 1)
-        steps = steps if isinstance(steps, int) else SYMBOLIC
+        steps = _number(eqn.params.get("length", 1))
         return times * (max(inner) if name == "cond" else steps * sum(inner))
     return made / device.elementwise_per_s
 
@@ -75,12 +75,13 @@ def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
 
 
 def _flops(eqn: JaxprEqn) -> float:
-    """Return the FLOPs of a contraction or convolution."""
-    out = aval_size(eqn.outvars[0].aval)
+    return 2 * aval_size(eqn.outvars[0].aval) * math.prod(map(_number, summed_sizes(eqn)))
+
+
+def summed_sizes(eqn: JaxprEqn) -> list[Any]:
+    """Return the sizes over which a contraction or convolution sums, as JAX has them."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        sizes = [d if isinstance(d, int) else SYMBOLIC for d in shape_of(eqn.invars[0])]
-        return 2 * out * math.prod(sizes[i] for i in contracted)
-    kernel = eqn.invars[1].aval
-    features = shape_of(eqn.invars[1])[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * out * aval_size(kernel) / max(features, 1)
+        return [shape_of(eqn.invars[0])[i] for i in contracted]
+    features = eqn.params["dimension_numbers"].rhs_spec[0]
+    return [d for k, d in enumerate(shape_of(eqn.invars[1])) if k != features]

@@ -1,7 +1,6 @@
 """The comparisons by which a form is taken or refused for its price.
 
-Passes that must decide inside a search use these functions, and so does `policy`. No other module
-compares the prices of two forms with a margin. May import `device_profiles` and `term_cost`.
+No other module compares the prices of two forms with a margin.
 """
 
 from __future__ import annotations
@@ -14,14 +13,7 @@ from symjax_rewrite.cost.term_cost import Cost
 
 
 def pays(before_s: float, after_s: float, kind: Kind, device: Device) -> bool:
-    """Return True if a candidate of a kind is predicted enough faster.
-
-    Args:
-        before_s: seconds as written.
-        after_s: seconds of the candidate.
-        kind: selects the margin.
-        device: its profile holds the margins.
-    """
+    """Return True if a candidate of a kind is predicted enough faster: seconds before and after."""
     return before_s >= margin(kind, device) * after_s
 
 
@@ -34,8 +26,7 @@ def gains_share(
     saved_s: float, whole_s: float, of: Literal["program", "loop"], device: Device
 ) -> bool:
     """Return True if the saved time is enough of the time of a whole program or loop."""
-    shares = {"program": device.margins.share_of_program, "loop": device.margins.share_of_loop}
-    return not saved_s < shares[of] * whole_s
+    return not saved_s < getattr(device.margins, f"share_of_{of}") * whole_s
 
 
 def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) -> tuple[bool, str]:

@@ -2,81 +2,59 @@
 
 `seconds = Σ kernels max(flops/peak, bytes/bandwidth) + launches·overhead`. Elementwise terms and
 reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs are
-2mnk for contractions, the usual convention; elementwise operations are counted apart. May import
-`ir` and `device_profiles`.
+2mnk for contractions, the usual convention; elementwise operations are counted apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import astuple, dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim, product
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONST,
-    CONTRACT,
-    CONV,
-    CUMSUM,
-    INVERSE,
-    LEAF,
-    MAP,
-    NATIVE,
-    REDUCE,
-    SLICE,
-    SOLVE,
-    TAKE,
-    Node,
-)
+from symjax_rewrite.ir.term import Node
 
-_ITEMSIZE = {"bool": 1, "complex64": 8, "complex128": 16, "bfloat16": 2}
 SLOW_MAPS = frozenset(
     "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
     "lgamma div reciprocal atan2 erf_inv".split()
 )
-FREE = frozenset({LEAF, CONST, NATIVE})
+FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element."""
-    known = _ITEMSIZE.get(dtype)
-    if known is None:
-        digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
-        known = max(1, int(digits or 32) // 8)
-        _ITEMSIZE[dtype] = known
-    return known
+    if dtype == "bool":
+        return 1
+    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+    return max(1, int(digits or 32) // 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Resources of a program; sizes may be symbolic.
+    """Resources of a program; flops, elementwise and bytes may be symbolic (`Dim`).
 
     flops: of contractions, 2mnk. elementwise: operations of everything else.
     bytes: read and written by all kernels. launches: kernels. seconds: by the device model.
     largest: bytes of the largest value in memory, inputs included.
     """
 
-    flops: Dim | float = 0
-    elementwise: Dim | float = 0
-    bytes: Dim | float = 0
+    flops: Any = 0
+    elementwise: Any = 0
+    bytes: Any = 0
     launches: int = 0
     seconds: float = 0.0
     largest: float = 0.0
 
     def plus(self, other: Cost) -> Cost:
         """Return the resources of both programs, one after the other."""
-        return Cost(
-            other.flops + self.flops,  # pyright: ignore[reportOperatorIssue]
-            other.elementwise + self.elementwise,  # pyright: ignore[reportOperatorIssue]
-            other.bytes + self.bytes,  # pyright: ignore[reportOperatorIssue]
-            self.launches + other.launches,
-            self.seconds + other.seconds,
-            max(self.largest, other.largest),
-        )
+        *both, largest = zip(astuple(self), astuple(other), strict=True)
+        return Cost(*(b + a for a, b in both), largest=max(largest))
 
 
 def is_dot(node: Node) -> bool:
@@ -85,7 +63,7 @@ def is_dot(node: Node) -> bool:
     A product needs an index of its own on some side; `Σ_k a_ik·b_ik` is a multiplication fused into
     a reduction.
     """
-    if node.op != CONTRACT or len(node.args) != 2 or not node.bound:
+    if node.op != op.CONTRACT or len(node.args) != 2 or not node.bound:
         return False
     a, b = node.args
     return any(i < node.out for i in set(a.axes) ^ set(b.axes))
@@ -119,10 +97,6 @@ class Facts(NamedTuple):
     peak: float
 
 
-def _nothing(cls: int) -> bool:
-    return False
-
-
 class CostModel:
     """The prices of nodes of one e-graph on one device at one sample of the named sizes."""
 
@@ -138,19 +112,15 @@ class CostModel:
 
     def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node with every operand in memory: the greedy estimate."""
-        if node.op in FREE:
+        f, d = self.facts_of(g, cls, node), self.device
+        if f.is_free:
             return 0.0
-        d, c = self.device, g.classes[cls]
-        size = self._count(c.sizes)
-        moved = size * itemsize(c.dtype)
+        if f.flops is None:
+            return f.work / d.elementwise_per_s + f.bytes / d.bytes_per_s
+        moved = 3 * f.bytes
         if is_dot(node):
-            moved += sum(self.class_bytes(g, a.cls) for a in node.args)
-            flops = 2 * size * self._count(node.bound)
-            return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
-        if node.op in (INVERSE, SOLVE, CONV):
-            return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
-        work = size * self._steps(node) * weight(node)
-        return work / d.elementwise_per_s + moved / d.bytes_per_s
+            moved = f.bytes + sum(self.class_bytes(g, a.cls) for a in node.args)
+        return max(f.flops / f.peak, moved / d.bytes_per_s) + d.launch_s
 
     def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node that is a matrix product; 0 for any other node."""
@@ -162,14 +132,12 @@ class CostModel:
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
-        if node.op == CONV:
-            kernel = node.attr[4]
-            features = self._count(
-                tuple(g.classes[cls].sizes[i] for i in node.attr[2] if i < node.out)
-            )
-            return 2 * self._count(g.classes[cls].sizes) * self._count(kernel) / max(features, 1)
+        sizes = g.classes[cls].sizes
+        if node.op == op.CONV:
+            features = self._count(tuple(sizes[i] for i in node.attr[2] if i < node.out))
+            return 2 * self._count(sizes) * self._count(node.attr[4]) / max(features, 1)
         matrix = self._count(g.classes[node.args[0].cls].sizes)
-        return 2 / 3 * matrix**1.5 + 2 * self._count((*g.classes[cls].sizes, *node.bound))
+        return 2 / 3 * matrix**1.5 + 2 * self._count((*sizes, *node.bound))
 
     def _count(self, sizes: tuple[Dim, ...]) -> float:
         out = 1.0
@@ -179,28 +147,27 @@ class CostModel:
 
     def _steps(self, node: Node) -> float:
         """Return the elements combined for one element of the result."""
-        return 1.0 if node.op == TAKE else self._count(node.bound)
+        return 1.0 if node.op == op.TAKE else self._count(node.bound)
 
     def class_bytes(self, g: EGraph, cls: int) -> float:
         """Return the bytes of a class's value."""
         c = g.classes[cls]
         key = (c.sizes, c.dtype)
-        found = self._bytes.get(key)
-        if found is None:
-            found = self._bytes[key] = self._count(c.sizes) * itemsize(c.dtype)
-        return found
+        if key not in self._bytes:
+            self._bytes[key] = self._count(c.sizes) * itemsize(c.dtype)
+        return self._bytes[key]
 
     def evaluate(
         self,
         g: EGraph,
         choice: Mapping[int, Node],
         roots: tuple[int, ...],
-        free: Callable[[int], bool] = _nothing,
+        free: Callable[[int], bool] | None = None,
     ) -> Cost:
         """Return the cost of computing the roots once, with sharing and fusion, in numbers."""
         order = reachable(choice, roots, free)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
-        given = set() if free is _nothing else {cls for cls in order if free(cls)}
+        given = set() if free is None else set(filter(free, order))
         written = self.written(facts, roots, given)
         d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
@@ -208,8 +175,7 @@ class CostModel:
         for cls, f in facts.items():
             if not f.is_free and cls not in written:
                 continue
-            if f.bytes > largest:
-                largest = f.bytes
+            largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
             read, work = self._tree(facts, cls, written, given)
@@ -230,19 +196,19 @@ class CostModel:
         found = self._facts.get(id(node))
         if found is not None:
             return found
-        c, op, bound = g.classes[cls], node.op, node.bound
+        c, bound = g.classes[cls], node.bound
         count = self._count(c.sizes)
         flops = None
         if is_dot(node):
             flops = 2 * count * self._count(bound)
-        elif op in (INVERSE, SOLVE, CONV):
+        elif node.op in (op.INVERSE, op.SOLVE, op.CONV):
             flops = self._library_flops(g, cls, node)
         args = tuple([a.cls for a in node.args])
         found = Facts(
             node,
             args if len(args) < 2 else tuple(dict.fromkeys(args)),
-            flops is not None or op == CUMSUM,
-            op in FREE,
+            flops is not None or node.op == op.CUMSUM,
+            node.op in FREE,
             count * itemsize(c.dtype),
             count * (self._steps(node) if bound else 1.0) * weight(node),
             flops,
@@ -263,10 +229,7 @@ class CostModel:
                 written.add(cls)
                 written.update(f.args)
             for arg in f.args:
-                if arg in seen:
-                    written.add(arg)
-                else:
-                    seen.add(arg)
+                (written if arg in seen else seen).add(arg)
         return written
 
     @staticmethod
@@ -280,21 +243,21 @@ class CostModel:
         for cls in stack:
             f = facts[cls]
             work += f.work
-            op = f.node.op
             for arg in f.args:
                 below = facts[arg]
-                if below.node.op == CONST:
+                if below.node.op == op.CONST:
                     continue
                 if arg in written or below.is_free or arg in given:
-                    size = min(below.bytes, f.bytes) if op in (SLICE, TAKE) else below.bytes
-                    read[arg, op == SLICE] = size
+                    is_part = f.node.op in (op.SLICE, op.TAKE)
+                    size = min(below.bytes, f.bytes) if is_part else below.bytes
+                    read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
         return sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""
-        order = reachable(choice, roots, _nothing)
+        order = reachable(choice, roots)
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
         written = self.written(facts, roots, set())
         flops: Dim = 0
@@ -321,20 +284,21 @@ class CostModel:
 
 def weight(node: Node) -> float:
     """Return the operations per element of an elementwise node; slow functions count as four."""
-    if node.op == MAP:
+    if node.op == op.MAP:
         return 4.0 if node.attr[0] in SLOW_MAPS else 1.0
-    if node.op in (ADD, CONTRACT):
-        scales = sum(c not in (1, -1) for c in node.attr) if node.op == ADD else 0
+    if node.op in (op.ADD, op.CONTRACT):
+        scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
-    return 1.0 if node.op == REDUCE else 0.5
+    return 1.0 if node.op == op.REDUCE else 0.5
 
 
 def reachable(
-    choice: Mapping[int, Node], roots: tuple[int, ...], free: Callable[[int], bool]
+    choice: Mapping[int, Node], roots: tuple[int, ...], free: Callable[[int], bool] | None = None
 ) -> list[int]:
     """Return the classes that the roots need, operands first.
 
     Raises:
         CycleError: the choice has a cycle.
     """
-    return postorder(roots, lambda c: () if free(c) else [a.cls for a in choice[c].args])
+    stops = free or (lambda c: False)
+    return postorder(roots, lambda c: () if stops(c) else [a.cls for a in choice[c].args])

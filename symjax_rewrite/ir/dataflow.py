@@ -1,8 +1,8 @@
 """Dataflow: makers and users of values, operands, and liveness.
 
 The walks are over any graph of hashable nodes; `operands(x)` returns the nodes that x is computed
-from. This module has two such graphs: the classes of a term graph (`class_operands`), and the
-numbered values of equations (`value_operands`).
+from: for the classes of a term graph (`class_operands`), or the numbered values of equations
+(`value_operands`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,9 @@ class CycleError(Exception):
 def cone(
     roots: Iterable[T], operands: Callable[[T], Iterable[T]], without: Container[T] = ()
 ) -> set[T]:
-    """Return the roots and everything they are computed from.
+    """Return the roots and everything they are computed from; with users, all that depends on them.
 
-    Args:
-        roots: the nodes to start from.
-        operands: returns the operands of a node. With the users in place of the operands, the cone
-            is everything that depends on the roots.
-        without: nodes to leave out, with everything reached through them alone.
+    without: nodes to leave out, with everything reached through them alone.
     """
     seen = {x for x in roots if x not in without}
     stack = list(seen)
@@ -64,10 +60,9 @@ def reaches(
         x = stack.pop()
         if x in targets:
             return True
-        for y in operands(x):
-            if y not in seen:
-                seen.add(y)
-                stack.append(y)
+        fresh = {y for y in operands(x) if y not in seen}
+        seen |= fresh
+        stack += fresh
     return False
 
 
@@ -76,10 +71,8 @@ def postorder(
 ) -> list[T]:
     """Return the roots and everything they are computed from, each node after its operands.
 
-    Args:
-        roots: the nodes to start from, in the order in which they are entered.
-        operands: returns the operands of a node; the last operand is entered first.
-        done: nodes to leave out, with everything reached through them alone.
+    The first root, and of operands the last, is entered first. `done` nodes are left out, with
+    everything reached through them alone.
 
     Raises:
         CycleError: a node is computed from itself.
@@ -152,10 +145,8 @@ def live_classes(
 ) -> Needed:
     """Return the live set where classes are read from outside the graph.
 
-    Args:
-        outside: classes that results or effects read.
-        operands: returns the operands of a class.
-        ends: further classes that are computed, though nothing reads them.
+    outside: classes that results or effects read. ends: further classes that are computed, though
+    nothing reads them.
     """
     stack = [*outside, *ends]
     users: dict[int, list[int]] = {}
@@ -163,11 +154,7 @@ def live_classes(
     while stack:
         cls = stack.pop()
         for arg in set(operands(cls)):
-            known = users.get(arg)
-            if known is None:
-                users[arg] = [cls]
-            else:
-                known.append(cls)
+            users.setdefault(arg, []).append(cls)
             if arg not in seen:
                 seen.add(arg)
                 stack.append(arg)
@@ -210,12 +197,7 @@ def users_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
 
 def value_operands(makers: Mapping[int, Equation]) -> Callable[[int], list[int]]:
     """Return a function that gives the values that the maker of a value reads."""
-
-    def operands(v: int) -> list[int]:
-        e = makers.get(v)
-        return [] if e is None else numbers(e.invals)
-
-    return operands
+    return lambda v: numbers(makers[v].invals) if v in makers else []
 
 
 def live(
@@ -233,10 +215,7 @@ def live(
 def making(
     equations: Iterable[Equation], values: Iterable[Value], known: Container[int] = ()
 ) -> list[Equation]:
-    """Return the equations, in order, that compute some values from the known values.
-
-    known: values that are computed already.
-    """
+    """Return the equations, in order, that compute some values from values already known."""
     equations = list(equations)
     found = cone(numbers(values), value_operands(makers_of(equations)), known)
     return [e for e in equations if not found.isdisjoint(e.outvals)]
@@ -245,12 +224,9 @@ def making(
 def dependents(
     equations: Iterable[Equation], values: Iterable[int], roots: Container[Equation] = ()
 ) -> list[Equation]:
-    """Return the roots and the equations that depend on some values.
+    """Return the equations that depend on some values or on the roots, and the roots.
 
-    Args:
-        equations: each equation after the equations that make its operands.
-        values: numbers of the values.
-        roots: equations to include with their dependents.
+    equations: each equation after the equations that make its operands.
     """
     made, found = set(values), []
     for e in equations:

@@ -29,6 +29,7 @@ def value_key(v: Value) -> object:
     return v if isinstance(v, int) else (bits(v), v.aval)
 
 
+@dataclass(eq=False, slots=True)
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
@@ -37,18 +38,15 @@ class Equation:
     calls: the calls in whose inlined bodies it stands, the outermost first.
     """
 
-    __slots__ = ("calls", "eqn", "invals", "name", "outvals", "same_as")
+    eqn: JaxprEqn
+    invals: tuple[Value, ...]
+    outvals: tuple[int, ...]
+    same_as: tuple[Value, ...] = ()
+    calls: tuple[JaxprEqn, ...] = ()
+    name: str = field(init=False)
 
-    def __init__(
-        self,
-        eqn: JaxprEqn,
-        invals: tuple[Value, ...],
-        outvals: tuple[int, ...],
-        same_as: tuple[Value, ...] = (),
-        calls: tuple[JaxprEqn, ...] = (),
-    ) -> None:
-        self.eqn, self.invals, self.outvals = eqn, invals, outvals
-        self.same_as, self.calls, self.name = same_as, calls, eqn.primitive.name
+    def __post_init__(self) -> None:
+        self.name = self.eqn.primitive.name
 
     def where(self) -> str:
         """Return the user's source line of the equation."""
@@ -81,38 +79,27 @@ class Program:
 def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
     """Number the values of a jaxpr and inline its calls where permitted.
 
-    Args:
-        closed: the jaxpr.
-        has_rules: True to keep calls with custom derivatives, for a program that is differentiated.
+    has_rules: True to keep calls with custom derivatives, for a program that is differentiated.
     """
     program = Program(closed, has_rules=has_rules)
-    jaxpr = closed.jaxpr
-    env: dict[Any, Value] = {}
-    for var in jaxpr.invars:
-        number = program.new_value(var.aval)
-        env[var] = number
-        program.inputs.append(number)
-    _bind_consts(program, env, jaxpr.constvars, closed.consts)
-    program.outputs = _inline(program, jaxpr, env)
+    program.inputs = [program.new_value(var.aval) for var in closed.jaxpr.invars]
+    program.outputs = inline(program, closed, program.inputs)
     return program
 
 
-def inline(program: Program, closed: ClosedJaxpr, given: Sequence[Value]) -> list[Value]:
-    """Append the equations of a jaxpr to a program, at given values; return its results."""
-    env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, given, strict=True))
-    _bind_consts(program, env, closed.jaxpr.constvars, closed.consts)
-    return _inline(program, closed.jaxpr, env)
-
-
-def _bind_consts(program: Program, env: dict, constvars: Any, consts: Any) -> None:
-    for var, const in zip(constvars, consts, strict=True):
-        env[var] = program.new_value(var.aval)
-        program.consts[env[var]] = const
-
-
-def _inline(
-    program: Program, jaxpr: Any, env: dict, calls: tuple[JaxprEqn, ...] = ()
+def inline(
+    program: Program,
+    closed: ClosedJaxpr,
+    given: Sequence[Value],
+    calls: tuple[JaxprEqn, ...] = (),
 ) -> list[Value]:
+    """Append the equations of a jaxpr to a program, at given values; return its results."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+    for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+        number = env[var] = program.new_value(var.aval)
+        program.consts[number] = const
+
     def read(atom: Any) -> Value:
         return atom if jax_internals.is_literal(atom) else env[atom]
 
@@ -121,10 +108,8 @@ def _inline(
             eqn = jax_internals.nested_under(eqn, calls[-1])
         body = inlinable_body(eqn) if eqn.primitive.name in CALLS else _only_branch(eqn)
         if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
-            given = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
-            inner = dict(zip(body.jaxpr.invars, map(read, given), strict=True))
-            _bind_consts(program, inner, body.jaxpr.constvars, body.consts)
-            results = _inline(program, body.jaxpr, inner, (*calls, eqn))
+            taken = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
+            results = inline(program, body, [read(a) for a in taken], (*calls, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         invals = tuple([read(a) for a in eqn.invars])
@@ -170,8 +155,7 @@ def _one_implementation(
             continue
         if body.consts or not all(e.primitive.name in ROWS for e in body.jaxpr.eqns):
             continue
-        inner = dict(zip(body.jaxpr.invars, invals[1:], strict=True))
-        return tuple(_inline(program, body.jaxpr, inner, (eqn,)))
+        return tuple(inline(program, body, invals[1:], (eqn,)))
     return ()
 
 

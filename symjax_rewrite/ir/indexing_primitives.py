@@ -1,45 +1,59 @@
 """Lifting of primitives that read a part: slices, concatenations, gathers, dynamic slices.
 
 A gather reads some axes at index *values*: `TAKE(W, x₁, …)`, where W reads one bound index for each
-xⱼ. If the index values are numbers, or an index of the result, the gather is a plain slice. May
-import `primitives`.
+xⱼ. If the index values are numbers, or an index of the result, the gather is a plain slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitive_context import Site
 from symjax_rewrite.ir.primitives import ROWS as PLAIN_ROWS
 from symjax_rewrite.ir.primitives import Row, constant, dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Ref
+from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Node, Ref
 
 Range = tuple[int, int]
 _INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not lifted
 
 
 def _slice(s: Site) -> list[Ref] | None:
-    starts, limits = s.params["start_indices"], s.params["limit_indices"]
+    starts = s.params["start_indices"]
     strides = s.params["strides"] or (1,) * len(starts)
-    spec = [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)] if all(
-        isinstance(x, (int, np.integer)) for x in (*starts, *limits)
-    ) else None  # fmt: skip
-    return None if spec is None else _sliced(s, spec, 0)
+    if not _are_numbers(*starts, *s.params["limit_indices"]):
+        return None
+    return _sliced(s, [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)], 0)
+
+
+def _are_numbers(*sizes: Any) -> bool:
+    return all(isinstance(x, (int, np.integer)) for x in sizes)
 
 
 def _split(s: Site) -> list[Ref] | None:
-    axis, start, out = s.params["axis"], 0, []
-    for k, size in enumerate(s.params["sizes"]):
-        spec = [(start if a == axis else 0, 1) for a in range(len(s.ins[0].groups))]
-        refs = _sliced(s, spec, k)
-        if refs is None or not isinstance(size, (int, np.integer)):
+    sizes = s.params["sizes"]
+    return _pieces(s, accumulate(sizes[:-1], initial=0)) if _are_numbers(*sizes) else None
+
+
+def _unstack(s: Site) -> list[Ref] | None:
+    return _pieces(s, range(len(s.outs)), gone=s.params["axis"])
+
+
+def _pieces(s: Site, starts: Iterable[int], gone: int | None = None) -> list[Ref] | None:
+    """Return the parts of operand 0 from each start on, along the parameter `axis`."""
+    out = []
+    for k, start in enumerate(starts):
+        axes = range(len(s.ins[0].groups))
+        refs = _sliced(s, [(int(start) * (a == s.params["axis"]), 1) for a in axes], k, gone)
+        if refs is None:
             return None
         out += refs
-        start += int(size)
     return out
 
 
@@ -53,9 +67,7 @@ def _sliced(
         theirs.insert(gone, ())
     for axis, (start, stride) in enumerate(spec):
         src, dst = s.ins[0].groups[axis], theirs[axis]
-        if [s.ins[0].ids[q] for q in src] == [s.outs[k].ids[q] for q in dst] and len(src) == len(
-            dst
-        ):
+        if s.ins[0].ids_of(src) == s.outs[k].ids_of(dst):
             entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
         elif len(src) == 1 and len(dst) == 1:
             entry[src[0]] = ((start, stride), dst[0])
@@ -73,38 +85,17 @@ def _sliced(
 
 def _stack(s: Site) -> list[Ref] | None:
     """Return a concatenation of operands that each hold one index of the new axis."""
-    d, axes = s.params["axis"], range(len(s.outs[0].groups))
-    rest = [a for a in axes if a != d]
+    groups, d = s.outs[0].groups, s.params["axis"]
+    rest = [a for a in range(len(groups)) if a != d]
     args = []
     for k, ref in enumerate(s.refs):
-        to = _positions(s, k, dict(zip(range(len(s.ins[k].groups)), rest, strict=True)))
+        to = s.aligned(k, enumerate(rest))
         if to is None:
             return None
         args.append(ref.over(to))
-    if not s.outs[0].groups[d]:
+    if not groups[d]:
         return args
-    return [s.add(CONCAT, (s.outs[0].groups[d][0], (1,) * len(args)), tuple(args))]
-
-
-def _positions(s: Site, k: int, onto: dict[int, int]) -> dict[int, int] | None:
-    """Return atom positions of operand k over the output's, where its axes are read whole."""
-    to: dict[int, int] = {}
-    for mine, theirs in onto.items():
-        src, dst = s.ins[k].groups[mine], s.outs[0].groups[theirs]
-        if [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
-            return None
-        to.update(zip(src, dst, strict=True))
-    return to
-
-
-def _unstack(s: Site) -> list[Ref] | None:
-    d, out = s.params["axis"], []
-    for k in range(len(s.outs)):
-        refs = _sliced(s, [(k if a == d else 0, 1) for a in range(len(s.ins[0].groups))], k, d)
-        if refs is None:
-            return None
-        out += refs
-    return out
+    return [s.add(CONCAT, (groups[d][0], (1,) * len(args)), tuple(args))]
 
 
 def _tile(s: Site) -> list[Ref] | None:
@@ -112,40 +103,30 @@ def _tile(s: Site) -> list[Ref] | None:
     to: dict[int, int] = {}
     for mine, theirs in zip(s.ins[0].groups, s.outs[0].groups, strict=True):
         last = theirs[len(theirs) - len(mine) :]
-        if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in last]:
+        if s.ins[0].ids_of(mine) != s.outs[0].ids_of(last):
             return None
         to.update(zip(mine, last, strict=True))
     return [s.refs[0].over(to)]
 
 
 def _concatenate(s: Site) -> list[Ref] | None:
-    d = s.params["dimension"]
-    if len(s.outs[0].groups[d]) != 1:
-        return None
-    target = s.outs[0].groups[d][0]
+    groups, d = s.outs[0].groups, s.params["dimension"]
     args, sizes = [], []
-    for k, ref in enumerate(s.refs):
-        to: dict[int, int] = {}
-        for axis, src in enumerate(s.ins[k].groups):
-            dst = s.outs[0].groups[axis]
-            if axis == d:
-                if len(src) > 1:
-                    return None
-                to.update((q, target) for q in src)
-                size = s.ins[k].sizes[src[0]] if src else int(s.ins[k].shape[d])
-                sizes.append(size)
-            elif [s.ins[k].ids[q] for q in src] != [s.outs[0].ids[q] for q in dst]:
-                return None
-            else:
-                to.update(zip(src, dst, strict=True))
+    for k, (ref, mine) in enumerate(zip(s.refs, s.ins, strict=True)):
+        joined = mine.groups[d]
+        to = s.aligned(k, ((a, a) for a in range(len(groups)) if a != d))
+        if to is None or len(groups[d]) != 1 or len(joined) > 1:
+            return None
+        sizes.append(mine.sizes[joined[0]] if joined else int(mine.shape[d]))
+        to.update((q, groups[d][0]) for q in joined)
         args.append(ref.over(to))
-    return [s.add(CONCAT, (target, tuple(sizes)), tuple(args))]
+    return [s.add(CONCAT, (groups[d][0], tuple(sizes)), tuple(args))]
 
 
 def number_range(g: EGraph, cls: int) -> Range | None:
     """Return the smallest and largest value of an integer class, or None if unknown."""
-    node = g.classes[cls].first
-    if dtype_kind(g.classes[cls].dtype) not in "iu":
+    node, dtype = g.classes[cls].first, g.classes[cls].dtype
+    if dtype_kind(dtype) not in "iu":
         return None
     found: Range | None = None
     if node.op == CONST:
@@ -158,17 +139,21 @@ def number_range(g: EGraph, cls: int) -> Range | None:
         ends = [sorted((k * r[0], k * r[1])) for k, r in zip(node.attr, parts, strict=True) if r]
         if len(ends) == len(parts):
             found = (sum(e[0] for e in ends), sum(e[1] for e in ends))
-    elif node.op == MAP and node.attr[0] == "convert_element_type":
-        found = number_range(g, node.args[0].cls)
-    elif node.op == MAP and node.attr[0] == "select_n":
-        case = decided(g, node.args[0].cls)
-        if case is not None and len(node.args) == 3:
-            found = number_range(g, node.args[1 + case].cls)
-    low, high = (0, _INT32[1]) if dtype_kind(g.classes[cls].dtype) == "u" else _INT32
-    if np.dtype(g.classes[cls].dtype).itemsize < 4:
-        info = np.iinfo(g.classes[cls].dtype)
-        low, high = int(info.min), int(info.max)
+    elif (same := _same_number(g, node)) is not None:
+        found = number_range(g, same.cls)
+    info = np.iinfo(dtype)
+    low, high = max(int(info.min), _INT32[0]), min(int(info.max), _INT32[1])
     return found if found and low <= found[0] and found[1] <= high else None
+
+
+def _same_number(g: EGraph, node: Node) -> Ref | None:
+    """Return the operand that a cast, or a selection by a known condition, returns."""
+    if node.op == MAP and node.attr[0] == "convert_element_type":
+        return node.args[0]
+    if node.op == MAP and node.attr[0] == "select_n" and len(node.args) == 3:
+        case = decided(g, node.args[0].cls)
+        return None if case is None else node.args[1 + case]
+    return None
 
 
 def decided(g: EGraph, cls: int) -> bool | None:
@@ -189,8 +174,7 @@ def decided(g: EGraph, cls: int) -> bool | None:
 def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
     """Return `(start, stride, index)` of an integer `start + stride·index`; index -1: a number."""
     node = g.classes[ref.cls].first
-    bounds = number_range(g, ref.cls)
-    if bounds is None:
+    if number_range(g, ref.cls) is None:
         return None
     if node.op == CONST:
         return node.attr[0], 0, -1
@@ -199,10 +183,8 @@ def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
     inner: list[tuple[int, Ref]] = []
     if node.op == ADD:
         inner = list(zip(node.attr, node.args, strict=True))
-    elif node.op == MAP and node.attr[0] == "convert_element_type":
-        inner = [(1, node.args[0])]
-    elif node.op == MAP and node.attr[0] == "select_n":
-        inner = [(1, node.args[1 + bool(decided(g, node.args[0].cls))])]
+    elif (same := _same_number(g, node)) is not None:
+        inner = [(1, same)]
     start, stride, index = 0, 0, -1
     for k, a in inner:
         part = line(g, a.over(ref.axes))
@@ -227,10 +209,9 @@ class _Reading:
 
     def plain(self, axis: int, out_axis: int) -> bool:
         """Record that an axis of the operand is an axis of the output."""
-        mine, theirs = self.s.ins[0].groups[axis], self.s.outs[0].groups[out_axis]
-        self.at.update(zip(mine, theirs, strict=False))
-        ids = [self.s.ins[0].ids[q] for q in mine]
-        return ids == [self.s.outs[0].ids[q] for q in theirs]
+        to = self.s.aligned(0, [(axis, out_axis)])
+        self.at.update(to or {})
+        return to is not None
 
     def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> bool:
         """Record that an axis of the operand is read at a value, or in a window from a value on."""
@@ -250,13 +231,14 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
     lines = [_known(s, entry) for entry in reading.chosen]
     chosen, attrs, at = [], {}, dict(reading.at)
     for entry, found in zip(reading.chosen, lines, strict=True):
-        own = found is not None and found[0] == (0, 1) and entry[2] is None
-        if own and found and s.ins[0].sizes[entry[0]] == s.outs[0].sizes[found[1]]:
-            at[entry[0]] = found[1]
+        axis, _, window = entry
+        own = found is not None and found[0] == (0, 1) and window is None
+        if own and found and s.ins[0].sizes[axis] == s.outs[0].sizes[found[1]]:
+            at[axis] = found[1]
         elif all(lines) and found is not None:
-            attrs[entry[0]], at[entry[0]] = found
+            attrs[axis], at[axis] = found
         else:
-            at[entry[0]] = out + len(chosen)
+            at[axis] = out + len(chosen)
             chosen.append(entry)
     if any(i not in at for i in source.axes):
         return None
@@ -316,13 +298,12 @@ def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) 
 
 
 def _dynamic_slice(s: Site) -> list[Ref] | None:
-    sizes = s.params["slice_sizes"]
     reading = _Reading(s)
-    for axis, size in enumerate(sizes):
-        if size == s.ins[0].shape[axis]:
-            if not reading.plain(axis, axis):
-                return None
-        elif not reading.choose(axis, s.refs[1 + axis], axis):
+    for axis, size in enumerate(s.params["slice_sizes"]):
+        whole = size == s.ins[0].shape[axis]
+        if not (
+            reading.plain(axis, axis) if whole else reading.choose(axis, s.refs[1 + axis], axis)
+        ):
             return None
     return _read(s, reading, "clip", None)
 
@@ -334,7 +315,7 @@ def _gather(s: Site) -> list[Ref] | None:
         return None
     reading = _Reading(s)
     batch = [a for a in range(len(s.outs[0].groups)) if a not in set(d.offset_dims)]
-    over = _batch_positions(s, batch)
+    over = s.aligned(1, enumerate(batch))
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     kept = [a for a in range(len(sizes)) if a not in gone]
     out_axis = dict(zip(kept, map(int, d.offset_dims), strict=True))
@@ -375,37 +356,23 @@ def _fill(s: Site) -> Any:
     return s.g.classes[made.cls].first.attr
 
 
-def _batch_positions(s: Site, batch: list[int]) -> dict[int, int] | None:
-    """Return atom positions of the index array over the output's indices."""
-    to: dict[int, int] = {}
-    for mine, axis in zip(s.ins[1].groups[:-1], batch, strict=True):
-        theirs = s.outs[0].groups[axis]
-        if [s.ins[1].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
-            return None
-        to.update(zip(mine, theirs, strict=True))
-    return to
-
-
-def _index_value(
-    s: Site, start_index_map: tuple[int, ...], axis: int, over: dict[int, int]
-) -> Ref | None:
+def _index_value(s: Site, start_index_map: tuple, axis: int, over: dict[int, int]) -> Ref | None:
     """Return the index array's component for an operand axis, over the output's indices."""
     ref, last = s.refs[1], s.ins[1].groups[-1]
     if axis not in start_index_map or len(last) > 1:
         return None
     if last and last[0] in ref.axes:
-        ref = _component(s.g, ref, last[0], list(start_index_map).index(axis))
+        ref = _component(s.g, ref, last[0], start_index_map.index(axis))
     return ref.over(over)
 
 
 def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
     """Return element k of an array along an atom position; of `concat([a, b])` it is a or b."""
-    node = g.classes[ref.cls].first
+    c = g.classes[ref.cls]
+    node = c.first
     single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
     if single and ref.axes[node.attr[0]] == position:
-        piece = node.args[k]
-        return piece.over(ref.axes)
-    c = g.classes[ref.cls]
+        return node.args[k].over(ref.axes)
     attr = tuple([k if i == position else None for i in ref.axes])
     sizes = dict(zip(ref.axes, c.sizes, strict=True))
     return g.term(SLICE, (ref.moved(position, -1),), sizes, c.dtype, attr=attr)
@@ -413,34 +380,28 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
 
 def _pad(s: Site) -> list[Ref] | None:
     """Lift padding at the edges as a concatenation, and negative padding as a slice."""
-    groups, value = s.outs[0].groups, s.refs[1]
-    config = s.params["padding_config"]
-    if all(isinstance(w, (int, np.integer)) for widths in config for w in widths) and all(
-        max(low, high) <= 0 == interior for low, high, interior in config
-    ):
-        return _sliced(s, [(-int(low), 1) for low, _, _ in config], 0)
-    to: dict[int, int] = {}
+    groups, value, config = s.outs[0].groups, s.refs[1], s.params["padding_config"]
+    if not _are_numbers(*(w for widths in config for w in widths)):
+        return None
+    config = [tuple(map(int, widths)) for widths in config]
+    if all(max(low, high) <= 0 == interior for low, high, interior in config):
+        return _sliced(s, [(-low, 1) for low, _, _ in config], 0)
+    edges = {axis: (low, high) for axis, (low, high, _) in enumerate(config) if low or high}
+    to = s.aligned(0, ((a, a) for a in range(len(config)) if a not in edges))
+    if to is None or any(interior or min(low, high) < 0 for low, high, interior in config):
+        return None
+    sizes = list(s.outs[0].sizes)
     padded: list[tuple[int, int, int, Dim]] = []
-    for axis, widths in enumerate(config):
-        if not all(isinstance(w, (int, np.integer)) for w in widths):
-            return None
-        low, high, interior = map(int, widths)
+    for axis, (low, high) in edges.items():
         mine, theirs = s.ins[0].groups[axis], groups[axis]
-        if low == high == interior == 0:
-            if [s.ins[0].ids[q] for q in mine] != [s.outs[0].ids[q] for q in theirs]:
-                return None
-        elif interior or min(low, high) < 0 or len(theirs) != 1 or len(mine) > 1:
+        if len(theirs) != 1 or len(mine) > 1:
             return None
-        else:
-            padded.append((theirs[0], low, high, s.ins[0].sizes[mine[0]] if mine else 1))
+        size = sizes[theirs[0]] = s.ins[0].sizes[mine[0]] if mine else 1
+        padded.append((theirs[0], low, high, size))
         to.update(zip(mine, theirs, strict=False))
     ref = s.refs[0].over(to)
-    sizes = list(s.outs[0].sizes)
-    for target, _, _, size in padded:
-        sizes[target] = size
     for target, low, high, size in padded:
-        pieces = [(low, value), (size, ref), (high, value)]
-        pieces = [piece for piece in pieces if piece[0] != 0]
+        pieces = [(n, r) for n, r in ((low, value), (size, ref), (high, value)) if n != 0]
         sizes[target] = s.outs[0].sizes[target]
         attr = (target, tuple([n for n, _ in pieces]))
         args = tuple([r for _, r in pieces])
@@ -464,5 +425,6 @@ ROWS: dict[str, Row] = {
 
 def lift(name: str, site: Site) -> list[Ref] | None:
     """Return the outputs of an equation as references, or None if it must stay native."""
-    row = ROWS.get(name)
-    return row(site) if row else None
+    if any(jax_internals.constrains(site.params.get(p)) for p in ("sharding", "out_sharding")):
+        return None
+    return ROWS[name](site) if name in ROWS else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.egraph import EGraph
@@ -19,7 +21,12 @@ class Layout(NamedTuple):
     groups: Groups
     shape: tuple[Any, ...]
 
+    def ids_of(self, positions: Iterable[int]) -> list[int]:
+        """Return the ids of the atoms at some positions, such as a group."""
+        return [self.ids[q] for q in positions]
 
+
+@dataclass(slots=True)
 class Site:
     """The context of one equation: operand references and the index space of its output.
 
@@ -28,19 +35,12 @@ class Site:
     dtype.
     """
 
-    __slots__ = ("dtype", "g", "ins", "outs", "params", "refs")
-
-    def __init__(
-        self,
-        g: EGraph,
-        params: dict[str, Any],
-        refs: list[Ref],
-        ins: list[Layout],
-        outs: list[Layout],
-        dtype: list[str],
-    ) -> None:
-        self.g, self.params, self.dtype = g, params, dtype
-        self.refs, self.ins, self.outs = refs, ins, outs
+    g: EGraph
+    params: dict[str, Any]
+    refs: list[Ref]
+    ins: list[Layout]
+    outs: list[Layout]
+    dtype: list[str]
 
     def add(
         self, op: str, attr: object, args: tuple[Ref, ...], bound: tuple[Dim, ...] = (), k: int = 0
@@ -66,22 +66,32 @@ class Site:
         A scalar, and an axis of size 1, is read at every index of the output.
         """
         made: list[Ref] = []
-        ids, groups = self.outs[0].ids, self.outs[0].groups
-        for ref, mine in zip(self.refs, self.ins, strict=True):
-            if mine.ids == ids or not mine.groups:
+        out = self.outs[0]
+        for k, (ref, mine) in enumerate(zip(self.refs, self.ins, strict=True)):
+            if mine.ids == out.ids or not mine.groups:
                 made.append(ref)
                 continue
-            if len(mine.groups) != len(groups):
+            if len(mine.groups) != len(out.groups):
                 return None
-            to: dict[int, int] = {}
-            for here, there in zip(mine.groups, groups, strict=True):
-                if not here:
-                    continue
-                if [mine.ids[q] for q in here] != [ids[q] for q in there]:
-                    return None
-                to.update(zip(here, there, strict=True))
+            to = self.aligned(k, ((a, a) for a, group in enumerate(mine.groups) if group))
+            if to is None:
+                return None
             made.append(ref.over(to))
         return made
+
+    def aligned(self, k: int, pairs: Iterable[tuple[int, int]]) -> dict[int, int] | None:
+        """Return the output's index of each atom of operand k; None if the atoms differ.
+
+        pairs: axes of the operand, and the axes of the output that read them whole.
+        """
+        mine, out = self.ins[k], self.outs[0]
+        to: dict[int, int] = {}
+        for axis, out_axis in pairs:
+            here, there = mine.groups[axis], out.groups[out_axis]
+            if mine.ids_of(here) != out.ids_of(there):
+                return None
+            to.update(zip(here, there, strict=True))
+        return to
 
 
 def solve_matrix(params: dict[str, Any]) -> tuple[int, int, int] | None:

@@ -1,8 +1,7 @@
 """Replacement of values of a program: chosen parts become equations that later passes read.
 
-A `Part` computes some values of a program in another way. `replaced` puts parts into a program. An
-opened part is staged out into equations of the program. Any other part becomes one equation, which
-later passes see as an opaque operation. Dead equations are left out.
+An opened part is staged out into equations of the program. Any other part becomes one equation,
+which later passes see as an opaque operation. Dead equations are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import CycleError, makers_of, numbers, postorder
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
 from symjax_rewrite.jax_internals import JaxprEqn
 
@@ -24,25 +24,20 @@ class Part(Protocol):
     @property
     def gives(self) -> tuple[int, ...]:
         """Return the values that the part can compute."""
-        ...
 
     @property
     def opens(self) -> bool:
         """Return True if later passes see the part's equations, not one opaque equation."""
-        ...
 
     @property
     def source(self) -> JaxprEqn | None:
         """Return the equation whose name scope and source line the part's equations get."""
-        ...
 
     def needs(self, value: int) -> Iterable[int]:
         """Return the values that are read to compute one of the given values."""
-        ...
 
     def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
         """Return the arrays of the wanted values, a subset of the given values."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -66,20 +61,12 @@ class ConflictError(Exception):
 
 
 def replaced(program: Program, parts: Sequence[Part]) -> Program:
-    """Put parts into a program.
-
-    Args:
-        program: the current program.
-        parts: alternative computations; no value is given by two parts.
-
-    Returns:
-        The program with these parts, without dead equations.
+    """Return the program with parts, of which no two give one value, and without dead equations.
 
     Raises:
         ConflictError: some parts depend on each other in a cycle.
     """
-    units = _Units(program, parts)
-    return _Rebuilt(program).run(units.ordered())
+    return _Rebuilt(program).run(_Units(program, parts).ordered())
 
 
 def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
@@ -88,12 +75,10 @@ def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
 
 
 class _Units:
-    """The units of a program with parts that its results and effects depend on."""
-
     def __init__(self, program: Program, parts: Sequence[Part]) -> None:
         self.program = program
         self.given = {v: part for part in parts for v in part.gives}
-        self.equation_of = {v: e for e in program.equations for v in e.outvals}
+        self.equation_of = makers_of(program.equations)
         self.unit_of: dict[int, _Unit] = {}
         self._units: dict[int, _Unit] = {}
         self.there = {*program.inputs, *program.consts}
@@ -101,8 +86,7 @@ class _Units:
         self._find_live()
 
     def _find_live(self) -> None:
-        ends = [v for v in self.program.outputs if isinstance(v, int)]
-        stack = [*ends]
+        stack = numbers(self.program.outputs)
         for e in self.effects:
             unit = self._unit(e)
             stack += unit.reads
@@ -111,11 +95,10 @@ class _Units:
             v = stack.pop()
             if v in self.unit_of:
                 continue
-            part = self.given.get(v)
-            if part is not None:
+            if (part := self.given.get(v)) is not None:
                 unit = self._unit(part)
                 unit.makes.append(v)
-                reads = [u for u in part.needs(v) if isinstance(u, int)]
+                reads = numbers(part.needs(v))
                 unit.reads += reads
                 self.unit_of[v] = unit
                 stack += reads
@@ -130,10 +113,10 @@ class _Units:
     def _unit(self, maker: Equation | Part) -> _Unit:
         unit = self._units.get(id(maker))
         if unit is None:
-            unit = self._units[id(maker)] = _Unit(maker, [])
+            unit = _Unit(maker, [])
             if isinstance(maker, Equation):
-                unit.makes = list(maker.outvals)
-                unit.reads = [v for v in maker.invals if isinstance(v, int)]
+                unit = _Unit(maker, list(maker.outvals), numbers(maker.invals))
+            self._units[id(maker)] = unit
         return unit
 
     def ordered(self) -> list[_Unit]:
@@ -156,52 +139,27 @@ class _Units:
         for unit in wide:
             assert not isinstance(unit.maker, Equation)
             for v in unit.makes:
-                reads = [u for u in unit.maker.needs(v) if isinstance(u, int)]
-                self.unit_of[v] = _Unit(unit.maker, [v], reads)
+                self.unit_of[v] = _Unit(unit.maker, [v], numbers(unit.maker.needs(v)))
             del self._units[id(unit.maker)]
         return bool(wide)
 
     def _sorted(self) -> list[_Unit]:
-        order: list[_Unit] = []
-        done: set[int] = set()
-        for start in self._starts():
-            path: dict[int, tuple[_Unit, Iterator[int]]] = {}
-            if id(start) not in done:
-                path[id(start)] = (start, iter(start.reads))
-            while path:
-                at, (unit, reads) = next(reversed(path.items()))
-                for v in reads:
-                    below = self.unit_of.get(v)
-                    if below is None or id(below) in done:
-                        continue
-                    if id(below) in path:
-                        raise ConflictError(_parts_on(path, id(below)))
-                    path[id(below)] = (below, iter(below.reads))
-                    break
-                else:
-                    done.add(at)
-                    order.append(unit)
-                    del path[at]
-        return order
+        def operands(unit: _Unit) -> list[_Unit]:
+            return [self.unit_of[v] for v in reversed(unit.reads) if v in self.unit_of]
+
+        try:
+            return postorder(self._starts(), operands)
+        except CycleError as error:
+            makers = [unit.maker for unit in error.cycle]
+            raise ConflictError([m for m in makers if not isinstance(m, Equation)]) from error
 
     def _starts(self) -> Iterator[_Unit]:
         """Yield the units in the order of the equations that they replace."""
         for e in self.program.equations:
-            for v in e.outvals:
-                if v in self.unit_of:
-                    yield self.unit_of[v]
+            yield from (self.unit_of[v] for v in e.outvals if v in self.unit_of)
             if e.eqn.effects and not e.outvals:
                 yield self._units[id(e)]
-        for v in self.program.outputs:
-            if isinstance(v, int) and v in self.unit_of:
-                yield self.unit_of[v]
-
-
-def _parts_on(path: dict[int, tuple[_Unit, Any]], start: int) -> list[Part]:
-    """Return the parts on a cycle."""
-    names = list(path)
-    makers = [path[n][0].maker for n in names[names.index(start) :]]
-    return [m for m in makers if not isinstance(m, Equation)]
+        yield from (self.unit_of[v] for v in numbers(self.program.outputs) if v in self.unit_of)
 
 
 class _Rebuilt:
@@ -209,22 +167,16 @@ class _Rebuilt:
 
     def __init__(self, program: Program) -> None:
         self.old = program
-        self.new = replace(
-            program,
-            avals=list(program.avals),
-            consts=dict(program.consts),
-            equations=[],
-        )
+        avals, consts = list(program.avals), dict(program.consts)
+        self.new = replace(program, avals=avals, consts=consts, equations=[])
         self.name: dict[int, Value] = {}  # current replacement of a value
 
     def run(self, units: list[_Unit]) -> Program:
         for unit in units:
             if isinstance(unit.maker, Equation):
                 self.new.equations.append(self._renamed(unit.maker))
-            elif unit.maker.opens:
-                self._open(unit.maker, unit)
             else:
-                self._close(unit.maker, unit)
+                self._add(unit.maker, unit)
         self.new.outputs = [self._of(v) for v in self.old.outputs]
         return self.new
 
@@ -240,9 +192,9 @@ class _Rebuilt:
             return e
         return Equation(e.eqn, invals, e.outvals, same_as, e.calls)
 
-    def _function(self, part: Part, unit: _Unit) -> tuple[list[int], Callable[..., list[Any]]]:
-        """Return the values that a unit reads, and the function from these to the unit's values."""
+    def _add(self, part: Part, unit: _Unit) -> None:
         reads = list(dict.fromkeys(unit.reads))
+        given = [self._of(v) for v in reads]
         avals = [self.old.avals[v] for v in unit.makes]
 
         def run(*values: Any) -> list[Any]:
@@ -250,18 +202,10 @@ class _Rebuilt:
             made = part.emit(unit.makes, lambda v: known[v] if isinstance(v, int) else v.val)
             return [jax_internals.with_aval(x, a) for x, a in zip(made, avals, strict=True)]
 
-        return reads, run
-
-    def _open(self, part: Part, unit: _Unit) -> None:
-        reads, run = self._function(part, unit)
-        closed = jax_internals.make_avals_jaxpr(run, [self.old.avals[v] for v in reads])
-        results = inline(self.new, closed, [self._of(v) for v in reads])
-        self.name.update(zip(unit.makes, results, strict=True))
-
-    def _close(self, part: Part, unit: _Unit) -> None:
-        reads, run = self._function(part, unit)
-        given = [self._of(v) for v in reads]
-        avals = [v.aval if not isinstance(v, int) else self.new.avals[v] for v in given]
-        makes = [self.old.avals[v] for v in unit.makes]
-        eqn = jax_internals.replacement_equation(run, avals, makes, part.source, part=part)
-        self.new.equations.append(Equation(eqn, tuple(given), tuple(unit.makes)))
+        if part.opens:
+            closed = jax_internals.make_avals_jaxpr(run, [self.old.avals[v] for v in reads])
+            self.name.update(zip(unit.makes, inline(self.new, closed, given), strict=True))
+        else:
+            taken = [v.aval if not isinstance(v, int) else self.new.avals[v] for v in given]
+            eqn = jax_internals.replacement_equation(run, taken, avals, part.source, part=part)
+            self.new.equations.append(Equation(eqn, tuple(given), tuple(unit.makes)))

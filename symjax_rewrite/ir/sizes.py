@@ -1,16 +1,15 @@
 """Sizes: integers, or polynomials over named sizes.
 
 A `Dim` is a Python `int` or a `Poly`. Inner loops multiply and compare ints; a `Poly` does the same
-with small dictionaries. SymPy appears only in `to_sympy`, whose result is for reading. May import
-`errors` and `jax_internals`.
+with small dictionaries. SymPy appears only in `to_sympy`, whose result is for reading.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
-from itertools import combinations
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -33,9 +32,7 @@ class Poly:
     __slots__ = ("_hash", "terms")
 
     def __init__(self, terms: Mapping[Monomial, float]) -> None:
-        self.terms: tuple[tuple[Monomial, float], ...] = tuple(
-            sorted((m, c) for m, c in terms.items() if c != 0)
-        )
+        self.terms = tuple(sorted((m, c) for m, c in terms.items() if c != 0))
         self._hash = hash(self.terms)
 
     @classmethod
@@ -47,11 +44,9 @@ class Poly:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Poly):
-            return self.terms == other.terms
-        if isinstance(other, (int, float)):
-            return self.terms == _constant(other).terms
-        return NotImplemented
+        if not isinstance(other, (Poly, int, float)):
+            return NotImplemented
+        return self.terms == _poly(other).terms
 
     def __add__(self, other: Dim | float) -> Poly:
         out = dict(self.terms)
@@ -88,11 +83,8 @@ class Poly:
         """Return the value with every name replaced (by numbers, or by JAX dimensions)."""
         total: Any = 0
         for m, c in self.terms:
-            value: Any = c
-            for name, power in m:
-                for _ in range(power):
-                    value = value * env[name]
-            total = total + value
+            names = [name for name, power in m for _ in range(power)]
+            total = total + functools.reduce(lambda x, name: x * env[name], names, c)
         return total
 
     def divide(self, other: Dim) -> Dim | None:
@@ -125,15 +117,11 @@ class Poly:
 Dim = int | Poly
 
 
-def _constant(value: float) -> Poly:
-    return Poly({(): value})
-
-
 def _poly(value: Dim | float) -> Poly:
-    return value if isinstance(value, Poly) else _constant(value)
+    return value if isinstance(value, Poly) else Poly({(): value})
 
 
-@cache
+@functools.cache
 def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
     powers = dict(a)
     for name, p in b:
@@ -143,10 +131,7 @@ def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
 
 def simplify(dim: Dim) -> Dim:
     """Return an int if the polynomial is a constant, else the polynomial."""
-    if isinstance(dim, Poly) and all(m == () for m, _ in dim.terms):
-        constant: Any = dim.terms[0][1] if dim.terms else 0
-        return constant
-    return dim
+    return dim if not isinstance(dim, Poly) or dim.variables() else dim.at({})
 
 
 def from_jax(size: Any) -> Dim:
@@ -158,10 +143,7 @@ def from_jax(size: Any) -> Dim:
 
 def product(sizes: Iterable[Dim]) -> Dim:
     """Return the product of sizes; 1 for no sizes."""
-    out: Dim = 1
-    for s in sizes:
-        out = s * out if out != 1 else s
-    return out
+    return functools.reduce(lambda out, s: s * out if out != 1 else s, sizes, 1)
 
 
 def divide(a: Dim, b: Dim) -> Dim | None:
@@ -206,7 +188,7 @@ class Assumptions:
             self._lower.append((left - right, 1 if op in ("<", ">") else 0))
             if op == "==":
                 self._lower.append((right - left, 0))
-        pairs = combinations(list(self._lower), 2)  # a < b and b < c give a < c
+        pairs = itertools.combinations(list(self._lower), 2)  # a < b and b < c give a < c
         self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
 
     def nonnegative(self, p: Dim | float) -> bool:
@@ -216,70 +198,62 @@ class Assumptions:
         name is replaced by its lower bound plus a term ≥ 0, and all coefficients of the result must
         be ≥ 0.
         """
-        if isinstance(p, Poly):
-            p = simplify(p)
-        if not isinstance(p, Poly):
+        if not isinstance(p, Poly) or not isinstance(p := simplify(p), Poly):
             return p >= 0
         for name, upper in self._upper().items():
             powers = {power for m, _ in p.terms for n, power in m if n == name}
             if powers == {1}:
-                ends = (1, upper)
-                return all(self.nonnegative(_fix(p, name, end)) for end in ends)
-        for substitution in self._substitutions():
-            if all(c >= -1e-9 for _, c in _substitute(p, substitution).terms):
-                return True
-        return False
+                return all(self.nonnegative(_fix(p, name, end)) for end in (1, upper))
+        return any(
+            all(c >= -1e-9 for _, c in _substitute(p, substitution).terms)
+            for substitution in self._substitutions()
+        )
 
     def _upper(self) -> dict[str, float]:
         """Return constant upper bounds: facts `c - a·x ≥ b`."""
         out: dict[str, float] = {}
         for fact, bound in self._lower:
             names = [(m, c) for m, c in fact.terms if m]
-            if len(names) == 1 and names[0][1] < 0 and names[0][0][0][1] == len(names[0][0]) == 1:
-                constant = sum(c for m, c in fact.terms if not m)
-                name = names[0][0][0][0]
-                upper = (constant - bound) / -names[0][1]
-                out[name] = min(upper, out.get(name, upper))
+            match names:
+                case [(((name, 1),), slope)] if slope < 0:
+                    upper = (sum(c for m, c in fact.terms if not m) - bound) / -slope
+                    out[name] = min(upper, out.get(name, upper))
         return out
 
-    def _substitutions(self) -> Iterable[list[tuple[str, Poly]]]:
+    def _substitutions(self) -> Iterable[dict[str, Poly]]:
         """Yield lower bounds of a name by others: facts `a·x - rest ≥ b`, and means of two."""
-        yield []
+        yield {}
         bounds: dict[str, list[Poly]] = {}
         for fact, bound in self._lower:
             for m, c in fact.terms:
-                if len(m) == 1 and m[0][1] == 1 and c > 0:
-                    name = m[0][0]
-                    rest = Poly({k: v for k, v in fact.terms if k != m})
-                    if name not in rest.variables():
-                        bounds.setdefault(name, []).append((bound - rest) * (1 / c))
+                rest = Poly({k: v for k, v in fact.terms if k != m})
+                if len(m) == 1 and m[0][1] == 1 and c > 0 and m[0][0] not in rest.variables():
+                    bounds.setdefault(m[0][0], []).append((bound - rest) * (1 / c))
         for name, lows in bounds.items():
             slack = Poly.var(f"{name}'")
             for k, low in enumerate(lows):
-                yield [(name, low + slack)]
-                for other in lows[:k]:
-                    yield [(name, (low + other) * 0.5 + slack)]
+                yield {name: low + slack}
+                yield from ({name: (low + other) * 0.5 + slack} for other in lows[:k])
 
     def samples(self, names: Iterable[str]) -> list[dict[str, int]]:
         """Return concrete sizes that satisfy the facts, small to large; deterministic."""
         ordered = sorted(names)
-        out = []
-        for scale in (64, 1024, 16):
-            for ratio in (1, 8, 64):
-                env = {}
-                for k, name in enumerate(ordered):
-                    env[name] = max(2, scale * (ratio if k % 2 else 1) // (1 + k))
-                out.append(env)
+        out = [
+            {
+                name: max(2, scale * (ratio if k % 2 else 1) // (1 + k))
+                for k, name in enumerate(ordered)
+            }
+            for scale in (64, 1024, 16)
+            for ratio in (1, 8, 64)
+        ]
         good = [env for env in out if self._holds(env)]
         return good or self._search(ordered) or out[:1]
 
     def _search(self, ordered: list[str]) -> list[dict[str, int]]:
-        choices = (2, 16, 128, 1024, 8192)
-        envs: list[dict[str, int]] = [{}]
-        for name in ordered[:5]:
-            envs = [{**e, name: c} for e in envs for c in choices]
-        for name in ordered[5:]:
-            envs = [{**e, name: 64} for e in envs]
+        """Return sizes by trial of five values for each of the first five names."""
+        trials = itertools.product((2, 16, 128, 1024, 8192), repeat=len(ordered[:5]))
+        rest = dict.fromkeys(ordered[5:], 64)
+        envs = (dict(zip(ordered[:5], trial, strict=True)) | rest for trial in trials)
         return [e for e in envs if self._holds(e)][:9]
 
     def _holds(self, env: Mapping[str, int]) -> bool:
@@ -292,24 +266,11 @@ def _fix(p: Poly, name: str, at: float) -> Dim:
     return simplify(p.at({**env, name: at}))
 
 
-def _substitute(p: Poly, replaced: list[tuple[str, Poly]]) -> Poly:
-    env: dict[str, Any] = dict(replaced)
-    names = p.variables() | {n for _, q in replaced for n in q.variables()}
-    shifted: dict[str, Any] = {
-        n: Poly.var(n) if n.endswith("'") else Poly.var(n) + 1 for n in names
-    }
-    env = {n: q.at(shifted) for n, q in env.items()}
-    out = p.at({**shifted, **env})
-    return out if isinstance(out, Poly) else _constant(out)
-
-
-def _parse(text: str, fact: str) -> Poly:
-    try:
-        return _parse_sum(text)
-    except (ValueError, IndexError) as error:
-        raise UsageError(
-            "not a polynomial in named sizes", expected="such as '4*d + 1'", got=repr(fact)
-        ) from error
+def _substitute(p: Poly, replaced: dict[str, Poly]) -> Poly:
+    """Replace names by their bounds, and every other name n by n + 1."""
+    names = p.variables().union(*(q.variables() for q in replaced.values()))
+    shifted = {n: Poly.var(n) if n.endswith("'") else Poly.var(n) + 1 for n in names}
+    return _poly(p.at(shifted | {n: q.at(shifted) for n, q in replaced.items()}))
 
 
 _FACTOR = r"\s*(?:[A-Za-z_]\w*|\d+(?:\.\d+)?)\s*"
@@ -317,12 +278,13 @@ _TERM = rf"{_FACTOR}(?:[*/]{_FACTOR})*"
 _SUM = re.compile(rf"\s*[+-]?{_TERM}(?:[+-]{_TERM})*")
 
 
-def _parse_sum(text: str) -> Poly:
+def _parse(text: str, fact: str) -> Poly:
     if not _SUM.fullmatch(text):
-        raise ValueError(text)
-    total = _constant(0)
+        what = "not a polynomial in named sizes"
+        raise UsageError(what, expected="such as '4*d + 1'", got=repr(fact))
+    total = _poly(0)
     for sign, term in re.findall(r"([+-]?)\s*([^+-]+)", text):
-        value = _constant(-1 if sign == "-" else 1)
+        value = _poly(-1 if sign == "-" else 1)
         for op, factor in re.findall(r"([*/]?)\s*([A-Za-z_]\w*|\d+(?:\.\d+)?)\s*", term.strip()):
             if op == "/":
                 value = value * (1 / float(factor))
@@ -336,7 +298,6 @@ def to_sympy(dim: Dim | float) -> Any:
     """Return the size as a SymPy expression with positive integer symbols."""
     import sympy
 
-    if not isinstance(dim, Poly):
-        return sympy.sympify(dim)
+    dim = _poly(dim)
     names = {n: sympy.Symbol(n, positive=True, integer=True) for n in dim.variables()}
     return sympy.sympify(dim.at(names))

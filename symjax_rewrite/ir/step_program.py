@@ -1,8 +1,7 @@
 """Step programs: elementwise terms in the order in which a kernel computes them.
 
 Recognisers write the computation of a kernel on one tile, row or state as steps. Equal steps are
-one step. Specs compare programs by `key_of`: functions made of equal steps are equal. Imports
-nothing of the package.
+one step. Specs compare programs by `key_of`: functions made of equal steps are equal.
 
     p = StepProgram()
     x = p.add("value", 0, (), "float32")
@@ -84,12 +83,7 @@ def pruned(steps: Sequence[Step], roots: Iterable[int]) -> tuple[tuple[Step, ...
 
 
 def run(steps: Iterable[Step], handlers: Handlers) -> list[Any]:
-    """Return the value of every step.
-
-    Args:
-        steps: the program.
-        handlers: for every kind of step, its value from data, the arguments' values and dtype.
-    """
+    """Return the value of every step; `handlers` holds a function for every kind of step."""
     made: list[Any] = []
     for kind, data, args, dtype in steps:
         made.append(handlers[kind](data, [made[a] for a in args], dtype))

@@ -50,19 +50,17 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[np.ndarray]:
         >>> evaluate(closed, [np.ones((2, 3), "float32"), np.ones((3, 1), "float32")])[0].tolist()
         [[4.0], [4.0]]
     """
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, args, strict=True))
-    env.update(zip(closed.jaxpr.constvars, map(np.asarray, closed.consts), strict=True))
 
-    def read(atom: Any) -> Any:
-        is_literal = jax_internals.is_literal(atom)
-        return np.asarray(atom.val, atom.aval.dtype) if is_literal else env[atom]
+    def run(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
+        outs = _equation(eqn, list(map(_as, args, eqn.invars)))
+        return list(map(_as, outs, eqn.outvars))
 
     with np.errstate(all="ignore"):
-        for eqn in closed.jaxpr.eqns:
-            outs = _equation(eqn, [read(a) for a in eqn.invars])
-            for v, out in zip(eqn.outvars, outs, strict=True):
-                env[v] = np.asarray(out).astype(v.aval.dtype, copy=False)
-    return [np.asarray(read(a)) for a in closed.jaxpr.outvars]
+        return list(map(_as, jax_internals.eval_each(closed, args, run), closed.jaxpr.outvars))
+
+
+def _as(x: Any, v: Any) -> np.ndarray:
+    return np.asarray(x, v.aval.dtype)
 
 
 def _equation(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:

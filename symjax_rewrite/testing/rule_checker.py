@@ -122,7 +122,6 @@ def _check_at(
 def _compare_forms(
     rule: Axiom | Lemma, forms: list[Forms], specimen: Specimen, sizes: Sizes, dtype: str
 ) -> None:
-    """Compare all forms that a rule makes with the written program."""
     samples = arguments(specimen, sizes, dtype, scales(dtype))
     for wrong in differences(forms, specimen.avals(sizes, dtype), samples)[:1]:
         raise RuleError(
@@ -182,7 +181,6 @@ def _lemma_cases(rule: Lemma) -> Iterator[tuple[str, Sizes]]:
 
 
 def _side(rule: Lemma, side: int | None = 0) -> Specimen:
-    """Return one side of a lemma as a program, or both; scalar arguments are the number 3."""
 
     def program(*arrays: Any) -> Any:
         given = iter(arrays)
@@ -265,7 +263,6 @@ def _check_law(rule: Axiom, law: Sides) -> None:
 
 
 def _fires(rule: Axiom, program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> bool:
-    """Return True if an axiom adds to a program, taken as one region."""
     avals = program.avals(sizes, "float32")
     return whole_form(program.fun, avals, axioms, program.frozen())[0].made_by(rule.name)
 
@@ -286,7 +283,6 @@ def _price_text(price: Price) -> str:
 
 
 def _cheapest(program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> Price:
-    """Return the price of the cheapest form of a program that the axioms make."""
     avals = program.avals(sizes, "float32")
     forms, _ = whole_form(program.fun, avals, axioms, program.frozen())
     g, model = forms.g, CostModel(CPU, lambda d: value(d, {}))

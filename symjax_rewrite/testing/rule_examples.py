@@ -199,6 +199,7 @@ def _batch_norm(layer: Callable[..., Any]) -> Callable[..., Any]:
 # `Specimen`; with a "+", the program needs an element to read.
 Table = dict[str, tuple]
 
+# fmt: off
 CHAINS: Table = {
     "chain": ("ij,jk,kl", lambda s, a, b, c: s.mm(s.mm(a, b), c)),
     "chain of four": ("ij,jk,kl,lr", lambda s, a, b, c, d: s.mm(s.mm(a, b), s.mm(c, d))),
@@ -217,21 +218,15 @@ CHAINS: Table = {
 SUMS: Table = {
     "LoRA": ("nd,do,dr,ro", lambda s, x, W, A, B: s.mm(x, s.add(W, s.mm(A, B)))),
     "scaled LoRA": ("nd,do,dr,ro", lambda s, x, W, A, B: s.mm(x, W - 3 * s.mm(A, B))),
-    "two adapters": (
-        "nd,do,dr,ro,ds,so",
-        lambda s, x, W, A, B, C, D: s.mm(x, s.add(W, s.add(s.mm(A, B), s.mm(C, D)))),
-    ),
+    "two adapters": ("nd,do,dr,ro,ds,so",
+        lambda s, x, W, A, B, C, D: s.mm(x, s.add(W, s.add(s.mm(A, B), s.mm(C, D))))),
     "shared left operand": ("nd,do,do", lambda s, x, V, W: s.add(s.mm(x, V), s.mm(x, W))),
     "shared right operand": ("nd,nd,do", lambda s, x, y, W: s.mm(x, W) - s.mm(y, W)),
     "shared, scaled": ("nd,do,do", lambda s, x, V, W: 2 * s.mm(x, V) + 3 * s.mm(x, W)),
-    "shared, and more": (
-        "nd,do,do,no",
-        lambda s, x, V, W, c: s.add(c, s.add(s.mm(x, V), s.mm(x, W))),
-    ),
-    "shared on both sides": (
-        "nd,de,ef,ef,fo",
-        lambda s, x, U, V, W, D: s.mm(s.mm(s.mm(x, U), V), D) + s.mm(s.mm(s.mm(x, U), W), D),
-    ),
+    "shared, and more": ("nd,do,do,no",
+        lambda s, x, V, W, c: s.add(c, s.add(s.mm(x, V), s.mm(x, W)))),
+    "shared on both sides": ("nd,de,ef,ef,fo",
+        lambda s, x, U, V, W, D: s.mm(s.mm(s.mm(x, U), V), D) + s.mm(s.mm(s.mm(x, U), W), D)),
     "identity plus": ("nd,dd", lambda s, x, W: s.add(x, s.mm(x, W))),
     "nested sums": ("ij,ij,ij", lambda s, a, b, c: (a + 2 * b) + (a + (b + c))),
     "nested differences": ("ij,ij,ij", lambda s, a, b, c: (a - b) - (c - 2 * a)),
@@ -239,15 +234,10 @@ SUMS: Table = {
     "distances": ("nd,md", lambda s, x, y: jnp.sum(_far(x, y) ** 2)),
     "distances from each": ("nd,md", lambda s, x, y: jnp.sum(_far(x, y) ** 2, (1, 2))),
     "distances to each": ("n,m", lambda s, x, y: jnp.sum(_far(x, y) ** 2, 0)),
-    "distances per dimension": (
-        "nd,md",
-        lambda s, x, y: jnp.einsum("ijk,ijk->k", _far(x, y), _far(x, y)),
-    ),
-    "scaled distances": (
-        "nd,md",
-        lambda s, x, y: 0.5 * jnp.sum(jnp.square(_far(3 * x, 3 * y))),
-        "fc",
-    ),
+    "distances per dimension": ("nd,md",
+        lambda s, x, y: jnp.einsum("ijk,ijk->k", _far(x, y), _far(x, y))),
+    "scaled distances": ("nd,md",
+        lambda s, x, y: 0.5 * jnp.sum(jnp.square(_far(3 * x, 3 * y))), "fc"),
 }
 
 PARTS: Table = {
@@ -271,16 +261,10 @@ INDEXED: Table = {
     "filled rows": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b).at[x].get(mode="fill"), "fci+"),
     "gathered columns": ("n!9,ij,jk", lambda s, x, a, b: s.mm(a, b)[:, x], "fci+"),
     "gathered elements": ("n!9,n!9,ij,jk", lambda s, x, y, a, b: s.mm(a, b)[x, y], "fci+"),
-    "an element of each row": (
-        "i!9,ij,jk",
-        lambda s, x, a, b: jnp.take_along_axis(s.mm(a, b), x[:, None], 1),
-        "fci+",
-    ),
-    "rows from a number on": (
-        "n!9,ij,jk",
-        lambda s, x, a, b: lax.dynamic_slice_in_dim(s.mm(a, b), x[0], len(a) // 2 + 1),
-        "fci+",
-    ),
+    "an element of each row": ("i!9,ij,jk",
+        lambda s, x, a, b: jnp.take_along_axis(s.mm(a, b), x[:, None], 1), "fci+"),
+    "rows from a number on": ("n!9,ij,jk",
+        lambda s, x, a, b: lax.dynamic_slice_in_dim(s.mm(a, b), x[0], len(a) // 2 + 1), "fci+"),
     "gathered sum": ("n!9,ij,ij", lambda s, x, a, b: jnp.take(s.add(a, 2 * b), x, 0), "fci+"),
     "gathered map": ("n!9,ij", lambda s, x, a: jnp.tanh(a)[x], "fc+"),
     "gathered total": ("n!9,ijk", lambda s, x, a: jnp.sum(a, 1)[x], "fci+"),
@@ -292,18 +276,12 @@ BLOCKS: Table = {
     "blocks, summed": ("ij,ik,jl,kl", lambda s, a, b, c, d: s.mm(s.cat(a, b, 1), s.cat(c, d, 0))),
     "blocks, one side": ("ij,ik,l", lambda s, a, b, c: s.cat(a, b, 1)[:, :, None] * c),
     "blocks of one matrix": ("ij,ik,l", lambda s, a, b, c: jnp.sum(s.cat(a, b, 1), 1)[:, None] * c),
-    "zero block": (
-        "ij,jl",
-        lambda s, a, c: s.mm(s.cat(a, jnp.zeros_like(a), 1), jnp.concatenate([c, c], 0)),
-    ),
-    "2 by 2 blocks": (
-        "ij,ik,lj,lk,j,k",
-        lambda s, a, b, c, d, x, y: jnp.block([[a, b], [c, d]]) @ jnp.concatenate([x, y]),
-    ),
-    "adapters beside each other": (
-        "nd,dr,ds,rm,sm",
-        lambda s, x, A, B, C, D: s.mm(s.mm(x, s.cat(A, B, 1)), s.cat(C, D, 0)),
-    ),
+    "zero block": ("ij,jl",
+        lambda s, a, c: s.mm(s.cat(a, jnp.zeros_like(a), 1), jnp.concatenate([c, c], 0))),
+    "2 by 2 blocks": ("ij,ik,lj,lk,j,k",
+        lambda s, a, b, c, d, x, y: jnp.block([[a, b], [c, d]]) @ jnp.concatenate([x, y])),
+    "adapters beside each other": ("nd,dr,ds,rm,sm",
+        lambda s, x, A, B, C, D: s.mm(s.mm(x, s.cat(A, B, 1)), s.cat(C, D, 0))),
     "padded factor": (
         "ij,kl",
         lambda s, a, b: s.mm(
@@ -323,19 +301,12 @@ SPARSE: Table = {
     "lower triangle of ones": ("ij", lambda s, a: s.mm(jnp.tril(_square(a)), a)),
     "upper triangle of ones": ("ij", lambda s, a: s.mm(jnp.triu(_square(a)), a)),
     "permutation of rows": ("n!9,ij", lambda s, x, a: s.mm(_eye(a)[x], a), "fci+"),
-    "permutation of columns": (
-        "n!9,ij",
-        lambda s, x, a: s.mm(a, jnp.take(_eye(a.T), x, 0).T),
-        "fc+",
-    ),
-    "rows masked between products": (
-        "i!9,ij,jk,kl",
-        lambda s, m, a, b, c: s.mm(jnp.where(m[:, None] > 3, s.mm(a, b), 0), c),
-    ),
-    "columns masked between products": (
-        "l!9,ij,jk,kl",
-        lambda s, m, a, b, c: s.mm(a, jnp.where(m > 3, 0, s.mm(b, c))),
-    ),
+    "permutation of columns": ("n!9,ij",
+        lambda s, x, a: s.mm(a, jnp.take(_eye(a.T), x, 0).T), "fc+"),
+    "rows masked between products": ("i!9,ij,jk,kl",
+        lambda s, m, a, b, c: s.mm(jnp.where(m[:, None] > 3, s.mm(a, b), 0), c)),
+    "columns masked between products": ("l!9,ij,jk,kl",
+        lambda s, m, a, b, c: s.mm(a, jnp.where(m > 3, 0, s.mm(b, c)))),
     "masked by a triangle": ("ii,ij", lambda s, m, a: s.mm(jnp.tril(m), a)),
 }
 
@@ -347,35 +318,20 @@ INVERSES: Table = {
     "matrix times an inverse": ("ji,ii", lambda s, b, a: s.mm(b, inv(_well(a))), "F"),
     "solve with a low-rank update": ("ir,ij", _solved, "F"),
     "low-rank solve, read through it": ("ir,ij", lambda s, u, b: s.mm(u.T, _solved(s, u, b)), "F"),
-    "low-rank solve, projected": (
-        "ir,ij",
-        lambda s, u, b: s.mm(s.mm(u, u.T), _solved(s, u, b)),
-        "F",
-    ),
+    "low-rank solve, projected": ("ir,ij",
+        lambda s, u, b: s.mm(s.mm(u, u.T), _solved(s, u, b)), "F"),
     "low-rank solve, of its factor": ("ir", lambda s, u: _solved(s, u, u), "F"),
-    "low-rank solve, of a product": (
-        "ir,rj",
-        lambda s, u, x: s.mm(u.T, _solved(s, u, s.mm(u, x))),
-        "F",
-    ),
-    "low-rank solve, between two": (
-        "ir,i,i",
-        lambda s, u, a, b: (a @ _solved(s, u, b)) * (u.T @ a),
-        "F",
-    ),
-    "low-rank solve, squared": (
-        "ir,i",
-        lambda s, u, b: jnp.outer(z := _solved(s, u, b), z) @ u,
-        "F",
-    ),
+    "low-rank solve, of a product": ("ir,rj",
+        lambda s, u, x: s.mm(u.T, _solved(s, u, s.mm(u, x))), "F"),
+    "low-rank solve, between two": ("ir,i,i",
+        lambda s, u, a, b: (a @ _solved(s, u, b)) * (u.T @ a), "F"),
+    "low-rank solve, squared": ("ir,i",
+        lambda s, u, b: jnp.outer(z := _solved(s, u, b), z) @ u, "F"),
     "inverse twice": ("ii,i", lambda s, a, v: inv(inv(_well(a))) @ v, "F"),
     "inverse of a scaled matrix": ("ii,i", lambda s, a, v: inv(3 * _well(a)) @ v, "F"),
     "inverse of a diagonal": ("i,ij", lambda s, d, b: s.mm(inv(jnp.diag(1 + d * d)), b), "F"),
-    "inverse of a low-rank update": (
-        "i,ir,i",
-        lambda s, d, u, v: inv(jnp.diag(1 + d * d) + s.mm(u, u.T)) @ v,
-        "F",
-    ),
+    "inverse of a low-rank update": ("i,ir,i",
+        lambda s, d, u, v: inv(jnp.diag(1 + d * d) + s.mm(u, u.T)) @ v, "F"),
 }
 
 FROZEN: Table = {
@@ -387,6 +343,7 @@ FROZEN: Table = {
     "scaled convolution": ("bhwc,*xycf,*f", lambda s, x, w, g: _convolve(s, x, w) * g, "F+"),
     "merged adapter": ("nd,*do,*dr,*ro", lambda s, x, W, A, B: s.mm(x, W + s.mm(A, B))),
 }
+# fmt: on
 
 
 def _specimen(k: int, seed: int, name: str, shapes: str, fun: Any, kinds: str = "fci") -> Specimen:

@@ -24,25 +24,13 @@ from symjax_rewrite.codegen import emission, term_lowering
 from symjax_rewrite.codegen.emission import Array, TermPart, TermReader
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.cost.term_cost import CostModel
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import needed
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import value
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    CUMSUM,
-    DELTA,
-    IOTA,
-    LEAF,
-    SLICE,
-    TAKE,
-    Node,
-    Ref,
-)
+from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.options import Budget, Numerics
 from symjax_rewrite.rewriting.algebra import storage
@@ -142,7 +130,7 @@ def whole_form(
     """Saturate a program as one region; return its forms and its outputs in them."""
     traced = _Traced(fun, avals, frozen)
     t, order = traced.t, traced.need.order
-    leaves = [c for c in order if t.graph.classes[c].first.op == LEAF]
+    leaves = [c for c in order if t.graph.classes[c].first.op == op.LEAF]
     views = [t.view(v) for v in t.program.outputs]
     region = Region(order, list(dict.fromkeys(v.cls for v in views)), leaves=leaves)
     forms = traced.saturated(region, axioms, (), "reassoc")
@@ -221,7 +209,7 @@ class _Values:
             wanted = self._plain(self.value[cls], c.sizes)
             bound = self._plain(self.error[cls], c.sizes)
             for node, why in list(c.nodes.items())[1:]:
-                if node.op == LEAF:
+                if node.op == op.LEAF:
                     continue
                 rows.append((why.rule, f"{node.op} {node.attr}", c.dtype))
                 yield from (wanted, bound, self._plain(self._lower(cls, node), c.sizes))
@@ -231,11 +219,11 @@ class _Values:
 
     @staticmethod
     def _plain(array: Array, sizes: tuple[Any, ...]) -> Any:
-        return term_lowering.arrange(array.data, array.slots, tuple(range(len(sizes))), sizes)
+        return term_lowering.in_order(array.data, array.slots, sizes)
 
     def _try(self, cls: int) -> bool:
         for node in self.g.classes[cls].nodes:
-            if node.op == LEAF:
+            if node.op == op.LEAF:
                 self.value[cls] = self.reader.array(self.forms.region.leaves[node.attr])
                 zero = jnp.zeros(self.value[cls].data.shape, _wide())
                 self.error[cls] = Array(zero, self.value[cls].slots)
@@ -255,42 +243,36 @@ class _Values:
         return TermReader.operand(ref, source[ref.cls])
 
     def _write(self, cls: int, node: Node, operands: list, dtype: str) -> Array:
-        classes = self.g.classes
-        guards = frozenset(
-            k
-            for k, a in enumerate(node.args)
-            if node.op == CONTRACT and any(n.op == DELTA for n in classes[self.g.find(a).cls].nodes)
-        )
-        sizes = (*classes[cls].sizes, *node.bound)
-        primitives = self.forms.t.primitives
+        guards = term_lowering.deltas_in(self.g, node)
+        sizes, primitives = (*self.g.classes[cls].sizes, *node.bound), self.forms.t.primitives
         return Array(*term_lowering.lower_node(node, operands, sizes, dtype, primitives, guards))
 
     def _bound(self, cls: int, node: Node) -> Array:
         """Return the first-order rounding error of a node, given the errors of its operands."""
         value, c = self.value[cls], self.g.classes[cls]
-        if dtype_kind(c.dtype) not in "fc" or node.op in (CONST, DELTA, IOTA):
+        if dtype_kind(c.dtype) not in "fc" or node.op in (op.CONST, op.DELTA, op.IOTA):
             return Array(jnp.zeros(value.data.shape, _wide()), value.slots)
         errors = [self._operand(a, self.error) for a in node.args]
         values = [self._operand(a, self.value) for a in node.args]
         sizes = [(_size(x), i) for x, i in values]
         wide = lambda node, operands: self._write(cls, node, operands, str(_wide()))  # noqa: E731
         eps, size = _eps(c.dtype), Array(_size(value.data), value.slots)
-        if node.op == CONTRACT:
+        if node.op == op.CONTRACT:
             bare = node._replace(attr=None)
             terms = [sizes[:k] + [errors[k]] + sizes[k + 1 :] for k in range(len(sizes))]
             made = [wide(bare, term) for term in terms]
             return self._total([*made, _times(wide(bare, sizes), eps)], c.sizes)
-        if node.op == ADD:
+        if node.op == op.ADD:
             absolute = node._replace(attr=tuple(abs(k) for k in node.attr))
             once = len(node.args) < 3 and all(k == 1 for k in absolute.attr)
             own = size if once else wide(absolute, sizes)
             return self._total([wide(absolute, errors), _times(own, eps)], c.sizes)
-        if node.op in (SLICE, CONCAT):
+        if node.op in (op.SLICE, op.CONCAT):
             return wide(node, errors)
-        if node.op == TAKE:
+        if node.op == op.TAKE:
             bare = node._replace(attr=("clip", None, node.attr[2]))
             return wide(bare, [errors[0], *values[1:]])
-        if node.op == CUMSUM:
+        if node.op == op.CUMSUM:
             return self._total([wide(node, errors), _times(wide(node, sizes), eps)], c.sizes)
         pairs = zip(errors, sizes, strict=True)
         relative = sum(_largest(e) / (_largest(x) + 1e-30) for (e, _), (x, _) in pairs)
