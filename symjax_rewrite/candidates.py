@@ -36,24 +36,6 @@ class Replacement:
             of arrays, one per value, each with the shape and dtype of its value.
         opens: True if later passes see the operations of `fun` instead of one equation.
         source: the equation whose name scope and source line its operations get.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from symjax_rewrite import RulePack, packs, sym_optimize
-        >>> class ExpOfLog:
-        ...     name = "exp_of_log"  # exp(log(x)) = x where x > 0: the user says where
-        ...
-        ...     def candidates(self, program, context):
-        ...         made_by = {v: e for e in program.equations for v in e.outvals}
-        ...         for e in program.equations:
-        ...             inner = made_by.get(e.invals[0]) if e.name == "exp" else None
-        ...             if inner is not None and inner.name == "log":
-        ...                 same = Replacement(e.outvals, inner.invals, lambda x: x)
-        ...                 yield Candidate(self.name, (same,))
-        >>> pack = packs.default + RulePack("mine", (ExpOfLog(),))
-        >>> f = sym_optimize(lambda x: jnp.exp(jnp.log(x)) + 1, rules=pack)
-        >>> [r.name for r in f.explain(jnp.ones(3)).rules]
-        ['exp_of_log']
     """
 
     gives: tuple[int, ...]
@@ -152,14 +134,15 @@ Found = Candidate | Refusal | Crossover | Stopped
 
 
 class Pass(Protocol):
-    """The interface of a pass, which finds candidates of one kind."""
+    """The interface of a pass, which finds candidates of one kind.
+
+    name: in packs, plans and reports. candidates: the findings in a program that earlier passes
+    have rewritten.
+    """
 
     @property
-    def name(self) -> str:
-        """Return the name of the pass in packs, plans and reports."""
-
-    def candidates(self, program: Program, context: Context) -> Iterable[Found]:
-        """Return the candidates in a program that earlier passes have rewritten."""
+    def name(self) -> str: ...
+    def candidates(self, program: Program, context: Context) -> Iterable[Found]: ...
 
 
 @dataclass

@@ -21,35 +21,30 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn, eval_jaxpr
 
 
 class Differentiable(Protocol):
-    """The interface of the original program of an optimised call, as its transformations use it."""
+    """The interface of the original program of an optimised call, as its transformations use it.
+
+    `live` are the numbers of the inputs that have tangents. closed: the program. batch: results
+    under vmap, and their batch dimensions. jvp: results and their tangents. vjp: results,
+    residuals, `pull(residuals, cotangents or None)`; None: as JAX does. moving: for each result,
+    may it depend on the inputs `live` differentiably? transpose: cotangents of inputs in which the
+    program is linear; the others are `known`. narrowed: the call of the outputs `used`, its
+    program, and a mask of the inputs of both.
+    """
 
     @property
-    def closed(self) -> ClosedJaxpr:
-        """Return the program itself."""
-
-    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]:
-        """Return results under vmap, and their batch dimensions."""
-
-    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple:
-        """Return results and their tangents; only the inputs `live` have tangents."""
-
+    def closed(self) -> ClosedJaxpr: ...
+    def batch(self, axis: Any, values: Sequence[Any], dims: Any) -> tuple[list[Any], Any]: ...
+    def jvp(self, primals: Sequence[Any], live: list[int], tangents: list[Any]) -> tuple: ...
     def vjp(
         self, primals: Sequence[Any], live: list[int]
-    ) -> tuple[list[Any], list[Any], Any] | None:
-        """Return results, residuals, `pull(residuals, cotangents or None)`; None: as JAX does."""
-
-    def moving(self, live: list[int]) -> list[bool]:
-        """Return for each result: may it depend on the inputs `live` differentiably?"""
-
+    ) -> tuple[list[Any], list[Any], Any] | None: ...
+    def moving(self, live: list[int]) -> list[bool]: ...
     def transpose(
         self, known: Sequence[Any], linear: dict[int, Any], cotangents: Sequence[Any]
-    ) -> list[Any]:
-        """Return cotangents of inputs in which the program is linear; the others are `known`."""
-
+    ) -> list[Any]: ...
     def narrowed(
         self, made: ClosedJaxpr, used: Sequence[bool]
-    ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]:
-        """Return the call of the outputs `used`, its program, and a mask of the inputs of both."""
+    ) -> tuple[Differentiable, ClosedJaxpr, list[bool]]: ...
 
 
 _call_p = _core.Primitive("sym_call")
@@ -70,10 +65,6 @@ def bind_call(made: ClosedJaxpr, source: Differentiable, values: Sequence[Any]) 
     return list(_call_p.bind(*values, call_jaxpr=made, source=source))
 
 
-def _call_avals(*_: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> tuple:
-    return call_jaxpr.out_avals, call_jaxpr.effects
-
-
 def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Differentiable) -> Any:
     consts = _mlir.ir_consts(call_jaxpr.consts, [v.aval for v in call_jaxpr.jaxpr.constvars])
     out, tokens = _mlir.jaxpr_subcomp(
@@ -89,10 +80,6 @@ def _lower_call(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, source: Different
     )
     ctx.set_tokens_out(tokens)
     return out
-
-
-def _batch_call(axis: Any, values: Any, dims: Any, *, source: Differentiable, **_: Any) -> Any:
-    return source.batch(axis, values, dims)
 
 
 def _dce_call(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
@@ -181,9 +168,11 @@ def _check_call(*args: Any, source: Differentiable, **_: Any) -> Any:
 
 
 _call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *values))
-_call_p.def_effectful_abstract_eval(_call_avals)
+_call_p.def_effectful_abstract_eval(
+    lambda *_, call_jaxpr, source: (call_jaxpr.out_avals, call_jaxpr.effects)
+)
 _mlir.register_lowering(_call_p, _lower_call)
-_batching.fancy_primitive_batchers[_call_p] = _batch_call
+_batching.fancy_primitive_batchers[_call_p] = lambda *args, source, **_: source.batch(*args)
 _ad.primitive_jvps[_call_p] = _jvp_call
 _ad.primitive_linearizations[_call_p] = _linearize_call
 _ad.primitive_transposes[_call_p] = _transpose_call

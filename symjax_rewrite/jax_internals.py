@@ -21,7 +21,6 @@ from jax.extend import core as jex_core
 
 Var = jex_core.Var
 Literal = jex_core.Literal
-DropVar = jex_core.DropVar
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
@@ -161,14 +160,13 @@ def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:
 
 def dim_variables(dim: Any) -> dict[str, Any]:
     """Return the JAX dimension of every factor of a symbolic dimension, by name."""
-    out = {}
-    for term, _ in dim._sorted_terms:
-        for factor, _ in term._factors:
-            name = str(factor.var or factor)
-            one = type(term).from_factor(factor, 1) if hasattr(type(term), "from_factor") else None
-            if one is not None:
-                out[name] = type(dim)._from_term(one, 1, dim.scope)
-    return out
+    return {
+        str(factor.var or factor): type(dim)._from_term(
+            type(term).from_factor(factor, 1), 1, dim.scope
+        )
+        for term, _ in dim._sorted_terms
+        for factor, _ in term._factors
+    }
 
 
 def is_symbolic(dim: Any) -> bool:
@@ -187,9 +185,8 @@ def constrains(sharding: Any) -> bool:
     if sharding is None:
         return False
     spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
-    if spec is None or mesh is None or any(part is not None for part in spec):
-        return True
-    return not (mesh.empty or mesh.are_all_axes_auto)
+    named = spec is None or mesh is None or any(part is not None for part in spec)
+    return named or not (mesh.empty or mesh.are_all_axes_auto)
 
 
 def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:
@@ -241,8 +238,8 @@ def with_aval(value: Any, aval: Any) -> Any:
 _MONOIDS = {
     "sum": (jax.lax.add, lambda d: np.zeros((), d)),
     "prod": (jax.lax.mul, lambda d: np.ones((), d)),
-    "max": (jax.lax.max, lambda d: _lax._get_max_identity(d)),
-    "min": (jax.lax.min, lambda d: _lax._get_min_identity(d)),
+    "max": (jax.lax.max, _lax._get_max_identity),
+    "min": (jax.lax.min, _lax._get_min_identity),
     "and": (jax.lax.bitwise_and, lambda d: np.asarray(-1 if d != np.bool_ else True, d)),
     "or": (jax.lax.bitwise_or, lambda d: np.zeros((), d)),
 }
@@ -267,11 +264,11 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     out: list[ClosedJaxpr] = []
     for param in eqn.params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, Jaxpr):
+                inputs = [*item.constvars, *item.invars]
+                item = ClosedJaxpr(item.replace(constvars=[], invars=inputs), ())
             if isinstance(item, ClosedJaxpr):
                 out.append(item)
-            elif isinstance(item, Jaxpr):
-                inputs = [*item.constvars, *item.invars]
-                out.append(ClosedJaxpr(item.replace(constvars=[], invars=inputs), ()))
     return out
 
 
@@ -333,9 +330,6 @@ class BodySpot:
         return eqn.replace(params={**eqn.params, self._key: new})
 
 
-_SEALED = "symjax_kernel"
-
-
 def sealed(fun: Callable) -> Callable:
     """Return a function whose body is not rewritten, such as the loops of a kernel."""
 
@@ -346,27 +340,21 @@ def sealed(fun: Callable) -> Callable:
 
 
 def is_sealed(eqn: JaxprEqn) -> bool:
-    """Return True if an equation is a call of a `sealed` function."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == _SEALED
+    """Return True if an equation is a call of a `sealed` function, by its name."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"] == "symjax_kernel"
 
 
 def optimisable_bodies(eqn: JaxprEqn) -> list[BodySpot]:
     """Return the bodies of loops, branches, remat and fenced calls."""
     name, p = eqn.primitive.name, eqn.params
-    if is_sealed(eqn):
-        return []
-    if name == "scan":
-        steps = p["length"] if isinstance(p["length"], int) else 1
-        return [BodySpot(p["jaxpr"], max(1, steps), "jaxpr", None)]
-    if name == "while":
-        return [BodySpot(p["body_jaxpr"], 1, "body_jaxpr", None)]
     if name == "cond":
         return [BodySpot(b, 1, "branches", k) for k, b in enumerate(p["branches"])]
-    if name in REMAT:
-        return [BodySpot(ClosedJaxpr(p["jaxpr"], ()), 1, "jaxpr", None)]
-    if name in ("jit", "pjit"):
-        return [BodySpot(p["jaxpr"], 1, "jaxpr", None)]
-    return []
+    if name not in ("scan", "while", "jit", "pjit", *REMAT) or is_sealed(eqn):
+        return []
+    key = "body_jaxpr" if name == "while" else "jaxpr"
+    body = ClosedJaxpr(p[key], ()) if name in REMAT else p[key]
+    steps = p["length"] if name == "scan" else 1
+    return [BodySpot(body, max(1, steps) if isinstance(steps, int) else 1, key, None)]
 
 
 def platform_branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
@@ -380,11 +368,6 @@ def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
     atoms = [*closed.jaxpr.outvars, *(v for e in closed.jaxpr.eqns for v in e.invars)]
     read = {v for v in atoms if not is_literal(v)}
     return tuple([v in read for v in closed.jaxpr.invars])
-
-
-def convolve(x: Any, w: Any, params: dict[str, Any]) -> Any:
-    """Return a convolution with the params of an equation."""
-    return jax.lax.conv_general_dilated_p.bind(x, w, **params)
 
 
 def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
@@ -417,11 +400,8 @@ def replacement_equation(
 ) -> JaxprEqn:
     """Return an equation that represents a function in an optimiser's program; never staged out.
 
-    Args:
-        run: function of arrays that returns arrays; `eval_equation` calls it.
-        reads, makes: avals of its arguments and results.
-        source: the equation whose name scope and source line it has.
-        params: more parameters of the equation.
+    run: function of arrays that returns arrays; `eval_equation` calls it. reads, makes: avals of
+    its arguments and results. source: the equation whose name scope and source line it has.
     """
 
     def bound(*args: Any) -> list[Any]:

@@ -43,13 +43,10 @@ def float_primitives(closed: ClosedJaxpr) -> set[str]:
 
 
 def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    """Evaluate a jaxpr with other rules for some primitives, where their results are floats.
+    """Evaluate a jaxpr without loops by other rules for some primitives with float results.
 
-    Args:
-        rules: by a primitive's name `rule(original, *operands, **params)`; `original` binds the
-            primitive itself to other operands.
-        closed: a jaxpr without loops; its calls are inlined.
-        args: its arguments.
+    rules: by a primitive's name `rule(original, *operands, **params)`; `original` binds the
+    primitive itself to other operands.
     """
 
     def run(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -72,12 +69,9 @@ _absent_p.multiple_results = True
 
 
 def absent_kernel(avals: Sequence[Any], what: str, wanted: str) -> tuple[Any, ...]:
-    """Return stand-ins for a kernel's results on other platforms; their lowering raises an error.
+    """Return stand-ins for a kernel's results on other platforms than the one it runs on.
 
-    Args:
-        avals: of the results.
-        what: the kernel.
-        wanted: the platform it runs on.
+    Their lowering raises an error.
     """
     arrays = tuple(_core.ShapedArray(a.shape, a.dtype) for a in avals)
     return tuple(_absent_p.bind(avals=arrays, what=what, wanted=wanted))

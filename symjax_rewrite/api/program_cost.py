@@ -75,8 +75,7 @@ def _at(size: Dim | float, sample: dict[str, int]) -> float:
 def flops(closed: ClosedJaxpr, device: Device = CPU) -> Dim | None:
     """Return the FLOPs of the contractions of a jaxpr: 2mnk each, times the trip counts of loops.
 
-    Returns:
-        The FLOPs; None if the trip count of an equation with products is unknown.
+    They are None if the trip count of an equation with products is unknown.
     """
     return _total(_equation_flops(eqn, device) for eqn in closed.jaxpr.eqns)
 
@@ -285,13 +284,10 @@ def _bytes(v: Any) -> Dim:
 
 
 def memory(program: Program, device: Device = CPU) -> tuple[float, float] | None:
-    """Return the peak of live bytes, and the bytes of the largest value.
+    """Return the peak of live bytes, and the bytes of the largest value; None for symbolic sizes.
 
     Every equation counts as materialised. XLA fuses, so the true peak is lower; the same convention
     holds for both sides of a comparison.
-
-    Returns:
-        The two numbers; None if some size is symbolic.
     """
     if any(not isinstance(d, int) for a in program.avals for d in getattr(a, "shape", ())):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,8 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON: jaxprs and symbolic sizes as text, null for no price."""
-        names = [*self.__slots__[:4], "best_alternative", *self.__slots__[4:]]
+        names = [f.name for f in fields(self)]
+        names.insert(4, "best_alternative")
         return json.dumps({name: getattr(self, name) for name in names}, indent=1, default=_plain)
 
     def save(self, path: str | Path) -> None:

@@ -1,10 +1,9 @@
 """The test that two results of a program differ by rounding alone.
 
-The tolerance follows from the
-dtypes, the accumulators and the lengths of the sums of the program (`rounding`), never from the
-number of entries of a result. The test applies to the whole result and to every slice across each
-axis, to the root mean square and to the largest entry: roundings average out over many entries,
-while a wrong mask in one row does not.
+The tolerance follows from the dtypes, the accumulators and the lengths of the sums of the program
+(`rounding`), never from the number of entries of a result. The test applies to the whole result and
+to every slice across each axis, to the root mean square and to the largest entry: roundings average
+out over many entries, while a wrong mask in one row does not.
 """
 
 from __future__ import annotations
@@ -120,13 +119,14 @@ def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | No
     if not np.isfinite(scale):
         return "the difference overflows"
     error, noise, least = error / scale, noise / scale, least / scale
+    root_mean = lambda x, axis: np.sqrt(np.mean(x * x, axis=axis))  # noqa: E731
     axes: list[int | None] = [None]
     axes += [i for i, n in enumerate(error.shape) if n > 1 and error.size >= ENTRIES * n]
     for axis in axes:
         others = tuple(i for i in range(error.ndim) if i != axis)
         many = error.size >= ENTRIES * (1 if axis is None else error.shape[axis])
         mean = MEAN if many else LARGEST  # few samples of an error may be small by chance
-        for name, factor, of in (("mean", mean, _root_mean), ("largest", LARGEST, np.max)):
+        for name, factor, of in (("mean", mean, root_mean), ("largest", LARGEST, np.max)):
             far, limit = of(error, axis=others), factor * of(noise, axis=others) + 4 * least
             if np.all(far <= limit):
                 continue
@@ -135,7 +135,3 @@ def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | No
             far, limit = np.ravel(far)[at] * scale, np.ravel(limit)[at] * scale
             return f"a {name} difference of {far:.3g}{place}, rounding explains {limit:.3g}"
     return None
-
-
-def _root_mean(x: np.ndarray, axis: Any) -> np.ndarray:
-    return np.sqrt(np.mean(x * x, axis=axis))

@@ -74,16 +74,15 @@ class RegionForm:
 
 
 class ClassMaker(Protocol):
-    """An object that computes classes of terms by other means than their written nodes."""
+    """An object that computes classes of terms by other means than their written nodes.
 
-    def gives(self) -> set[int]:
-        """Return the classes that it computes for other readers."""
+    gives: the classes that it computes for other readers. needs: the classes that must be computed
+    before a class of its own. array: a class's value, and its slots.
+    """
 
-    def needs(self, cls: int) -> Iterable[int]:
-        """Return the classes that must be computed before a class of its own."""
-
-    def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return a class's value, and its slots."""
+    def gives(self) -> set[int]: ...
+    def needs(self, cls: int) -> Iterable[int]: ...
+    def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -50,9 +50,9 @@ def arrange(data: Any, labels: Labels, order: Labels, sizes: Sizes) -> Any:
     wanted = sorted(range(len(labels)), key=lambda a: position[labels[a]])
     if wanted != list(range(len(labels))):
         data = lax.transpose(data, wanted)
-    dims = tuple(position[labels[a]] for a in wanted)
-    if len(dims) == len(order):
+    if len(wanted) == len(order):
         return data
+    dims = tuple(position[labels[a]] for a in wanted)
     return lax.broadcast_in_dim(data, tuple(sizes[i] for i in order), dims)
 
 
@@ -199,10 +199,7 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
     if _better_swapped(left, right, summed):
         left, right = right, left
     (a, la), (b, lb) = left, right
-    dims = (
-        ([la.index(i) for i in summed], [lb.index(i) for i in summed]),
-        ([la.index(i) for i in batch], [lb.index(i) for i in batch]),
-    )
+    dims = [([la.index(i) for i in axes], [lb.index(i) for i in axes]) for axes in (summed, batch)]
     data = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=np.dtype(dtype))
     free = [i for i in la if i not in shared] + [i for i in lb if i not in shared]
     return data, (*batch, *free)
@@ -211,11 +208,9 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
 def _better_swapped(left: Operand, right: Operand, summed: list[int]) -> bool:
     """Return True if swapped operands cost less to read; ties keep the natural output order."""
     now, then = _stride_cost(left, right, summed), _stride_cost(right, left, summed)
-    if now != then:
-        return then < now
     mine = min((i for i in left[1] if i not in right[1]), default=-1)
     theirs = min((i for i in right[1] if i not in left[1]), default=mine)
-    return theirs < mine
+    return (then, theirs) < (now, mine)
 
 
 def _stride_cost(left: Operand, right: Operand, summed: list[int]) -> float:
@@ -367,27 +362,19 @@ def _concat(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
     return lax.concatenate(arrays, order.index(target)), order
 
 
-def _const(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    return jnp.asarray(np.asarray(node.attr[0]).astype(np.dtype(dtype))), ()
-
-
 def _delta(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     rows, columns = (lax.broadcasted_iota(np.int32, tuple(sizes[:2]), k) for k in (0, 1))
     return lax.convert_element_type(lax.eq(rows, columns), np.dtype(dtype)), (0, 1)
-
-
-def _iota(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    return lax.iota(np.dtype(dtype), sizes[0]), (0,)
 
 
 def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     """Lower a gather, or a dynamic slice if every index value is one number."""
     mode, fill, windows = node.attr
     (data, labels), *values = operands
-    window = {node.out + j: w for j, w in enumerate(windows)}
+    window = dict(enumerate(windows, node.out))
     for k in window:
         data, labels = _varying(data, labels, k, sizes)
-    counts = [1 if i in window and window[i] is None else sizes[window.get(i, i)] for i in labels]
+    counts = [1 if window.get(i, i) is None else sizes[window.get(i, i)] for i in labels]
     over = tuple(dict.fromkeys(i for _, value_labels in values for i in value_labels))
     if mode == "fill" and any(sizes[i] == 0 for i in window):
         order = tuple(range(node.out))  # no index value is in range
@@ -404,8 +391,8 @@ def _take(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     zero = np.zeros((), common)
     starts = [lax.convert_element_type(at[i][0], common) if i in at else zero for i in labels]
     part = lax.dynamic_slice_p.bind(data, *starts, slice_sizes=tuple(counts))
-    gone = [a for a, i in enumerate(labels) if i in window and window[i] is None]
-    names = [window.get(i, i) for a, i in enumerate(labels) if a not in gone]
+    names = [window.get(i, i) for i in labels]
+    gone = [a for a, i in enumerate(names) if i is None]
     return lax.squeeze(part, gone), tuple(i for i in names if i is not None)
 
 
@@ -414,7 +401,7 @@ def _gather(
 ) -> Operand:
     """Return the gather whose index array is over the indices of `start`, its parts last."""
     indices, over = start
-    gone = [a for a, i in enumerate(labels) if i in window and window[i] is None]
+    gone = [a for a, i in enumerate(labels) if window.get(i, i) is None]
     batch = [a for a, i in enumerate(labels) if i in over]
     kept = [a for a in range(len(labels)) if a not in gone and a not in batch]
     first = min(labels.index(i) for i in window)
@@ -447,11 +434,6 @@ def _cumsum(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Op
     return lax.cumsum(data, axis=labels.index(index), reverse=reverse), labels
 
 
-def _inverse(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
-    data, labels = operands[0]
-    return jnp.linalg.inv(data), labels[::-1]
-
-
 def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Operand:
     """Lower Σ_s C·right with C(p, q) = (A⁻¹)(q, p).
 
@@ -460,8 +442,7 @@ def _solve(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Ope
     (data, order), (right, labels) = operands
     summed = node.out
     free = order[0] if order[1] == summed else order[1]
-    if order[0] != summed:
-        data = data.T
+    data = data if order[0] == summed else data.T
     moved = jnp.moveaxis(right, labels.index(summed), 0)
     columns = functools.reduce(operator.mul, moved.shape[1:], 1)
     flat = moved if moved.ndim == 2 else lax.reshape(moved, (moved.shape[0], columns))
@@ -474,7 +455,7 @@ def _conv(node: Node, operands: list[Operand], sizes: Sizes, dtype: str) -> Oper
     (x, x_labels), (w, w_labels) = operands
     x = lax.reshape(arrange(x, x_labels, left, sizes), left_shape)
     w = lax.reshape(arrange(w, w_labels, right, sizes), right_shape)
-    out = jax_internals.convolve(x, w, dict(params))
+    out = lax.conv_general_dilated_p.bind(x, w, **dict(params))
     return lax.reshape(out, sizes[: node.out]), tuple(range(node.out))
 
 
@@ -484,12 +465,15 @@ _LOWER: dict[str, Callable[[Node, list[Operand], Sizes, str], Operand]] = {
     op.REDUCE: _reduce,
     op.SLICE: _slice,
     op.CONCAT: _concat,
-    op.CONST: _const,
+    op.CONST: lambda node, _, __, dtype: (
+        jnp.asarray(np.asarray(node.attr[0]).astype(np.dtype(dtype))),
+        (),
+    ),
     op.DELTA: _delta,
-    op.IOTA: _iota,
+    op.IOTA: lambda _, __, sizes, dtype: (lax.iota(np.dtype(dtype), sizes[0]), (0,)),
     op.TAKE: _take,
     op.CUMSUM: _cumsum,
-    op.INVERSE: _inverse,
+    op.INVERSE: lambda _, given, *__: (jnp.linalg.inv(given[0][0]), given[0][1][::-1]),
     op.SOLVE: _solve,
     op.CONV: _conv,
 }

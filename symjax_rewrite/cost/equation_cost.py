@@ -44,12 +44,8 @@ def equation_seconds(
 ) -> float:
     """Return the seconds of one equation, by the roofline.
 
-    Args:
-        eqn: the equation.
-        device: where it runs.
-        times: number of repetitions, in one kernel.
-        moving: numbers of the operands that differ in each repetition; others are read once.
-        summed: True if only the sum of all its results is written.
+    times: number of repetitions, in one kernel. moving: numbers of the operands that differ in each
+    repetition; others are read once. summed: True if only the sum of all its results is written.
     """
     name = eqn.primitive.name
     out = eqn.outvars[0].aval if eqn.outvars else None

@@ -30,14 +30,11 @@ def gains_share(
 
 
 def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) -> tuple[bool, str]:
-    """Judge another form of a region: it dominates, or is predicted enough faster.
+    """Return True if another form of a region dominates or is enough faster, and the reason.
 
     The model is least accurate for forms without a product, so dominance is not enough for these.
     Operations folded into frozen weights cost nothing at run time, so with frozen weights every
     dominating form is taken.
-
-    Returns:
-        True if the form is taken, and the reason.
     """
     margins = device.margins
     pairs = [

@@ -68,12 +68,8 @@ class Margins:
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
     larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
-    share_of_program: float = quantity(
-        "1", "share of a program's time that a gain must have", JUDGED, 0.01
-    )
-    share_of_loop: float = quantity(
-        "1", "share of a loop's time that hoisting must save", JUDGED, 0.08
-    )
+    share_of_program: float = quantity("1", "share of a program's time to gain", JUDGED, 0.01)
+    share_of_loop: float = quantity("1", "share of a loop's time to save", JUDGED, 0.08)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +82,18 @@ class MemoryFacts:
         NO_SCRIPT,
         16 << 20,
     )
-    cached_step: float = quantity(
-        "1", "times the bandwidth for thin products in a cache", NO_SCRIPT, 2.0
-    )
+    cached_step: float = quantity("1", "factor of the bandwidth, cached products", NO_SCRIPT, 2.0)
     cached_terms: float = quantity(
-        "1", "times the bandwidth, pairwise terms in a cache", FOLDS, 1.0
+        "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
     )
     kept_bytes: float = quantity(
         "bytes", "temporaries that the allocator keeps for the next call", FOLDS, math.inf
     )
     constant_bytes: float = quantity(
-        "bytes", "frozen values of a program; more are arguments", JUDGED, -1
+        "bytes", "frozen values of a program; more: arguments", JUDGED, -1
     )
-    fresh_bytes_per_s: float = quantity(
-        "bytes/s", "further temporaries, from the system", FOLDS, math.inf
-    )
-    passes_of_write: float = quantity(
-        "1", "passes over memory of a write: 2 if lines are read", FACT, 1.0
-    )
+    fresh_bytes_per_s: float = quantity("bytes/s", "further temporaries", FOLDS, math.inf)
+    passes_of_write: float = quantity("1", "passes over memory of a write", FACT, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +107,9 @@ class FoldFacts:
     reads_places: bool = fact("sums over sparse terms read their places alone", False)
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
-        "1", "least terms of a sparse product, per summed term", JUDGED, 16
+        "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
-    least_of_sort: float = quantity(
-        "1", "least length of a sorted row, per kept element", JUDGED, 4
-    )
+    least_of_sort: float = quantity("1", "least length of a sorted row, per kept one", JUDGED, 4)
     block_s: float = quantity("s", "beside a block's products", FOLDS, 0.0)
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
@@ -150,20 +138,14 @@ class LoopFacts:
     steps_are_launches: bool = fact("each operation of a step is a launch", True)
     cut_sums_are_slow: bool = fact("cut sums read an array of all steps element by element", False)
     packs_small_floats: bool = fact("bfloat16 and float8 are updated in place as bits alone", False)
-    operations_per_launch: float = quantity(
-        "1", "operations that take the time of a launch", NO_SCRIPT, 3
-    )
+    operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)
     least_packed: int = quantity("elements", "smaller stacks stay as they are", JUDGED, 1 << 12)
     least_remade_bytes: float = quantity("bytes", "fewer stay in a cache", JUDGED, 6 << 20)
     least_remade_steps: int = quantity("steps", "fewer are one block", JUDGED, 32)
-    fused_step: float = quantity(
-        "1", "speedup of cheap elementwise work in a fused step", NO_SCRIPT, 4.0
-    )
-    least_cut_weights: float = quantity(
-        "bytes", "products of smaller weights stay whole", NO_SCRIPT, 3 << 18
-    )
+    fused_step: float = quantity("1", "speedup of cheap work in a fused step", NO_SCRIPT, 4.0)
+    least_cut_weights: float = quantity("bytes", "smaller weights stay whole", NO_SCRIPT, 3 << 18)
     most_cut_rows: int = quantity("rows", "a product of more stays whole", NO_SCRIPT, 32)
     least_cut_steps: int = quantity("steps", "in fewer a product stays whole", JUDGED, 8)
 
@@ -196,9 +178,7 @@ class ChunkedMatrices:
     gradient_step_s: float = quantity("s", "a step's gradient", MATRICES, 0.8e-6)
     gradient_entry_s: float = quantity("s/entry", "a step's gradient, f32", MATRICES, 4e-9)
     flops_per_s: float = quantity("FLOP/s", "in chunks, f32", MATRICES, 8e10)
-    narrow_flops_per_s: float = quantity(
-        "FLOP/s", "chunks of few keys or values, f32", MATRICES, 3.5e10
-    )
+    narrow_flops_per_s: float = quantity("FLOP/s", "chunks of few keys, f32", MATRICES, 3.5e10)
     narrow: int = quantity("elements", "fewer keys or values are few", MATRICES, 32)
     chunk_s: float = quantity("s", "beside a chunk's products", MATRICES, 5e-6)
     diagonal: float = quantity("1", "times a scalar decay's time", MATRICES, 2.7)
@@ -223,7 +203,7 @@ class BandedBlocks:
     least_flops: float = quantity("FLOP", "products of fewer are done in no time", JUDGED, 1 << 25)
     least_rows: int = quantity("rows", "of a block", JUDGED, 32)
     copied_bytes_per_s: float = quantity(
-        "bytes/s", "operands cut out, and results joined", NO_SCRIPT, 4.4e9
+        "bytes/s", "operands cut, and results joined", NO_SCRIPT, 4.4e9
     )
 
 

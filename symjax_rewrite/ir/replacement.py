@@ -19,25 +19,22 @@ Read = Callable[[Value], Any]  # returns the array of a value
 
 
 class Part(Protocol):
-    """An alternative computation of some values of a program."""
+    """An alternative computation of some values of a program.
+
+    gives: the values that it can compute. opens: True if later passes see its equations, not one
+    opaque equation. source: the equation whose name scope and source line its equations get. needs:
+    the values read to compute one of the given values. emit: the arrays of the wanted values, a
+    subset of the given values.
+    """
 
     @property
-    def gives(self) -> tuple[int, ...]:
-        """Return the values that the part can compute."""
-
+    def gives(self) -> tuple[int, ...]: ...
     @property
-    def opens(self) -> bool:
-        """Return True if later passes see the part's equations, not one opaque equation."""
-
+    def opens(self) -> bool: ...
     @property
-    def source(self) -> JaxprEqn | None:
-        """Return the equation whose name scope and source line the part's equations get."""
-
-    def needs(self, value: int) -> Iterable[int]:
-        """Return the values that are read to compute one of the given values."""
-
-    def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]:
-        """Return the arrays of the wanted values, a subset of the given values."""
+    def source(self) -> JaxprEqn | None: ...
+    def needs(self, value: int) -> Iterable[int]: ...
+    def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]: ...
 
 
 @dataclass(eq=False, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,14 +20,12 @@ Monomial = tuple[tuple[str, int], ...]
 
 
 class Poly:
-    """A polynomial with rational-free (int or float) coefficients over named sizes.
+    """A polynomial with int or float coefficients over named sizes.
 
     Example:
         >>> T, d = Poly.var("T"), Poly.var("d")
-        >>> str(2 * T * d + d)
-        '2*T*d + d'
-        >>> (T * d).at({"T": 3, "d": 4})
-        12
+        >>> str(2 * T * d + d), (T * d).at({"T": 3, "d": 4})
+        ('2*T*d + d', 12)
     """
 
     __slots__ = ("_hash", "terms")
@@ -123,10 +122,7 @@ def _poly(value: Dim | float) -> Poly:
 
 @functools.cache
 def _monomial_product(a: Monomial, b: Monomial) -> Monomial:
-    powers = dict(a)
-    for name, p in b:
-        powers[name] = powers.get(name, 0) + p
-    return tuple(sorted(powers.items()))
+    return tuple(sorted((Counter(dict(a)) + Counter(dict(b))).items()))
 
 
 def simplify(dim: Dim) -> Dim:
@@ -155,14 +151,9 @@ def divide(a: Dim, b: Dim) -> Dim | None:
 
 def value(dim: Dim, env: Mapping[str, int]) -> int:
     """Return a size as a number at a sample of the named sizes."""
-    return dim if isinstance(dim, int) else dim.at(_Default(env))
-
-
-class _Default(dict):
-    """A sample whose missing names (opaque factors such as `floordiv(b, 2)`) count as 64."""
-
-    def __missing__(self, key: str) -> int:
-        return 64
+    if isinstance(dim, int):
+        return dim
+    return dim.at(defaultdict(lambda: 64, env))  # opaque factors such as `floordiv(b, 2)`
 
 
 class Assumptions:
@@ -203,7 +194,8 @@ class Assumptions:
         for name, upper in self._upper().items():
             powers = {power for m, _ in p.terms for n, power in m if n == name}
             if powers == {1}:
-                return all(self.nonnegative(_fix(p, name, end)) for end in (1, upper))
+                env = {n: Poly.var(n) for n in p.variables()}
+                return all(self.nonnegative(p.at(env | {name: end})) for end in (1, upper))
         return any(
             all(c >= -1e-9 for _, c in _substitute(p, substitution).terms)
             for substitution in self._substitutions()
@@ -259,11 +251,6 @@ class Assumptions:
     def _holds(self, env: Mapping[str, int]) -> bool:
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
-
-
-def _fix(p: Poly, name: str, at: float) -> Dim:
-    env: dict[str, Any] = {n: Poly.var(n) for n in p.variables()}
-    return simplify(p.at({**env, name: at}))
 
 
 def _substitute(p: Poly, replaced: dict[str, Poly]) -> Poly:

@@ -24,13 +24,7 @@ inv = jnp.linalg.inv
 
 
 class Spelling:
-    """Random spellings of the same operations.
-
-    Example:
-        >>> s = Spelling(0)
-        >>> s.mm(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
-        (2, 4)
-    """
+    """Random spellings of the same operations."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,9 +1,8 @@
 """The forms that rules make of a program, and their values.
 
-The rules saturate the regions of a program. *Every* node they add is emitted and evaluated, not
-only the extracted nodes, and compared with its class. Integers must be equal. Floats must agree
-within a multiple of the error bound of the written program (a running error analysis), so that a
-form with cancellation is detected.
+*Every* node that the rules add to a region is evaluated, not only the extracted nodes, and compared
+with its class. Integers must be equal. Floats must agree within a multiple of the error bound of
+the written program (a running error analysis), so that a form with cancellation is detected.
 """
 
 from __future__ import annotations
@@ -312,13 +311,8 @@ def fires(
 ) -> bool:
     """Return True if a rule adds anything to a program.
 
-    Args:
-        rule: the axiom.
-        specimen: the program.
-        sizes: its named sizes; default: distinct ones.
-        dtype: of its float arguments.
-        numerics: the level allowed; default: the level that the rule requires.
-        axioms: the axioms to run; default: the rule alone.
+    By default sizes are distinct, the level of numerics is the one that the rule requires, and the
+    rule runs alone.
     """
     if not specimen.takes(dtype):
         return False
