@@ -142,9 +142,9 @@ def jit_settings(fun: Any) -> dict[str, Any] | None:
     return out
 
 
-def unwrap_jit(fun: Any) -> Callable:
-    """Return the Python function inside a `jax.jit` object."""
-    return fun._fun
+def inside_jit(fun: Any) -> Callable:
+    """Return the Python function inside a `jax.jit` object, or the function itself."""
+    return fun if jit_settings(fun) is None else fun._fun
 
 
 def dim_monomials(dim: Any) -> list[tuple[tuple[tuple[str, int], ...], int]]:

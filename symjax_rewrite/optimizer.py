@@ -114,12 +114,12 @@ class Result:
                 self.routes.append(use)
             else:
                 self.declined(use.name, use.reason, use.where, use.count, use.ratio)
-        self.crossovers.extend(body.crossovers)
-        self.keys.extend(body.keys)
+        self.crossovers += body.crossovers
+        self.keys += body.keys
         self.repeated_s += times * body.repeated_s
         for name, use in body.rules.items():
             mine = self.rules.setdefault(name, RuleUse(name, use.property, 0))
-            mine.where.extend(w for w in use.where if w not in mine.where)
+            mine.where += [w for w in use.where if w not in mine.where]
             mine.count += use.count
 
 
@@ -199,14 +199,12 @@ class _Run:
 
     def through(self, passes: Sequence[Pass]) -> Result:
         """Run the passes."""
-        result = self.result
         for each in passes:
             self._run(each)
-        if self.program is not self.first:
-            result.program = self.program
-        result.sample = self.context.sample
-        result.stop = ", ".join(sorted(self.stops)) or "nothing to do"
-        return result
+        self.result.program = None if self.program is self.first else self.program
+        self.result.sample = self.context.sample
+        self.result.stop = ", ".join(sorted(self.stops)) or "nothing to do"
+        return self.result
 
     def _run(self, each: Pass) -> None:
         if self.seen.get(each.name) is self.program:
@@ -236,11 +234,10 @@ class _Run:
                 self.result.took(f)
             case Refusal():
                 self.result.declined(f.name, f.reason, f.where, f.count, f.ratio)
-            case Crossover():
-                if f.text not in self.result.crossovers:
-                    self.result.crossovers.append(f.text)
-            case Stopped():
-                self.stops.add(f.reason)
+            case Crossover(text) if text not in self.result.crossovers:
+                self.result.crossovers.append(text)
+            case Stopped(reason):
+                self.stops.add(reason)
 
 
 def _flat(closed: ClosedJaxpr) -> Program:

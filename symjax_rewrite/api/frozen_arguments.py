@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -210,20 +211,10 @@ def _spec(x: Any) -> Any:
 
 
 def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
-    args: list[Any] = []
-    kwargs: dict[str, Any] = {}
-    for p in inspect.signature(fun).parameters.values():
-        if p.name not in named:
-            continue
-        if p.kind is p.VAR_POSITIONAL:
-            args.extend(named[p.name])
-        elif p.kind is p.VAR_KEYWORD:
-            kwargs.update(named[p.name])
-        elif p.kind is p.KEYWORD_ONLY:
-            kwargs[p.name] = named[p.name]
-        else:
-            args.append(named[p.name])
-    return fun(*args, **kwargs)
+    signature = inspect.signature(fun)
+    arguments = OrderedDict((name, named[name]) for name in signature.parameters if name in named)
+    bound = inspect.BoundArguments(signature, arguments)
+    return fun(*bound.args, **bound.kwargs)
 
 
 def _in_two(closed: ClosedJaxpr, known: int) -> CutProgram:

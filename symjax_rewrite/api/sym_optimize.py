@@ -17,8 +17,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.output_check import Verified
-from symjax_rewrite.api.tolerance import Rounding
+from symjax_rewrite.api.tolerance import Rounding, Verified
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.errors import (
     EquivalenceError,
@@ -154,7 +153,7 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
             remedy="write sym_optimize(f, ...) or @sym_optimize above a def",
         )
     fun = fun.optimised if isinstance(fun, Verified) else fun
-    base = _inside(fun)
+    base = jax_internals.inside_jit(fun)
     settings = {**(jax_internals.jit_settings(fun) or {}), **statics}
     _check_frozen(base, options.frozen)
     sharded = "in_shardings" in settings or "out_shardings" in settings
@@ -182,11 +181,6 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     return Verified(jitted, plain, names, options)
 
 
-def _inside(fun: Any) -> Any:
-    """Return the Python function inside a `jax.jit` object, or the function itself."""
-    return fun if jax_internals.jit_settings(fun) is None else jax_internals.unwrap_jit(fun)
-
-
 def _remake(fun: Any, options: Options, statics: dict[str, Any], **changes: Any) -> Any:
     return _optimized(fun, options=dataclasses.replace(options, **changes), statics=statics)
 
@@ -209,7 +203,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
         >>> bisect(sym_optimize(lambda a, b, x: (a @ b) @ x), *jnp.ones((3, 4, 4)))
         ()
     """
-    ours = hasattr(f, "remake") and f.__wrapped__ is _inside(f.remake.args[0])
+    ours = hasattr(f, "remake") and f.__wrapped__ is jax_internals.inside_jit(f.remake.args[0])
     f = f if ours else sym_optimize(f)  # a wrapper (the gradient) has its attributes too
     options: Options = f.remake.args[1]
     pack = options.rules

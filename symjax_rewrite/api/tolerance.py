@@ -1,4 +1,4 @@
-"""The test that two results of a program differ by rounding alone.
+"""The test that two results of a program differ by rounding alone, and its use at run time.
 
 The tolerance follows from the dtypes, the accumulators and the lengths of the sums of the program
 (`rounding`), never from the number of entries of a result. The test applies to the whole result and
@@ -9,8 +9,10 @@ out over many entries, while a wrong mask in one row does not.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import jax
@@ -18,8 +20,9 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.rounding import relative_bound, spread, unit_roundoff
-from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.options import Numerics
+from symjax_rewrite.errors import EquivalenceError
+from symjax_rewrite.jax_internals import ClosedJaxpr, Tracer
+from symjax_rewrite.options import Numerics, Options
 
 MEAN = 3.0  # λ for a root mean square
 LARGEST = 6.0  # λ for the largest entry
@@ -135,3 +138,65 @@ def _unexplained(error: np.ndarray, noise: np.ndarray, least: float) -> str | No
             far, limit = np.ravel(far)[at] * scale, np.ravel(limit)[at] * scale
             return f"a {name} difference of {far:.3g}{place}, rounding explains {limit:.3g}"
     return None
+
+
+class Verified:
+    """A jitted function whose results are compared with the results of the original.
+
+    `"always"` compares every call, `"first"` and `"warn"` the first call at every shape; after a
+    mismatch `"warn"` warns and runs the original from then on. Other attributes are those of the
+    jitted function. Calls inside another transformation are not compared.
+    """
+
+    def __init__(
+        self,
+        optimised: Any,
+        original: Callable[..., Any],
+        rules: Callable[..., list[str]],
+        options: Options,
+    ) -> None:
+        self.optimised, self._original, self._rules = optimised, original, rules
+        self._mode, self._numerics = options.verify, options.numerics
+        self._seen: set[Any] = set()
+        self._refused = False
+        self.__wrapped__ = optimised.__wrapped__
+        self.__name__ = getattr(optimised, "__name__", "verified")
+        self.__doc__ = optimised.__doc__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimised, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if any(isinstance(x, Tracer) for x in leaves):
+            return self.optimised(*args, **kwargs)
+        if self._refused:
+            return self._original(*args, **kwargs)
+        key = (tree, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves))
+        if key in self._seen and self._mode != "always":
+            return self.optimised(*args, **kwargs)
+        expected = self._original(*args, **kwargs)
+        got = self.optimised(*args, **kwargs)
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves(expected)):
+            return got  # the function captures tracers
+        self._seen.add(key)
+        rounding = lambda: Rounding.of(self.__wrapped__, args, kwargs)  # noqa: E731
+        found = difference(got, expected, self._numerics, rounding)
+        if found is None:
+            return got
+        names = ", ".join(self._rules(*args, **kwargs)) or "none"
+        error = EquivalenceError(
+            f"{self.__name__} differs from the original",
+            expected=f"agreement at numerics={self._numerics.level!r}",
+            got=found,
+            remedy=f"rules in question: {names}; bisect(f, ...) names the one; keep(x) fences a "
+            "value, rules=packs.default - (name,) takes a rule out",
+        )
+        if self._mode != "warn":
+            raise error
+        self._refused = True
+        warnings.warn(f"the original runs instead: {error}", stacklevel=2)
+        return expected

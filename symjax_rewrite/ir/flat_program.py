@@ -169,8 +169,5 @@ def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if name in ("jit", "pjit"):
         is_open = jax_internals.jit_equation_is_plain(eqn) and not jax_internals.is_sealed(eqn)
         return eqn.params["jaxpr"] if is_open else None
-    if name in ("custom_jvp_call", "sym_call", "closed_call"):
-        return eqn.params["call_jaxpr"]
-    if name in RULED:
-        return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
-    return None
+    is_call = name in RULED or name == "closed_call"
+    return eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr") if is_call else None

@@ -163,10 +163,7 @@ def _intermediates(closed: ClosedJaxpr, is_result: list[bool]) -> Iterator[tuple
         for body in inner:
             same = len(body.jaxpr.outvars) == len(mine)
             yield from _intermediates(body, mine if same else [False] * len(body.jaxpr.outvars))
-        if not inner:
-            yield from (
-                (eqn, v.aval) for v, flag in zip(eqn.outvars, mine, strict=True) if not flag
-            )
+        yield from ((eqn, v.aval) for v in eqn.outvars if v not in results and not inner)
 
 
 def _explain(f: Any, args: tuple[Any, ...]) -> Report:
@@ -180,8 +177,6 @@ def _chex() -> Any:
     try:
         import chex
     except ImportError as error:
-        raise UsageError(
-            "this assertion needs chex",
-            remedy="pip install 'symjax_rewrite[testing]'",
-        ) from error
+        remedy = "pip install 'symjax_rewrite[testing]'"
+        raise UsageError("this assertion needs chex", remedy=remedy) from error
     return chex
