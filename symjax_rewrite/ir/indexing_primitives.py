@@ -14,7 +14,7 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitive_context import Site
+from symjax_rewrite.ir.primitive_context import NotLiftedError, Site, require
 from symjax_rewrite.ir.primitives import ROWS as PLAIN_ROWS
 from symjax_rewrite.ir.primitives import Row, constant, dtype_kind
 from symjax_rewrite.ir.sizes import Dim
@@ -24,42 +24,36 @@ Range = tuple[int, int]
 _INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not lifted
 
 
-def _slice(s: Site) -> list[Ref] | None:
+def _slice(s: Site) -> Ref:
     starts = s.params["start_indices"]
     strides = s.params["strides"] or (1,) * len(starts)
-    if not _are_numbers(*starts, *s.params["limit_indices"]):
-        return None
-    return _sliced(s, [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)], 0)
+    _require_numbers(*starts, *s.params["limit_indices"])
+    return _sliced(s, [(int(a), int(b)) for a, b in zip(starts, strides, strict=True)])
 
 
-def _are_numbers(*sizes: Any) -> bool:
-    return all(isinstance(x, (int, np.integer)) for x in sizes)
+def _require_numbers(*sizes: Any) -> None:
+    require(all(isinstance(x, (int, np.integer)) for x in sizes))
 
 
-def _split(s: Site) -> list[Ref] | None:
-    sizes = s.params["sizes"]
-    return _pieces(s, accumulate(sizes[:-1], initial=0)) if _are_numbers(*sizes) else None
+def _split(s: Site) -> list[Ref]:
+    _require_numbers(*s.params["sizes"])
+    return _pieces(s, accumulate(s.params["sizes"][:-1], initial=0))
 
 
-def _unstack(s: Site) -> list[Ref] | None:
+def _unstack(s: Site) -> list[Ref]:
     return _pieces(s, range(len(s.outs)), gone=s.params["axis"])
 
 
-def _pieces(s: Site, starts: Iterable[int], gone: int | None = None) -> list[Ref] | None:
+def _pieces(s: Site, starts: Iterable[int], gone: int | None = None) -> list[Ref]:
     """Return the parts of operand 0 from each start on, along the parameter `axis`."""
-    out = []
-    for k, start in enumerate(starts):
-        axes = range(len(s.ins[0].groups))
-        refs = _sliced(s, [(int(start) * (a == s.params["axis"]), 1) for a in axes], k, gone)
-        if refs is None:
-            return None
-        out += refs
-    return out
+    along = [a == s.params["axis"] for a in range(len(s.ins[0].groups))]
+    return [
+        _sliced(s, [(int(start) * here, 1) for here in along], k, gone)
+        for k, start in enumerate(starts)
+    ]
 
 
-def _sliced(
-    s: Site, spec: list[tuple[int, int]], k: int, gone: int | None = None
-) -> list[Ref] | None:
+def _sliced(s: Site, spec: list[tuple[int, int]], k: int = 0, gone: int | None = None) -> Ref:
     """Return operand 0 at `start + stride·i` along each axis, as output k without axis `gone`."""
     entry: dict[int, tuple[object, int]] = {}  # operand atom position: (attr, output index)
     theirs = list(s.outs[k].groups)
@@ -69,58 +63,46 @@ def _sliced(
         src, dst = s.ins[0].groups[axis], theirs[axis]
         if s.ins[0].ids_of(src) == s.outs[k].ids_of(dst):
             entry.update({q: (None, i) for q, i in zip(src, dst, strict=True)})
-        elif len(src) == 1 and len(dst) == 1:
-            entry[src[0]] = ((start, stride), dst[0])
-        elif len(src) == 1 and not dst:
-            entry[src[0]] = (start, -1)
         else:
-            return None
+            require(len(src) == 1 and len(dst) <= 1)
+            entry[src[0]] = ((start, stride), dst[0]) if dst else (start, -1)
     axes = s.refs[0].axes
     arg = Ref(s.refs[0].cls, tuple(entry[i][1] for i in axes))
-    if all(entry[i][0] is None for i in axes):
-        return [arg]
     attr = tuple(entry[i][0] for i in axes)
-    return [s.g.term(SLICE, (arg,), s.outs[k].sizes, s.dtype[k], attr=attr)]
+    if all(a is None for a in attr):
+        return arg
+    return s.g.term(SLICE, (arg,), s.outs[k].sizes, s.dtype[k], attr=attr)
 
 
-def _stack(s: Site) -> list[Ref] | None:
+def _stack(s: Site) -> Ref:
     """Return a concatenation of operands that each hold one index of the new axis."""
     groups, d = s.outs[0].groups, s.params["axis"]
     rest = [a for a in range(len(groups)) if a != d]
-    args = []
-    for k, ref in enumerate(s.refs):
-        to = s.aligned(k, enumerate(rest))
-        if to is None:
-            return None
-        args.append(ref.over(to))
-    if not groups[d]:
-        return args
-    return [s.add(CONCAT, (groups[d][0], (1,) * len(args)), tuple(args))]
+    args = tuple([ref.over(s.aligned(k, enumerate(rest))) for k, ref in enumerate(s.refs)])
+    return s.add(CONCAT, (groups[d][0], (1,) * len(args)), args) if groups[d] else args[0]
 
 
-def _tile(s: Site) -> list[Ref] | None:
+def _tile(s: Site) -> Ref:
     """Lift a repeated axis: the operand is read at every index of a new axis before it."""
     to: dict[int, int] = {}
     for mine, theirs in zip(s.ins[0].groups, s.outs[0].groups, strict=True):
         last = theirs[len(theirs) - len(mine) :]
-        if s.ins[0].ids_of(mine) != s.outs[0].ids_of(last):
-            return None
+        require(s.ins[0].ids_of(mine) == s.outs[0].ids_of(last))
         to.update(zip(mine, last, strict=True))
-    return [s.refs[0].over(to)]
+    return s.refs[0].over(to)
 
 
-def _concatenate(s: Site) -> list[Ref] | None:
+def _concatenate(s: Site) -> Ref:
     groups, d = s.outs[0].groups, s.params["dimension"]
     args, sizes = [], []
     for k, (ref, mine) in enumerate(zip(s.refs, s.ins, strict=True)):
         joined = mine.groups[d]
         to = s.aligned(k, ((a, a) for a in range(len(groups)) if a != d))
-        if to is None or len(groups[d]) != 1 or len(joined) > 1:
-            return None
+        require(len(groups[d]) == 1 and len(joined) <= 1)
         sizes.append(mine.sizes[joined[0]] if joined else int(mine.shape[d]))
         to.update((q, groups[d][0]) for q in joined)
         args.append(ref.over(to))
-    return [s.add(CONCAT, (groups[d][0], tuple(sizes)), tuple(args))]
+    return s.add(CONCAT, (groups[d][0], tuple(sizes)), tuple(args))
 
 
 def number_range(g: EGraph, cls: int) -> Range | None:
@@ -207,25 +189,23 @@ class _Reading:
         self.at: dict[int, int] = {}
         self.chosen: list[tuple[int, Ref, int | None]] = []
 
-    def plain(self, axis: int, out_axis: int) -> bool:
+    def plain(self, axis: int, out_axis: int) -> None:
         """Record that an axis of the operand is an axis of the output."""
-        to = self.s.aligned(0, [(axis, out_axis)])
-        self.at.update(to or {})
-        return to is not None
+        self.at.update(self.s.aligned(0, [(axis, out_axis)]))
 
-    def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> bool:
+    def choose(self, axis: int, value: Ref | None, out_axis: int | None) -> None:
         """Record that an axis of the operand is read at a value, or in a window from a value on."""
         mine = self.s.ins[0].groups[axis]
         window = self.s.outs[0].groups[out_axis] if out_axis is not None else ()
         if not mine:
-            return not window  # an axis of one element is read at that element, whatever the value
+            require(not window)  # one element is read at that element, whatever the value
+            return
         if value is None or len(mine) != 1 or len(window) > 1:
-            return False
+            raise NotLiftedError
         self.chosen.append((mine[0], value, window[0] if window else None))
-        return True
 
 
-def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
+def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> Ref:
     """Return the operand as read: a slice if every value is a number or an index, else a TAKE."""
     source, out = s.refs[0], len(s.outs[0].sizes)
     lines = [_known(s, entry) for entry in reading.chosen]
@@ -240,18 +220,17 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> list[Ref] | None:
         else:
             at[axis] = out + len(chosen)
             chosen.append(entry)
-    if any(i not in at for i in source.axes):
-        return None
+    require(all(i in at for i in source.axes))
     if not chosen:
-        return [_diagonals(s, Ref(source.cls, source.axes), at, attrs)]
-    if any(q not in source.axes for q, _, _ in chosen) and mode == "fill":
-        return None  # the value is constant there, but missing out of range
+        return _diagonals(s, source, at, attrs)
+    # A value may be constant along an axis, but missing out of range.
+    require(mode != "fill" or all(q in source.axes for q, _, _ in chosen))
     chosen = [c for c in chosen if c[0] in source.axes]
     where = {q: out + n for n, (q, _, _) in enumerate(chosen)}
     first = Ref(source.cls, tuple([where.get(i, at[i]) for i in source.axes]))
     bound = tuple([s.ins[0].sizes[q] for q, _, _ in chosen])
     attr = (mode, fill, tuple([w for _, _, w in chosen]))
-    return [s.add(TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)]
+    return s.add(TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)
 
 
 def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | None:
@@ -297,45 +276,39 @@ def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) 
     return s.add(CONTRACT, None, (made,)) if meets else made
 
 
-def _dynamic_slice(s: Site) -> list[Ref] | None:
+def _dynamic_slice(s: Site) -> Ref:
     reading = _Reading(s)
     for axis, size in enumerate(s.params["slice_sizes"]):
-        whole = size == s.ins[0].shape[axis]
-        if not (
-            reading.plain(axis, axis) if whole else reading.choose(axis, s.refs[1 + axis], axis)
-        ):
-            return None
+        if size == s.ins[0].shape[axis]:
+            reading.plain(axis, axis)
+        else:
+            reading.choose(axis, s.refs[1 + axis], axis)
     return _read(s, reading, "clip", None)
 
 
-def _gather(s: Site) -> list[Ref] | None:
+def _gather(s: Site) -> Ref:
     d, sizes = s.params["dimension_numbers"], s.params["slice_sizes"]
     mode = _MODES.get(getattr(s.params["mode"], "name", ""))
     if mode is None or dtype_kind(s.dtype[0]) not in "fciub":
-        return None
+        raise NotLiftedError
     reading = _Reading(s)
     batch = [a for a in range(len(s.outs[0].groups)) if a not in set(d.offset_dims)]
     over = s.aligned(1, enumerate(batch))
     gone = {*d.collapsed_slice_dims, *d.operand_batching_dims}
     kept = [a for a in range(len(sizes)) if a not in gone]
     out_axis = dict(zip(kept, map(int, d.offset_dims), strict=True))
-    if over is None:
-        return None
     for axis, where in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
-        if not reading.plain(axis, batch[where]):
-            return None
+        reading.plain(axis, batch[where])
     for axis, size in enumerate(sizes):
         if axis in d.operand_batching_dims:
             continue
         value = _index_value(s, d.start_index_map, axis, over)
         whole = size == s.ins[0].shape[axis] and axis in out_axis
         if whole and (mode != "fill" or axis not in d.start_index_map):
-            if not reading.plain(axis, out_axis[axis]):
-                return None
-        elif (s.ins[0].shape[axis] == 1 and mode == "fill") or not reading.choose(
-            axis, value, out_axis.get(axis)
-        ):
-            return None
+            reading.plain(axis, out_axis[axis])
+        else:
+            require(mode != "fill" or s.ins[0].shape[axis] != 1)
+            reading.choose(axis, value, out_axis.get(axis))
     return _read(s, reading, mode, _fill(s) if mode == "fill" else None)
 
 
@@ -378,24 +351,21 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
     return g.term(SLICE, (ref.moved(position, -1),), sizes, c.dtype, attr=attr)
 
 
-def _pad(s: Site) -> list[Ref] | None:
+def _pad(s: Site) -> Ref:
     """Lift padding at the edges as a concatenation, and negative padding as a slice."""
     groups, value, config = s.outs[0].groups, s.refs[1], s.params["padding_config"]
-    if not _are_numbers(*(w for widths in config for w in widths)):
-        return None
+    _require_numbers(*(w for widths in config for w in widths))
     config = [tuple(map(int, widths)) for widths in config]
     if all(max(low, high) <= 0 == interior for low, high, interior in config):
-        return _sliced(s, [(-low, 1) for low, _, _ in config], 0)
+        return _sliced(s, [(-low, 1) for low, _, _ in config])
     edges = {axis: (low, high) for axis, (low, high, _) in enumerate(config) if low or high}
     to = s.aligned(0, ((a, a) for a in range(len(config)) if a not in edges))
-    if to is None or any(interior or min(low, high) < 0 for low, high, interior in config):
-        return None
+    require(all(min(low, high) >= 0 == interior for low, high, interior in config))
     sizes = list(s.outs[0].sizes)
     padded: list[tuple[int, int, int, Dim]] = []
     for axis, (low, high) in edges.items():
         mine, theirs = s.ins[0].groups[axis], groups[axis]
-        if len(theirs) != 1 or len(mine) > 1:
-            return None
+        require(len(theirs) == 1 and len(mine) <= 1)
         size = sizes[theirs[0]] = s.ins[0].sizes[mine[0]] if mine else 1
         padded.append((theirs[0], low, high, size))
         to.update(zip(mine, theirs, strict=False))
@@ -406,7 +376,7 @@ def _pad(s: Site) -> list[Ref] | None:
         attr = (target, tuple([n for n, _ in pieces]))
         args = tuple([r for _, r in pieces])
         ref = s.g.add(CONCAT, attr, args, tuple(sizes), (), s.dtype[0])
-    return [ref]
+    return ref
 
 
 ROWS: dict[str, Row] = {
@@ -423,8 +393,16 @@ ROWS: dict[str, Row] = {
 }
 
 
+SHARDINGS = ("sharding", "out_sharding")
+
+
 def lift(name: str, site: Site) -> list[Ref] | None:
     """Return the outputs of an equation as references, or None if it must stay native."""
-    if any(jax_internals.constrains(site.params.get(p)) for p in ("sharding", "out_sharding")):
+    sharded = any(jax_internals.constrains(site.params.get(p)) for p in SHARDINGS)
+    if sharded or name not in ROWS:
         return None
-    return ROWS[name](site) if name in ROWS else None
+    try:
+        made = ROWS[name](site)
+    except NotLiftedError:
+        return None
+    return made if isinstance(made, list) else [made]

@@ -13,6 +13,16 @@ from symjax_rewrite.ir.term import CONST, Ref
 Groups = tuple[tuple[int, ...], ...]  # for every axis of a value, the positions of its atoms
 
 
+class NotLiftedError(Exception):
+    """An equation, or the alignment of its axes, that no term expresses (internal)."""
+
+
+def require(condition: object) -> None:
+    """Raise `NotLiftedError` unless a condition for lifting an equation holds."""
+    if not condition:
+        raise NotLiftedError
+
+
 class Layout(NamedTuple):
     """The atoms of a value: solved ids, sizes, their positions by axis, and the value's shape."""
 
@@ -60,8 +70,8 @@ class Site:
         node = self.g.classes[ref.cls].first
         return node.attr[0] if node.op == CONST else None
 
-    def over(self) -> list[Ref] | None:
-        """Return every operand over the output's atoms; None if the axes do not line up.
+    def over(self) -> list[Ref]:
+        """Return every operand over the output's atoms.
 
         A scalar, and an axis of size 1, is read at every index of the output.
         """
@@ -71,16 +81,13 @@ class Site:
             if mine.ids == out.ids or not mine.groups:
                 made.append(ref)
                 continue
-            if len(mine.groups) != len(out.groups):
-                return None
-            to = self.aligned(k, ((a, a) for a, group in enumerate(mine.groups) if group))
-            if to is None:
-                return None
-            made.append(ref.over(to))
+            require(len(mine.groups) == len(out.groups))
+            pairs = ((a, a) for a, group in enumerate(mine.groups) if group)
+            made.append(ref.over(self.aligned(k, pairs)))
         return made
 
-    def aligned(self, k: int, pairs: Iterable[tuple[int, int]]) -> dict[int, int] | None:
-        """Return the output's index of each atom of operand k; None if the atoms differ.
+    def aligned(self, k: int, pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+        """Return the output's index of each atom of operand k.
 
         pairs: axes of the operand, and the axes of the output that read them whole.
         """
@@ -88,8 +95,7 @@ class Site:
         to: dict[int, int] = {}
         for axis, out_axis in pairs:
             here, there = mine.groups[axis], out.groups[out_axis]
-            if mine.ids_of(here) != out.ids_of(there):
-                return None
+            require(mine.ids_of(here) == out.ids_of(there))
             to.update(zip(here, there, strict=True))
         return to
 

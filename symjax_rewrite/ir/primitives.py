@@ -1,7 +1,7 @@
 """The table of primitives: one row each, which lifts an equation to an index term.
 
-A row returns, for the outputs of an equation, references into an e-graph. An equation without a
-row, or whose axes do not line up with the solved atoms, becomes a native node and never an error.
+A row returns, for each output of an equation, a reference into an e-graph. An equation without a
+row, or whose axes do not line up with the solved atoms, becomes a native node.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitive_context import Groups, Site, solve_matrix
+from symjax_rewrite.ir.primitive_context import Groups, NotLiftedError, Site, require, solve_matrix
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import Ref
 
@@ -52,19 +52,19 @@ def holds(dtype: str, low: Dim, count: Dim) -> bool:
     return least <= low and low + count - 1 <= most
 
 
-Row = Callable[[Site], "list[Ref] | None"]
+Row = Callable[[Site], Ref | list[Ref]]  # raises `NotLiftedError`
 
 
-def _map(name: str, s: Site) -> list[Ref] | None:
+def _map(name: str, s: Site) -> Ref:
     refs, key = s.over(), params_key(s.params)
-    if refs is None or key is None:
-        return None
-    return [s.add(op.MAP, (name, key), tuple(refs))]
+    require(key is not None)
+    return s.add(op.MAP, (name, key), tuple(refs))
 
 
-def _ring(s: Site) -> list[Ref] | None:
-    """Return the operands over the output's atoms if they line up and the dtype is a ring."""
-    return s.over() if dtype_kind(s.dtype[0]) in RING else None
+def _ring(s: Site) -> list[Ref]:
+    """Return the operands over the output's atoms; the dtype must be a ring."""
+    require(dtype_kind(s.dtype[0]) in RING)
+    return s.over()
 
 
 def params_key(params: dict[str, Any]) -> tuple | None:
@@ -77,7 +77,7 @@ def params_key(params: dict[str, Any]) -> tuple | None:
     return key
 
 
-def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
+def _number(s: Site, f: Callable[..., Any]) -> Ref | None:
     """Return the constant result of an equation of numbers if it is finite, else None."""
     if any(ref.axes for ref in s.refs):
         return None
@@ -87,9 +87,7 @@ def _number(s: Site, f: Callable[..., Any]) -> list[Ref] | None:
     dtype = np.dtype(s.dtype[0])
     with np.errstate(all="ignore"):
         made = np.asarray(f(*[np.asarray(v).astype(dtype) for v in values])).astype(dtype)
-    if not np.isfinite(complex(made)):
-        return None
-    return [constant(s.g, made.item(), s.dtype[0])]
+    return constant(s.g, made.item(), s.dtype[0]) if np.isfinite(complex(made)) else None
 
 
 def _adds_nothing(s: Site, k: int, coefficient: int) -> bool:
@@ -104,45 +102,41 @@ def _adds_nothing(s: Site, k: int, coefficient: int) -> bool:
     return squared or math.copysign(1.0, zero) * coefficient < 0
 
 
-def _sum(coefficients: tuple[int, ...], s: Site) -> list[Ref] | None:
+def _sum(coefficients: tuple[int, ...], s: Site) -> Ref:
     refs = _ring(s)
-    if refs is None:
-        return None
     if len(refs) == 2 and not (refs[0].axes and refs[1].axes):
         if made := _number(s, np.subtract if coefficients[-1] < 0 else np.add):
             return made
         for k in (0, 1):
             if coefficients[1 - k] == 1 and _adds_nothing(s, k, coefficients[k]):
-                return [refs[1 - k]]
-    return [s.add(op.ADD, coefficients, tuple(refs))]
+                return refs[1 - k]
+    return s.add(op.ADD, coefficients, tuple(refs))
 
 
-def _mul(s: Site) -> list[Ref] | None:
+def _mul(s: Site) -> Ref:
     refs = _ring(s)
-    if refs is None:
-        return None
     if refs[0].axes and refs[1].axes:
-        return [s.add(op.CONTRACT, None, tuple(refs))]
+        return s.add(op.CONTRACT, None, tuple(refs))
     if made := _number(s, np.multiply):
         return made
     for k in (0, 1):
         c = s.scalar(k)
         if c is not None and s.scalar(1 - k) is None and is_finite_nonzero(c):
-            return [s.add(op.ADD, (c,), (refs[1 - k],))]
-    return [s.add(op.CONTRACT, None, tuple(refs))]
+            return s.add(op.ADD, (c,), (refs[1 - k],))
+    return s.add(op.CONTRACT, None, tuple(refs))
 
 
-def _div(s: Site) -> list[Ref] | None:
+def _div(s: Site) -> Ref:
     refs, c = s.over(), s.scalar(1)
-    if dtype_kind(s.dtype[0]) not in "fc" or refs is None:
+    if dtype_kind(s.dtype[0]) not in "fc":
         return _map("div", s)
     if dtype_kind(s.dtype[0]) == "f" and (made := _number(s, np.divide)):
         return made
     if c is not None and s.scalar(0) is None and is_finite_nonzero(c):
-        return [s.add(op.ADD, (1 / c,), (refs[0],))]
+        return s.add(op.ADD, (1 / c,), (refs[0],))
     if c is None and len(refs[1].axes) < len(s.outs[0].sizes):
         inverse = s.add(op.MAP, ("reciprocal", ()), (refs[1],))
-        return [s.add(op.CONTRACT, None, (refs[0], inverse))]
+        return s.add(op.CONTRACT, None, (refs[0], inverse))
     return _map("div", s)
 
 
@@ -151,45 +145,40 @@ def is_finite_nonzero(c: Any) -> bool:
     return cmath.isfinite(c) and c != 0
 
 
-def _integer_pow(s: Site) -> list[Ref] | None:
+def _integer_pow(s: Site) -> Ref:
     y = s.params["y"]
-    return (_power(y, s) if y in (2, 3, 4) else None) or _map("integer_pow", s)
+    is_product = y in (2, 3, 4) and dtype_kind(s.dtype[0]) in RING
+    return _power(y, s) if is_product else _map("integer_pow", s)
 
 
-def _power(y: int, s: Site) -> list[Ref] | None:
-    refs = _ring(s)
-    if refs is None:
-        return None
-    return _number(s, lambda a: math.prod([a] * y)) or [s.add(op.CONTRACT, None, (refs[0],) * y)]
+def _power(y: int, s: Site) -> Ref:
+    factors = (_ring(s)[0],) * y
+    return _number(s, lambda a: math.prod([a] * y)) or s.add(op.CONTRACT, None, factors)
 
 
-def _one_minus_square(s: Site) -> list[Ref] | None:
+def _one_minus_square(s: Site) -> Ref:
     """Return (1 + x)·(1 − x), as jax defines it."""
     refs = _ring(s)
-    if refs is None:
-        return None
     one = constant(s.g, 1 if dtype_kind(s.dtype[0]) in "iu" else 1.0, s.dtype[0])
-    return [
-        s.add(op.CONTRACT, None, tuple([s.add(op.ADD, (1, c), (one, refs[0])) for c in (1, -1)]))
-    ]
+    sides = tuple([s.add(op.ADD, (1, c), (one, refs[0])) for c in (1, -1)])
+    return s.add(op.CONTRACT, None, sides)
 
 
-def _same_value(s: Site) -> list[Ref] | None:
-    return [s.refs[0]] if s.ins[0].ids == s.outs[0].ids else None
+def _same_value(s: Site) -> Ref:
+    require(s.ins[0].ids == s.outs[0].ids)
+    return s.refs[0]
 
 
-def _convert(s: Site) -> list[Ref] | None:
+def _convert(s: Site) -> Ref:
     refs, node = s.over(), s.node(0)
-    if refs is None:
-        return None
     if s.g.classes[s.refs[0].cls].dtype == s.dtype[0]:
-        return [s.refs[0]]
+        return s.refs[0]
     if node.op == op.DELTA and dtype_kind(s.dtype[0]) in RING:
-        return [_delta(s, s.refs[0], s.dtype[0])]
+        return _delta(s, s.refs[0], s.dtype[0])
     if node.op == op.CONST:
         value = np.asarray(node.attr[0]).astype(s.dtype[0]).item()
-        return [constant(s.g, value, s.dtype[0])]
-    return [s.add(op.MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (refs[0],))]
+        return constant(s.g, value, s.dtype[0])
+    return s.add(op.MAP, ("convert_element_type", (("new_dtype", s.dtype[0]),)), (refs[0],))
 
 
 def _delta(s: Site, like: Ref, dtype: str) -> Ref:
@@ -197,7 +186,7 @@ def _delta(s: Site, like: Ref, dtype: str) -> Ref:
     return Ref(s.g.add(op.DELTA, None, (), s.g.classes[like.cls].sizes, (), dtype).cls, like.axes)
 
 
-def _reduce_precision(s: Site) -> list[Ref] | None:
+def _reduce_precision(s: Site) -> Ref:
     """Return the operand if its dtype has no more bits: so differentiation marks residuals."""
     if dtype_kind(s.dtype[0]) == "f":
         kept = jnp.finfo(s.dtype[0])
@@ -206,44 +195,42 @@ def _reduce_precision(s: Site) -> list[Ref] | None:
     return _map("reduce_precision", s)
 
 
-def _select(s: Site) -> list[Ref] | None:
-    refs = _ring(s)
-    if refs and len(refs) == 3 and s.node(0).op == op.DELTA and s.scalar(1) == 0:
-        return [s.add(op.CONTRACT, None, (_delta(s, refs[0], s.dtype[0]), refs[2]))]
+def _select(s: Site) -> Ref:
+    refs, is_ring = s.over(), dtype_kind(s.dtype[0]) in RING
+    if is_ring and len(refs) == 3 and s.node(0).op == op.DELTA and s.scalar(1) == 0:
+        return s.add(op.CONTRACT, None, (_delta(s, refs[0], s.dtype[0]), refs[2]))
     return _map("select_n", s)
 
 
-def _eq(s: Site) -> list[Ref] | None:
+def _eq(s: Site) -> Ref:
     refs = s.over()
-    if refs is not None and s.node(0).op == s.node(1).op == op.IOTA:
+    if s.node(0).op == s.node(1).op == op.IOTA:
         i, j = refs[0].axes[0], refs[1].axes[0]
         n, m = (s.outs[0].sizes[k] for k in (i, j))
         if i != j and n == m:
             delta = s.g.add(op.DELTA, None, (), (n, m), (), "bool")
-            return [Ref(delta.cls, (i, j))]
+            return Ref(delta.cls, (i, j))
     return _map("eq", s)
 
 
-def _iota(s: Site) -> list[Ref] | None:
+def _iota(s: Site) -> Ref:
     group = s.outs[0].groups[s.params["dimension"]]
     sizes = tuple([s.outs[0].sizes[i] for i in group])
-    if len(group) != 1 or not holds(s.dtype[0], 0, sizes[0]):
-        return None  # an index that wraps or rounds is no affine index
-    return [Ref(s.g.add(op.IOTA, None, (), sizes, (), s.dtype[0]).cls, group)]
+    # An index that wraps or rounds is no affine index.
+    require(len(group) == 1 and holds(s.dtype[0], 0, sizes[0]))
+    return Ref(s.g.add(op.IOTA, None, (), sizes, (), s.dtype[0]).cls, group)
 
 
-def _dot_general(s: Site) -> list[Ref] | None:
+def _dot_general(s: Site) -> Ref:
     left, right = s.ins
     plan = _dot_plan(left.groups, right.groups, s.params["dimension_numbers"])
-    if plan is None or dtype_kind(s.dtype[0]) not in RING:
-        return None
     (kept, added), (summed, with_), indices = plan
-    ids = (*[left.ids[q] for q in kept], *[right.ids[q] for q in added])
-    if ids != s.outs[0].ids or [left.ids[q] for q in summed] != [right.ids[q] for q in with_]:
-        return None
+    ids = (*left.ids_of(kept), *right.ids_of(added))
+    require(dtype_kind(s.dtype[0]) in RING and ids == s.outs[0].ids)
+    require(left.ids_of(summed) == right.ids_of(with_))
     args = tuple([ref.over(index) for ref, index in zip(s.refs, indices, strict=True)])
     bound = tuple([left.sizes[q] for q in summed])
-    return [s.add(op.CONTRACT, precision_key(s.params.get("precision")), args, bound)]
+    return s.add(op.CONTRACT, precision_key(s.params.get("precision")), args, bound)
 
 
 Positions = tuple[int, ...]
@@ -253,16 +240,15 @@ Pairs = tuple[tuple[int, int], ...]
 @functools.lru_cache(1 << 12)
 def _dot_plan(
     left: Groups, right: Groups, numbers: tuple
-) -> tuple[tuple[Positions, Positions], tuple[Positions, Positions], list[list[int]]] | None:
-    """Return the operand accesses of a product, by atom positions; None if axes do not line up.
+) -> tuple[tuple[Positions, Positions], tuple[Positions, Positions], list[list[int]]]:
+    """Return the operand accesses of a product, by atom positions.
 
     Returns:
         The left and right atoms of its outputs, the left and right atoms that are summed over, and
         for each operand the term's index of every atom.
     """
     (lc, rc), (lb, rb) = numbers
-    if any(len(left[a]) != len(right[b]) for a, b in (*zip(lb, rb), *zip(lc, rc))):  # noqa: B905
-        return None
+    require(all(len(left[a]) == len(right[b]) for a, b in zip(lb + lc, rb + rc, strict=True)))
     batch = [q for a in lb for q in left[a]]
     rows = [q for a, g in enumerate(left) if a not in lb and a not in lc for q in g]
     columns = [q for a, g in enumerate(right) if a not in rb and a not in rc for q in g]
@@ -292,39 +278,33 @@ def _reduced(groups: Groups, axes: Positions) -> tuple[Positions, Positions, lis
     return kept, lost, [index[q] for q in range(len(index))]
 
 
-def _reduce(monoid: str, s: Site) -> list[Ref] | None:
+def _reduce(monoid: str, s: Site) -> Ref:
     of = s.ins[0]
     kept, lost, to = _reduced(of.groups, tuple(s.params["axes"]))
     is_sum = monoid == "sum"
-    if tuple([of.ids[q] for q in kept]) != s.outs[0].ids:
-        return None
-    if is_sum and dtype_kind(s.dtype[0]) not in RING:
-        return None
+    require(tuple(of.ids_of(kept)) == s.outs[0].ids)
+    require(not is_sum or dtype_kind(s.dtype[0]) in RING)
     arg, bound = s.refs[0].over(to), tuple([of.sizes[q] for q in lost])
     if not bound:
-        return [arg]
-    return [s.add(op.CONTRACT if is_sum else op.REDUCE, None if is_sum else monoid, (arg,), bound)]
+        return arg
+    return s.add(op.CONTRACT if is_sum else op.REDUCE, None if is_sum else monoid, (arg,), bound)
 
 
-def _view(pairs_of: Callable[[Site], Pairs], s: Site) -> list[Ref] | None:
+def _view(pairs_of: Callable[[Site], Pairs], s: Site) -> Ref:
     """Re-index the operand, by pairs of an axis and its output axis."""
     of, out, ref = s.ins[0], s.outs[0], s.refs[0]
     to = _placed(of.groups, out.groups, pairs_of(s))
-    if to is None:
-        return None
     axes = tuple([to[i] for i in ref.axes])
-    if -1 in axes or [of.ids[i] for i in ref.axes] != [out.ids[i] for i in axes]:
-        return None
-    return [Ref(ref.cls, axes)]
+    require(-1 not in axes and of.ids_of(ref.axes) == out.ids_of(axes))
+    return Ref(ref.cls, axes)
 
 
 @functools.lru_cache(1 << 12)
-def _placed(groups: Groups, out: Groups, pairs: Pairs) -> Positions | None:
-    """Return, for every atom, its place in the output, -1 for none; None if they do not fit."""
+def _placed(groups: Groups, out: Groups, pairs: Pairs) -> Positions:
+    """Return, for every atom, its place in the output, -1 for none."""
     to = [-1] * sum(map(len, groups))
     for a, b in pairs:
-        if groups[a] and len(groups[a]) != len(out[b]):
-            return None
+        require(not groups[a] or len(groups[a]) == len(out[b]))
         for here, there in zip(groups[a], out[b], strict=False):
             to[here] = there
     return tuple(to)
@@ -344,20 +324,18 @@ def _squeeze(s: Site) -> Pairs:
     return tuple([(a, b) for b, a in enumerate([a for a in range(count) if a not in gone])])
 
 
-def _reshape(s: Site) -> list[Ref] | None:
-    return None if s.params.get("dimensions") is not None else _same_value(s)
+def _reshape(s: Site) -> Ref:
+    require(s.params.get("dimensions") is None)
+    return _same_value(s)
 
 
-def _conv(s: Site) -> list[Ref] | None:
+def _conv(s: Site) -> Ref:
     """Lift a convolution: the kernel and the result share the index of output features."""
     spec, key = s.params["dimension_numbers"], params_key(s.params)
     features, kernel = s.outs[0].groups[spec.out_spec[1]], s.ins[1].groups[spec.rhs_spec[0]]
-    if key is None or dtype_kind(s.dtype[0]) not in "fc" or len(features) != len(kernel):
-        return None
-    if [s.outs[0].ids[i] for i in features] != [s.ins[1].ids[i] for i in kernel]:
-        return None
-    if not all(isinstance(d, int) for x in s.ins for d in x.shape):
-        return None
+    require(key is not None and dtype_kind(s.dtype[0]) in "fc")
+    require(s.outs[0].ids_of(features) == s.ins[1].ids_of(kernel))
+    require(all(isinstance(d, int) for x in s.ins for d in x.shape))
     count = len(s.ins[1].ids)
     left = tuple([len(s.outs[0].sizes) + n for n in range(len(s.ins[0].ids))])
     to = dict(zip(kernel, features, strict=True))
@@ -366,25 +344,24 @@ def _conv(s: Site) -> list[Ref] | None:
     right = tuple([to[i] for i in range(count)])
     bound = (*s.ins[0].sizes, *(s.ins[1].sizes[i] for i in rest))
     attr = (key, left, right, tuple(s.ins[0].shape), tuple(s.ins[1].shape))
-    return [s.add(op.CONV, attr, (s.refs[0].over(left), s.refs[1].over(right)), bound)]
+    return s.add(op.CONV, attr, (s.refs[0].over(left), s.refs[1].over(right)), bound)
 
 
-def _linear_solve(s: Site) -> list[Ref] | None:
+def _linear_solve(s: Site) -> Ref:
     """Lift a linear solve; the matrix is the constant of `matvec`."""
     matrix = solve_matrix(s.params)
-    if matrix is None or len(s.outs) != 1 or dtype_kind(s.dtype[0]) not in "fc":
-        return None
+    if matrix is None:
+        raise NotLiftedError
+    require(len(s.outs) == 1 and dtype_kind(s.dtype[0]) in "fc")
     a, b = s.refs[0], s.refs[-1]
     row, column, vector = matrix
     mine, side = s.ins[0].groups, s.ins[-1].groups[vector]
-    if len(mine) != 2 or any(len(g) != 1 for g in (*mine, side)):
-        return None
-    if sorted(a.axes) != [0, 1] or s.ins[-1].ids != s.outs[0].ids:
-        return None
+    require(len(mine) == 2 and all(len(g) == 1 for g in (*mine, side)))
+    require(sorted(a.axes) == [0, 1] and s.ins[-1].ids == s.outs[0].ids)
     out, at = len(s.outs[0].sizes), side[0]
     # The matrix maps column to row: the right side's axis is its row, the result's its column.
     left = a.over({mine[row][0]: out, mine[column][0]: at})
-    return [s.add(op.SOLVE, None, (left, b.moved(at, out)), s.ins[0].sizes[:1])]
+    return s.add(op.SOLVE, None, (left, b.moved(at, out)), s.ins[0].sizes[:1])
 
 
 # Elementwise primitives without algebraic laws, and those with laws.
