@@ -74,20 +74,18 @@ class Result:
         """Return the value of `plan=` that reproduces the program."""
         return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.keys)}
 
-    def declined(
-        self, name: str, reason: str, where: str, count: int = 1, ratio: float | None = None
-    ) -> None:
+    def declined(self, f: Refusal | RouteUse) -> None:
         """Record a refusal: one entry for each name and reason.
 
         The entry of several places has the first line and the highest ratio of all.
         """
         for use in self.routes:
-            if (use.name, use.taken, use.reason) == (name, False, reason):
-                use.count += count
-                use.ratio = max((r for r in (use.ratio, ratio) if r is not None), default=None)
+            if (use.name, use.taken, use.reason) == (f.name, False, f.reason):
+                use.count += f.count
+                use.ratio = max((r for r in (use.ratio, f.ratio) if r is not None), default=None)
                 return
-        log("route", "%s: %s", name, reason)
-        self.routes.append(RouteUse(name, False, reason, where, count, ratio))
+        log("route", "%s: %s", f.name, f.reason)
+        self.routes.append(RouteUse(f.name, False, f.reason, f.where, f.count, f.ratio))
 
     def took(self, c: Candidate) -> None:
         """Record a candidate that was taken."""
@@ -113,7 +111,7 @@ class Result:
             if use.taken:
                 self.routes.append(use)
             else:
-                self.declined(use.name, use.reason, use.where, use.count, use.ratio)
+                self.declined(use)
         self.crossovers += body.crossovers
         self.keys += body.keys
         self.repeated_s += times * body.repeated_s
@@ -233,7 +231,7 @@ class _Run:
             case Candidate():
                 self.result.took(f)
             case Refusal():
-                self.result.declined(f.name, f.reason, f.where, f.count, f.ratio)
+                self.result.declined(f)
             case Crossover(text) if text not in self.result.crossovers:
                 self.result.crossovers.append(text)
             case Stopped(reason):

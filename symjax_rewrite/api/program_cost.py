@@ -28,6 +28,8 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.loops.loop import read_loop
 
+Sample = dict[str, int]  # a number for every named size
+
 # Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
 MOVES = TAKES | {"concatenate", "copy", "dynamic_update_slice", "pad", "rev", "tile", "transpose"}
@@ -55,7 +57,7 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(_plus(self.bytes, other.bytes), _plus(self.seconds, other.seconds))
 
-    def times(self, n: Dim, sample: dict[str, int]) -> Traffic:
+    def times(self, n: Dim, sample: Sample) -> Traffic:
         """Return the traffic of n repetitions."""
         moved = None if self.bytes is None else n * self.bytes
         return Traffic(moved, None if self.seconds is None else _at(n, sample) * self.seconds)
@@ -68,7 +70,7 @@ def _plus(a: Any, b: Any) -> Any:
     return None if a is None or b is None else a + b
 
 
-def _at(size: Dim | float, sample: dict[str, int]) -> float:
+def _at(size: Dim | float, sample: Sample) -> float:
     return size if isinstance(size, (int, float)) else value(size, sample)
 
 
@@ -153,7 +155,7 @@ def trips_of(eqn: JaxprEqn) -> Dim | None:
     return None if loop is None else loop.length
 
 
-def temporary_bytes(program: Program, device: Device, sample: dict[str, int]) -> float:
+def temporary_bytes(program: Program, device: Device, sample: Sample) -> float:
     """Return the bytes of the largest value that a program writes, inputs and results excluded."""
     if not program.equations:
         return 0.0
@@ -165,7 +167,7 @@ def temporary_bytes(program: Program, device: Device, sample: dict[str, int]) ->
 
 
 def _modelled(
-    program: Program, device: Device, sample: dict[str, int]
+    program: Program, device: Device, sample: Sample
 ) -> tuple[TermGraph, Needed, dict[int, Node], CostModel]:
     t = build(program)
     need = needed(t)
@@ -173,12 +175,12 @@ def _modelled(
     return t, need, choice, CostModel(device, lambda d: value(d, sample))
 
 
-def traffic(closed: ClosedJaxpr, device: Device, sample: dict[str, int]) -> Traffic:
+def traffic(closed: ClosedJaxpr, device: Device, sample: Sample) -> Traffic:
     """Return the bytes that a jaxpr's kernels move, and its seconds at sample sizes."""
     return program_traffic(flatten(closed), device, sample)
 
 
-def program_traffic(program: Program, device: Device, sample: dict[str, int]) -> Traffic:
+def program_traffic(program: Program, device: Device, sample: Sample) -> Traffic:
     """Return the bytes that a program's kernels move, and its seconds at sample sizes."""
     if not program.equations:
         return Traffic()
@@ -195,7 +197,7 @@ def program_traffic(program: Program, device: Device, sample: dict[str, int]) ->
     return sum((_equation_traffic(eqn, device, sample) for eqn in equations), start=total)
 
 
-def _equation_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
+def _equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     name = eqn.primitive.name
     if name in FREE:
         return Traffic()
@@ -237,9 +239,7 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
     return Traffic(moved, max(products, others, moved / device.bytes_per_s) + device.launch_s)
 
 
-def _pass_seconds(
-    eqn: JaxprEqn, moved: float, device: Device, sample: dict[str, int]
-) -> float | None:
+def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -> float | None:
     """Return the seconds of an operation that reads its arrays once; None for any other."""
     name = eqn.primitive.name
     if name in ("sort", "top_k"):
@@ -254,7 +254,7 @@ def _pass_seconds(
     return max(work, moved / device.bytes_per_s) + device.launch_s
 
 
-def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: dict[str, int]) -> Traffic:
+def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     bodies = [traffic(b, device, sample) for b in bodies_run(eqn, device)]
     if not bodies:
         return UNKNOWN

@@ -365,7 +365,7 @@ class _Worker:
 
         closed = result.closed
         if (reason := autotuning.unmeasurable(closed)) is not None:
-            result.declined("tune", f"not measured: {reason}", "")
+            result.declined(RouteUse("tune", False, f"not measured: {reason}"))
             return result
         found = {"rewritten": result}
         if any(use.taken for use in result.routes):

@@ -77,10 +77,7 @@ class MemoryFacts:
     """Caches and the allocator."""
 
     step_cache_bytes: float = quantity(
-        "bytes",
-        "what a step reads again that stays in a cache",
-        NO_SCRIPT,
-        16 << 20,
+        "bytes", "what a step reads again that stays in a cache", NO_SCRIPT, 16 << 20
     )
     cached_step: float = quantity("1", "factor of the bandwidth, cached products", NO_SCRIPT, 2.0)
     cached_terms: float = quantity(

@@ -88,10 +88,7 @@ def flatten(closed: ClosedJaxpr, has_rules: bool = False) -> Program:
 
 
 def inline(
-    program: Program,
-    closed: ClosedJaxpr,
-    given: Sequence[Value],
-    calls: tuple[JaxprEqn, ...] = (),
+    program: Program, closed: ClosedJaxpr, given: Sequence[Value], calls: tuple[JaxprEqn, ...] = ()
 ) -> list[Value]:
     """Append the equations of a jaxpr to a program, at given values; return its results."""
     jaxpr = closed.jaxpr

@@ -63,8 +63,7 @@ class Spelling:
     def cat(self, a: Any, b: Any, axis: int) -> Any:
         """Return the concatenation of two matrices along an axis."""
         return self._any(
-            lambda: jnp.concatenate([a, b], axis),
-            lambda: jnp.concatenate([a.T, b.T], 1 - axis).T,
+            lambda: jnp.concatenate([a, b], axis), lambda: jnp.concatenate([a.T, b.T], 1 - axis).T
         )
 
 
