@@ -221,17 +221,18 @@ class TermReader:
 
     def value(self, v: int) -> Any:
         """Return a value from the array of its class: broadcast, ordered, and with atoms merged."""
-        cls = self.part.class_of(v)
-        if v == self.part.wide.get(cls):
-            return self._plain(cls, self.wide_array(cls))
-        if v == self.part.links.get(cls):
-            return self._plain(cls, self.array(cls))
-        t, view = self.t, self.t.view(v)
-        home = self.part.value_of(view.cls)
-        is_kept = view.cls not in self.part.makers and view.cls not in self.part.forms
-        if home is not None and home != v and is_kept and self._is_same(v, home):
-            return self.read(home)
-        array, aval = self.array(view.cls), t.program.avals[v]
+        cls, t = self.part.class_of(v), self.t
+        is_wide = v == self.part.wide.get(cls)
+        if is_wide or v == self.part.links.get(cls):
+            array = self.wide_array(cls) if is_wide else self.array(cls)
+            sizes = term_lowering.jax_sizes(t.graph.classes[cls].sizes, self.env)
+            return term_lowering.in_order(array.data, array.slots, sizes)
+        view, aval, home = t.view(v), t.program.avals[v], self.part.value_of(cls)
+        if home is not None and home != v:
+            is_kept = cls not in self.part.makers and cls not in self.part.forms
+            if is_kept and view.axes == t.view(home).axes and aval == t.program.avals[home]:
+                return self.read(home)
+        array = self.array(cls)
         labels = tuple(view.axes[s] for s in array.slots)
         sizes = term_lowering.jax_sizes(t.sizes[v], self.env)
         data = term_lowering.in_order(array.data, labels, sizes)
@@ -254,10 +255,6 @@ class TermReader:
             return self.array(cls)
         return self._from_value(cls, self.part.wide[cls])
 
-    def _plain(self, cls: int, array: Array) -> Any:
-        sizes = term_lowering.jax_sizes(self.t.graph.classes[cls].sizes, self.env)
-        return term_lowering.in_order(array.data, array.slots, sizes)
-
     def _from_value(self, cls: int, v: int) -> Array:
         return Array(self.read(v), tuple(range(len(self.t.graph.classes[cls].sizes))))
 
@@ -266,10 +263,6 @@ class TermReader:
         if id(maker) not in self._results:
             self._results[id(maker)] = maker.run(self)
         return self._results[id(maker)]
-
-    def _is_same(self, v: int, other: int) -> bool:
-        t = self.t
-        return t.view(v).axes == t.view(other).axes and t.program.avals[v] == t.program.avals[other]
 
     def _make(self, cls: int) -> Array:
         if cls in self.part.makers:

@@ -90,10 +90,6 @@ class Specimen:
             kind == "f" and "F" in self.kinds and jnp.finfo(dtype).bits > 16
         )
 
-    def letters(self) -> list[str]:
-        """Return the named sizes."""
-        return sorted({c for word in self.shapes for c in word.split("!")[0].lstrip("*")})
-
     def frozen(self) -> frozenset[int]:
         """Return the numbers of the frozen arguments."""
         return frozenset(k for k, word in enumerate(self.shapes) if word.startswith("*"))
@@ -111,7 +107,7 @@ class Specimen:
 
 def size_tables(specimen: Specimen, seed: int) -> list[Sizes]:
     """Return tables of sizes: distinct sizes, all 1, all 0, and mixtures of 0 to 3."""
-    letters = specimen.letters()
+    letters = sorted({c for word in specimen.shapes for c in word.split("!")[0].lstrip("*")})
     rng = random.Random(seed)
     usual = dict(zip(letters, rng.sample(range(8, 24), len(letters)), strict=True))
     usual.update({c: k + 2 for k, c in enumerate(specimen.small) if c in usual})
