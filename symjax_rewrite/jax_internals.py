@@ -185,8 +185,9 @@ def constrains(sharding: Any) -> bool:
     if sharding is None:
         return False
     spec, mesh = getattr(sharding, "spec", None), getattr(sharding, "mesh", None)
-    named = spec is None or mesh is None or any(part is not None for part in spec)
-    return named or not (mesh.empty or mesh.are_all_axes_auto)
+    if spec is None or mesh is None or any(part is not None for part in spec):
+        return True
+    return not (mesh.empty or mesh.are_all_axes_auto)
 
 
 def jaxpr_effects(closed: ClosedJaxpr) -> set[Any]:

@@ -124,19 +124,12 @@ class Result:
 class Optimiser:
     """The optimiser of jaxprs under one set of options; solved regions are cached.
 
-    device: the profile on which programs are priced. passes: in the order they run; default: those
-    of `passes.PASSES` and of the pack `rules`.
+    device: the profile on which programs are priced.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        rules: RulePack,
-        device: Device,
-        passes: Sequence[Pass] | None = None,
-    ) -> None:
+    def __init__(self, options: Options, rules: RulePack, device: Device) -> None:
         self.options, self.rules, self.device = options, rules, device
-        self.passes = with_added(rules.added, PASSES) if passes is None else passes
+        self.passes = with_added(rules.added, PASSES)
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
 

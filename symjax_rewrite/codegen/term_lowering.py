@@ -199,7 +199,8 @@ def _dot(left: Operand, right: Operand, out: int, precision: Any, dtype: str) ->
     if _better_swapped(left, right, summed):
         left, right = right, left
     (a, la), (b, lb) = left, right
-    dims = [([la.index(i) for i in axes], [lb.index(i) for i in axes]) for axes in (summed, batch)]
+    pairs, batches = (([la.index(i) for i in x], [lb.index(i) for i in x]) for x in (summed, batch))
+    dims = (pairs, batches)
     data = lax.dot_general(a, b, dims, precision=precision, preferred_element_type=np.dtype(dtype))
     free = [i for i in la if i not in shared] + [i for i in lb if i not in shared]
     return data, (*batch, *free)

@@ -7,7 +7,7 @@ from: for the classes of a term graph (`class_operands`), or the numbered values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,30 +40,28 @@ def cone(
 
     without: nodes to leave out, with everything reached through them alone.
     """
-    seen = {x for x in roots if x not in without}
-    stack = list(seen)
-    while stack:
-        for x in operands(stack.pop()):
-            if x not in seen and x not in without:
-                seen.add(x)
-                stack.append(x)
-    return seen
+    return set(_reached(roots, operands, without))
 
 
 def reaches(
     roots: Iterable[T], operands: Callable[[T], Iterable[T]], targets: Container[T]
 ) -> bool:
     """Return True if a root is one of the targets or is computed from one."""
-    seen = set(roots)
+    return any(x in targets for x in _reached(roots, operands))
+
+
+def _reached(
+    roots: Iterable[T], operands: Callable[[T], Iterable[T]], without: Container[T] = ()
+) -> Iterator[T]:
+    seen = {x for x in roots if x not in without}
     stack = list(seen)
     while stack:
         x = stack.pop()
-        if x in targets:
-            return True
-        fresh = {y for y in operands(x) if y not in seen}
-        seen |= fresh
-        stack += fresh
-    return False
+        yield x
+        for y in operands(x):
+            if y not in seen and y not in without:
+                seen.add(y)
+                stack.append(y)
 
 
 def postorder(

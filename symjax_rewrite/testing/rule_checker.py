@@ -203,13 +203,12 @@ def _stays_in(rule: Lemma, dtype: str) -> bool:
     return all(dtype_kind(d) in "iub" or d == dtype for d in made)
 
 
-def is_derivable(rule: Lemma, axioms: tuple[Axiom, ...] | None = None) -> bool:
+def is_derivable(rule: Lemma) -> bool:
     """Return True if the axioms put both sides of a lemma in one class, at some sizes."""
-    axioms = packs.default.axioms if axioms is None else axioms
     both = _side(rule, None)
     for seed in range(3):
-        sizes = size_tables(both, seed)[0]
-        _, ends = whole_form(both.fun, both.avals(sizes, "float32"), axioms)
+        avals = both.avals(size_tables(both, seed)[0], "float32")
+        _, ends = whole_form(both.fun, avals, packs.default.axioms)
         if all(a == b for a, b in pairwise(ends)):
             return True
     return False
