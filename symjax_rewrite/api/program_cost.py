@@ -24,7 +24,7 @@ from symjax_rewrite.ir.term import CONST, NATIVE
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
-from symjax_rewrite.loops.loop import read_loop
+from symjax_rewrite.loops.loop_reading import read_loop
 
 # Operations that read at most as many elements of their first operand as they write.
 TAKES = frozenset({"gather", "dynamic_slice", "slice", "squeeze", "reshape"})
