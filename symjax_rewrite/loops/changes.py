@@ -44,13 +44,14 @@ def candidate(
     names: Iterable[str] = (),
     reason: str = "",
     seconds: Seconds | None = None,
+    share: bool = False,
 ) -> Candidate:
     """Return a changed loop; `names` are the transformations that were applied."""
     (source, *_) = [p.source for p in parts if p.source is not None]
     rules = tuple((name, REDUNDANCY) for name in names)
     before, after = (None, None) if seconds is None else (Cost(seconds=s) for s in seconds)
     where = jax_internals.source_line(source)
-    return Candidate("scan", parts, where, reason, rules, before, after)
+    return Candidate("scan", parts, where, reason, rules, before, after, share=share)
 
 
 def refused(

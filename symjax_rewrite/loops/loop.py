@@ -283,6 +283,8 @@ def stage(
 ) -> tuple[list[Any], list[Any]]:
     """Stage a loop's equations out as one `lax.scan` or `lax.while_loop`.
 
+    A batched `while` has a condition per element. Elements whose condition is false stay unchanged.
+
     Args:
         loop: the loop.
         known: body values known before the loop.
@@ -327,5 +329,17 @@ def _stage_while(
         run_equations(condition.equations, env)
         return get(env, condition.outputs[0])
 
+    def kept(going: Any, new: Any, old: Any) -> Any:
+        return lax.select(lax.broadcast_in_dim(going, old.shape, range(going.ndim)), new, old)
+
+    def turn(carried: list[Any]) -> list[Any]:
+        after, _ = step(carried, [])
+        if not is_batched:
+            return after
+        going = holds(carried)
+        return [kept(going, new, old) for new, old in zip(after, carried, strict=True)]
+
+    is_batched = bool(condition.closed.out_avals[0].shape)
+    any_holds = lambda carried: jnp.any(holds(carried))  # noqa: E731
     with jax_internals.equation_scope(loop.eqn):
-        return lax.while_loop(holds, lambda carried: step(carried, [])[0], starts)
+        return lax.while_loop(any_holds if is_batched else holds, turn, starts)

@@ -269,7 +269,8 @@ class LoopSearch:
         yield from (refused(reason, e.eqn) for reason in reasons)
         if motion.any or also:
             seconds = (before_s, moved_seconds(loop, motion, self.device)) if motion.any else None
-            yield candidate(part, names=[*_names(motion), *also], reason=taken, seconds=seconds)
+            names, alone = [*_names(motion), *also], not (also or taken)
+            yield candidate(part, names=names, reason=taken, seconds=seconds, share=alone)
 
     def _find_constant_starts(self, loop: Loop) -> None:
         """Replace the start of a carry by a number, if all its elements are that number."""

@@ -24,11 +24,10 @@ def read_loop(e: Equation, has_rules: bool = False) -> Loop | None:
         return None
     if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
         return None  # references to mutable arrays
-    if e.name == "scan":
-        length = e.eqn.params["length"]
-        return None if isinstance(length, int) and length == 0 else _read_scan(e, has_rules)
-    (going,) = e.eqn.params["cond_jaxpr"].out_avals
-    return None if going.shape else _read_while(e)  # batched: elements differ in steps
+    if e.name == "while":
+        return _read_while(e)
+    length = e.eqn.params["length"]
+    return None if isinstance(length, int) and length == 0 else _read_scan(e, has_rules)
 
 
 def _read_scan(e: Equation, has_rules: bool) -> Loop:
@@ -56,7 +55,9 @@ def _read_while(e: Equation) -> Loop:
     p = e.eqn.params
     n, m = p["cond_nconsts"], p["body_nconsts"]
     condition, body = flatten(p["cond_jaxpr"]), flatten(p["body_jaxpr"])
-    length = None if e.eqn.effects else _count(condition, body, n, m, e.invals[n + m :])
+    (going,) = p["cond_jaxpr"].out_avals
+    counts = not (e.eqn.effects or going.shape)  # with a shape, batched: elements differ in steps
+    length = _count(condition, body, n, m, e.invals[n + m :]) if counts else None
     loop = Loop(e.eqn, body, length, makes=list(e.outvals))
     loop.consts = dict(zip(body.inputs[:m], e.invals[n : n + m], strict=True))
     _read_carries(loop, body.inputs[m:], e.invals[n + m :])
