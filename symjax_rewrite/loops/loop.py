@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,21 +131,11 @@ class Loop:
 
     def copy(self) -> Loop:
         """Return the same loop with shared equations, for a change that may be undone."""
-        body = replace(
-            self.body, equations=list(self.body.equations), consts=dict(self.body.consts)
-        )
-        return replace(
-            self,
-            body=body,
-            consts=dict(self.consts),
-            carries=[replace(c) for c in self.carries],
-            sources=dict(self.sources),
-            counters=dict(self.counters),
-            ys=list(self.ys),
-            makes=list(self.makes),
-            results=list(self.results),
-            packed=dict(self.packed),
-        )
+        equations, consts = list(self.body.equations), dict(self.body.consts)
+        body = replace(self.body, equations=equations, consts=consts)
+        shared = "consts sources counters ys makes results packed".split()
+        own = {name: copy(getattr(self, name)) for name in shared}
+        return replace(self, body=body, carries=[replace(c) for c in self.carries], **own)
 
     @property
     def ends(self) -> list[Value]:

@@ -34,7 +34,7 @@ from symjax_rewrite.loops.changes import (
     rewritten,
 )
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
-from symjax_rewrite.loops.hoisting import STACKABLE, find_motion
+from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.motion import Motion, moved_seconds
 from symjax_rewrite.loops.normalization import clean, normal_loop
@@ -293,9 +293,13 @@ class LoopSearch:
         return parts.loop, motion
 
     def _best_order(self, e: Equation, loop: Loop, motion: Motion) -> tuple[Loop, Motion]:
-        """Return the cheaper whole: the body as written, or optimised before the motion."""
+        """Return the cheaper whole: the body as written, or optimised before the motion.
+
+        The body is not optimised here if it has no two expensive equations to put in another order.
+        """
         spots = jax_internals.optimisable_bodies(e.eqn)
-        if not self.reorders or len(spots) != 1:
+        heavy = [e for e in loop.body.equations if is_heavy(e.eqn)]
+        if not self.reorders or len(spots) != 1 or len(heavy) < 2:
             return loop, motion
         body = self.optimise(spots[0].body)
         eqn = None if body is None else spots[0].replace(e.eqn, body)

@@ -232,10 +232,10 @@ def _in_blocks(
         block: of carries, an entry of `starts`, operands, and the number of steps.
 
     Returns:
-        The carries after the last step, the stacked results, and the carries before each block and
-        before the remaining steps.
+        The carries after the last step, the stacked results, and of the forward loop the carries
+        before each block and before the remaining steps.
     """
-    count, late = pair.blocks * pair.steps, []
+    count, late, keeps = pair.blocks * pair.steps, [], loop is pair.there
     shape = (pair.blocks, pair.steps)
     whole = jax.tree.map(lambda x: lax.reshape(x[:count], (*shape, *x.shape[1:])), steps)
     rest = jax.tree.map(lambda x: x[count:], steps)
@@ -243,7 +243,7 @@ def _in_blocks(
     def turn(carry: Carried, given: Any) -> tuple[Carried, Any]:
         start, xs = given
         after, ys = block(carry, start, xs, pair.steps)
-        return after, (carry, ys)
+        return after, (carry if keeps else [], ys)
 
     before: Carried = []
     if pair.rest and loop.reverse:
