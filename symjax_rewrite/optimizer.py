@@ -27,7 +27,8 @@ from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.loops.loop_optimizer import TREES, has_loops
+from symjax_rewrite.loops.associative_scan_loops import AffineTrees
+from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
@@ -207,7 +208,7 @@ class _Run:
         if proposed:
             self.program, taken, refused = policy.chosen(self.program, proposed, self.context)
             found += refused
-            if taken and each.name == TREES:
+            if taken and each.name == AffineTrees.name:
                 self.program = _flat(emission.staged(self.program))
         self.seen[each.name] = self.program
         for f in found:

@@ -17,9 +17,10 @@ from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
 from symjax_rewrite.kernel_selection.norms.selection import Norms
 from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
+from symjax_rewrite.loops.associative_scan_loops import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.loop import Loop
-from symjax_rewrite.loops.loop_optimizer import AffineTrees, ImprovedLoops
+from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
 from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 

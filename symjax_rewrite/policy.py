@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
 
@@ -48,7 +50,9 @@ def _gaining(
     gains: dict[object, float] = defaultdict(float)
     for c in found:
         gains[c.group or id(c)] += c.saved_s
-    whole, device = context.terms(program).seconds, context.device
+    device = context.device
+    inside = [e.eqn for e in program.equations if jax_internals.bodies(e.eqn)]  # in no term's price
+    whole = context.terms(program).seconds + sum(equation_seconds(e, device) for e in inside)
 
     def little(c: Candidate) -> bool:
         return not margins.gains_share(gains[c.group or id(c)], whole, "program", device)

@@ -26,7 +26,7 @@ from symjax_rewrite.ir.term import CONST, NATIVE, Node
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
-from symjax_rewrite.loops.loop import read_loop
+from symjax_rewrite.loops.loop_reading import read_loop
 
 Sample = dict[str, int]  # a number for every named size
 

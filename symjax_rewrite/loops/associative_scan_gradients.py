@@ -3,51 +3,33 @@
 Let g be the cotangents of the states h of h ← a·h + b. The cotangents of b are the reversed scan
 G_t = g_t + a_{t+1}·G_{t+1}, and the cotangents of a are G_t·h_{t-1}. The equations between the
 residuals of the tree and these cotangents are moves along the steps' axis, products and sums. They
-are therefore polynomials of a, b and g for every shape of the tree. The polynomials are evaluated
-exactly at random points of a prime field, and a value that satisfies the defining equations at
-these points is taken for the cotangent (Schwartz 1980; Zippel 1979, "Probabilistic algorithms for
-sparse polynomials"). The probability of a wrong answer is below 1e-16 at 2¹⁶ steps.
+are therefore polynomials of a, b and g, and a value that satisfies the defining equations at random
+points is taken for the cotangent, as in `associative_scan_detection`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.loops.associative_scan_detection import Prefix, is_read
-from symjax_rewrite.loops.axis_moves import MOVES, entry_moves
+from symjax_rewrite.loops.associative_scan_detection import (
+    FOLLOWED,
+    PRIME,
+    Evaluator,
+    Polynomials,
+    Prefix,
+    equal,
+    is_read,
+    reduced,
+    times,
+)
 from symjax_rewrite.loops.fusion import Surroundings
 
-BITS = 31
-PRIME = (1 << BITS) - 1
-POINTS = 4  # random points at which polynomials are evaluated
 MAX_CANDIDATES = 8  # values tried as the cotangents of the states
-
-
-class Polynomials(NamedTuple):
-    """The values of an array at the points, plus other arrays.
-
-    values: uint64[n, POINTS] along `axis`. layout: for every axis, the corresponding axis of the
-    tree. others: arrays of the program that are added.
-    """
-
-    values: np.ndarray
-    axis: int
-    layout: tuple[int, ...]
-    others: tuple[int, ...] = ()
-
-    def like(self, other: Polynomials) -> bool:
-        """Return True if both have the same axes and the same length."""
-        return (self.axis, self.layout, len(self.values)) == (
-            other.axis,
-            other.layout,
-            len(other.values),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +41,7 @@ class Cotangents:
     """
 
     given: int
-    made: tuple[tuple[str, int, tuple[int, ...]], ...]
+    made: dict[str, tuple[int, tuple[int, ...]]]
     equations: tuple[Equation, ...]
 
 
@@ -72,18 +54,16 @@ class Differentiated:
 
     def equations(self) -> list[Equation]:
         """Return the equations of the tree and the equations that loops replace."""
-        every = [*self.prefix.equations, *(e for c in self.back for e in c.equations)]
-        return list({id(e): e for e in every}.values())
-
-    def reads(self) -> list[int]:
-        """Return the values that the replacing loops read, except arrays added to their results."""
-        return [self.prefix.factors, self.prefix.added, *[c.given for c in self.back]]
+        return list(
+            dict.fromkeys([*self.prefix.equations, *(e for c in self.back for e in c.equations)])
+        )
 
     def instead(self) -> dict[int, list[int]]:
-        """Return the values that the replacing loops compute, each with its other operands."""
-        reads = self.reads()
-        made = {v: [*reads, *others] for c in self.back for _, v, others in c.made}
-        return {self.prefix.out: reads[:2], **made}
+        """Return the values that the replacing loops compute, each with its operands."""
+        steps = [self.prefix.factors, self.prefix.added]
+        reads = [*steps, *[c.given for c in self.back]]
+        made = {v: [*reads, *others] for c in self.back for v, others in c.made.values()}
+        return {self.prefix.out: steps, **made}
 
 
 def find_differentiated(around: Surroundings, prefixes: list[Prefix]) -> list[Differentiated]:
@@ -119,18 +99,16 @@ def _differentiated(around: Surroundings, prefix: Prefix) -> Differentiated | No
     if prefix.products is not None and is_read(around, prefix, prefix.products):
         return None
     prefix = prefix.states_alone()
-    own = {id(e) for e in prefix.equations}
-    inner = _inner(prefix)
-    readers = [e for v in inner for e in around.users.get(v, ()) if id(e) not in own]
+    own = set(prefix.equations)
+    readers = {e for v in _inner(prefix) for e in around.users.get(v, ()) if e not in own}
     if not readers:
         return None
-    place = {id(e): n for n, e in enumerate(program.equations)}
     points = _Points(prefix, program)
     back: list[Cotangents] = []
     explained: set[int] = set()
-    for e in sorted({id(e): e for e in readers}.values(), key=lambda e: place[id(e)]):
+    for e in [e for e in program.equations if e in readers]:
         if explained.isdisjoint(e.outvals):
-            found = _explain(e, around, prefix, points)
+            found = _explain(e, around, points)
             if found is None:
                 return None
             back.append(found[0])
@@ -139,42 +117,37 @@ def _differentiated(around: Surroundings, prefix: Prefix) -> Differentiated | No
 
 
 def _explain(
-    reader: Equation, around: Surroundings, prefix: Prefix, points: _Points
+    reader: Equation, around: Surroundings, points: _Points
 ) -> tuple[Cotangents, set[int]] | None:
     """Explain the equations that read a residual of a tree; return all intermediate values too."""
-    for given in _candidates(reader, around, prefix.out, points.known):
+    for given in _candidates(reader, around, points):
         known = points.evaluated(given)
-        if known.keys().isdisjoint(reader.outvals):
-            continue
-        made = tuple(points.cotangents(known, given))
+        made = {} if known.keys().isdisjoint(reader.outvals) else points.cotangents(known, given)
         if made:
-            equations = [
-                e for e in around.program.equations if not known.keys().isdisjoint(e.outvals)
-            ]
-            return Cotangents(given, made, tuple(equations)), set(known)
+            every = around.program.equations
+            equations = tuple(e for e in every if not known.keys().isdisjoint(e.outvals))
+            return Cotangents(given, made, equations), set(known)
     return None
 
 
-def _candidates(
-    reader: Equation, around: Surroundings, out: int, known: dict[int, Polynomials]
-) -> Iterator[int]:
+def _candidates(reader: Equation, around: Surroundings, points: _Points) -> Iterator[int]:
     """Yield values of the states' shape that an equation reads through moves, products and sums."""
-    aval = around.program.avals[out]
-    queue = [v for v in reader.invals if isinstance(v, int) and v not in known]
+    avals = around.program.avals
+    aval = avals[points.prefix.out]
+    queue = [v for v in numbers(reader.invals) if v not in points.known]
     seen: set[int] = set()
     count = 0
     while queue and count < MAX_CANDIDATES:
         v = queue.pop(0)
-        e = around.makers.get(v)
         if v in seen:
             continue
         seen.add(v)
-        own = around.program.avals[v]
-        if (own.shape, own.dtype) == (aval.shape, aval.dtype):
+        if (avals[v].shape, avals[v].dtype) == (aval.shape, aval.dtype):
             count += 1
             yield v
-        if e is not None and (e.name in _ARITHMETIC or e.name in MOVES):
-            queue += [u for u in e.invals if isinstance(u, int) and u not in known]
+        e = around.makers.get(v)
+        if e is not None and e.name in FOLLOWED:
+            queue += [u for u in numbers(e.invals) if u not in points.known]
 
 
 class _Points:
@@ -185,66 +158,31 @@ class _Points:
 
     def __init__(self, prefix: Prefix, program: Program) -> None:
         self.prefix, self.program = prefix, program
-        self.draw = np.random.default_rng(0)
-        layout = tuple(range(len(self.shape)))
-        self.known = {v: self._random(layout) for v in (prefix.factors, prefix.added)}
+        shape = program.avals[prefix.added].shape
+        self.evaluator = Evaluator(program, shape)
+        layout = tuple(range(len(shape)))
+        self.known = {v: self._random(v, layout) for v in (prefix.factors, prefix.added)}
         self._evaluate(prefix.equations, self.known)
 
-    def _random(self, layout: tuple[int, ...]) -> Polynomials:
-        values = self.draw.integers(1, PRIME, (self.prefix.length, POINTS), dtype=np.uint64)
-        return Polynomials(values, layout.index(self.prefix.axis), layout)
+    def _random(self, v: int, layout: tuple[int, ...]) -> Polynomials:
+        p = self.prefix
+        return self.evaluator.variables(v, p.length, layout.index(p.axis), layout)
 
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Return the shape of the tree's arrays."""
-        return self.program.avals[self.prefix.added].shape
+    def _evaluate(self, equations: tuple[Equation, ...], known: dict[int, Polynomials]) -> None:
+        new = [e for e in equations if known.keys().isdisjoint(e.outvals)]
+        for v, x in self.evaluator.evaluate(new, known):
+            known[v] = x
 
     def evaluated(self, given: int) -> dict[int, Polynomials]:
         """Return the polynomials of values computed from the tree and its states' cotangents."""
-        known = {**self.known, given: self._random(self.prefix.layouts[0])}
-        self._evaluate(self.program.equations, known)
+        known = {**self.known, given: self._random(given, self.prefix.layouts[0])}
+        self._evaluate(tuple(self.program.equations), known)
         return {v: x for v, x in known.items() if v not in self.known}
-
-    def _evaluate(self, equations: Iterable[Equation], known: dict[int, Polynomials]) -> None:
-        for e in equations:
-            if e.eqn.effects or e.outvals[0] in known:
-                continue
-            found = [known.get(v) if isinstance(v, int) else None for v in e.invals]
-            if any(found):
-                made = self._follow(e, found)
-                known.update(zip(e.outvals, made, strict=False))
-
-    def _follow(self, e: Equation, found: list[Polynomials | None]) -> list[Polynomials]:
-        if e.name in _ARITHMETIC:
-            made = self._arithmetic(e, found)
-        elif e.name == "concatenate":
-            made = _joined(e, found)
-        elif e.name == "transpose":
-            made = _turned(e, found)
-        else:
-            return _moved(e, found)
-        return [] if made is None else [made]
-
-    def _arithmetic(self, e: Equation, found: list[Polynomials | None]) -> Polynomials | None:
-        x, y = found if len(found) == 2 else (found[0], found[0])
-        if x is not None and y is not None:
-            others = x.others + y.others
-            if not x.like(y) or (others and e.name not in _SUMS):
-                return None
-            values = _reduced(_ARITHMETIC[e.name](x.values, y.values))
-            return x._replace(values=values, others=others)
-        x, v = (x, e.invals[1]) if x is not None else (y, e.invals[0])
-        whole = self.program.avals[e.outvals[0]].shape == self.shape
-        if x is None or e.name not in _SUMS or not isinstance(v, int) or not whole:
-            return None
-        if self.program.avals[v].shape != self.shape:
-            return None
-        return x._replace(others=(*x.others, v))
 
     def cotangents(
         self, known: dict[int, Polynomials], given: int
-    ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Yield the cotangents of b and of a, with the other arrays added to them.
+    ) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return the cotangents of b and of a, each with the other arrays added to it.
 
         Where zeros are added afterwards, the last of the sums is the cotangent.
         """
@@ -262,13 +200,12 @@ class _Points:
                 continue
             if kind not in last or last[kind][1] == x.others:
                 last[kind] = (v, x.others)
-        for kind, (v, others) in last.items():
-            yield kind, v, others
+        return last
 
 
 def _solves_added(x: np.ndarray, a: np.ndarray, g: np.ndarray) -> bool:
     """Return True if x_t = g_t + a_{t+1}·x_{t+1}."""
-    return _equal(x[-1], g[-1]) and _equal(x[:-1], g[:-1] + _times(a[1:], x[1:]))
+    return equal(x[-1], g[-1]) and equal(x[:-1], g[:-1] + times(a[1:], x[1:]))
 
 
 def _solves_factors(x: np.ndarray, a: np.ndarray, h: np.ndarray, g: np.ndarray) -> bool:
@@ -276,57 +213,7 @@ def _solves_factors(x: np.ndarray, a: np.ndarray, h: np.ndarray, g: np.ndarray) 
 
     The check is h_t·x_t = h_{t-1}·(h_t·g_t + a_{t+1}·x_{t+1}).
     """
-    if (x[0] % np.uint64(PRIME)).any() or not _equal(x[-1], _times(g[-1], h[-2])):
+    if (x[0] % PRIME).any() or not equal(x[-1], times(g[-1], h[-2])):
         return False
-    after = _times(h[1:-1], g[1:-1]) + _times(a[2:], x[2:])
-    return _equal(_times(h[1:-1], x[1:-1]), _times(h[:-2], _reduced(after)))
-
-
-def _reduced(x: np.ndarray) -> np.ndarray:
-    """Return a congruent value that is at most the prime; a division takes ten times as long."""
-    for _ in range(2):
-        x = (x & np.uint64(PRIME)) + (x >> np.uint64(BITS))
-    return x
-
-
-def _times(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return _reduced(x * y)
-
-
-def _equal(x: np.ndarray, y: np.ndarray) -> bool:
-    return bool((x % np.uint64(PRIME) == y % np.uint64(PRIME)).all())
-
-
-_SUMS = ("add", "add_any")
-_ARITHMETIC: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": lambda x, y: x + (np.uint64(PRIME) - y),
-    "mul": np.multiply,
-    "neg": lambda x, _: np.uint64(PRIME) - x,
-}
-
-
-def _moved(e: Equation, found: list[Polynomials | None]) -> list[Polynomials]:
-    x = found[0]
-    moves = None if x is None or x.others else entry_moves(e, x.axis)
-    if x is None or moves is None:
-        return []
-    return [x._replace(values=move(x.values, 0)) for move in moves]
-
-
-def _turned(e: Equation, found: list[Polynomials | None]) -> Polynomials | None:
-    x, order = found[0], e.eqn.params["permutation"]
-    if x is None or x.others:
-        return None
-    return x._replace(axis=order.index(x.axis), layout=tuple(x.layout[i] for i in order))
-
-
-def _joined(e: Equation, found: list[Polynomials | None]) -> Polynomials | None:
-    parts = [x for x in found if x is not None and not x.others]
-    if len(parts) != len(found):
-        return None
-    places = {(x.axis, x.layout) for x in parts}
-    if len(places) > 1 or parts[0].axis != e.eqn.params["dimension"]:
-        return None
-    return parts[0]._replace(values=np.concatenate([x.values for x in parts]))
+    after = times(h[1:-1], g[1:-1]) + times(a[2:], x[2:])
+    return equal(times(h[1:-1], x[1:-1]), times(h[:-2], reduced(after)))

@@ -1,214 +1,326 @@
-"""Conversion of differentiated trees of affine steps into a forward loop and backward loops."""
+"""Trees of affine steps as loops, and the pass that replaces differentiated trees by loops."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.candidates import Context, Found, Replacement
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import making
-from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.loops.associative_scan_detection import is_reversal, reversal
-from symjax_rewrite.loops.associative_scan_gradients import Cotangents, Differentiated
+from symjax_rewrite.ir.flat_program import Equation, Program, flatten
+from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes, is_read
+from symjax_rewrite.loops.associative_scan_gradients import (
+    Cotangents,
+    Differentiated,
+    find_differentiated,
+    needed,
+)
+from symjax_rewrite.loops.changes import candidate, loop_part, part_of, refused
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop import Read
+from symjax_rewrite.loops.loop import Carry, Loop, Source
+from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.stepwise_equations import stepped_result
+from symjax_rewrite.rewriting.rule import FUSION
+
+Arrays = list[Array]
+Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed order
+# Of True at the first step, the carries, and entries of arrays; returns the next carries, results.
+Step = Callable[[Array, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
-class LoopPart(NamedTuple):
-    """A replacement of some values: the values it reads, the values it computes, and how."""
+class AffineTrees:
+    """Replaces trees of affine steps, and their derivatives, by loops where these are faster."""
 
-    reads: list[int]
-    makes: list[int]
-    run: Callable[[Read], list[Any]]
+    name = "affine_trees"
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """Yield the trees that run faster as loops together with their derivatives.
+
+        A tree is faster on devices that launch a kernel per step.
+        """
+        device = context.device
+        if not context.has(FUSION) or device.loops.steps_are_launches:
+            return
+        prefixes = find_prefixes(program)
+        around = Surroundings(program) if prefixes else None
+        if around is None:
+            return
+        taken = []
+        for d in find_differentiated(around, prefixes):
+            eqn, seconds = d.prefix.equations[-1].eqn, _differentiated_seconds(program, d, device)
+            what = f"a differentiated tree of {d.prefix.length} steps"
+            if not context.reorders():
+                yield refused("as loops it would round in another order", eqn, seconds)
+            elif not margins.pays(*seconds, "tree", device):
+                yield refused(f"{what} is predicted to be no slower than loops", eqn, seconds)
+            else:
+                predicted = f"predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"
+                taken.append((d, f"{what} runs as loops: {predicted}", seconds))
+        loops = as_loops(around, [d for d, _, _ in taken])
+        for (_, reason, seconds), parts in zip(taken, loops, strict=True):
+            yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
 
 
-def as_loops(
-    around: Surroundings, found: list[Differentiated]
-) -> Iterator[tuple[Differentiated, LoopPart]]:
-    """Convert trees to loops.
+def _differentiated_seconds(
+    program: Program, d: Differentiated, device: Device
+) -> tuple[float, float]:
+    """Return the seconds of a tree and its cotangents, and of the loops that replace them."""
+    live = needed(program, d.instead())
+    spared = [e for e in d.equations() if live.isdisjoint(e.outvals)]
+    whole = aval_bytes(program.avals[d.prefix.out])
+    moved = (4 + 5 * len(d.back)) * whole  # read: a, b; a, g, states. written: states twice; a, b
+    steps = (1 + len(d.back)) * d.prefix.length
+    return tree_seconds(spared, device), moved / device.bytes_per_s + 2 * device.launch_s * steps
+
+
+def tree_seconds(equations: Sequence[Equation], device: Device) -> float:
+    """Return the predicted seconds of the equations of a tree."""
+    moved = sum(3 * aval_bytes(v.aval) for e in equations for v in e.eqn.outvars)
+    launches = len(equations) / device.loops.operations_per_launch
+    return moved / device.bytes_per_s + launches * device.launch_s
+
+
+def refusal(around: Surroundings, prefix: Prefix) -> str | None:
+    """Return the reason why a tree must stay a tree, or None."""
+    inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
+    if any(is_read(around, prefix, v) for v in inner):
+        return "another equation reads a value inside the tree"
+    a, b = (around.program.avals[v] for v in (prefix.factors, prefix.added))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return "the factors have another shape or dtype than the terms that are added"
+    return None
+
+
+def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]:
+    """Return a tree as a loop, and the equations that the loop replaces."""
+    outs = [prefix.out]
+    if prefix.products is not None and is_read(around, prefix, prefix.products):
+        outs.append(prefix.products)
+
+    def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
+        (h, *p), (a, b) = carried, entries
+        after = [_after(first, h, a, b), *[lax.select_n(first, a * x, a) for x in p]]
+        return after, after
+
+    tree = _Tree(around, prefix)
+    loop = tree.loop(step, tree.steps, [tree.makes(v) for v in outs], tree.equation, len(outs))
+    again = [around.makers[v] for v in loop.makes if v not in outs]
+    return loop, [*prefix.equations, *again]
+
+
+def as_loops(around: Surroundings, found: list[Differentiated]) -> Iterator[list[Replacement]]:
+    """Yield the parts that replace each tree: a forward loop, backward loops, and their readers.
 
     Values that read the states and that no cotangent needs are computed in the backward loop, which
     has the states as operands. The forward loop then need not store the states for them.
     """
-    before = making(around.program.equations, [c.given for d in found for c in d.back])
+    equations = around.program.equations
+    before = set(making(equations, [c.given for d in found for c in d.back]))
     for d in found:
-        yield from ((d, part) for part in _Loops(around, d, set(before)).parts())
+        tree = _Tree(around, d.prefix, [c.given for c in d.back])
+        late = [e for e in tree.readers() if e not in before]
+        if late or any("a" in c.made for c in d.back):
+            tree.states = tree.new_states()
+        parts = [_there(tree)]
+        for n, c in enumerate(d.back):
+            parts += _back(tree, c, [] if n else late)
+        yield parts
 
 
-class _Loops:
+def _after(first: Array, h: Array, a: Array, b: Array) -> Array:
+    """Return the state after a step: b at the first step, for any factor."""
+    return lax.select_n(first, a * h + b, b)
+
+
+def _there(tree: _Tree) -> Replacement:
+    """Build the forward loop, which also stores the states before every step if needed."""
+
+    def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
+        after = _after(first, *carried, *entries)
+        return [after], [after, *carried]
+
+    makes = [tree.makes(tree.prefix.out)]
+    if tree.states is not None:
+        makes.append([(tree.states, False)])
+    return loop_part(tree.loop(step, tree.steps, makes, tree.equation), Motion())
+
+
+def _back(tree: _Tree, c: Cotangents, late: list[Equation]) -> Iterator[Replacement]:
+    """Build the backward loop: G ← g + a·G for b, and G times the previous state for a."""
+    eqn, reads, makes = c.equations[-1].eqn, [tree.prefix.factors, c.given], []
+    for v, others in c.made.values():
+        total = tree.new_value(v) if others else v
+        makes.append(tree.makes(total))
+        if others:
+            yield _sum([total, *others], v, eqn)
+    if tree.states is not None and (late or "a" in c.made):
+        reads.append(tree.states)
+    if late:
+        reads.append(tree.prefix.added)
+        out = tree.makes(tree.prefix.out)
+        copies = {v: tree.new_value(v) for v, _ in out}
+        makes.append([(copies[v], is_turned) for v, is_turned in out])
+        yield from (_reading(e, copies) for e in late)
+
+    def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
+        a, g, *rest = entries
+        g = g + carried[0]
+        ys = {"b": g}
+        if "a" in c.made:
+            ys["a"] = lax.select_n(first, g * rest[0], jnp.zeros_like(g))
+        again = [_after(first, rest[0], a, rest[1])] if late else []
+        return [a * g], [*[ys[kind] for kind in c.made], *again]
+
+    yield loop_part(tree.loop(step, reads, makes, eqn, back=True), Motion())
+
+
+def _sum(values: list[int], made: int, eqn: JaxprEqn) -> Replacement:
+    return part_of(eqn, values, [made], lambda read: [reduce(lax.add, map(read, values))])
+
+
+def _reading(e: Equation, copies: dict[int, int]) -> Replacement:
+    """Build an equation that reads copies of some values."""
+    reads = [copies.get(v, v) if isinstance(v, int) else v for v in e.invals]
+
+    def run(*arrays: Array) -> list[Array]:
+        return jax_internals.eval_equation(e.eqn, arrays)
+
+    return Replacement(e.outvals, tuple(reads), run, source=e.eqn)
+
+
+class _Tree:
     """The loops of one tree.
 
     backwards: True if the tree is between two reversals, so that its first step is the last entry.
-    states: the value of the states before every step, if the backward loops need it.
+    The loops then read and write in the order of the reversed arrays. states: the value of the
+    states before every step, as the loops stack it; None if no backward loop needs it.
     """
 
-    def __init__(self, around: Surroundings, d: Differentiated, before: set[Equation]) -> None:
-        self.around, self.d, self.prefix = around, d, d.prefix
-        self.program = around.program
-        self.layouts = dict.fromkeys(
-            (d.prefix.out, *(c.given for c in d.back)), d.prefix.layouts[0]
-        )
-        steps = (d.prefix.factors, d.prefix.added)
-        self.backwards = all(reversal(around, v, self._axis(v)) is not None for v in steps)
-        self.factors, self.added = map(self._source, steps)
-        self.late = list(self._late(before))
+    def __init__(self, around: Surroundings, prefix: Prefix, given: Sequence[int] = ()) -> None:
+        self.around, self.prefix, self.program = around, prefix, around.program
+        self.steps = [prefix.factors, prefix.added]
+        self.equation = prefix.equations[-1].eqn
+        named = zip((prefix.out, prefix.products), prefix.layouts, strict=False)
+        self.layouts = {**dict.fromkeys(given, prefix.layouts[0]), **dict(named)}
         self.states: int | None = None
-        if self.late or any(kind == "a" for c in d.back for kind, _, _ in c.made):
-            aval = self.program.avals[d.prefix.added]
-            shape = tuple(aval.shape[k] for k in self._steps_first(d.prefix.added))
-            self.states = self.program.new_value(aval.update(shape=shape, weak_type=False))
+        self.backwards = all(self._reversal(v) is not None for v in self.steps)
 
-    def parts(self) -> Iterator[LoopPart]:
-        """Yield the forward loop, the backward loops, and the equations that read their results."""
-        yield self._there()
-        for n, c in enumerate(self.d.back):
-            yield from self._back(c, self.late if n == 0 else [])
+    def new_value(self, like: int) -> int:
+        """Return a new value of the program with the axes of another."""
+        aval = self.program.avals[like].update(weak_type=False)
+        v = self.program.new_value(aval)
+        self.layouts[v] = self._layout(like)
+        return v
+
+    def new_states(self) -> int:
+        """Return a new value for the stacked states."""
+        entry = self._entry(self.prefix.added)
+        return self.program.new_value(entry.update(shape=(self.prefix.length, *entry.shape)))
+
+    def makes(self, v: int) -> list[Made]:
+        """Return a value that a loop computes and its reversals; True if turned after the loop."""
+        users = self.around.users.get(v, ()) if self.backwards else ()
+        turned = [e.outvals[0] for e in users if self._reverses(e, v)]
+        return [(v, self.backwards), *[(u, False) for u in turned]]
+
+    def readers(self) -> list[Equation]:
+        """Return the equations that read the states, if all of them compute step by step."""
+        out = [v for v, _ in self.makes(self.prefix.out)]
+        own = {*self.prefix.equations, *[self.around.makers[v] for v in out]}
+        users = self.around.users
+        read = {e: e.invals.index(v) for v in out for e in users.get(v, ()) if e not in own}
+        axis = self._axis(self.prefix.out)
+        steps = [stepped_result(e.eqn, place, axis) for e, place in read.items()]
+        return [*read] if None not in steps and self.around.outputs.isdisjoint(out) else []
+
+    def loop(
+        self,
+        step: Step,
+        reads: Sequence[int],
+        makes: Sequence[list[Made]],
+        eqn: JaxprEqn,
+        carries: int = 1,
+        back: bool = False,
+    ) -> Loop:
+        """Return a loop over the steps of the tree, or `back` over them, from zeros.
+
+        Args:
+            step: of arrays whose axes are those of the factors, with size one for the step.
+            reads: the values whose entries a step reads.
+            makes: for each result of a step: the values of all steps, see `makes`.
+            eqn: the equation that the loop stands for.
+            carries: their number.
+            back: True for the opposite direction.
+        """
+        entry, length = self._entry(self.prefix.added), self.prefix.length
+
+        def run(first: Array, *values: Array) -> list[Array]:
+            plain = [np.argsort(self._layout(v)) for v in reads]
+            entries = list(map(lax.transpose, values[carries:], plain))
+            flag = lax.broadcast(first, entry.shape)
+            after, ys = step(flag, list(values[:carries]), entries)
+            layouts = [self._layout(made[0][0]) for made in makes]
+            return [*after, *map(lax.transpose, ys, layouts)]
+
+        flag = entry.update(shape=(), dtype=np.dtype(bool))
+        avals = [flag, *[entry] * carries, *map(self._entry, reads)]
+        body = flatten(jax_internals.make_avals_jaxpr(run, avals))
+        loop = Loop(eqn, body, length, reverse=self.backwards != back)
+        zero = jax_internals.Literal(np.zeros((), entry.dtype), entry.update(shape=()))
+        first, *inner = body.inputs
+        loop.counters[first] = np.arange(length) == (length - 1 if self.backwards else 0)
+        for v, out in zip(inner[:carries], body.outputs, strict=False):
+            loop.carries.append(Carry(v, zero, out))
+        loop.sources = dict(zip(inner[carries:], map(self._source, reads), strict=True))
+        loop.ys = body.outputs[carries:]
+        for k, made in enumerate(makes):
+            axis = self._axis(made[0][0])
+            for v, is_turned in made:
+                loop.makes.append(v)
+                kept = ("kept", (k, axis, is_turned))
+                loop.results.append(("ys", k) if v == self.states else kept)
+        return loop
+
+    def _entry(self, v: int) -> Any:
+        """Return the aval of one entry of a value along the axis of the steps."""
+        if v == self.states:
+            v = self.prefix.added
+        aval, k = self.program.avals[v], self._axis(v)
+        return aval.update(shape=(*aval.shape[:k], 1, *aval.shape[k + 1 :]), weak_type=False)
+
+    def _source(self, v: int) -> Source:
+        """Return the entries of a value in the order of the loops."""
+        if v == self.states:
+            return Source(v)
+        axis, last = self._axis(v), self.prefix.length - 1
+        if not self.backwards:
+            return Source(v, axis, kept=True)
+        e = self._reversal(v)
+        if e is None:
+            return Source(v, axis, last, -1, kept=True)
+        return Source(e.invals[0], axis, kept=True)
 
     def _layout(self, v: int) -> tuple[int, ...]:
-        return self.layouts.get(v) or tuple(range(len(self.program.avals[v].shape)))
+        return self.layouts.get(v) or tuple(range(len(self.program.avals[self.steps[0]].shape)))
 
     def _axis(self, v: int) -> int:
         """Return the axis of a value that indexes the steps."""
         return self._layout(v).index(self.prefix.axis)
 
-    def _steps_first(self, v: int) -> list[int]:
-        """Return the axis order of a value: the steps first, the rest as in the factors."""
-        layout = self._layout(v)
-        rest = [layout.index(k) for k in range(len(layout)) if k != self.prefix.axis]
-        return [self._axis(v), *rest]
+    def _reversal(self, v: int) -> Equation | None:
+        """Return the equation that computes a value by reversing another along the steps' axis."""
+        e = self.around.makers.get(v)
+        return e if e is not None and self._reverses(e, v) else None
 
-    def _source(self, v: int) -> int:
-        """Return the operand of the reversal that computes a value, if the loops run backwards."""
-        e = reversal(self.around, v, self._axis(v)) if self.backwards else None
-        source = v if e is None else e.invals[0]
-        return source if isinstance(source, int) else v
-
-    def _reversed(self, v: int) -> list[int]:
-        """Return the reversals of a value, if the loops run backwards."""
-        users = self.around.users.get(v, ()) if self.backwards else ()
-        return [e.outvals[0] for e in users if is_reversal(e, self._axis(v))]
-
-    def _late(self, before: set[Equation]) -> Iterator[Equation]:
-        """Yield the step-by-step equations that read the states and that no cotangent needs."""
-        out, again = self.prefix.out, self._reversed(self.prefix.out)
-        own = {id(e) for e in self.prefix.equations} | {id(self.around.makers[v]) for v in again}
-        read = {
-            id(e): (e, e.invals.index(v))
-            for v in (out, *again)
-            for e in self.around.users.get(v, ())
-            if id(e) not in own
-        }
-        steps = [stepped_result(e.eqn, place, self._axis(out)) for e, place in read.values()]
-        if None not in steps and self.around.outputs.isdisjoint((out, *again)):
-            yield from (e for e, _ in read.values() if e not in before)
-
-    def _makes(self, v: int) -> list[int]:
-        """Return a value of the tree that a loop computes, and its reversals."""
-        return [v, *self._reversed(v)]
-
-    def _made(self, v: int, ys: Any) -> list[Any]:
-        """Return the arrays for `_makes(v)` from the stacked results of all steps."""
-        array = lax.transpose(ys, np.argsort(self._steps_first(v)))
-        whole = lax.rev(array, (self._axis(v),)) if self.backwards else array
-        return [whole, *[array] * len(self._reversed(v))]
-
-    def _scan(self, step: Callable, xs: list[Any], reverse: bool, e: Equation) -> list[Any]:
-        """Run steps from zero; `step` receives True at the first step."""
-        length = self.prefix.length
-        first = np.arange(length) == (length - 1 if self.backwards else 0)
-        start = jnp.zeros(xs[0].shape[1:], xs[0].dtype)
-
-        def turn(carry: Any, given: list[Any]) -> tuple[Any, list[Any]]:
-            return step(lax.broadcast(given[0], start.shape), carry, *given[1:])
-
-        with jax_internals.equation_scope(e.eqn):
-            return lax.scan(turn, start, [first, *xs], reverse=reverse)[1]
-
-    def _read(self, read: Read, v: int) -> Any:
-        """Return the array of a value of the tree, with the steps first."""
-        source = self._source(v)
-        array = lax.transpose(read(source), self._steps_first(v))
-        return lax.rev(array, (0,)) if self.backwards and source == v else array
-
-    def _there(self) -> LoopPart:
-        """Build the forward loop: h ← a·h + b, where the first state is b for any factor."""
-        tree, keeps = self.prefix, self.states is not None
-
-        def step(first: Any, h: Any, a: Any, b: Any) -> tuple[Any, list[Any]]:
-            after = _after(first, h, a, b)
-            return after, [after, *[h] * keeps]
-
-        def run(read: Read) -> list[Any]:
-            xs = [self._read(read, v) for v in (tree.factors, tree.added)]
-            h, *states = self._scan(step, xs, self.backwards, tree.equations[-1])
-            return [*self._made(tree.out, h), *states]
-
-        makes = self._makes(tree.out)
-        if self.states is not None:
-            makes.append(self.states)
-        return LoopPart([self.factors, self.added], makes, run)
-
-    def _back(self, c: Cotangents, late: list[Equation]) -> Iterator[LoopPart]:
-        """Build the backward loops: G ← g + a·G for b, and G times the previous state for a."""
-        tree, made = self.prefix, {}
-        for kind, v, others in c.made:
-            made[kind] = self.program.new_value(self.program.avals[v]) if others else v
-            if others:
-                yield _sum((made[kind], *others), v)
-        copies = {v: self.program.new_value(self.program.avals[v]) for v in self._makes(tree.out)}
-        yield from (_reading(e, copies) for e in late)
-        states = self.states if late or "a" in made else None
-
-        def step(first: Any, carry: Any, a: Any, g: Any, *rest: Any) -> tuple[Any, list[Any]]:
-            g = g + carry
-            ys = {"b": g}
-            if "a" in made:
-                ys["a"] = lax.select_n(first, g * rest[0], jnp.zeros_like(g))
-            outs = [ys[kind] for kind in made]
-            return a * g, [*outs, _after(first, rest[0], a, rest[1])] if late else outs
-
-        def run(read: Read) -> list[Any]:
-            xs = [self._read(read, v) for v in (tree.factors, c.given)]
-            if states is not None:
-                xs.append(read(states))
-            if late:
-                xs.append(self._read(read, tree.added))
-            ys = self._scan(step, xs, not self.backwards, c.equations[-1])
-            values = [*made.values(), *[tree.out] * bool(late)]
-            return [x for v, y in zip(values, ys, strict=True) for x in self._made(v, y)]
-
-        reads = [self.factors, self._source(c.given)]
-        if states is not None:
-            reads.append(states)
-        if late:
-            reads.append(self.added)
-        makes = [u for v in made.values() for u in self._makes(v)]
-        yield LoopPart(reads, [*makes, *list(copies.values()) * bool(late)], run)
-
-
-def _after(first: Any, h: Any, a: Any, b: Any) -> Any:
-    """Return the state after a step."""
-    return lax.select_n(first, a * h + b, b)
-
-
-def _sum(values: tuple[int, ...], made: int) -> LoopPart:
-    return LoopPart(
-        list(values), [made], lambda read: [functools.reduce(lax.add, map(read, values))]
-    )
-
-
-def _reading(e: Equation, copies: dict[int, int]) -> LoopPart:
-    """Build an equation that reads copies of some values."""
-    reads = [copies.get(v, v) if isinstance(v, int) else v for v in e.invals]
-    needs = [v for v in reads if isinstance(v, int)]
-
-    def run(read: Read) -> list[Any]:
-        return list(jax_internals.eval_equation(e.eqn, [read(v) for v in reads]))
-
-    return LoopPart(needs, list(e.outvals), run)
+    def _reverses(self, e: Equation, v: int) -> bool:
+        return e.name == "rev" and tuple(e.eqn.params["dimensions"]) == (self._axis(v),)

@@ -2,40 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context
-from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.ir.replacement import Read
-from symjax_rewrite.jax_internals import JaxprEqn
-
-
-@dataclass(eq=False, slots=True)
-class ReplacedEquation:
-    """An equation with optimised bodies, as a part of the program (`ir.replacement`)."""
-
-    e: Equation
-    source: JaxprEqn
-    opens: bool = True
-
-    @property
-    def gives(self) -> tuple[int, ...]:
-        """Return the results of the equation."""
-        return self.e.outvals
-
-    def needs(self, value: int) -> list[int]:
-        """Return the operands of the equation."""
-        del value
-        return [v for v in self.e.invals if isinstance(v, int)]
-
-    def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
-        """Return the wanted results."""
-        outs = jax_internals.eval_equation(self.source, [read(v) for v in self.e.invals])
-        made = dict(zip(self.e.outvals, outs, strict=True))
-        return [made[v] for v in wanted]
+from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.ir.flat_program import Program
 
 
 class Bodies:
@@ -58,4 +30,9 @@ class Bodies:
                     eqn = replaced
                     bodies.append((body, spot.times))
             if bodies:
-                yield Candidate("body", (ReplacedEquation(e, eqn),), bodies=tuple(bodies))
+
+                def run(*values: Any, eqn: jax_internals.JaxprEqn = eqn) -> list[Any]:
+                    return jax_internals.eval_equation(eqn, values)
+
+                same = Replacement(e.outvals, e.invals, run, source=eqn)
+                yield Candidate("body", (same,), bodies=tuple(bodies))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS, dtype_kind
 from symjax_rewrite.loops.loop import Loop
@@ -53,31 +54,29 @@ class Group:
 
 def groups_of(loop: Loop) -> list[Group]:
     """Return the carries of a loop in groups that depend on each other, in solving order."""
-    reads = dependencies(loop)
     found: list[Group] = []
-    for group in _components(reads):
+    for group in _components(dependencies(loop)):
         degrees = _degrees(loop, {loop.carries[k].inner for k in group})
-        worst = Degree()
-        for k in group:
-            out = loop.carries[k].out
-            degree = degrees.get(out, Degree()) if isinstance(out, int) else Degree()
-            worst = degree if degree.kind > worst.kind else worst
+        outs = numbers([loop.carries[k].out for k in group])
+        worst = max((degrees.get(v, Degree()) for v in outs), key=_kind, default=Degree())
         if len(group) > 1 and worst.kind in (SUM, DIAGONAL):
             worst = Degree(MATRIX, "its carries read each other")
         found.append(Group(tuple(sorted(group)), worst))
     return found
 
 
+def _kind(degree: Degree) -> int:
+    return degree.kind
+
+
 def describe(loop: Loop) -> str:
     """Return one line on how the carries of a loop depend on themselves."""
     parts = []
     for group in groups_of(loop):
-        shapes = ", ".join(
-            loop.body.avals[loop.carries[k].inner].str_short() for k in group.carries
-        )
+        avals = [loop.body.avals[loop.carries[k].inner] for k in group.carries]
         kind = group.degree.kind
         name = NAMES.get(kind, f"not affine: {group.degree.why}" if kind == OTHER else "given")
-        parts.append(f"{shapes} is {name}")
+        parts.append(f"{', '.join(a.str_short() for a in avals)} is {name}")
     return "; ".join(dict.fromkeys(parts)) or "no carry"
 
 
@@ -91,30 +90,18 @@ def is_zero(start: Value) -> bool:
 def dependencies(loop: Loop) -> dict[int, set[int]]:
     """Return for every carry the carries that its next value reads."""
     number = {c.inner: k for k, c in enumerate(loop.carries)}
-    reads: dict[Value, set[int]] = {v: {k} for v, k in number.items()}
-    for e in loop.body.equations:
-        found: set[int] = set()
-        for v in e.invals:
-            if isinstance(v, int):
-                found |= reads.get(v, set())
-        reads.update(dict.fromkeys(e.outvals, found))
-    return {
-        k: reads.get(c.out, set()) if isinstance(c.out, int) else set()
-        for k, c in enumerate(loop.carries)
-    }
+    operands = value_operands(makers_of(loop.body.equations))
+    cones = [cone(numbers([c.out]), operands) for c in loop.carries]
+    return {k: {number[v] for v in read if v in number} for k, read in enumerate(cones)}
 
 
 def _components(reads: dict[int, set[int]]) -> list[set[int]]:
     """Return the strongly connected components of the carries, operands first."""
-    reach = {k: set(r) for k, r in reads.items()}
-    for _ in reads:
-        for k in reach:
-            for j in list(reach[k]):
-                reach[k] |= reach[j]
+    reach = {k: cone([k], reads.__getitem__) for k in reads}
     groups: list[set[int]] = []
-    for k in sorted(reads, key=lambda k: (len(reach[k] | {k}), k)):
+    for k in sorted(reads, key=lambda k: (len(reach[k]), k)):
         if not any(k in g for g in groups):
-            groups.append({k} | {j for j in reach[k] if k in reach[j]})
+            groups.append({j for j in reach[k] if k in reach[j]})
     return groups
 
 
@@ -143,7 +130,7 @@ def _is_endless(e: Equation) -> bool:
 
 def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     moving = [d for d in operands if d.kind != FREE]
-    worst = max(moving, key=lambda d: d.kind)
+    worst = max(moving, key=_kind)
     if worst.kind == OTHER:
         return worst
     name = e.name

@@ -7,8 +7,7 @@ it works on every step separately and fewer bytes are read or written after fusi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from jax import lax
@@ -17,10 +16,10 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
 from symjax_rewrite.ir.dataflow import dependents, live, makers_of, numbers, postorder, users_of
-from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
+from symjax_rewrite.ir.flat_program import Equation, Program, Value
 from symjax_rewrite.loops.loop import Carry, Loop, Source
-from symjax_rewrite.loops.normalization import substitute
-from symjax_rewrite.loops.stepwise_equations import Axes, one_step, stepped_operands, stepped_result
+from symjax_rewrite.loops.normalization import clean
+from symjax_rewrite.loops.stepwise_equations import Axes, resized, stepped_operands, stepped_result
 
 MAX_DEPTH = 40  # equations followed in a row
 EXACT_ENOUGH = ("float32", "float64", "complex64", "complex128")  # enough to accumulate a sum
@@ -32,7 +31,7 @@ class Surroundings:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.makers = makers_of(program.equations)
-        self.outputs = {v for v in program.outputs if isinstance(v, int)}
+        self.outputs = set(numbers(program.outputs))
         needed = live(program.equations, program.outputs, self.makers)
         kept = [e for e in program.equations if e.eqn.effects or not needed.isdisjoint(e.outvals)]
         self.users = users_of(kept)
@@ -46,44 +45,6 @@ class Surroundings:
         values = set(values)
         later = dependents(self.program.equations, values)
         return values.union(*[e.outvals for e in later])
-
-
-def graft(loop: Loop, fun: Callable[..., Any], invals: list[Value], first: bool = False) -> Value:
-    """Add `fun` of body values to a body, at its end or `first`; return the result's value."""
-    values, new = staged(loop, fun, invals)
-    old = loop.body.equations
-    loop.body.equations = [*new, *old] if first else [*old, *new]
-    return values[0]
-
-
-def staged(
-    loop: Loop, fun: Callable[..., Any], invals: Sequence[Value]
-) -> tuple[list[Value], list[Equation]]:
-    """Stage `fun` of body values as values and equations that are not yet in the body."""
-    body = loop.body
-    numbers = [v for v in invals if isinstance(v, int)]
-
-    def run(*args: Any) -> list[Any]:
-        rest = iter(args)
-        values = [next(rest) if isinstance(v, int) else v.val for v in invals]
-        out = fun(*values)
-        return list(out) if isinstance(out, list | tuple) else [out]
-
-    made = flatten(jax_internals.make_avals_jaxpr(run, [body.avals[v] for v in numbers]))
-    number = dict(zip(made.inputs, numbers, strict=True))
-    for v, aval in enumerate(made.avals):
-        if v not in number:
-            number[v] = body.new_value(aval)
-    body.consts.update((number[v], c) for v, c in made.consts.items())
-
-    def renamed(v: Value) -> Value:
-        return number[v] if isinstance(v, int) else v
-
-    new = [
-        Equation(e.eqn, tuple(map(renamed, e.invals)), tuple(number[v] for v in e.outvals))
-        for e in made.equations
-    ]
-    return [renamed(v) for v in made.outputs], new
 
 
 class Fusion:
@@ -102,11 +63,11 @@ class Fusion:
         loop: Loop,
         around: Surroundings,
         own: list[Equation],
-        taken: Iterable[int] = (),
+        taken: Iterable[Equation] = (),
         reorders: bool = False,
     ) -> None:
         self.loop, self.around, self.reorders = loop, around, reorders
-        self.own = {id(e) for e in own}
+        self.own = set(own)
         self.taken = set(taken)  # equations that read the loop's results inside the loop
         self.below = around.below(loop.makes)
         self.costs: dict[tuple[int, int], float] = {}
@@ -121,21 +82,21 @@ class Fusion:
         self._sources()
         return self.saved
 
-    def is_private(self, v: int, depth: int = 0) -> bool:
+    def _is_private(self, v: int, depth: int = 0) -> bool:
         """Return True if only the loop reads a value, directly or through equations it can fuse."""
         if v in self.around.outputs or depth > MAX_DEPTH:
             return False
         inside = self.own | self.taken
-        users = [e for e in self.around.users.get(v, ()) if id(e) not in inside]
+        users = [e for e in self.around.users.get(v, ()) if e not in inside]
         return all(
-            len(e.outvals) == 1 and not e.eqn.effects and self.is_private(e.outvals[0], depth + 1)
+            len(e.outvals) == 1 and not e.eqn.effects and self._is_private(e.outvals[0], depth + 1)
             for e in users
         )
 
     def _steps_of(self, v: int, axis: int) -> tuple[Equation, Axes] | None:
         """Return the equation that computes a value, if it can be fused, and its operands' axes."""
         e = self.around.makers.get(v)
-        if e is None or id(e) in self.own or v in self.below or not self.is_private(v):
+        if e is None or e in self.own or v in self.below or not self._is_private(v):
             return None
         axes = stepped_operands(e.eqn, axis)
         return None if axes is None else (e, axes)
@@ -160,28 +121,21 @@ class Fusion:
         """Compute the sources of the loop inside the loop."""
         loop = self.loop
         for v, source in list(loop.sources.items()):
-            whole = source.start == 0 and source.step == 1
+            whole, axis = source.start == 0 and source.step == 1, source.axis
             if not (whole and isinstance(source.value, int)):
                 continue
             size = self.around.bytes(source.value)
-            if self._cost(source.value, source.axis) >= size:
+            if self._cost(source.value, axis) >= size:
                 continue
-            new = self._step(source.value, source.axis)
+            new = self._step(source.value, axis)
             if new == v:
                 continue
             self.saved += size
             del loop.sources[v]
             if not source.kept:
-                axis = source.axis
-                new = graft(loop, lambda x, k=axis: lax.squeeze(x, (k,)), [new])
-            self._bring_forward(v, new)
-
-    def _bring_forward(self, old: int, new: Value) -> None:
-        """Move new equations from the end of the body to its start, and read their result."""
-        substitute(self.loop, {old: new})
-        known = {*self.loop.sources, *self.loop.counters, *self.loop.consts}
-        known |= {*self.loop.body.consts, *[c.inner for c in self.loop.carries]}
-        self.loop.body.equations = in_order(self.loop.body.equations, known)
+                new = loop.graft(lambda x, k=axis: lax.squeeze(x, (k,)), [new])
+            loop.substitute({v: new})
+            loop.body.equations = _in_order(loop.body.equations)
 
     def _step(self, v: Value, axis: int) -> Value:
         """Return the body value of one step of an outer value; the stepped axis keeps size one."""
@@ -194,7 +148,7 @@ class Fusion:
         if made is not None and self._operand_cost(*made) < self.around.bytes(v):
             e, axes = made
             reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
-            new = graft(self.loop, one_step(e.eqn, axis), reads)
+            new = self.loop.graft(resized(e.eqn, axis), reads)
         else:
             aval = self.around.program.avals[v]
             shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
@@ -215,9 +169,10 @@ class Fusion:
 
     def _results(self) -> None:
         """Fuse the equations that only read results step by step."""
+        loop = self.loop
         found = [
-            (k, self.loop.makes[k], 0 if kind == "ys" else what[1])
-            for k, (kind, what) in enumerate(self.loop.results)
+            (k, loop.makes[k], 0 if kind == "ys" else what[1])
+            for k, (kind, what) in enumerate(loop.results)
             if kind == "ys" or (kind == "kept" and not what[2])
         ]
         for _, v, axis in found:  # in a first loop, so that each knows which values are private
@@ -228,35 +183,33 @@ class Fusion:
             if not self._goes_on(v, axis):
                 continue
             self._mark(v, axis)
-            kind, what = self.loop.results[k]
-            y = self.loop.ys[what if kind == "ys" else what[0]]
+            kind, what = loop.results[k]
+            y = loop.ys[what if kind == "ys" else what[0]]
             if kind == "ys":
-                y = graft(self.loop, lambda x: lax.expand_dims(x, (0,)), [y])
+                y = loop.graft(lambda x: lax.expand_dims(x, (0,)), [y])
             self.saved += self.around.bytes(v)
             self.stepped[v, axis] = y
-            self.loop.results[k] = ("dropped", None)
+            loop.results[k] = ("dropped", None)
             self._read_inside(v, axis)
-        kept = [n for n, (kind, _) in enumerate(self.loop.results) if kind != "dropped"]
-        self.loop.makes = [self.loop.makes[n] for n in kept]
-        self.loop.results = [self.loop.results[n] for n in kept]
-        self._renumber()
+        self._drop_results()
 
-    def _renumber(self) -> None:
-        """Stack only the values that a result reads."""
+    def _drop_results(self) -> None:
+        """Remove dropped results; stack only the values that the other results read."""
+        loop = self.loop
+        kept = [(v, r) for v, r in zip(loop.makes, loop.results, strict=True) if r[0] != "dropped"]
         used: dict[int, int] = {}
-        results = []
-        for kind, what in self.loop.results:
+        loop.makes, loop.results = [v for v, _ in kept], []
+        for _, (kind, what) in kept:
             if kind == "ys":
                 what = used.setdefault(what, len(used))
             elif kind in ("stored", "kept", "at"):
                 what = (used.setdefault(what[0], len(used)), *what[1:])
-            results.append((kind, what))
-        self.loop.results = results
-        self.loop.ys = [self.loop.ys[k] for k in used]
+            loop.results.append((kind, what))
+        loop.ys = [loop.ys[k] for k in used]
 
     def _user_axis(self, e: Equation, v: int, axis: int) -> int | None:
         """Return the axis of a user's result that corresponds to a stacked result's axis."""
-        if id(e) in self.own or e.eqn.effects:
+        if e in self.own or e.eqn.effects:
             return None
         place = [k for k, u in enumerate(e.invals) if u == v]
         found = {stepped_result(e.eqn, k, axis) for k in place}
@@ -293,7 +246,7 @@ class Fusion:
     def _mark(self, v: int, axis: int) -> None:
         """Mark the users of a result as fused, and their users in turn."""
         for e in self.around.users[v]:
-            self.taken.add(id(e))
+            self.taken.add(e)
             out = None if self._is_total(e, axis) else self._user_axis(e, v, axis)
             if out is not None and self._goes_on(e.outvals[0], out):
                 self._mark(e.outvals[0], out)
@@ -304,7 +257,7 @@ class Fusion:
 
     def _is_total(self, e: Equation, axis: int) -> bool:
         """Return True if an equation sums over all steps and may be accumulated in order."""
-        if not self.reorders or e.name != "reduce_sum" or id(e) in self.own:
+        if not self.reorders or e.name != "reduce_sum" or e in self.own:
             return False
         dtype = self.around.program.avals[e.outvals[0]].dtype
         return axis in e.eqn.params["axes"] and str(dtype) in EXACT_ENOUGH
@@ -312,13 +265,12 @@ class Fusion:
     def _add_up(self, e: Equation, v: int, axis: int) -> None:
         """Replace a sum over all steps by a carry."""
         total, loop = e.outvals[0], self.loop
-        part = graft(
-            loop, lambda x: jax_internals.eval_equation(e.eqn, [x]), [self.stepped[v, axis]]
-        )
+        reduce = lambda x: jax_internals.eval_equation(e.eqn, [x])  # noqa: E731
+        part = loop.graft(reduce, [self.stepped[v, axis]])
         aval = self.around.program.avals[total]
         inner = loop.body.new_value(aval)
         zero = jax_internals.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
-        loop.carries.append(Carry(inner, zero, graft(loop, lax.add, [inner, part])))
+        loop.carries.append(Carry(inner, zero, loop.graft(lax.add, [inner, part])))
         loop.makes.append(total)
         loop.results.append(("final", len(loop.carries) - 1))
 
@@ -334,7 +286,7 @@ class Fusion:
             if (w, out) in self.stepped:
                 continue
             reads = [self._operand(u, a) for u, a in zip(e.invals, axes, strict=True)]
-            made = graft(self.loop, one_step(e.eqn, out), reads)
+            made = self.loop.graft(resized(e.eqn, out), reads)
             self.stepped[w, out] = made
             if self._goes_on(w, out):
                 self._read_inside(w, out)
@@ -344,26 +296,25 @@ class Fusion:
                 self.loop.ys.append(made)
 
 
-def in_order(equations: list[Equation], known: set[int]) -> list[Equation]:
+def _in_order(equations: list[Equation]) -> list[Equation]:
     """Return equations in dependence order; effects keep their order."""
     makers = makers_of(equations)
-    return postorder(equations, lambda e: [makers[v] for v in numbers(e.invals) if v not in known])
+    return postorder(equations, lambda e: [makers[v] for v in numbers(e.invals) if v in makers])
 
 
-def fuse(loop: Loop, around: Surroundings, own: list[Equation], device: Device) -> float:
-    """Fuse equations into a loop where fewer bytes are then written.
+def fused(
+    loop: Loop, around: Surroundings, own: list[Equation], device: Device
+) -> tuple[Loop, float]:
+    """Return a normalised loop with equations fused into it, and the bytes no longer written.
 
     Args:
-        loop: a normalised loop of a known number of steps; this function mutates it.
+        loop: a normalised loop of a known number of steps; it is returned if fusion saves little.
         around: the program that contains the loop.
         own: equations that the loop replaces.
         device: the device that runs the program.
-
-    Returns:
-        The bytes no longer written. The result is 0 if no fusion saves bytes; the loop may then be
-        half changed and must not be used.
     """
     if any(not all(isinstance(d, int) for d in shape_of(v)) for v in loop.eqn.outvars):
-        return 0.0
-    saved = Fusion(loop, around, own).run()
-    return saved if saved >= device.loops.least_unwritten_bytes else 0.0
+        return loop, 0.0
+    other = loop.copy()
+    saved = Fusion(other, around, own).run()
+    return (clean(other), saved) if saved >= device.loops.least_unwritten_bytes else (loop, 0.0)

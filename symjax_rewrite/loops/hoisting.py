@@ -9,23 +9,19 @@ hoisted work may write are bounded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import jax
-from jax import lax
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.ir.dataflow import cone, dependents, live, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import JaxprEqn
-from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
-from symjax_rewrite.loops.summed_carries import Accumulation, accumulations
+from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.motion import Accumulation, Motion, seconds_at_once
 from symjax_rewrite.rewriting.rule import BATCHING, INVARIANT
 
 HEAVY = frozenset(
@@ -33,33 +29,15 @@ HEAVY = frozenset(
     custom_linear_solve sort""".split()
 )
 STACKABLE = frozenset({"dot_general", "conv_general_dilated"})
-
-
-@dataclass(slots=True)
-class Motion:
-    """The equations that leave a loop: run once, before it for all steps, and after it.
-
-    sums: carries that only accumulate products. refused: reasons why an expensive equation stays.
-    """
-
-    once: list[Equation] = field(default_factory=list)
-    before: list[Equation] = field(default_factory=list)
-    after: list[Equation] = field(default_factory=list)
-    sums: list[Accumulation] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-
-    @property
-    def any(self) -> bool:
-        """Return True if any equation leaves the loop."""
-        return bool(self.once or self.before or self.after or self.sums)
+_SUM_VIEWS = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "neg"})
 
 
 def find_motion(
     loop: Loop,
     device: Device,
     reorders: bool,
-    passes: Sequence[str],
-    leaves: Sequence[int] = (),
+    passes: Collection[str],
+    leaves: Collection[int] = (),
 ) -> Motion:
     """Find the equations that may leave a loop and whose move saves time.
 
@@ -71,20 +49,17 @@ def find_motion(
         passes: the passes that are permitted, of `rule.PASSES`.
         leaves: values that leave regardless of the time saved (`product_splitting`).
     """
-    motion = Motion()
-    level = loop.levels()
+    plan = _Plan(loop, device, set(leaves))
     if INVARIANT in passes:
-        _find_once(loop, level, device, motion)
+        plan.find_once()
     if reorders and BATCHING in passes and isinstance(loop.length, int) and loop.length > 1:
-        _find_before(loop, level, device, motion, leaves)
-        _find_after(loop, level, device, motion)
-        saves = _saves_share(loop, level, device, [*motion.before, *motion.after])
-        if not saves and not any(level[v] == 1 for v in leaves):
-            motion.before, motion.after = [], []
-        _add_leaves(loop, level, leaves, motion)
-        _find_sums(loop, level, device, motion)
-        _add_fixed_reads(loop, level, motion)
-    return motion
+        plan.find_before()
+        plan.find_after()
+        plan.keep_small_gains()
+        plan.add_leaves()
+        plan.find_sums()
+        plan.add_fixed_reads()
+    return plan.motion
 
 
 def is_heavy(eqn: JaxprEqn) -> bool:
@@ -94,314 +69,232 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     return any(is_heavy(e) for body in jax_internals.bodies(eqn) for e in body.jaxpr.eqns)
 
 
-def _limit(loop: Loop, device: Device) -> float:
-    """Return the bytes that hoisted equations may write."""
-    return device.loops.growth * loop.outside_bytes
-
-
-def _cone(loop: Loop, roots: Sequence[Equation], within: Any) -> list[Equation]:
-    """Return the equations `within` that the roots need, the roots among them, in order."""
-    makers = makers_of(loop.body.equations)
-
-    def operands(e: Equation) -> list[Equation]:
-        made = (makers.get(v) for v in numbers(e.invals))
-        return [m for m in made if m is not None and within(m)]
-
-    inside = cone(roots, operands)
-    return [e for e in loop.body.equations if e in inside]
-
-
-def _find_once(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
-    def fixed(e: Equation) -> bool:
-        return not e.eqn.effects and bool(e.outvals) and level[e.outvals[0]] == 0
-
-    heavy = [e for e in loop.body.equations if fixed(e) and is_heavy(e.eqn)]
-    moved = _cone(loop, heavy, fixed)
-    read = _read_elsewhere(loop, moved)
-    if sum(aval_bytes(loop.body.avals[v]) for v in read) > _limit(loop, device):
-        motion.refused.append("invariant work stays in the loop: its results are too large")
-        return
-    motion.once = moved
-
-
-def _add_fixed_reads(loop: Loop, level: dict[int, int], motion: Motion) -> None:
-    """Add loop-invariant values that are read outside the loop to the motion."""
-    reads = {v for e in (*motion.before, *motion.after) for v in e.invals if isinstance(v, int)}
-    roots = [e for e in loop.body.equations if any(v in reads for v in e.outvals)]
-    roots = [e for e in roots if level[e.outvals[0]] == 0 and not e.eqn.effects]
-    inside = {id(e) for e in (*motion.once, *_cone(loop, roots, lambda e: not e.eqn.effects))}
-    motion.once = [e for e in loop.body.equations if id(e) in inside]
-
-
-def _add_leaves(loop: Loop, level: dict[int, int], leaves: Sequence[int], motion: Motion) -> None:
-    """Add slices together with their operands, unless the operands are expensive and stay."""
-    for top, moved in enumerate((motion.once, motion.before)):
-        inside = {id(e) for e in moved}
-        chosen = {v for v in leaves if level[v] == top}
-        roots = [e for e in loop.body.equations if not chosen.isdisjoint(e.outvals)]
-        cone = _cone(
-            loop, roots, lambda e, top=top: not e.eqn.effects and level[e.outvals[0]] == top
-        )
-        more = [e for e in cone if id(e) not in inside]
-        if any(is_heavy(e.eqn) or not _steppable(e) for e in more):
-            continue
-        if top == 0 or _is_closed(loop, [*moved, *more], level, 1):
-            inside |= {id(e) for e in more}
-            moved[:] = [e for e in loop.body.equations if id(e) in inside]
-
-
-def _read_elsewhere(loop: Loop, moved: Sequence[Equation]) -> set[int]:
-    """Return the values that the moved equations compute and the rest of the body reads."""
-    inside = {id(e) for e in moved}
-    made = {v for e in moved for v in e.outvals}
-    reads: list[Value] = [v for e in loop.body.equations if id(e) not in inside for v in e.invals]
-    reads += [*loop.ys, *[c.out for c in loop.carries]]
-    return {v for v in reads if isinstance(v, int) and v in made}
-
-
 def _steppable(e: Equation) -> bool:
     return not e.eqn.effects and e.name in ROWS and not jax_internals.bodies(e.eqn)
 
 
-def _weights(e: Equation, level: dict[int, int]) -> bool:
-    """Return True if an equation multiplies a loop-invariant value with one that varies."""
-    levels = [level[v] if isinstance(v, int) else 0 for v in e.invals]
-    return levels[1] == 0 if e.name == "conv_general_dilated" else 0 in levels
+def _gains(alone: float, together: float, written: float, device: Device) -> bool:
+    """Return True if equations at once pay, with the bytes that they write for all steps."""
+    return margins.pays(alone, together + 2 * written / device.bytes_per_s, "hoist", device)
 
 
-def _find_before(
-    loop: Loop, level: dict[int, int], device: Device, motion: Motion, leaves: Sequence[int]
-) -> None:
-    def known(e: Equation) -> bool:
-        return _steppable(e) and level[e.outvals[0]] == 1
+class _Plan:
+    """The plan of what leaves one loop."""
 
-    room = _limit(loop, device)
-    chosen = [e for e in loop.body.equations if known(e) and not set(leaves).isdisjoint(e.outvals)]
-    wanted = {id(e) for e in _cone(loop, chosen, known)}
-    roots: list[Equation] = []
-    for e in loop.body.equations:
-        if e.name not in STACKABLE or not known(e) or not _weights(e, level):
-            continue
-        cone = _cone(loop, [*roots, e], known)
-        if not _is_closed(loop, cone, level, 1):
-            continue
-        written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
-        if written > room:
-            motion.refused.append("a product of all steps stays in the loop: it is too large")
-        elif id(e) in wanted or _gains(loop, e, written, level, device):
-            room -= written
-            roots.append(e)
-    moved = _with_followers(loop, _cone(loop, roots, known), known)
-    if device.loops.cut_sums_are_slow and _are_cut(loop, moved):
-        motion.refused.append("products of all steps stay in the loop: their sums are cut in parts")
-        return
-    motion.before = moved
+    def __init__(self, loop: Loop, device: Device, leaves: set[int]) -> None:
+        self.loop, self.device, self.leaves = loop, device, leaves
+        self.equations, self.level = loop.body.equations, loop.levels()
+        self.makers = makers_of(self.equations)
+        self.motion = Motion()
+        self.room = device.loops.growth * loop.outside_bytes  # bytes that may be written
+        self.given = {*loop.sources, *loop.counters}
 
+    def find_once(self) -> None:
+        """Find the expensive loop-invariant equations."""
+        heavy = [e for e in self.equations if self._is_at(e, 0) and is_heavy(e.eqn)]
+        moved = self._cone(heavy, lambda e: self._is_at(e, 0))
+        if self._bytes(self._read_elsewhere(moved)) > self.room:
+            self._refuse("invariant work stays in the loop: its results are too large")
+        else:
+            self.motion.once = moved
 
-def _are_cut(loop: Loop, moved: list[Equation]) -> bool:
-    """Return True if steps cut the sum that they add to moved products (the gates of an LSTM).
+    def find_before(self) -> None:
+        """Find the products with fixed weights that depend on no carry."""
+        known, room = self._is_known, self.room
+        chosen = [e for e in self.equations if known(e) and not self.leaves.isdisjoint(e.outvals)]
+        wanted = set(self._cone(chosen, known))
+        roots: list[Equation] = []
+        for e in self.equations:
+            if e.name not in STACKABLE or not known(e) or not self._has_weights(e):
+                continue
+            if not self._is_closed(self._cone([*roots, e], known)):
+                continue
+            written = self._stacked(e.outvals)
+            if written > room:
+                self._refuse("a product of all steps stays in the loop: it is too large")
+            elif e in wanted or _gains(*self._apart(e), written, self.device):
+                room -= written
+                roots.append(e)
+        moved = self._with_followers(self._cone(roots, known))
+        if self.device.loops.cut_sums_are_slow and self._are_cut(moved):
+            self._refuse("products of all steps stay in the loop: their sums are cut in parts")
+        else:
+            self.motion.before = moved
 
-    XLA's CPU backend then reads the entries of a step element by element: the loop takes up to 1.5
-    times as long as written. `product_splitting` also cuts the products where they are large.
-    """
-    reached = _read_elsewhere(loop, moved)
-    inside = {id(e) for e in moved}
-    for e in loop.body.equations:
-        if id(e) in inside or not any(v in reached for v in e.invals if isinstance(v, int)):
-            continue
-        if e.name in ("slice", "split", "dynamic_slice", "unstack"):
-            return True
-        if _steppable(e) and e.name not in STACKABLE:
-            reached |= set(e.outvals)
-    return False
+    def find_after(self) -> None:
+        """Find the products with fixed weights that only stacked results depend on."""
+        needed = live(self.equations, [c.out for c in self.loop.carries])
+        moved: list[Equation] = []
+        for e in self.equations:
+            if e.name not in STACKABLE or not self._is_at(e, 2) or not self._has_weights(e):
+                continue
+            tail = dependents(self.equations, (), [*moved, e])
+            if any(not _steppable(u) or not needed.isdisjoint(u.outvals) for u in tail):
+                continue
+            made = {v for u in tail for v in u.outvals}
+            reads = {v for u in tail for v in numbers(u.invals)} - made - self.given
+            written = self._stacked(v for v in reads - {*self.loop.ys} if self.level[v] > 0)
+            if written > self.room:
+                self._refuse("a product of results stays in the loop: its input is too large")
+            elif _gains(*self._apart(e), written, self.device):
+                moved = tail
+        self.motion.after = moved
 
+    def keep_small_gains(self) -> None:
+        """Keep moved products in the loop if they save too little of its time."""
+        if any(self.level[v] == 1 for v in self.leaves):
+            return
+        saved = 0.0
+        for e in (*self.motion.before, *self.motion.after):
+            if e.name in STACKABLE:
+                alone, together = self._apart(e)
+                written = self._stacked(e.outvals[:1])
+                saved += alone - together - 2 * written / self.device.bytes_per_s
+        whole = self.loop.length * sum(equation_seconds(e.eqn, self.device) for e in self.equations)
+        if not margins.gains_share(saved, whole, "loop", self.device):
+            self.motion.before, self.motion.after = [], []
 
-def _with_followers(loop: Loop, moved: list[Equation], known: Any) -> list[Equation]:
-    """Add the reshapes, splits and shifts of moved products, if their results are no larger.
+    def add_leaves(self) -> None:
+        """Add slices together with their operands, unless the operands are expensive and stay."""
+        for top, moved in enumerate((self.motion.once, self.motion.before)):
+            chosen = {v for v in self.leaves if self.level[v] == top}
+            roots = [e for e in self.equations if not chosen.isdisjoint(e.outvals)]
+            more = set(self._cone(roots, lambda e, top=top: self._is_at(e, top))).difference(moved)
+            if any(is_heavy(e.eqn) or not _steppable(e) for e in more):
+                continue
+            if top == 0 or self._is_closed([*moved, *more]):
+                moved[:] = self._ordered(more.union(moved))
 
-    The loop then reads each part separately. Slicing a part inside a step costs more on XLA's CPU
-    backend than the product.
-    """
-    inside, made = {id(e) for e in moved}, {v for e in moved for v in e.outvals}
-    level = loop.levels()
-    ready = {*made, *loop.sources, *loop.counters}
-    for e in loop.body.equations:
-        reads = {v for v in e.invals if isinstance(v, int) and level[v] == 1}
-        if id(e) not in inside and known(e) and reads & made and reads <= ready:
-            inside.add(id(e))
-            made.update(e.outvals)
-            ready.update(e.outvals)
-    more = [e for e in loop.body.equations if id(e) in inside]
-    return more if _bytes_read(loop, more) <= _bytes_read(loop, moved) else moved
+    def add_fixed_reads(self) -> None:
+        """Add loop-invariant values that are read outside the loop to the motion."""
+        outside = (*self.motion.before, *self.motion.after)
+        reads = {v for e in outside for v in numbers(e.invals)}
+        roots = [e for e in self.equations if not reads.isdisjoint(e.outvals) and self._is_at(e, 0)]
+        fixed = self._cone(roots, lambda e: not e.eqn.effects)
+        self.motion.once = self._ordered({*self.motion.once, *fixed})
 
+    def find_sums(self) -> None:
+        """Find sums over the steps of a product: each is one product that also sums over these."""
+        device, room = self.device, self.room
+        early = {v for e in self.motion.before for v in e.outvals}
+        ready = {*self.loop.sources, *self.loop.ys, *early}
+        for found in self._accumulations():
+            e, carry = found.product, self.loop.carries[found.carry].inner
+            written = self._stacked(set(numbers(e.invals)) - ready)
+            alone = equation_seconds(e.eqn, device)
+            alone += 2 * self._bytes([carry]) / device.bytes_per_s
+            together = equation_seconds(e.eqn, device, self.loop.length, (0, 1), summed=True)
+            if written > room or e.outvals[0] in early:
+                continue
+            if _gains(self.loop.length * alone, together, written, device):
+                room -= written
+                self.motion.sums.append(found)
 
-def _bytes_read(loop: Loop, moved: list[Equation]) -> float:
-    return sum(aval_bytes(loop.body.avals[v]) for v in _read_elsewhere(loop, moved))
+    def _accumulations(self) -> Iterator[Accumulation]:
+        """Yield the carries that only accumulate products, in order."""
+        uses = self.loop.uses()
+        for k, carry in enumerate(self.loop.carries):
+            add = self._only_maker(carry.out, uses)
+            if add is None or add.name not in ("add", "add_any") or carry.inner not in add.invals:
+                continue
+            views: list[Equation] = []
+            e = self._only_maker(add.invals[1 - add.invals.index(carry.inner)], uses)
+            while e is not None and e.name in _SUM_VIEWS:
+                views.insert(0, e)
+                e = self._only_maker(e.invals[0], uses)
+            if uses[carry.inner] != 1 or e is None or e.name != "dot_general":
+                continue
+            if all(isinstance(v, int) and self.level[v] > 0 for v in e.invals):
+                yield Accumulation(k, e, tuple(views), add)
 
+    def _only_maker(self, v: Value, uses: Counter[int]) -> Equation | None:
+        """Return the equation that makes a value, if the value is read once."""
+        return self.makers.get(v) if isinstance(v, int) and uses[v] == 1 else None
 
-def _is_closed(loop: Loop, cone: list[Equation], level: dict[int, int], top: int) -> bool:
-    """Return True if every operand of a cone at its own level is given or computed inside it."""
-    made = {v for e in cone for v in e.outvals}
-    given = {*loop.sources, *loop.counters}
-    reads = {v for e in cone for v in e.invals if isinstance(v, int) and level[v] == top}
-    return reads <= made | given
+    def _refuse(self, reason: str) -> None:
+        self.motion.refused.append(reason)
 
+    def _is_at(self, e: Equation, level: int) -> bool:
+        """Return True if an equation without effects computes values of a level."""
+        return not e.eqn.effects and bool(e.outvals) and self.level[e.outvals[0]] == level
 
-def _find_after(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
-    """Find the products that only stacked results depend on."""
-    needed = live(loop.body.equations, [c.out for c in loop.carries])
-    room = _limit(loop, device)
-    moved: list[Equation] = []
-    for e in loop.body.equations:
-        free = e.outvals and not any(v in needed for v in e.outvals)
-        if not (free and e.name in STACKABLE and level[e.outvals[0]] == 2 and _weights(e, level)):
-            continue
-        tail = dependents(loop.body.equations, (), [*moved, e])
-        if any(not _steppable(u) or any(v in needed for v in u.outvals) for u in tail):
-            continue
-        new = _stacked_reads(loop, tail, level) - set(loop.ys)
-        written = loop.length * sum(aval_bytes(loop.body.avals[v]) for v in new)
-        if written > room:
-            motion.refused.append("a product of results stays in the loop: its input is too large")
-        elif _gains(loop, e, written, level, device):
-            moved = tail
-    motion.after = moved
+    def _is_known(self, e: Equation) -> bool:
+        """Return True if an equation can be computed for all steps before the loop."""
+        return _steppable(e) and self.level[e.outvals[0]] == 1
 
+    def _has_weights(self, e: Equation) -> bool:
+        """Return True if an equation multiplies a loop-invariant value with one that varies."""
+        levels = [self.level[v] if isinstance(v, int) else 0 for v in e.invals]
+        return levels[1] == 0 if e.name == "conv_general_dilated" else 0 in levels
 
-def _stacked_reads(loop: Loop, tail: list[Equation], level: dict[int, int]) -> set[int]:
-    """Return the values of every step that equations after the loop read."""
-    made = {v for e in tail for v in e.outvals}
-    reads = {v for e in tail for v in e.invals if isinstance(v, int) and v not in made}
-    return {v for v in reads if level[v] > 0 and v not in loop.sources and v not in loop.counters}
+    def _ordered(self, equations: Collection[Equation]) -> list[Equation]:
+        return [e for e in self.equations if e in equations]
 
+    def _cone(
+        self, roots: Iterable[Equation], within: Callable[[Equation], bool]
+    ) -> list[Equation]:
+        """Return the equations `within` that the roots need, the roots among them, in order."""
 
-def _apart(loop: Loop, e: Equation, level: dict[int, int], device: Device) -> tuple[float, float]:
-    """Return the seconds of an equation step by step, and for all steps at once."""
-    moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
-    alone = loop.length * equation_seconds(e.eqn, device)
-    return alone, equation_seconds(e.eqn, device, loop.length, tuple(moving))
+        def operands(e: Equation) -> list[Equation]:
+            made = (self.makers.get(v) for v in numbers(e.invals))
+            return [m for m in made if m is not None and within(m)]
 
+        return self._ordered(cone(roots, operands))
 
-def _gains(loop: Loop, e: Equation, written: float, level: dict[int, int], device: Device) -> bool:
-    alone, together = _apart(loop, e, level, device)
-    together += 2 * written / device.bytes_per_s
-    return margins.pays(alone, together, "hoist", device)
+    def _is_closed(self, moved: list[Equation]) -> bool:
+        """Return True if every operand that varies by step is given or computed by one of these."""
+        ready = self.given.union(*[e.outvals for e in moved])
+        return all(v in ready or self.level[v] != 1 for e in moved for v in numbers(e.invals))
 
+    def _with_followers(self, moved: list[Equation]) -> list[Equation]:
+        """Add the reshapes, splits and shifts of moved products, if their results are no larger.
 
-def _saves_share(loop: Loop, level: dict[int, int], device: Device, moved: list[Equation]) -> bool:
-    """Return True if moved products save enough of a loop's time."""
-    saved = 0.0
-    for e in moved:
-        if e.name in STACKABLE:
-            alone, together = _apart(loop, e, level, device)
-            written = loop.length * aval_bytes(e.eqn.outvars[0].aval)
-            saved += alone - together - 2 * written / device.bytes_per_s
-    whole = loop.length * sum(equation_seconds(e.eqn, device) for e in loop.body.equations)
-    return margins.gains_share(saved, whole, "loop", device)
+        The loop then reads each part separately. Slicing a part inside a step costs more on XLA's
+        CPU backend than the product.
+        """
+        inside, made = set(moved), {v for e in moved for v in e.outvals}
+        for e in self.equations:
+            reads = {v for v in numbers(e.invals) if self.level[v] == 1}
+            if self._is_known(e) and reads & made and reads <= made | self.given:
+                inside.add(e)
+                made.update(e.outvals)
+        more = self._ordered(inside)
+        larger = self._bytes(self._read_elsewhere(more)) > self._bytes(self._read_elsewhere(moved))
+        return moved if larger else more
 
+    def _are_cut(self, moved: list[Equation]) -> bool:
+        """Return True if steps cut the sum that they add to moved products (an LSTM's gates).
 
-def _find_sums(loop: Loop, level: dict[int, int], device: Device, motion: Motion) -> None:
-    """Find sums over the steps of a product: each is one product that also sums over the steps."""
-    room = _limit(loop, device)
-    early = {id(e) for e in motion.before}
-    for found in accumulations(loop, level):
-        reads = {v for v in found.product.invals if isinstance(v, int)}
-        ready = {*loop.sources, *loop.ys, *[v for e in motion.before for v in e.outvals]}
-        written = loop.length * sum(aval_bytes(loop.body.avals[v]) for v in reads - ready)
-        eqn, carry = found.product.eqn, loop.body.avals[loop.carries[found.carry].inner]
-        alone = equation_seconds(eqn, device) + 2 * aval_bytes(carry) / device.bytes_per_s
-        together = equation_seconds(eqn, device, loop.length, (0, 1), summed=True)
-        together += 2 * written / device.bytes_per_s
-        if written > room or id(found.product) in early:
-            continue
-        if margins.pays(loop.length * alone, together, "hoist", device):
-            room -= written
-            motion.sums.append(found)
+        XLA's CPU backend then reads the entries of a step element by element: the loop takes up to
+        1.5 times as long as written. `product_splitting` also cuts the products where they are
+        large.
+        """
+        reached, inside = self._read_elsewhere(moved), set(moved)
+        for e in self.equations:
+            if e in inside or reached.isdisjoint(numbers(e.invals)):
+                continue
+            if e.name in ("slice", "split", "dynamic_slice", "unstack"):
+                return True
+            if _steppable(e) and e.name not in STACKABLE:
+                reached |= set(e.outvals)
+        return False
 
+    def _read_elsewhere(self, moved: Collection[Equation]) -> set[int]:
+        """Return the values that the moved equations compute and the rest of the body reads."""
+        inside = set(moved)
+        reads = [v for e in self.equations if e not in inside for v in e.invals]
+        return {v for e in moved for v in e.outvals}.intersection(
+            numbers([*reads, *self.loop.ends])
+        )
 
-def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
-    """Stage out the equations before a loop, the rest of the loop, and the equations after it."""
-    known, steps = loop.constants(read), loop.stacks(read)
-    with jax_internals.equation_scope(loop.eqn):
-        run_equations(motion.once, known)
-        steps.update(all_steps(motion.before, known, steps))
-    added = [e for s in motion.sums for e in s.equations]
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
-    rest = [e for e in loop.body.equations if id(e) not in gone]
-    late = {v for e in motion.after for v in e.outvals}
-    products = [s.product for s in motion.sums]
-    reads = {v for e in (*motion.after, *products) for v in e.invals if isinstance(v, int)} - late
-    wanted = [v for v in dict.fromkeys([*loop.ys, *sorted(reads)]) if v not in late]
-    made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
-    summed = {s.carry for s in motion.sums}
-    carries = [c for k, c in enumerate(loop.carries) if k not in summed]
-    inner = replace(loop, body=replace(loop.body, equations=rest), ys=made, carries=carries)
-    inside = _inside_reads(inner)
-    finals, ys = stage(inner, known, {v: x for v, x in steps.items() if v in inside}, read)
-    steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
-    literal = {id(v): y for v, y in zip(made, ys, strict=True)}
-    with jax_internals.equation_scope(loop.eqn):
-        steps.update(all_steps(motion.after, known, steps))
-        for s in motion.sums:  # in the order of their carries, so that each gets its position
-            finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
-    stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
-    return loop.finish(finals, stacked, read)
+    def _bytes(self, values: Iterable[int]) -> float:
+        return sum(aval_bytes(self.loop.body.avals[v]) for v in values)
 
+    def _stacked(self, values: Iterable[int]) -> float:
+        """Return the bytes of values for all steps."""
+        return self.loop.length * self._bytes(values)
 
-def _inside_reads(loop: Loop) -> set[Value]:
-    reads: set[Any] = {v for e in loop.body.equations for v in e.invals if isinstance(v, int)}
-    outs = [*loop.ys, *[c.out for c in loop.carries]]
-    return reads | {v for v in outs if isinstance(v, int)}
-
-
-def all_steps(
-    equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
-) -> dict[int, Any]:
-    """Return the stacked results of equations for all steps at once."""
-    if not equations:
-        return {}
-    reads = {v for e in equations for v in e.invals if isinstance(v, int)}
-    given = [v for v in steps if v in reads]
-    made = [v for e in equations for v in e.outvals]
-
-    def one(*values: Any) -> list[Any]:
-        env = {**known, **dict(zip(given, values, strict=True))}
-        for e in equations:
-            if e.name == "dot_general" and e.invals[0] in known:
-                env[e.outvals[0]] = _weights_last(e, *[get(env, v) for v in e.invals])
-            else:
-                run_equations([e], env)
-        return [get(env, v) for v in made]
-
-    stacked = jax.vmap(one)(*[steps[v] for v in given])
-    return dict(zip(made, stacked, strict=True))
-
-
-def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
-    """Return a product with exchanged operands, so that the steps are its first axis unmoved."""
-    params = dict(e.eqn.params)
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    params["dimension_numbers"] = ((right, left), (right_batch, left_batch))
-    if isinstance(params["precision"], tuple):
-        params["precision"] = params["precision"][::-1]
-    (out,) = jax_internals.eval_equation(e.eqn, [moving, weights], params)
-    batch, free = len(left_batch), moving.ndim - len(right_batch) - len(right)
-    with jax_internals.equation_scope(e.eqn):
-        order = (*range(batch), *range(batch + free, out.ndim), *range(batch, batch + free))
-        return lax.transpose(out, order)
-
-
-def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
-    """Return predicted seconds of a loop and of the equations that leave it."""
-    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
-    level = loop.levels()
-    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
-    for e in (*motion.before, *motion.after):
-        moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
-        total += equation_seconds(e.eqn, device, steps, tuple(moving))
-    for s in motion.sums:
-        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    added = [e for s in motion.sums for e in s.equations]
-    gone = {id(e) for e in (*motion.once, *motion.before, *motion.after, *added)}
-    rest = [e for e in loop.body.equations if id(e) not in gone]
-    return total + steps * sum(equation_seconds(e.eqn, device) for e in rest)
+    def _apart(self, e: Equation) -> tuple[float, float]:
+        """Return the seconds of an equation step by step, and for all steps at once."""
+        alone = self.loop.length * equation_seconds(e.eqn, self.device)
+        return alone, seconds_at_once(e, self.loop.length, self.level, self.device)

@@ -1,13 +1,15 @@
 """Loops as data: the values that a body reads, carries and returns at every step.
 
-`scan`, `fori_loop` and a `while` that counts all become one `Loop`. The body of a `Loop` is a flat
-program. Outer values are named by their numbers in the surrounding program. `run` stages a loop out
-again with `lax.scan`, after passes have changed its body.
+`scan`, `fori_loop` and a `while` that counts all become one `Loop` (`loop_reading`). Its body is a
+flat program. Outer values are named by their numbers in the surrounding program. `stage` stages a
+loop out again with `lax.scan`, after passes have changed its body.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,14 +18,11 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.equation_cost import aval_bytes, shape_of
+from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
-from symjax_rewrite.ir.primitives import NUMPY
+from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.jax_internals import JaxprEqn
-
-Read = Callable[[Value], Any]  # the array of an outer value
-
-MAX_COUNTED = 1 << 16  # steps up to which counters are evaluated step by step
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +131,16 @@ class Loop:
 
     def copy(self) -> Loop:
         """Return the same loop with shared equations, for a change that may be undone."""
-        body = replace(
-            self.body, equations=list(self.body.equations), consts=dict(self.body.consts)
-        )
-        return replace(
-            self,
-            body=body,
-            consts=dict(self.consts),
-            carries=[replace(c) for c in self.carries],
-            sources=dict(self.sources),
-            counters=dict(self.counters),
-            ys=list(self.ys),
-            results=list(self.results),
-            packed=dict(self.packed),
-        )
+        equations, consts = list(self.body.equations), dict(self.body.consts)
+        body = replace(self.body, equations=equations, consts=consts)
+        shared = "consts sources counters ys makes results packed".split()
+        own = {name: copy(getattr(self, name)) for name in shared}
+        return replace(self, body=body, carries=[replace(c) for c in self.carries], **own)
+
+    @property
+    def ends(self) -> list[Value]:
+        """Return the body values that the end of a step reads: results and next carries."""
+        return [*self.ys, *[c.out for c in self.carries]]
 
     def levels(self) -> dict[int, int]:
         """Return levels: 0 loop-invariant, 1 known before the loop, 2 carried or effectful."""
@@ -153,13 +148,16 @@ class Loop:
         level |= dict.fromkeys((*self.sources, *self.counters), 1)
         level |= {c.inner: 2 for c in self.carries}
         for e in self.body.equations:
-            reads = [level[v] for v in e.invals if isinstance(v, int)]
-            made = 2 if e.eqn.effects else max(reads, default=0)
+            made = 2 if e.eqn.effects else max((level[v] for v in numbers(e.invals)), default=0)
             level.update(dict.fromkeys(e.outvals, made))
         return level
 
-    def outer_values(self) -> list[Value]:
-        """Return every outer value that the loop reads."""
+    def uses(self) -> Counter[int]:
+        """Return how often the body and the end of a step read each value."""
+        return Counter(numbers([v for e in self.body.equations for v in e.invals] + self.ends))
+
+    def outer_values(self) -> list[int]:
+        """Return the numbers of all outer values that the loop reads."""
         found = [*self.consts.values(), *[s.value for s in self.sources.values()]]
         found += [*self.condition_reads, *[c.start for c in self.carries]]
         for kind, what in self.results:
@@ -167,7 +165,7 @@ class Loop:
                 found.append(what)
             elif kind == "stored":
                 found.append(what[1].base)
-        return found
+        return numbers(found)
 
     def constants(self, read: Read) -> dict[int, Any]:
         """Return the body values that are known before the first step."""
@@ -176,35 +174,87 @@ class Loop:
     def stacks(self, read: Read) -> dict[int, Any]:
         """Return the body values that the steps read, steps first."""
         found = {v: s.stacked(read(s.value), self.length) for v, s in self.sources.items()}
-        for v, numbers in self.counters.items():
-            found[v] = jnp.asarray(numbers.reshape(self.length, *self.body.avals[v].shape))
+        for v, counted in self.counters.items():
+            found[v] = jnp.asarray(counted.reshape(self.length, *self.body.avals[v].shape))
         return found
+
+    def starts(self, read: Read) -> list[Any]:
+        """Return the carries before the first step."""
+        starts = []
+        for c in self.carries:
+            start, aval = read(c.start), self.body.avals[c.inner]
+            start = jnp.broadcast_to(start, aval.shape) if jnp.shape(start) != aval.shape else start
+            starts.append(jax_internals.with_aval(start, aval))
+        return starts
 
     def finish(self, finals: list[Any], ys: list[Any], read: Read) -> list[Any]:
         """Return the results in the order of `makes`; the caller sets weak types."""
-        outs = []
         for k, dtype in self.packed.items():
             ys[k] = lax.bitcast_convert_type(ys[k], dtype)
-        for kind, what in self.results:
-            if kind == "final":
-                out = finals[what]
-            elif kind == "ys":
-                out = ys[what]
-            elif kind == "stored":
-                k, stored = what
-                out = stored.placed(ys[k], read(stored.base))
-            elif kind == "number":
-                out = jnp.asarray(what)
-            elif kind == "kept":
-                k, axis, is_reversed = what
-                out = jnp.moveaxis(lax.squeeze(ys[k], (axis + 1,)), 0, axis)
-                out = lax.rev(out, (axis,)) if is_reversed else out
-            elif kind == "at":
-                out = ys[what[0]][what[1]]
-            else:
-                out = read(what)
-            outs.append(out)
-        return outs
+
+        def kept(k: int, axis: int, is_reversed: bool) -> Any:
+            out = jnp.moveaxis(lax.squeeze(ys[k], (axis + 1,)), 0, axis)
+            return lax.rev(out, (axis,)) if is_reversed else out
+
+        made: dict[str, Callable[[Any], Any]] = {
+            "final": lambda k: finals[k],
+            "ys": lambda k: ys[k],
+            "stored": lambda what: what[1].placed(ys[what[0]], read(what[1].base)),
+            "number": jnp.asarray,
+            "kept": lambda what: kept(*what),
+            "at": lambda what: ys[what[0]][what[1]],
+            "outer": read,
+        }
+        return [made[kind](what) for kind, what in self.results]
+
+    def substitute(self, sub: dict[int, Value]) -> None:
+        """Replace values by other values in the equations and at the end of a step."""
+
+        def new(v: Value) -> Value:
+            while isinstance(v, int) and v in sub:
+                v = sub[v]
+            return v
+
+        if sub:
+            self.body.equations = [
+                Equation(e.eqn, tuple(map(new, e.invals)), e.outvals) for e in self.body.equations
+            ]
+            self.ys = [new(v) for v in self.ys]
+            for carry in self.carries:
+                carry.out = new(carry.out)
+
+    def graft(self, fun: Callable[..., Any], invals: list[Value]) -> Value:
+        """Add `fun` of body values at the end of the body; return the result's value."""
+        values, new = self.staged(fun, invals)
+        self.body.equations = [*self.body.equations, *new]
+        return values[0]
+
+    def staged(
+        self, fun: Callable[..., Any], invals: Sequence[Value]
+    ) -> tuple[list[Value], list[Equation]]:
+        """Stage `fun` of body values as values and equations that are not yet in the body."""
+        body, given = self.body, numbers(invals)
+
+        def run(*args: Any) -> list[Any]:
+            rest = iter(args)
+            out = fun(*[next(rest) if isinstance(v, int) else v.val for v in invals])
+            return list(out) if isinstance(out, list | tuple) else [out]
+
+        made = flatten(jax_internals.make_avals_jaxpr(run, [body.avals[v] for v in given]))
+        number = dict(zip(made.inputs, given, strict=True))
+        for v, aval in enumerate(made.avals):
+            if v not in number:
+                number[v] = body.new_value(aval)
+        body.consts.update((number[v], c) for v, c in made.consts.items())
+
+        def renamed(values: Sequence[Value]) -> list[Value]:
+            return [number[v] if isinstance(v, int) else v for v in values]
+
+        new = [
+            Equation(e.eqn, tuple(renamed(e.invals)), tuple(number[v] for v in e.outvals))
+            for e in made.equations
+        ]
+        return renamed(made.outputs), new
 
 
 def run_equations(equations: Sequence[Equation], env: dict[int, Any]) -> None:
@@ -223,6 +273,8 @@ def stage(
     loop: Loop, known: dict[int, Any], steps: dict[int, Any], read: Read
 ) -> tuple[list[Any], list[Any]]:
     """Stage a loop's equations out as one `lax.scan` or `lax.while_loop`.
+
+    A batched `while` has a condition per element. Elements whose condition is false stay unchanged.
 
     Args:
         loop: the loop.
@@ -244,181 +296,41 @@ def stage(
         env.update((c.inner, x) for c, x in zip(loop.carries, carried, strict=True))
         env.update(zip(keys, xs, strict=False))
         run_equations(loop.body.equations, env)
-        outs = [jax_internals.with_aval(get(env, c.out), avals[c.inner]) for c in loop.carries]
+        outs = [typed(get(env, c.out), c.inner) for c in loop.carries]
         return outs, [typed(get(env, v), v) for v in loop.ys]
 
-    starts = read_starts(loop, read)
+    starts = loop.starts(read)
     if loop.condition is not None:
-        return _stage_while(loop, step, starts, read), []
+        return _stage_while(loop, loop.condition, step, starts, read), []
     xs, length = [steps[k] for k in keys], loop.length
     if not isinstance(length, int):  # `lax.scan` takes a symbolic length only from its operands
         xs, length = xs or [lax.iota(np.int32, length)], None
     with jax_internals.equation_scope(loop.eqn):
-        finals, ys = lax.scan(
-            step,
-            starts,
-            xs,
-            length=length,
-            reverse=loop.reverse,
-            unroll=loop.unroll,
-        )
-    return finals, ys
+        return lax.scan(step, starts, xs, length=length, reverse=loop.reverse, unroll=loop.unroll)
 
 
-def read_starts(loop: Loop, read: Read) -> list[Any]:
-    """Return the carries before the first step."""
-    starts = []
-    for c in loop.carries:
-        start, aval = read(c.start), loop.body.avals[c.inner]
-        start = jnp.broadcast_to(start, aval.shape) if jnp.shape(start) != aval.shape else start
-        starts.append(jax_internals.with_aval(start, aval))
-    return starts
-
-
-def _stage_while(loop: Loop, step: Callable, starts: list[Any], read: Read) -> list[Any]:
-    condition = loop.condition
-    assert condition is not None
-    known = {**condition.consts}
-    known.update(zip(condition.inputs, map(read, loop.condition_reads), strict=False))
+def _stage_while(
+    loop: Loop, condition: Program, step: Callable, starts: list[Any], read: Read
+) -> list[Any]:
+    fixed = [read(v) for v in loop.condition_reads]
 
     def holds(carried: list[Any]) -> Any:
-        env = {
-            **known,
-            **dict(zip(condition.inputs[len(loop.condition_reads) :], carried, strict=True)),
-        }
+        given = zip(condition.inputs, [*fixed, *carried], strict=True)
+        env = {**condition.consts, **dict(given)}
         run_equations(condition.equations, env)
         return get(env, condition.outputs[0])
 
+    def kept(going: Any, new: Any, old: Any) -> Any:
+        return lax.select(lax.broadcast_in_dim(going, old.shape, range(going.ndim)), new, old)
+
+    def turn(carried: list[Any]) -> list[Any]:
+        after, _ = step(carried, [])
+        if not is_batched:
+            return after
+        going = holds(carried)
+        return [kept(going, new, old) for new, old in zip(after, carried, strict=True)]
+
+    is_batched = bool(condition.closed.out_avals[0].shape)
+    any_holds = lambda carried: jnp.any(holds(carried))  # noqa: E731
     with jax_internals.equation_scope(loop.eqn):
-        return lax.while_loop(holds, lambda carried: step(carried, [])[0], starts)
-
-
-def read_loop(e: Equation, has_rules: bool = False) -> Loop | None:
-    """Return an equation as a loop, or None; `has_rules` is for `flatten` of a `scan`'s body."""
-    if e.name not in ("scan", "while"):
-        return None
-    if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
-        return None  # references to mutable arrays
-    if e.name == "while":
-        (going,) = e.eqn.params["cond_jaxpr"].out_avals
-        return None if going.shape else _read_while(e)  # batched: elements differ in steps
-    length = e.eqn.params["length"]
-    return None if isinstance(length, int) and length == 0 else _read_scan(e, has_rules)
-
-
-def _read_scan(e: Equation, has_rules: bool) -> Loop:
-    p = e.eqn.params
-    n, m = jax_internals.scan_counts(e.eqn)
-    body = flatten(p["jaxpr"], has_rules)
-    loop = Loop(e.eqn, body, p["length"], p["reverse"], p["unroll"], makes=list(e.outvals))
-    loop.consts = dict(zip(body.inputs[:n], e.invals[:n], strict=True))
-    for k in range(m):
-        loop.carries.append(Carry(body.inputs[n + k], e.invals[n + k], body.outputs[k]))
-        loop.results.append(("final", k))
-    for v, outer in zip(body.inputs[n + m :], e.invals[n + m :], strict=True):
-        loop.sources[v] = Source(outer)
-    loop.ys = list(body.outputs[m:])
-    loop.results += [("ys", k) for k in range(len(loop.ys))]
-    return loop
-
-
-def _read_while(e: Equation) -> Loop:
-    """Return a `while` as a loop; a `while` that counts has a known number of steps."""
-    p = e.eqn.params
-    n, m = p["cond_nconsts"], p["body_nconsts"]
-    condition, body = flatten(p["cond_jaxpr"]), flatten(p["body_jaxpr"])
-    starts = e.invals[n + m :]
-    numbers = None if e.eqn.effects else _count(condition, body, n, m, starts)
-    length = None if numbers is None else len(numbers)
-    loop = Loop(e.eqn, body, length, makes=list(e.outvals))
-    loop.consts = dict(zip(body.inputs[:m], e.invals[n : n + m], strict=True))
-    for i, v in enumerate(body.inputs[m:]):
-        loop.carries.append(Carry(v, starts[i], body.outputs[i]))
-        loop.results.append(("final", i))
-    if numbers is None:
-        loop.condition, loop.condition_reads = condition, e.invals[:n]
-    return loop
-
-
-def _counter_of(condition: Program, n: int) -> int | None:
-    """Return the number of the carry that a condition `counter < number` compares, or None."""
-    reads = {v for e in condition.equations for v in e.invals if isinstance(v, int)}
-    counters = [k for k, v in enumerate(condition.inputs[n:]) if v in reads]
-    if len(counters) != 1 or reads & set(condition.inputs[:n]):
-        return None
-    return counters[0]
-
-
-def _count(
-    condition: Program, body: Program, n: int, m: int, starts: tuple[Value, ...]
-) -> np.ndarray | None:
-    """Return the numbers of a counter while the condition holds; None if it is not a counter."""
-    k = _counter_of(condition, n)
-    start = None if k is None else starts[k]
-    if k is None or start is None or isinstance(start, int) or shape_of(start):
-        return None
-    dtype = body.avals[body.inputs[m + k]].dtype
-    step = step_of(body, body.inputs[m + k], body.outputs[k])
-    if not step or not jnp.issubdtype(dtype, jnp.integer):
-        return None
-    numbers = int(start.val) + step * np.arange(MAX_COUNTED, dtype=np.int64)
-    if not (numbers == numbers.astype(dtype)).all():
-        return None
-    known = {condition.inputs[n + k]: numbers.astype(dtype), **condition.consts}
-    follow(condition.equations, known)
-    holds = condition.outputs[0]
-    going = known.get(holds) if isinstance(holds, int) else None
-    if going is None or np.shape(going) != numbers.shape or going.all() or not going[0]:
-        return None
-    return numbers[: int(np.argmin(going))]
-
-
-def step_of(body: Program, inner: int, out: Value) -> int | None:
-    """Return the increment of a counter at every step; None if it is not a counter."""
-    made = next((e for e in body.equations if out in e.outvals), None)
-    if made is None or made.name not in ("add", "sub"):
-        return None
-    a, b = made.invals
-    if not isinstance(a, int) and made.name == "add":
-        a, b = b, a
-    if a != inner or isinstance(b, int):
-        return None
-    value = np.asarray(b.val)
-    if value.shape or value.dtype.kind not in "iu":
-        return None
-    return int(value) if made.name == "add" else -int(value)
-
-
-_FOLLOWED: dict[str, Callable[..., Any]] = NUMPY | {
-    "clamp": lambda low, x, high: np.clip(x, low, high),
-    "select_n": lambda which, *cases: np.where(which, cases[1], cases[0]),
-}
-
-
-def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
-    """Evaluate scalar integer and boolean equations over all steps at once, if that is exact."""
-    for e in equations:
-        if len(e.eqn.outvars) != 1:
-            continue
-        aval = e.eqn.outvars[0].aval
-        dtype = getattr(aval, "dtype", None)
-        if getattr(aval, "shape", None) not in ((), (1,)) or not _is_exact(dtype):
-            continue
-        if not all(not isinstance(v, int) or v in known for v in e.invals):
-            continue
-        args = [np.asarray(get(known, v)) for v in e.invals]
-        if any(not _is_exact(a.dtype) for a in args):
-            continue
-        made = None
-        if e.name in ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze"):
-            made = args[0].astype(np.int64)
-        elif e.name in _FOLLOWED and (dtype != np.bool_ or e.name not in ("add", "mul")):
-            if e.name in ("and", "or", "not") and dtype != np.bool_:
-                continue
-            made = _FOLLOWED[e.name](*[a.astype(np.int64) if a.dtype != bool else a for a in args])
-        if made is not None and (made == made.astype(dtype)).all():  # no overflow
-            known[e.outvals[0]] = made.astype(dtype)
-
-
-def _is_exact(dtype: Any) -> bool:
-    return dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+        return lax.while_loop(any_holds if is_batched else holds, turn, starts)

@@ -8,7 +8,6 @@ equations become one equation, and dead equations are removed. Every change is e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,14 @@ from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
-from symjax_rewrite.loops.loop import Carry, Loop, Source, Stored, follow, step_of
+from symjax_rewrite.loops.loop import Loop, Source, Stored
+from symjax_rewrite.loops.loop_reading import follow, numbers_of, read_loop
+
+
+def normal_loop(e: Equation, has_rules: bool = False) -> Loop | None:
+    """Return an equation as a normalised loop, or None; a `while` that does not count stays."""
+    loop = read_loop(e, has_rules)
+    return loop if loop is None or loop.condition is not None else clean(loop)
 
 
 def clean(loop: Loop) -> Loop:
@@ -35,40 +41,38 @@ def clean(loop: Loop) -> Loop:
 def _drop_casts(loop: Loop) -> None:
     """Remove casts that change only the weak type; the weak type is set on results."""
     avals = loop.body.avals
-    same = {
+    same: dict[int, Value] = {
         e.outvals[0]: e.invals[0]
         for e in loop.body.equations
         if e.name == "convert_element_type"
         and isinstance(e.invals[0], int)
         and avals[e.invals[0]].dtype == avals[e.outvals[0]].dtype
     }
+    _drop_makers(loop, same)
+
+
+def _drop_makers(loop: Loop, sub: dict[int, Value]) -> None:
+    """Read other values in place of some, and remove the equations that make these."""
     loop.body.equations = [
-        e for e in loop.body.equations if not e.outvals or e.outvals[0] not in same
+        e for e in loop.body.equations if not e.outvals or e.outvals[0] not in sub
     ]
-    substitute(loop, dict(same))
+    loop.substitute(sub)
 
 
 def _take_counters(loop: Loop) -> None:
     """Replace carries that count, and values computed of them, by numbers known at every step."""
     known: dict[int, Any] = {v: c for v, c in loop.body.consts.items() if np.ndim(c) == 0}
     known |= {v: n for v, n in loop.counters.items() if n.dtype.kind in "iu"}
-    for k, carry in enumerate(list(loop.carries)):
-        step = step_of(loop.body, carry.inner, carry.out)
-        if step is None or isinstance(carry.start, int) or shape_of(carry.start):
-            continue
-        dtype = loop.body.avals[carry.inner].dtype
-        numbers = int(carry.start.val) + step * np.arange(loop.length + 1, dtype=np.int64)
-        if not (numbers == numbers.astype(dtype)).all():
-            continue
-        last = numbers[-1].astype(dtype)
-        numbers = numbers[:-1].astype(dtype)
-        known[carry.inner] = numbers[::-1] if loop.reverse else numbers
-        loop.results = [("number", last) if r == ("final", k) else r for r in loop.results]
-        carry.out = carry.inner  # drops the need for its equation, which is removed below
-        loop.counters[carry.inner] = known[carry.inner]
+    last: dict[int, tuple[str, Any]] = {}
+    for k, carry in enumerate(loop.carries):
+        counted = numbers_of(loop.body, carry, loop.length + 1)
+        if counted is not None:
+            last[k] = ("number", counted[-1])
+            counted = counted[-2::-1] if loop.reverse else counted[:-1]
+            loop.counters[carry.inner] = known[carry.inner] = counted
     if not loop.counters:
         return
-    _remove_carries(loop, lambda c: c.inner in loop.counters)
+    _remove_carries(loop, last)
     follow(loop.body.equations, known)
     rest = []
     for e in loop.body.equations:
@@ -87,58 +91,45 @@ def _take_counters(loop: Loop) -> None:
 def _fold_selects(loop: Loop) -> None:
     """Replace a select with a known predicate by one of its cases."""
     sub: dict[int, Value] = {}
-    rest = []
     for e in loop.body.equations:
         which = e.invals[0] if e.name == "select_n" else None
         known = loop.body.consts.get(which) if isinstance(which, int) else None
         if known is not None and np.ndim(known) == 0:
             sub[e.outvals[0]] = e.invals[1 + int(known)]
-        else:
-            rest.append(e)
-    loop.body.equations = rest
-    substitute(loop, sub)
+    _drop_makers(loop, sub)
 
 
-def _remove_carries(loop: Loop, gone: Callable[[Carry], bool]) -> None:
-    kept = [k for k, c in enumerate(loop.carries) if not gone(c)]
-    number = {k: n for n, k in enumerate(kept)}
+def _remove_carries(loop: Loop, instead: dict[int, tuple[str, Any]]) -> None:
+    """Remove carries by number; `instead` says how the final value of each is computed."""
+    kept = [k for k in range(len(loop.carries)) if k not in instead]
+    final = {k: ("final", n) for n, k in enumerate(kept)} | instead
     loop.carries = [loop.carries[k] for k in kept]
-    loop.results = [
-        ("final", number[what]) if kind == "final" else (kind, what) for kind, what in loop.results
-    ]
+    loop.results = [final[r[1]] if r[0] == "final" else r for r in loop.results]
 
 
-def _line(loop: Loop, v: Value) -> tuple[int, int] | None:
-    """Return (start, step) of an index that is linear in the step, or None."""
-    numbers = loop.counters.get(v) if isinstance(v, int) else None
-    if numbers is None:
+def _line(loop: Loop, v: Value, size: int) -> tuple[int, int] | None:
+    """Return (start, step) of an index that is linear in the step and stays in an axis, or None."""
+    counted = loop.counters.get(v) if isinstance(v, int) else None
+    if counted is None:
         return None
-    steps = np.diff(numbers.astype(np.int64))
+    steps = np.diff(counted.astype(np.int64))
     step = int(steps[0]) if len(steps) else 1
-    return (int(numbers[0]), step) if step and (steps == step).all() else None
-
-
-def _number(loop: Loop, v: Value) -> int | None:
-    """Return the number that an index is at every step, or None."""
-    value = loop.body.consts.get(v) if isinstance(v, int) else v.val
-    return int(value) if value is not None and np.size(value) == 1 else None
+    inside = counted.min() >= 0 and counted.max() < size
+    return (int(counted[0]), step) if step and (steps == step).all() and inside else None
 
 
 def _stepped_axis(
     loop: Loop, shape: tuple[int, ...], window: tuple[int, ...], at: tuple[Value, ...]
 ) -> tuple[int, int, int] | None:
     """Return (axis, start, step) if a window of one entry moves along one axis of a whole array."""
-    moving = [k for k, v in enumerate(at) if _line(loop, v) is not None]
+    moving = [k for k, v in enumerate(at) if isinstance(v, int) and v in loop.counters]
     if len(moving) != 1:
         return None
-    axis = moving[0]
-    rest = [k for k in range(len(shape)) if k != axis]
-    if window[axis] != 1 or any(window[k] != shape[k] for k in rest):
+    (axis,) = moving
+    if tuple(window) != (*shape[:axis], 1, *shape[axis + 1 :]):
         return None  # the index of a whole axis is clamped to 0
-    line = _line(loop, at[axis])
-    assert line is not None
-    ends = (line[0], line[0] + line[1] * (loop.length - 1))
-    return (axis, *line) if min(ends) >= 0 and max(ends) < shape[axis] else None
+    line = _line(loop, at[axis], shape[axis])
+    return None if line is None else (axis, *line)
 
 
 def _take_slices(loop: Loop) -> None:
@@ -159,29 +150,18 @@ def _take_slices(loop: Loop) -> None:
 
 def _take_updates(loop: Loop) -> None:
     """Replace `out[i] = y` by a result of the step, if `out` is read nowhere else."""
-    uses: dict[Value, int] = {}
-    for v in [v for e in loop.body.equations for v in e.invals] + loop.ys:
-        if isinstance(v, int):
-            uses[v] = uses.get(v, 0) + 1
-    for carry in loop.carries:
-        if isinstance(carry.out, int):
-            uses[carry.out] = uses.get(carry.out, 0) + 1
-    taken: set[int] = set()
+    uses, makers = loop.uses(), makers_of(loop.body.equations)
+    taken: dict[int, tuple[str, Any]] = {}
     for k, carry in enumerate(loop.carries):
-        e = next((e for e in loop.body.equations if carry.out in e.outvals), None)
-        if e is None or e.invals[0] != carry.inner or uses.get(carry.inner, 0) != 1:
+        e = makers.get(carry.out) if isinstance(carry.out, int) else None
+        if e is None or e.invals[0] != carry.inner:
             continue
         found = _written(loop, e)
-        if found is None or uses[e.outvals[0]] != 1:
-            continue
-        update, axis, start, step, kept = found
-        taken.add(carry.inner)
-        loop.body.equations.remove(e)
-        stored = Stored(carry.start, axis, start, step, kept)
-        made = ("stored", (len(loop.ys), stored))
-        loop.ys.append(update)
-        loop.results = [made if r == ("final", k) else r for r in loop.results]
-    _remove_carries(loop, lambda c: c.inner in taken)
+        if found is not None and uses[carry.inner] == uses[e.outvals[0]] == 1:
+            taken[k] = ("stored", (len(loop.ys), Stored(carry.start, *found[1:])))
+            loop.ys.append(found[0])
+            loop.body.equations.remove(e)
+    _remove_carries(loop, taken)
 
 
 def _written(loop: Loop, e: Equation) -> tuple[Value, int, int, int, bool] | None:
@@ -193,70 +173,47 @@ def _written(loop: Loop, e: Equation) -> tuple[Value, int, int, int, bool] | Non
         return None if found is None else (e.invals[1], *found, True)
     if e.name != "scatter" or e.eqn.params.get("update_jaxpr") is not None:
         return None
-    numbers = e.eqn.params["dimension_numbers"]
-    axes = numbers.inserted_window_dims
-    line = _line(loop, e.invals[1])
-    update = shape_of(e.eqn.invars[2])
-    if line is None or len(axes) != 1 or numbers.scatter_dims_to_operand_dims != axes:
+    places = e.eqn.params["dimension_numbers"]
+    axes = places.inserted_window_dims
+    if len(axes) != 1 or places.scatter_dims_to_operand_dims != axes:
         return None
+    line = _line(loop, e.invals[1], shape[axes[0]])
     rest = tuple(n for k, n in enumerate(shape) if k != axes[0])
-    ends = (line[0], line[0] + line[1] * (loop.length - 1))
-    inside = min(ends) >= 0 and max(ends) < shape[axes[0]]
-    if numbers.operand_batching_dims or update != rest or not inside:
+    if line is None or places.operand_batching_dims or shape_of(e.eqn.invars[2]) != rest:
         return None
     return (e.invals[2], axes[0], *line, False)
 
 
-def substitute(loop: Loop, sub: dict[int, Value]) -> None:
-    """Replace values by other values everywhere in the loop."""
-
-    def new(v: Value) -> Value:
-        while isinstance(v, int) and v in sub:
-            v = sub[v]
-        return v
-
-    if sub:
-        loop.body.equations = [
-            Equation(e.eqn, tuple(map(new, e.invals)), e.outvals) for e in loop.body.equations
-        ]
-        loop.ys = [new(v) for v in loop.ys]
-        for carry in loop.carries:
-            carry.out = new(carry.out)
-
-
 def _merge(loop: Loop) -> None:
     """Merge equal values, and make carries that never change loop-invariant."""
-    groups: dict[object, int] = {}
-    classes = []
-    for c in loop.carries:
-        key = (value_key(c.start), loop.body.avals[c.inner])
-        classes.append(groups.setdefault(key, len(groups)))
+    starts = [(value_key(c.start), loop.body.avals[c.inner]) for c in loop.carries]
+    classes = _numbered(starts)
     while True:
         sub = _equal_values(loop, classes)
-        outs = [value_key(sub.get(c.out, c.out) if isinstance(c.out, int) else c.out)
-                for c in loop.carries]  # fmt: skip
-        split: dict[object, int] = {}
-        finer = [split.setdefault(pair, len(split)) for pair in zip(classes, outs, strict=True)]
-        if len(split) == len(set(classes)):
+        outs = [sub.get(c.out, c.out) if isinstance(c.out, int) else c.out for c in loop.carries]
+        finer = _numbered([*zip(classes, map(value_key, outs), strict=True)])
+        if finer == classes:
             break
         classes = finer
-    kept = {e.outvals[0] for e in loop.body.equations if e.outvals and e.outvals[0] not in sub}
     loop.body.equations = [
-        e for e in loop.body.equations if not e.outvals or e.outvals[0] in kept or e.eqn.effects
+        e for e in loop.body.equations if not e.outvals or e.outvals[0] not in sub or e.eqn.effects
     ]
     first = [classes.index(n) for n in classes]
     loop.results = [("final", first[w]) if k == "final" else (k, w) for k, w in loop.results]
-    substitute(loop, sub)
-    heads = {loop.carries[k].inner for k in first}
-    fixed = {c.inner: c.start for c in loop.carries if c.inner in heads and c.out == c.inner}
-    constant = {k: c.start for k, c in enumerate(loop.carries) if c.inner in fixed}
-    loop.results = [
-        ("outer", constant[w]) if k == "final" and w in constant else (k, w)
-        for k, w in loop.results
-    ]
-    loop.consts |= fixed
-    gone = {c.inner for c in loop.carries} - heads | set(fixed)
-    _remove_carries(loop, lambda c: c.inner in gone)
+    loop.substitute(sub)
+    gone: dict[int, tuple[str, Any]] = {}
+    for k, c in enumerate(loop.carries):
+        if first[k] != k or c.out == c.inner:
+            gone[k] = ("outer", c.start)
+        if first[k] == k and c.out == c.inner:
+            loop.consts[c.inner] = c.start
+    _remove_carries(loop, gone)
+
+
+def _numbered(keys: list[Any]) -> list[int]:
+    """Return a number for each key, equal for equal keys, in the order of first occurrence."""
+    number: dict[Any, int] = {}
+    return [number.setdefault(key, len(number)) for key in keys]
 
 
 def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
@@ -272,9 +229,8 @@ def _equal_values(loop: Loop, classes: list[int]) -> dict[int, Value]:
         meet(("carry", number), (c.inner,))
     for v, outer in loop.consts.items():
         meet(("const", value_key(outer), loop.body.avals[v]), (v,))
-    for v, source in loop.sources.items():
-        key = (value_key(source.value), source.axis, source.start, source.step, source.kept)
-        meet(("source", key), (v,))
+    for v, s in loop.sources.items():
+        meet(("source", value_key(s.value), s.axis, s.start, s.step, s.kept), (v,))
     for e in loop.body.equations:
         params = None if e.eqn.effects else params_key(e.eqn.params)
         if params is not None:
@@ -294,7 +250,8 @@ def drop_dead(loop: Loop) -> None:
     ends += [v for e in equations if e.eqn.effects for v in (*e.invals, *e.outvals)]
     live = cone(numbers(ends), lambda v: after[v] if v in after else operands(v))
     loop.body.equations = [e for e in equations if e.eqn.effects or not live.isdisjoint(e.outvals)]
-    _remove_carries(loop, lambda c: c.inner not in live)
+    dead = {k: ("dropped", None) for k, c in enumerate(loop.carries) if c.inner not in live}
+    _remove_carries(loop, dead)
     for table in (loop.consts, loop.sources, loop.counters, loop.body.consts):
         for v in [v for v in table if v not in live]:
             del table[v]

@@ -9,25 +9,34 @@ backward loop recomputes the steps of a block in a cache and then runs back over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
-from symjax_rewrite.ir.dataflow import making
-from symjax_rewrite.ir.flat_program import Equation, Value
+from symjax_rewrite.ir.dataflow import making, numbers
+from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
-from symjax_rewrite.loops.fusion import Fusion, Surroundings, fuse
-from symjax_rewrite.loops.loop import Carry, Loop, Read, Source, read_loop, read_starts, stage
-from symjax_rewrite.loops.normalization import clean
+from symjax_rewrite.ir.replacement import Read
+from symjax_rewrite.loops.changes import part_of
+from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
+from symjax_rewrite.loops.loop import Carry, Loop, Source, get, stage
+from symjax_rewrite.loops.normalization import clean, normal_loop
 
 FUSED_KINDS = (ELEMENTWISE | VIEWS) - SLOW_MAPS
+
+
+Carried = list[Any]
+Block = Callable[[Carried, Any, Any, int], tuple[Carried, list[Any]]]
 
 
 @dataclass(slots=True)
@@ -35,19 +44,13 @@ class LoopPair:
     """A loop, and its backward loop, which is the only reader of some of its results.
 
     kept: numbers of the forward loop's stacked results that only the backward loop reads. steps:
-    steps per block. starts: program values that hold the carries at the starts of blocks, then the
-    carry at the start of the remaining steps.
+    steps per block.
     """
 
     there: Loop
     back: Loop
     kept: list[int]
     steps: int
-    starts: list[int] = field(default_factory=list)
-
-    def keeps(self, result: tuple[str, Any]) -> bool:
-        """Return True if only the backward loop reads a result of the forward loop."""
-        return result[0] == "ys" and result[1] in self.kept
 
     @property
     def blocks(self) -> int:
@@ -59,6 +62,12 @@ class LoopPair:
         """Return the number of steps after the last full block, in stored order."""
         return self.there.length % self.steps
 
+    def hidden(self) -> dict[int, int]:
+        """Return the outer values that only the backward loop reads, by the places in `kept`."""
+        results = zip(self.there.makes, self.there.results, strict=True)
+        place = {k: n for n, k in enumerate(self.kept)}
+        return {v: place[k] for v, (kind, k) in results if kind == "ys" and k in place}
+
 
 def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[LoopPair]:
     """Find the pairs of loops whose residuals should be recomputed.
@@ -68,82 +77,59 @@ def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[Loo
         device: the device that runs the program.
         reorders: True if sums may be rounded in another order.
     """
-    program = around.program
-    loops = {id(e): e for e in program.equations if e.name == "scan" and not e.eqn.effects}
+    equations = around.program.equations
+    loops = dict.fromkeys(e for e in equations if e.name == "scan" and not e.eqn.effects)
     found: list[LoopPair] = []
-    taken: set[int] = set()
-    for e in loops.values():
-        for first in _before(e, around):
-            if id(first) in loops and not {id(e), id(first)} & taken:
-                pair = _pair(first, e, around, device, reorders)
+    taken: set[Equation] = set()
+    for second in loops:
+        makers = [around.makers.get(v) for v in numbers(second.invals)]
+        for first in dict.fromkeys(e for e in makers if e in loops):
+            if first is not None and taken.isdisjoint((first, second)):
+                pair = _pair(first, second, around, device, reorders)
                 if pair is not None:
                     found.append(pair)
-                    taken |= {id(e), id(first)}
+                    taken |= {first, second}
     return found
-
-
-def _before(e: Equation, around: Surroundings) -> list[Equation]:
-    """Return the equations that compute the stacked operands of a loop."""
-    makers = (around.makers.get(v) for v in e.invals if isinstance(v, int))
-    return list({id(m): m for m in makers if m is not None}.values())
 
 
 def _pair(
     first: Equation, second: Equation, around: Surroundings, device: Device, reorders: bool
 ) -> LoopPair | None:
-    if first.eqn.params["length"] != second.eqn.params["length"]:
+    p, q = first.eqn.params, second.eqn.params
+    if p["length"] != q["length"] or p["reverse"] == q["reverse"]:
         return None
-    if first.eqn.params["reverse"] == second.eqn.params["reverse"]:
-        return None
-    there, back = read_loop(first), read_loop(second)
+    there, back = normal_loop(first), normal_loop(second)
     if there is None or back is None or not isinstance(there.length, int):
         return None
     if there.length < device.loops.least_remade_steps:
         return None
-    there, back, saved = _fused(clean(there), clean(back), around, [first, second], reorders)
-    read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
-    others = _numbers([*back.consts.values(), *[c.start for c in back.carries]])
-    makes: dict[int, list[tuple[str, int]]] = {}
-    for v, (kind, what) in zip(there.makes, there.results, strict=True):
-        if kind in ("ys", "stored", "kept"):
-            makes.setdefault(what if kind == "ys" else what[0], []).append((kind, v))
-    kept = [
-        k
-        for k, made in makes.items()
-        if all(
-            kind == "ys"
-            and v in read
-            and v not in others
-            and v not in around.outputs
-            and all(u is second for u in around.users.get(v, ()))
-            for kind, v in made
-        )
-    ]
-    kept_bytes = sum(around.bytes(makes[k][0][1]) for k in kept)
+    own = [first, second]
+    plain = [(there.copy(), first), (back.copy(), second)]
+    last = Fusion(back, around, own, reorders=reorders)  # what both loops read is made in each
+    saved = last.run()
+    saved += Fusion(there, around, own, last.taken, reorders).run()
+    there, back = clean(there), clean(back)
+    kept = _kept(there, back, second, around)
+    kept_bytes = sum(aval_bytes(there.body.avals[v]) for v in numbers(there.ys[k] for k in kept))
+    kept_bytes *= there.length
     if not _pays(there, kept, kept_bytes, device):
-        alone = sum(_fused_alone(e, around, device) for e in (first, second)) if kept else saved
+        alone = sum(fused(x, around, [e], device)[1] for x, e in plain) if kept else saved
         if not _pays(there, kept, kept_bytes + saved - alone, device):
             return None
     return LoopPair(there, back, kept, _block(there, kept_bytes))
 
 
-def _fused(
-    there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
-) -> tuple[Loop, Loop, float]:
-    """Return both loops with their private equations fused, and the bytes no longer written.
-
-    Values that both loops read are computed in each of them.
-    """
-    last = Fusion(back, around, own, reorders=reorders)
-    saved = last.run()
-    saved += Fusion(there, around, own, last.taken, reorders).run()
-    return clean(there), clean(back), saved
-
-
-def _fused_alone(e: Equation, around: Surroundings, device: Device) -> float:
-    """Return the bytes that a loop on its own need not write after fusion."""
-    loop = read_loop(e)
-    return 0.0 if loop is None else fuse(clean(loop), around, [e], device)
+def _kept(there: Loop, back: Loop, second: Equation, around: Surroundings) -> list[int]:
+    """Return the numbers of the forward loop's results that only the backward loop's steps read."""
+    read = set(numbers(s.value for s in back.sources.values() if s == Source(s.value)))
+    read -= {*numbers([*back.consts.values(), *[c.start for c in back.carries]]), *around.outputs}
+    read = {v for v in read if all(u is second for u in around.users.get(v, ()))}
+    hidden: dict[int, bool] = {}
+    for v, (kind, what) in zip(there.makes, there.results, strict=True):
+        if kind in ("ys", "stored", "kept"):
+            k = what if kind == "ys" else what[0]
+            hidden[k] = hidden.get(k, True) and kind == "ys" and v in read
+    return [k for k, is_hidden in hidden.items() if is_hidden]
 
 
 def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bool:
@@ -159,10 +145,6 @@ def _pays(there: Loop, kept: list[int], kept_bytes: float, device: Device) -> bo
         own = equation_seconds(e.eqn, device)
         step += own / loops.fused_step if e.name in FUSED_KINDS else own
     return margins.pays(moved, there.length * step, "remake", device)
-
-
-def _numbers(values: Iterable[Value]) -> set[int]:
-    return {v for v in values if isinstance(v, int)}
 
 
 def _needed(loop: Loop, kept: Sequence[int]) -> list[Equation]:
@@ -181,96 +163,108 @@ def _block(there: Loop, kept_bytes: float) -> int:
     return min(even, key=lambda n: abs(math.log(n / best)), default=best)
 
 
-def run_there(pair: LoopPair, read: Read) -> list[Any]:
+def pair_parts(program: Program, pair: LoopPair) -> list[Replacement]:
+    """Return the parts for a loop with checkpoints per block, and for its backward loop."""
+    there, back, hidden = pair.there, pair.back, pair.hidden()
+    avals = [there.body.avals[c.inner] for c in there.carries]
+    stacked = [a.update(shape=(pair.blocks, *a.shape)) for a in avals]
+    starts = [program.new_value(a) for a in [*stacked, *(avals if pair.rest else [])]]
+    makes = [*[v for v in there.makes if v not in hidden], *starts]
+    first = there.outer_values()
+    second = [v for v in (*first, *back.outer_values(), *starts) if v not in hidden]
+    return [
+        part_of(there.eqn, first, makes, lambda read: _run_there(pair, read)),
+        part_of(back.eqn, second, back.makes, lambda read: _run_back(pair, starts, read)),
+    ]
+
+
+def _run_there(pair: LoopPair, read: Read) -> list[Any]:
     """Return the forward loop's results that others read, then the carries at block starts."""
-    loop = pair.there
+    loop, hidden = pair.there, pair.hidden()
     public = [k for k in range(len(loop.ys)) if k not in pair.kept]
-    known, steps = loop.constants(read), loop.stacks(read)
-    carry = read_starts(loop, read)
+    known, own = loop.constants(read), [loop.ys[k] for k in public]
 
-    def block(carry: Sequence[Any], xs: dict[int, Any], count: int) -> tuple[list[Any], Any]:
-        return _stage(loop, count, [loop.ys[k] for k in public], known, xs, carry)
+    def block(carry: Carried, _: Any, xs: Any, count: int) -> tuple[Carried, list[Any]]:
+        return _stage(loop, count, own, known, xs, carry)
 
-    def turn(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], Any]:
-        after, ys = block(carry, xs, pair.steps)
-        return after, (carry, ys)
-
-    whole, rest = _split(pair, steps)
-    ys_rest: Any = []
-    starts_rest = carry
-    if pair.rest and loop.reverse:
-        carry, ys_rest = block(carry, rest, pair.rest)
-    carry, (starts, ys) = lax.scan(turn, carry, whole, length=pair.blocks, reverse=loop.reverse)
-    if pair.rest and not loop.reverse:
-        starts_rest = carry
-        carry, ys_rest = block(carry, rest, pair.rest)
+    carry = loop.starts(read)
+    carry, ys, starts = _in_blocks(pair, loop, carry, loop.stacks(read), (None, None), block)
     stacked: list[Any] = [None] * len(loop.ys)
-    for k, y in zip(public, _joined(pair, ys, ys_rest), strict=True):
+    for k, y in zip(public, ys, strict=True):
         stacked[k] = y
-    others = replace(loop, results=[r for r in loop.results if not pair.keeps(r)])
-    given = others.finish(list(carry), stacked, read)
-    return [*given, *starts, *(starts_rest if pair.rest else [])]
+    results = zip(loop.makes, loop.results, strict=True)
+    others = replace(loop, results=[r for v, r in results if v not in hidden])
+    return [*others.finish(carry, stacked, read), *starts]
 
 
-def _joined(pair: LoopPair, ys: Sequence[Any], ys_rest: Sequence[Any]) -> list[Any]:
-    """Concatenate the results of blocks and of the remaining steps."""
-    ys = [lax.reshape(y, (pair.blocks * pair.steps, *y.shape[2:])) for y in ys]
-    if pair.rest:
-        ys = [jnp.concatenate([y, z]) for y, z in zip(ys, ys_rest, strict=True)]
-    return list(ys)
-
-
-def run_back(pair: LoopPair, read: Read) -> list[Any]:
+def _run_back(pair: LoopPair, starts: Sequence[int], read: Read) -> list[Any]:
     """Return the backward loop's results; the residuals are recomputed block by block."""
-    there, back = pair.there, pair.back
-    place = {k: n for n, k in enumerate(pair.kept)}
-    results = zip(there.makes, there.results, strict=True)
-    numbers = {v: place[r[1]] for v, r in results if pair.keeps(r)}
-    again = {
-        v: numbers[s.value]
-        for v, s in back.sources.items()
-        if isinstance(s.value, int) and s.value in numbers
-    }
+    there, back, hidden = pair.there, pair.back, pair.hidden()
+    read_by = {v: s.value for v, s in back.sources.items() if isinstance(s.value, int)}
+    again = {v: hidden[outer] for v, outer in read_by.items() if outer in hidden}
     known_there, known_back = there.constants(read), back.constants(read)
     own = replace(back, sources={v: s for v, s in back.sources.items() if v not in again})
     kept = [there.ys[k] for k in pair.kept]
 
-    def block(carry: Sequence[Any], start: Any, xs: Any, count: int) -> tuple[list[Any], Any]:
+    def block(carry: Carried, start: Any, xs: Any, count: int) -> tuple[Carried, list[Any]]:
         _, values = _stage(there, count, kept, known_there, xs[0], start)
         steps = {**xs[1], **{v: values[n] for v, n in again.items()}}
         return _stage(back, count, back.ys, known_back, steps, carry)
 
-    def turn(carry: list[Any], given: Any) -> tuple[list[Any], Any]:
+    n = len(there.carries)
+    given = [read(v) for v in starts[:n]], [read(v) for v in starts[n:]]
+    steps = there.stacks(read), own.stacks(read)
+    carry, ys, _ = _in_blocks(pair, back, back.starts(read), steps, given, block)
+    return back.finish(carry, ys, read)
+
+
+def _in_blocks(
+    pair: LoopPair, loop: Loop, carry: Carried, steps: Any, starts: tuple[Any, Any], block: Block
+) -> tuple[Carried, list[Any], Carried]:
+    """Run all blocks of a loop and the remaining steps.
+
+    Args:
+        pair: the loops.
+        loop: one of the two.
+        carry: its carries before the first step.
+        steps: its stacked operands.
+        starts: given to `block`: an entry for each full block, and a value for the remaining steps.
+        block: of carries, an entry of `starts`, operands, and the number of steps.
+
+    Returns:
+        The carries after the last step, the stacked results, and of the forward loop the carries
+        before each block and before the remaining steps.
+    """
+    count, late, keeps = pair.blocks * pair.steps, [], loop is pair.there
+    shape = (pair.blocks, pair.steps)
+    whole = jax.tree.map(lambda x: lax.reshape(x[:count], (*shape, *x.shape[1:])), steps)
+    rest = jax.tree.map(lambda x: x[count:], steps)
+
+    def turn(carry: Carried, given: Any) -> tuple[Carried, Any]:
         start, xs = given
-        return block(carry, start, xs, pair.steps)
+        after, ys = block(carry, start, xs, pair.steps)
+        return after, (carry if keeps else [], ys)
 
-    xs_there, xs_back = (_split(pair, x.stacks(read)) for x in (there, own))
-    whole, rest = zip(xs_there, xs_back, strict=True)
-    starts = [read(v) for v in pair.starts]
-    first, last = starts[: len(there.carries)], starts[len(there.carries) :]
-    carry = read_starts(back, read)
-    ys_rest: Any = []
-    if pair.rest and back.reverse:
-        carry, ys_rest = block(carry, last, rest, pair.rest)
-    carry, ys = lax.scan(turn, carry, (first, whole), length=pair.blocks, reverse=back.reverse)
-    if pair.rest and not back.reverse:
-        carry, ys_rest = block(carry, last, rest, pair.rest)
-    return back.finish(list(carry), _joined(pair, ys, ys_rest), read)
-
-
-def _split(pair: LoopPair, steps: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the stacked operands by blocks, and those of the steps after the last full block."""
-    whole = pair.blocks * pair.steps
-    blocks = {
-        v: lax.reshape(x[:whole], (pair.blocks, pair.steps, *x.shape[1:])) for v, x in steps.items()
-    }
-    return blocks, {v: x[whole:] for v, x in steps.items()}
+    before: Carried = []
+    if pair.rest and loop.reverse:
+        before = carry
+        carry, late = block(carry, starts[1], rest, pair.rest)
+    carry, (carries, ys) = lax.scan(
+        turn, carry, (starts[0], whole), length=pair.blocks, reverse=loop.reverse
+    )
+    if pair.rest and not loop.reverse:
+        before = carry
+        carry, late = block(carry, starts[1], rest, pair.rest)
+    ys = [lax.reshape(y, (count, *y.shape[2:])) for y in ys]
+    if pair.rest:
+        ys = [jnp.concatenate([y, z]) for y, z in zip(ys, late, strict=True)]
+    return carry, ys, [*carries, *before]
 
 
 def _stage(
     loop: Loop,
     count: int,
-    ys: Sequence[Value],
+    ys: Sequence[Any],
     known: dict[int, Any],
     steps: dict[int, Any],
     carry: Sequence[Any],
@@ -279,11 +273,4 @@ def _stage(
     carries = [Carry(c.inner, c.inner, c.out) for c in loop.carries]
     inner = replace(loop, length=count, ys=list(ys), carries=carries)
     values = {c.inner: x for c, x in zip(loop.carries, carry, strict=True)}
-    return stage(inner, known, steps, lambda v: values[v] if isinstance(v, int) else v.val)
-
-
-def start_avals(pair: LoopPair) -> list[Any]:
-    """Return the avals of the carries at block starts, which `run_there` returns last."""
-    avals = [pair.there.body.avals[c.inner] for c in pair.there.carries]
-    stacked = [a.update(shape=(pair.blocks, *a.shape)) for a in avals]
-    return [*stacked, *(avals if pair.rest else [])]
+    return stage(inner, known, steps, partial(get, values))

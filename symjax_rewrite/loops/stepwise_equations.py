@@ -1,7 +1,7 @@
 """Equations that compute every step of an axis separately.
 
 `stepped_operands` returns the axes of the operands that correspond to an axis of the result.
-`one_step` returns the same equation for a single entry of that axis, which stays with size one.
+`resized` returns the same equation for other entries of that axis, by default for a single one.
 """
 
 from __future__ import annotations
@@ -46,20 +46,16 @@ def stepped_result(eqn: JaxprEqn, operand: int, axis: int) -> int | None:
     return None
 
 
-def one_step(eqn: JaxprEqn, axis: int) -> Callable[..., list[Any]]:
-    """Return the equation for one entry of `axis`; operands keep their axes with size one."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    if name == "broadcast_in_dim":
-        params["shape"] = _set(params["shape"], axis, 1)
-    elif name == "reshape":
-        params["new_sizes"] = _set(params["new_sizes"], axis, 1)
-    elif name == "slice":
-        params["limit_indices"] = _set(params["limit_indices"], axis, 1)
+def resized(eqn: JaxprEqn, axis: int, size: int = 1) -> Callable[..., list[Any]]:
+    """Return the equation for some entries of an axis of its result; operands keep their axes."""
+    params = dict(eqn.params)
+    name = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}.get(
+        eqn.primitive.name
+    )
+    if name is not None:
+        sizes = params[name]
+        params[name] = (*sizes[:axis], size, *sizes[axis + 1 :])
     return lambda *args: jax_internals.eval_equation(eqn, args, params)
-
-
-def _set(sizes: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:axis], size, *sizes[axis + 1 :])
 
 
 def _elementwise(eqn: JaxprEqn, axis: int) -> Axes | None:

@@ -11,9 +11,9 @@ become part of the steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
+from symjax_rewrite.jax_internals import Literal
 from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Source
 
@@ -40,16 +41,37 @@ class NotEqualError(Exception):
         self.step = step
 
 
+class Input(NamedTuple):
+    """A value that every step receives.
+
+    kind: "same" for one outer value, "source" for the next entry of an array, "carry" for a value
+    of the previous step, "count" for a linear sequence of numbers. key: equal for equal inputs of a
+    kind; the family and result first for a carry. outer: the outer value, `Source`, start, or
+    numbers.
+    """
+
+    kind: str
+    key: Any
+    aval: Any
+    outer: Any
+
+    @property
+    def name(self) -> tuple[str, Any]:
+        """Return a key that is equal for equal inputs."""
+        return self.kind, self.key
+
+
 @dataclass(eq=False, slots=True)
 class Family:
-    """One equation in all steps, and the forms of its operands over the steps.
+    """One equation in all steps.
 
-    entry: of a slice that moves from step to step: the array that it reads.
+    operands: inputs, literals, and results of other families as (family, result). entry: of a slice
+    that moves from step to step: the entry that it reads.
     """
 
     equations: tuple[Equation, ...]
-    operands: list[tuple] = field(default_factory=list)
-    entry: Source | None = None
+    operands: list[Input | Literal | tuple[Family, int]] = field(default_factory=list)
+    entry: Input | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +121,8 @@ def _kind(program: Program, e: Equation) -> tuple | None:
     if key is None:
         return None
     reads = [_type(program.avals[v]) if isinstance(v, int) else _type(v.aval) for v in e.invals]
-    numbers = tuple(not isinstance(v, int) for v in e.invals)
-    return (e.name, key, numbers, *reads, *[_type(v.aval) for v in e.eqn.outvars])
+    literals = tuple(not isinstance(v, int) for v in e.invals)
+    return (e.name, key, literals, *reads, *[_type(v.aval) for v in e.eqn.outvars])
 
 
 def _type(aval: Any) -> tuple:
@@ -140,7 +162,7 @@ def runs_of(program: Program, kinds: list[int]) -> Iterator[tuple[int, int, int]
 
 
 def natural_start(
-    around: Surroundings, position: dict[int, int], low: int, high: int, distance: int
+    around: Surroundings, position: dict[Equation, int], low: int, high: int, distance: int
 ) -> int:
     """Return the best first equation of a step: the cut with the fewest values across it.
 
@@ -154,10 +176,10 @@ def natural_start(
     for a in range(distance):
         for o, v in enumerate(equations[middle + a].outvals):
             final = equations[last + a].outvals[o]
-            readers = [position[id(e)] for e in around.users.get(v, ())]
+            readers = [position[e] for e in around.users.get(v, ())]
             until = max((k for k in readers if k < high), default=0)
             is_read = final in around.outputs or any(k >= high for k in readers)
-            is_read |= any(position[id(e)] >= high for e in around.users.get(final, ()))
+            is_read |= any(position[e] >= high for e in around.users.get(final, ()))
             for k in range(a + 1, min(until - middle, a + distance) + 1):
                 crossing[k % distance] += 1
                 inner[k % distance] += not is_read
@@ -173,23 +195,22 @@ class StepReader:
         self,
         around: Surroundings,
         kinds: list[int],
-        position: dict[int, int],
+        position: dict[Equation, int],
         start: int,
         distance: int,
         steps: int,
     ) -> None:
-        self.around, self.kinds, self.position = around, kinds, position
-        self.steps = steps
+        self.around, self.steps, self.avals = around, steps, around.program.avals
         equations = around.program.equations
+        self.kind_of = lambda e: kinds[position[e]]
         self.region = [
-            Family(tuple(equations[start + a + t * distance] for t in range(steps)))
+            Family(tuple(equations[start + a : start + a + steps * distance : distance]))
             for a in range(distance)
         ]
         self.below = around.below(v for f in self.region for e in f.equations for v in e.outvals)
-        self.where: dict[int, tuple[int, Family, int]] = {}
+        self.where: dict[Value, tuple[int, Family, int]] = {}
         self.order: list[Family] = []
-        self.prepared: set[int] = set()  # families before the steps
-        self.carries: dict[tuple, tuple[Family, int, Value]] = {}
+        self.prepared: set[Family] = set()  # families before the steps
 
     def read(self) -> list[Joined]:
         """Read all steps; return the concatenations of their results.
@@ -213,12 +234,11 @@ class StepReader:
         columns = list(zip(*[e.invals for e in f.equations], strict=True))
         if f.equations[0].name == "slice":
             f.entry = self._moving_slice(f, columns[0])
-            if f.entry is not None:
-                return
-        f.operands = [self._operand(column, depth) for column in columns]
+        if f.entry is None:
+            f.operands = [self._operand(column, depth) for column in columns]
 
-    def _moving_slice(self, f: Family, arrays: Sequence[Value]) -> Source | None:
-        """Return the array whose entries are sliced one after another; None if all are the same."""
+    def _moving_slice(self, f: Family, arrays: Sequence[Value]) -> Input | None:
+        """Return the entries that are sliced one after another; None if all slices are the same."""
         params = [e.eqn.params for e in f.equations]
         if not all(isinstance(n, int | np.integer) for p in params for n in p["start_indices"]):
             raise NotEqualError(0)
@@ -226,137 +246,130 @@ class StepReader:
         moving = np.flatnonzero((starts != starts[0]).any(0))
         if not len(moving):
             return None
-        value, axis = arrays[0], int(moving[0])
-        changed = _first(arrays, lambda v: v == value)
-        step = int(starts[1, axis] - starts[0, axis])
-        even = starts[0, axis] + step * np.arange(self.steps) == starts[:, axis]
+        axis = int(moving[0])
+        changed = _first(arrays, lambda v: v == arrays[0])
+        step, uneven = _line(starts[:, axis])
         width = params[0]["limit_indices"][axis] - params[0]["start_indices"][axis]
-        if changed is not None or len(moving) > 1 or width != 1 or not step or not even.all():
-            uneven = int(np.argmin(even)) if step and not even.all() else 1
-            raise NotEqualError(min(changed or self.steps, uneven))
-        self._check_outside([value])
-        return Source(value, axis, int(starts[0, axis]), step, kept=True)
+        if changed is not None or len(moving) > 1 or width != 1 or not step or uneven is not None:
+            raise NotEqualError(min(changed or self.steps, (step and uneven) or 1))
+        self._check_outside(arrays[0])
+        return self._source(Source(arrays[0], axis, int(starts[0, axis]), step, kept=True))
 
-    def _operand(self, values: Sequence[Value], depth: int) -> tuple:
-        """Return the form of an operand over the steps; its kind comes first."""
-        second = values[1]
+    def _source(self, source: Source) -> Input:
+        aval, k = self.avals[source.value], source.axis  # pyright: ignore
+        aval = aval.update(shape=(*aval.shape[:k], *(1,) * source.kept, *aval.shape[k + 1 :]))
+        return Input("source", source, aval, source)
+
+    def _operand(self, values: Sequence[Value], depth: int) -> Any:
+        """Return the form of an operand over the steps."""
+        first, second = values[:2]
         if not isinstance(second, int):
             return self._numbers(values)
-        place = self.where.get(second)
-        if place is not None:
-            t, f, o = place
-            lag = 1 - t
-            if lag not in (0, 1):
-                raise NotEqualError(1)
-            wanted = range(-lag, self.steps - lag)
-            odd = [
-                k
-                for k, (v, t) in enumerate(zip(values, wanted, strict=True))
-                if t >= 0 and (not isinstance(v, int) or self.where.get(v) != (t, f, o))
-            ]
-            if odd:
-                raise NotEqualError(odd[0])
-            if not lag:
-                return ("step", f, o)
-            self._check_outside(values[:1])
-            key = (id(f), o, value_key(values[0]))
-            self.carries.setdefault(key, (f, o, values[0]))
-            return ("carry", key)
-        changed = _first(values, lambda v: v == values[0])
+        if second in self.where:
+            return self._made(values)
+        changed = _first(values, lambda v: v == first)
         if changed is None:
-            self._check_outside(values[:1])
-            return ("same", values[0])
+            self._check_outside(first)
+            return Input("same", first, self.avals[second], first)
         return self._prepared(values, changed, depth)
 
-    def _numbers(self, values: Sequence[Value]) -> tuple:
+    def _made(self, values: Sequence[Value]) -> Any:
+        """Return the form of results of the same step or of the previous step."""
+        t, f, o = self.where[values[1]]
+        lag = 1 - t
+        if lag not in (0, 1):
+            raise NotEqualError(1)
+        places = [self.where.get(v) if isinstance(v, int) else None for v in values[lag:]]
+        odd = _first(enumerate(places), lambda x: x[1] == (x[0], f, o))
+        if odd is not None:
+            raise NotEqualError(odd + lag)
+        if not lag:
+            return f, o
+        self._check_outside(values[0])
+        aval = self.avals[f.equations[0].outvals[o]]
+        return Input("carry", (f, o, value_key(values[0])), aval, values[0])
+
+    def _numbers(self, values: Sequence[Value]) -> Any:
         """Return the form of a constant, or of whole numbers that are linear in the step."""
         odd = _first(values, lambda v: not isinstance(v, int))
         if odd is not None:
             raise NotEqualError(max(odd, 1))
-        arrays = [np.asarray(v.val) for v in values]  # pyright: ignore[reportAttributeAccessIssue]
+        literals: Any = values
+        arrays = [np.asarray(v.val) for v in literals]
         changed = _first(arrays, lambda x: x.tobytes() == arrays[0].tobytes())
         if changed is None:
-            return ("same", values[0])
-        numbers = np.array(arrays)
-        if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or changed > 1:
+            return values[0]
+        counted = np.array(arrays)
+        if counted.ndim != 1 or counted.dtype.kind not in "iu" or changed > 1:
             raise NotEqualError(changed)
-        step = int(numbers[1]) - int(numbers[0])
-        even = [int(numbers[0]) + step * t == int(x) for t, x in enumerate(numbers)]
-        if not all(even):
-            raise NotEqualError(even.index(False))
-        return ("count", numbers.tobytes(), numbers, values[0])
+        _, uneven = _line(counted)
+        if uneven is not None:
+            raise NotEqualError(uneven)
+        aval = literals[0].aval
+        return Input("count", (counted.tobytes(), str(aval)), aval, counted)
 
-    def _prepared(self, values: Sequence[Value], changed: int, depth: int) -> tuple:
+    def _prepared(self, values: Sequence[Value], changed: int, depth: int) -> Any:
         """Return the form of entries of one array, or of results of equations of one kind."""
         makers = [self.around.makers.get(v) if isinstance(v, int) else None for v in values]
-        first = makers[0]
-        odd = [k for k, e in enumerate(makers) if e is None or self._is_late(e)]
-        if first is None or odd or depth > MAX_DEPTH:
-            raise NotEqualError(max(odd[0] if odd else changed, 1))
-        places = [e.outvals.index(v) for e, v in zip(makers, values, strict=True)]  # pyright: ignore
-        if all(e is first for e in makers):
-            return self._entries(first, places)
-        kind = self.kinds[self.position[id(first)]]
-        odd = [k for k, e in enumerate(makers) if self.kinds[self.position[id(e)]] != kind]
-        odd += [k for k, o in enumerate(places) if o != places[0]]
-        if odd or len({id(e) for e in makers}) < self.steps:
-            raise NotEqualError(max(min(odd, default=1), 1))
-        f = Family(tuple(makers))  # pyright: ignore[reportArgumentType]
+        odd = _first(makers, lambda e: e is not None and not self._is_late(e))
+        equations = [e for e in makers if e is not None]
+        if odd is not None or depth > MAX_DEPTH:
+            raise NotEqualError(max(changed if odd is None else odd, 1))
+        places = [e.outvals.index(v) for e, v in zip(equations, values, strict=True)]
+        if len(set(equations)) == 1:
+            return self._entries(equations[0], places)
+        kinds = [(self.kind_of(e), o) for e, o in zip(equations, places, strict=True)]
+        odd = _first(kinds, lambda kind: kind == kinds[0])
+        if odd is not None or len(set(equations)) < self.steps:
+            raise NotEqualError(max(odd or 1, 1))
+        f = Family(tuple(equations))
         self._classify(f, depth + 1)
         self._place(f)
         self.order.append(f)
-        self.prepared.add(id(f))
-        return ("step", f, places[0])
+        self.prepared.add(f)
+        return f, places[0]
 
-    def _entries(self, e: Equation, places: list[int]) -> tuple:
+    def _entries(self, e: Equation, places: list[int]) -> Input:
         """Return the form of the parts of an array that one equation splits."""
-        step = places[1] - places[0]
+        step, uneven = _line(np.array(places))
         if e.name not in _ENTRIES or not step:
             raise NotEqualError(1)
-        even = [places[0] + step * t == o for t, o in enumerate(places)]
-        if not all(even):
-            raise NotEqualError(even.index(False))
+        if uneven is not None:
+            raise NotEqualError(uneven)
         if any(size != 1 for size in e.eqn.params.get("sizes", ())):
             raise NotEqualError(1)
         axis, kept = e.eqn.params["axis"], _ENTRIES[e.name]
-        return ("source", Source(e.invals[0], axis, places[0], step, kept))
+        return self._source(Source(e.invals[0], axis, places[0], step, kept))
 
-    def _check_outside(self, values: Sequence[Value]) -> None:
-        """Check that values from outside are available before the first step."""
-        for v in values:
-            e = self.around.makers.get(v) if isinstance(v, int) else None
-            if e is not None and self._is_late(e):
-                raise NotEqualError(1)
+    def _check_outside(self, v: Value) -> None:
+        """Check that a value from outside is available before the first step."""
+        e = self.around.makers.get(v) if isinstance(v, int) else None
+        if e is not None and self._is_late(e):
+            raise NotEqualError(1)
 
     def _is_late(self, e: Equation) -> bool:
-        return any(v in self.below for v in e.outvals)
+        return not self.below.isdisjoint(e.outvals)
 
     def _absorb(self) -> list[Joined]:
         """Absorb the equations applied to the results of every step; return the concatenations."""
-        own = {id(e) for f in self.order for e in f.equations}
-        joined: list[Joined] = []
+        own = {e for f in self.order for e in f.equations}
+        joined: dict[Equation, Joined] = {}
         for f in (queue := list(self.region)):
             for o in range(len(f.equations[0].outvals)):
-                users = [
-                    [u for u in self.around.users.get(e.outvals[o], ()) if id(u) not in own]
-                    for e in f.equations
-                ]
-                width = min(map(len, users))
-                for row in zip(*[u[:width] for u in users], strict=True):
+                users = [self.around.users.get(e.outvals[o], ()) for e in f.equations]
+                late = [[u for u in each if u not in own] for each in users]
+                for row in zip(*late, strict=False):
                     found = self._joined(f, o, row[0])
-                    if found is not None and found.root not in [j.root for j in joined]:
-                        joined.append(found)
-                    g = Family(row)
-                    if found is None and self._joins(g):
+                    if found is not None:
+                        joined.setdefault(found.root, found)
+                    elif self._joins(g := Family(row)):
                         queue.append(g)
-                        own |= {id(e) for e in row}
-        return joined
+                        own |= {*row}
+        return [*joined.values()]
 
     def _joins(self, f: Family) -> bool:
         """Return True if equations after the steps are one more equation of every step."""
-        if len({id(e) for e in f.equations}) < self.steps:
-            return False
-        if len({self.kinds[self.position[id(e)]] for e in f.equations}) > 1:
+        if len(set(f.equations)) < self.steps or len({*map(self.kind_of, f.equations)}) > 1:
             return False
         try:
             self._classify(f, 0)
@@ -372,25 +385,20 @@ class StepReader:
             return None
         is_new = e.name == "stack"
         axis = e.eqn.params["axis" if is_new else "dimension"]
-        root = e
-        while not is_new:
-            (v,) = root.outvals
-            users = self.around.users.get(v, ())
-            if v in self.around.outputs or len(users) != 1 or not _continues(users[0], axis):
+        while not is_new and self._is_only(e.outvals[0]):
+            (user,) = self.around.users[e.outvals[0]]
+            if not _continues(user, axis):
                 break
-            root = users[0]
-        tree, operands = self._pieces(root, axis)
+            e = user
+        tree, operands = self._pieces(e, axis)
         place = {v: k for k, v in enumerate(operands)}
-        values = [e.outvals[o] for e in f.equations]
-        at = [place.get(v, -1) for v in values]
-        step = at[1] - at[0]
-        even = all(k == at[0] + step * t for t, k in enumerate(at))
-        if len(place) < len(operands) or min(at) < 0 or abs(step) != 1 or not even:
+        at = [place.get(e.outvals[o], -1) for e in f.equations]
+        step, uneven = _line(np.array(at))
+        if len(place) < len(operands) or min(at) < 0 or abs(step) != 1 or uneven is not None:
             return None
         if not is_new and shape_of(f.equations[0].eqn.outvars[o])[axis] != 1:
             return None
-        operands = tuple(operands)
-        return Joined(root, tuple(tree), operands, axis, is_new, min(at), step < 0, (f, o))
+        return Joined(e, tuple(tree), tuple(operands), axis, is_new, min(at), step < 0, (f, o))
 
     def _pieces(self, root: Equation, axis: int) -> tuple[list[Equation], list[Value]]:
         """Return the equations of a tree of concatenations, and its operands."""
@@ -407,6 +415,7 @@ class StepReader:
         return tree, pieces
 
     def _is_only(self, v: Value) -> bool:
+        """Return True if one equation reads a value, and nothing else does."""
         return v not in self.around.outputs and len(self.around.users.get(v, ())) == 1  # pyright: ignore
 
 
@@ -414,6 +423,12 @@ def _continues(e: Equation, axis: int) -> bool:
     return e.name == "concatenate" and e.eqn.params["dimension"] == axis
 
 
-def _first(values: Sequence[Any], holds: Callable[[Any], bool]) -> int | None:
+def _first(values: Iterable[Any], holds: Callable[[Any], bool]) -> int | None:
     """Return the number of the first value for which a predicate is false."""
     return next((k for k, v in enumerate(values) if not holds(v)), None)
+
+
+def _line(values: np.ndarray) -> tuple[int, int | None]:
+    """Return the step between numbers, and the place of the first that is not linear."""
+    step = int(values[1]) - int(values[0])
+    return step, _first(enumerate(values), lambda x: int(x[1]) == int(values[0]) + step * x[0])

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from symjax_rewrite import RulePack, bisect, disabled, lemma, packs, sym_optimize
 from symjax_rewrite.codegen import emission
 from symjax_rewrite.errors import EquivalenceError, PlanError, SymjaxError
-from symjax_rewrite.loops import loop_optimizer
+from symjax_rewrite.loops import changes
 
 A, B = (np.cos(np.arange(n, dtype=np.float32)).reshape(s) for n, s in ((6400, (80, 80)),) * 2)
 C = np.linspace(-1, 1, 80, dtype=np.float32)
@@ -98,14 +98,14 @@ PASSED = {"repeated_work": tiled, "common_subexpression": twice, "loop_invariant
 @pytest.fixture
 def wrong_passes(monkeypatch):
     """Double the values that passes compute once: a planted bug."""
-    right, moved = emission.TermReader.value, loop_optimizer.run_moved
+    right, moved = emission.TermReader.value, changes.run_moved
 
     def value(self, v):
         once = self.t.view(v).cls in self.part.shared | self.part.own
         return right(self, v) * (2 if once else 1)
 
     monkeypatch.setattr(emission.TermReader, "value", value)
-    monkeypatch.setattr(loop_optimizer, "run_moved", lambda *a: [2 * x for x in moved(*a)])
+    monkeypatch.setattr(changes, "run_moved", lambda *a: [2 * x for x in moved(*a)])
 
 
 @pytest.mark.parametrize("name", PASSED)

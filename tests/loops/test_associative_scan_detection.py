@@ -12,10 +12,11 @@ from jax import lax
 
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.ir.flat_program import flatten
-from symjax_rewrite.loops.associative_scan_detection import as_loop, find_prefixes, refusal
+from symjax_rewrite.loops.associative_scan_detection import find_prefixes
+from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal
+from symjax_rewrite.loops.changes import loop_part, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings
-from symjax_rewrite.loops.hoisting import Motion
-from symjax_rewrite.loops.loop_optimizer import make_change, rewritten
+from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.normalization import clean
 
 
@@ -86,7 +87,7 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
         assert refusal(around, prefix) is None
         loop, own = as_loop(around, prefix)
         Fusion(loop, around, own).run()
-        changes.append(make_change(loop.eqn, clean(loop), Motion(), ()))
+        changes.append(loop_part(clean(loop), Motion()))
     new = rewritten(program, changes)
     assert not any(e.primitive.name == "pad" for e in new.jaxpr.eqns)
     run = jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))

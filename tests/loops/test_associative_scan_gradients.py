@@ -16,8 +16,8 @@ from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.loops.associative_scan_detection import find_prefixes
 from symjax_rewrite.loops.associative_scan_gradients import find_differentiated
 from symjax_rewrite.loops.associative_scan_loops import as_loops
+from symjax_rewrite.loops.changes import rewritten
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.loop_optimizer import Change, rewritten
 
 
 def affine(left, right):
@@ -105,7 +105,7 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
     program = flatten(closed)
     around = Surroundings(program)
     found = find_differentiated(around, find_prefixes(program))
-    changes = [Change(d.prefix.equations[-1].eqn, *p, ()) for d, p in as_loops(around, found)]
+    changes = [part for parts in as_loops(around, found) for part in parts]
     new = jax_internals.without_dead(rewritten(program, changes))
     run = jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))
     if found:

@@ -410,3 +410,35 @@ def test_a_batch_of_loops_ends_one_by_one():
 
     agree(f, (3,), (3, 3), transform="in_vmap")
     agree(f, (3,), (3, 3), transform="vmap")
+
+
+def test_a_batch_of_loops_gives_up_what_does_not_change():
+    """`(A @ B) @ h` in a batched `while`: A @ B runs once, whatever the order of the products."""
+
+    def f(a, b, h):
+        step = lambda c: (c[0] + 1 + jnp.abs(c[1][0]), jnp.tanh((a @ b) @ c[1]))  # noqa: E731
+        return jax.lax.while_loop(lambda c: c[0] < 40, step, (0 * h[1], h))
+
+    draw = np.random.default_rng(0)
+    a, b = (draw.normal(size=(256, 256)).astype("float32") / 16 for _ in range(2))
+    h = draw.normal(size=(8, 256)).astype("float32")
+    batched = jax.vmap(f, in_axes=(None, None, 0))
+    optimised = sym_optimize(batched, device="cpu", on_unsupported="error")
+    assert "loop_invariant" in [r.name for r in optimised.explain(a, b, h).rules]
+    for want, got in zip(batched(a, b, h), optimised(a, b, h), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [4, 4096])
+def test_motion_must_gain_a_share_of_the_program(size):
+    """A sum of four numbers in every step of a loop with a large product may stay there."""
+
+    def f(w, v, h):
+        return jax.lax.fori_loop(0, 50, lambda _, h: jnp.tanh(w @ h + jnp.sum(v * v)), h)
+
+    args = [
+        jnp.ones(s, jnp.float32) / 512 for s in ((256, 256), (size, 256 if size > 4 else 1), (256,))
+    ]
+    report = sym_optimize(f, device="cpu", on_unsupported="error").explain(*args)
+    assert ("loop_invariant" in [r.name for r in report.rules]) == (size > 4)
+    assert any("of the program" in r.reason for r in report.routes) == (size == 4)

@@ -12,11 +12,11 @@ from jax import lax
 
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.loops.changes import loop_part, rewritten
 from symjax_rewrite.loops.fusion import Surroundings
-from symjax_rewrite.loops.hoisting import Motion
-from symjax_rewrite.loops.loop_optimizer import Change, make_change, rewritten
+from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.normalization import clean
-from symjax_rewrite.loops.rerolling import find_unrolled, joined_with
+from symjax_rewrite.loops.rerolling import find_unrolled, joined_part
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 
 L, D = 10, 4
@@ -118,11 +118,8 @@ def run_as_loops(fun: Callable, *args: Any) -> tuple[list[int], list[Any]]:
     for unrolled in find_unrolled(Surroundings(program)):
         loop = clean(unrolled.loop)
         steps.append(loop.length)
-        changes.append(make_change(loop.eqn, loop, Motion()))
-        for block, joined in unrolled.blocks:
-            reads, run = joined_with(block, joined)
-            root = joined.root
-            changes.append(Change(root.eqn, reads, list(root.outvals), run, ()))
+        changes.append(loop_part(loop, Motion()))
+        changes += [joined_part(block, joined) for block, joined in unrolled.blocks]
     assert may_repeat(program) or not steps
     new = rewritten(program, changes)
     return steps, jax.jit(lambda *args: jax_internals.eval_jaxpr(new, *args))(

@@ -33,8 +33,8 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     terms_of,
 )
 from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
-from symjax_rewrite.loops.hoisting import all_steps
 from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
+from symjax_rewrite.loops.motion import all_steps
 from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     MatrixScan,
     chunk_seconds,

@@ -1,0 +1,156 @@
+"""The work that leaves a loop: how it runs once, before or after the steps, and what it costs.
+
+`hoisting` decides what leaves. A carry that only accumulates products of every step, such as the
+gradient of a weight, is one product with the steps among its summed indices. The accumulator is
+then not read and written step by step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax import lax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import SYMBOLIC, equation_seconds
+from symjax_rewrite.ir.dataflow import numbers
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.replacement import Read
+from symjax_rewrite.loops.loop import Loop, get, run_equations, stage
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """The update carry ← carry + views(product).
+
+    carry: its number. product: a `dot_general` of two values of the step. views: the layout
+    equations after the product, in order; they commute with sums.
+    """
+
+    carry: int
+    product: Equation
+    views: tuple[Equation, ...]
+    add: Equation
+
+    def total(self, steps: dict[int, Any], start: Any) -> Any:
+        """Return the carry after the last step, from the stacked operands of the product."""
+        e = self.product
+        params = dict(e.eqn.params)
+        (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+        up = lambda axes: tuple(i + 1 for i in axes)  # noqa: E731
+        contract = ((0, *up(left)), (0, *up(right)))
+        params["dimension_numbers"] = (contract, (up(left_batch), up(right_batch)))
+        (value,) = jax_internals.eval_equation(e.eqn, [get(steps, v) for v in e.invals], params)
+        for view in self.views:
+            (value,) = jax_internals.eval_equation(view.eqn, [value, *view.invals[1:]])
+        return lax.add(start, value)
+
+
+@dataclass(slots=True)
+class Motion:
+    """The equations that leave a loop: run once, before it for all steps, and after it.
+
+    sums: carries that only accumulate products. refused: reasons why an expensive equation stays.
+    """
+
+    once: list[Equation] = field(default_factory=list)
+    before: list[Equation] = field(default_factory=list)
+    after: list[Equation] = field(default_factory=list)
+    sums: list[Accumulation] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def any(self) -> bool:
+        """Return True if any equation leaves the loop."""
+        return bool(self.once or self.before or self.after or self.sums)
+
+    def rest(self, loop: Loop) -> list[Equation]:
+        """Return the equations of a loop that stay in it."""
+        gone = {*self.once, *self.before, *self.after}
+        gone.update(e for s in self.sums for e in (s.product, *s.views, s.add))
+        return [e for e in loop.body.equations if e not in gone]
+
+
+def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
+    """Stage out the equations before a loop, the rest of the loop, and the equations after it."""
+    known, steps = loop.constants(read), loop.stacks(read)
+    with jax_internals.equation_scope(loop.eqn):
+        run_equations(motion.once, known)
+        steps.update(all_steps(motion.before, known, steps))
+    late = {v for e in motion.after for v in e.outvals}
+    outside = (*motion.after, *[s.product for s in motion.sums])
+    reads = {v for e in outside for v in numbers(e.invals)} - late
+    wanted = [v for v in dict.fromkeys([*loop.ys, *sorted(reads)]) if v not in late]
+    made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
+    summed = {s.carry for s in motion.sums}
+    carries = [c for k, c in enumerate(loop.carries) if k not in summed]
+    body = replace(loop.body, equations=motion.rest(loop))
+    inner = replace(loop, body=body, ys=made, carries=carries)
+    uses = inner.uses()
+    finals, ys = stage(inner, known, {v: x for v, x in steps.items() if v in uses}, read)
+    steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
+    literal = {id(v): y for v, y in zip(made, ys, strict=True)}
+    with jax_internals.equation_scope(loop.eqn):
+        steps.update(all_steps(motion.after, known, steps))
+        for s in motion.sums:  # in the order of their carries, so that each gets its position
+            finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
+    stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
+    return loop.finish(finals, stacked, read)
+
+
+def all_steps(
+    equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
+) -> dict[int, Any]:
+    """Return the stacked results of equations for all steps at once."""
+    if not equations:
+        return {}
+    reads = {v for e in equations for v in e.invals if isinstance(v, int)}
+    given = [v for v in steps if v in reads]
+    made = [v for e in equations for v in e.outvals]
+
+    def one(*values: Any) -> list[Any]:
+        env = {**known, **dict(zip(given, values, strict=True))}
+        for e in equations:
+            if e.name == "dot_general" and e.invals[0] in known:
+                env[e.outvals[0]] = _weights_last(e, *[get(env, v) for v in e.invals])
+            else:
+                run_equations([e], env)
+        return [get(env, v) for v in made]
+
+    stacked = jax.vmap(one)(*[steps[v] for v in given])
+    return dict(zip(made, stacked, strict=True))
+
+
+def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
+    """Return a product with exchanged operands, so that the steps are its first axis unmoved."""
+    params = dict(e.eqn.params)
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    params["dimension_numbers"] = ((right, left), (right_batch, left_batch))
+    if isinstance(params["precision"], tuple):
+        params["precision"] = params["precision"][::-1]
+    (out,) = jax_internals.eval_equation(e.eqn, [moving, weights], params)
+    batch, free = len(left_batch), moving.ndim - len(right_batch) - len(right)
+    with jax_internals.equation_scope(e.eqn):
+        order = (*range(batch), *range(batch + free, out.ndim), *range(batch, batch + free))
+        return lax.transpose(out, order)
+
+
+def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
+    """Return predicted seconds of a loop and of the equations that leave it."""
+    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
+    level = loop.levels()
+    total = sum(equation_seconds(e.eqn, device) for e in motion.once)
+    for e in (*motion.before, *motion.after):
+        total += seconds_at_once(e, steps, level, device)
+    for s in motion.sums:
+        total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
+    return total + steps * sum(equation_seconds(e.eqn, device) for e in motion.rest(loop))
+
+
+def seconds_at_once(e: Equation, steps: int, level: dict[int, int], device: Device) -> float:
+    """Return the seconds of an equation for all steps at once."""
+    moving = [k for k, v in enumerate(e.invals) if isinstance(v, int) and level[v] > 0]
+    return equation_seconds(e.eqn, device, steps, tuple(moving))
