@@ -146,19 +146,22 @@ class CostModel:
         if is_dot(node):
             moved += sum(self.class_bytes(g, a.cls) for a in node.args)
             flops = 2 * size * self._count(node.bound)
-            return max(flops / self._peak(node, c.dtype), moved / d.bytes_per_s) + d.launch_s
+            return max(flops / self._peak(g, node), moved / d.bytes_per_s) + d.launch_s
         if node.op in (INVERSE, SOLVE, CONV):
             return self.join_seconds(self._library_flops(g, cls, node), 3 * moved, c.dtype)
-        work = size * self._steps(node) * weight(node)
+        work = size * self._steps(node) * weight(node) * self._half(c.dtype)
         return work / d.elementwise_per_s + moved / d.bytes_per_s
 
     def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node that is a matrix product; 0 for any other node."""
         return self.node_seconds(g, cls, node) if is_dot(node) else 0.0
 
-    def _peak(self, node: Node, dtype: str) -> float:
+    def _peak(self, g: EGraph, node: Node) -> float:
+        """Return the FLOP/s of a product at the widest dtype of its operands."""
         d = self.device
-        return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
+        dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
+        peak = d.peak(dtype, node.attr if node.op == CONTRACT else None)
+        return min(peak, d.elementwise_per_s) if is_thin(node) else peak
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
@@ -176,6 +179,10 @@ class CostModel:
         for s in sizes:
             out *= s if isinstance(s, int) else max(self.at(s), 0)  # `n - 3` where n is a sample
         return out
+
+    def _half(self, dtype: str) -> float:
+        """Return how many steps of float32 an elementwise operation takes."""
+        return self.device.half_steps if dtype in ("bfloat16", "float16") else 1.0
 
     def _steps(self, node: Node) -> float:
         """Return the elements combined for one element of the result."""
@@ -244,9 +251,9 @@ class CostModel:
             flops is not None or op == CUMSUM,
             op in FREE,
             count * itemsize(c.dtype),
-            count * (self._steps(node) if bound else 1.0) * weight(node),
+            count * (self._steps(node) if bound else 1.0) * weight(node) * self._half(c.dtype),
             flops,
-            1.0 if flops is None else self._peak(node, c.dtype),
+            1.0 if flops is None else self._peak(g, node),
         )
         self._facts[id(node)] = found
         return found
