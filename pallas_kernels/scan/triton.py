@@ -101,6 +101,13 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
     return ScanTiling(rows, chunks)
 
 
+def programs_of(spec: ScanSpec) -> tuple[int, int]:
+    """Return the programs of a scan's kernel, and the chunks that time is cut into."""
+    spec = without_ones(spec)
+    grid = Sweep.of(spec, triton_cut(spec)).grid
+    return math.prod(grid), grid[1]
+
+
 def scan_triton(
     spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -91,6 +91,19 @@ class ClassMaker(Protocol):
         ...
 
 
+@runtime_checkable
+class OneRun(ClassMaker, Protocol):
+    """A maker whose classes are computed from the results of one run."""
+
+    def operands(self) -> Iterable[int]:
+        """Return the classes that the run reads."""
+        ...
+
+    def run(self, emitter: TermReader) -> Any:
+        """Return the results of the run."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class TermPart:
     """Values of a program whose classes are computed differently, as a `Part` (`ir.replacement`).
@@ -157,9 +170,9 @@ class TermPart:
     def _maker_needs(self, cls: int) -> Iterable[int]:
         """Return the classes that a maker's class needs, beside the results of the maker's run."""
         maker = self.makers[cls]
-        if self.results is None:
+        if self.results is None or not isinstance(maker, OneRun):
             return maker.needs(cls)
-        operands = {*maker.operands()}  # pyright: ignore[reportAttributeAccessIssue]
+        operands = {*maker.operands()}
         return [c for c in maker.needs(cls) if c not in operands]
 
     def divided(self, new_value: Callable[[Any], int]) -> tuple[MakerRun, TermPart] | None:
@@ -168,9 +181,9 @@ class TermPart:
         if len(makers) != 1 or self.forms or self.own or self.results is not None:
             return None
         (maker,) = makers.values()
-        if not hasattr(maker, "operands"):
+        if not isinstance(maker, OneRun):
             return None
-        reads = self._values_under(maker.operands())
+        reads = self._values_under([*maker.operands()])
         avals = [self.t.program.avals[v] for v in reads]
 
         def run(*arrays: Any) -> Any:
@@ -246,7 +259,7 @@ class MakerRun:
     """The run of a maker of several classes, as a `Part` that gives all its results."""
 
     part: TermPart
-    maker: Any
+    maker: OneRun
     gives: tuple[int, ...]
     opens: bool = False
 
@@ -258,7 +271,7 @@ class MakerRun:
     def needs(self, value: int) -> list[int]:
         """Return the values that the run reads."""
         del value
-        return self.part._values_under(self.maker.operands())
+        return self.part._values_under([*self.maker.operands()])
 
     def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
         """Return the results that are wanted."""

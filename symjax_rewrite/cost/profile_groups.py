@@ -249,6 +249,13 @@ class ScanFacts:
 
     steps: StepLoops | None = quantity("group", "scans as loops over their steps", FACT, None)
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
+    kernel_instructions: float = quantity(
+        "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
+        JUDGED, 3.5,
+    )  # fmt: skip
+    step_latency_s: float = quantity(
+        "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", JUDGED, 5e-8
+    )
     remakes_states: bool = quantity(
         "yes/no", "reverse mode in blocks that make states again is faster than a loop", FACT, False
     )
