@@ -5,9 +5,11 @@ May import the ground layer alone.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,13 +17,17 @@ import jax
 from jax import lax
 
 from symjax_rewrite import jax_kernels
-from symjax_rewrite.cost.device_profiles import LEAST_SHARED_BYTES, known_device
+from symjax_rewrite.cost.device_profiles import (
+    LEAST_SHARED_BYTES,
+    OLDEST_GPU,
+    Device,
+    known_device,
+)
 from symjax_rewrite.errors import KernelError, UsageError
 
 if TYPE_CHECKING:
     from jax.experimental import pallas as pl
 
-OLDEST_GPU = 8.0  # compute capability
 MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
 Spec = TypeVar("Spec")
 Found = TypeVar("Found")
@@ -81,10 +87,12 @@ class Gpu:
 
     shared_bytes: shared memory that one block may ask for.
     capability: compute capability.
+    multiprocessors: their number.
     """
 
     shared_bytes: int = LEAST_SHARED_BYTES
     capability: float = OLDEST_GPU
+    multiprocessors: int = 132
 
     @property
     def reads_products_from_memory(self) -> bool:
@@ -92,8 +100,29 @@ class Gpu:
         return 9 <= self.capability < 12
 
 
+_planned: ContextVar[Gpu | None] = ContextVar("planned GPU", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(device: Device) -> Iterator[None]:
+    """Take kernels inside this context to be for the GPU of a profile."""
+    gpu = Gpu(device.shared_bytes, device.capability, device.multiprocessors)
+    token = _planned.set(gpu if device.runs_on_gpu else None)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def gpu_at_hand() -> Gpu:
-    """Return the GPU of the abstract mesh, else the smallest local GPU, else the smallest known."""
+    """Return the GPU that kernels are for.
+
+    It is the GPU that a program is planned for, else that of the abstract mesh, else the smallest
+    local GPU, else the smallest known.
+    """
+    planned = _planned.get()
+    if planned is not None:
+        return planned
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return _gpu_of_kind(described.device_kind)
@@ -106,7 +135,7 @@ def _gpu_of_kind(kind: str) -> Gpu:
     profile = known_device(kind)
     if profile is None or not profile.shared_bytes:
         return Gpu()
-    return Gpu(profile.shared_bytes, profile.capability)
+    return Gpu(profile.shared_bytes, profile.capability, profile.multiprocessors)
 
 
 def _gpu_of(device: Any) -> Gpu:
@@ -114,11 +143,12 @@ def _gpu_of(device: Any) -> Gpu:
     known = _gpu_of_kind(device.device_kind)
     shared = getattr(device, "shared_memory_per_block_optin", None) or known.shared_bytes
     capability = getattr(device, "compute_capability", None) or known.capability
-    return Gpu(int(shared), float(capability))
+    count = getattr(device, "core_count", None) or known.multiprocessors
+    return Gpu(int(shared), float(capability), int(count))
 
 
 def _least(gpus: Sequence[Gpu]) -> Gpu:
-    return Gpu(min(g.shared_bytes for g in gpus), min(g.capability for g in gpus))
+    return Gpu(*(min(each) for each in zip(*map(astuple, gpus), strict=True)))
 
 
 def too_large(shapes: Iterable[Sequence[int]]) -> bool:

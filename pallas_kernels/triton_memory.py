@@ -124,7 +124,7 @@ def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
     gpu = gpu_at_hand()
     cuts = _smaller(triton_blocks(spec), _FOLD_STEPS)
     found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
-    return found if isinstance(found, Reason) else with_splits(spec, found)
+    return found if isinstance(found, Reason) else with_splits(spec, found, gpu.multiprocessors)
 
 
 def norm_cut(group: NormGroup) -> NormBlocks | Reason:

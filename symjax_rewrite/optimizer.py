@@ -30,6 +30,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.associative_scan_loops import AffineTrees
 from symjax_rewrite.loops.loop_optimizer import has_loops
 from symjax_rewrite.options import Options, log
+from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.usage_records import REPLAN, RouteUse, RuleUse, fingerprint, planned_regions
@@ -142,7 +143,7 @@ class Optimiser:
         """
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
-        with _no_collection():
+        with _no_collection(), planning_for(self.device):
             result = self._run(closed, frozen, allowed, start)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(

@@ -25,7 +25,6 @@ import weights
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
-from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
 from symjax_rewrite.pallas_kernels.norm.tiling import norm_blocks
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, supports
@@ -286,7 +285,7 @@ def tell_decode() -> list[list]:
             programs = -(-m // cut.rows) * -(-n // cut.outputs)
             stage = 2 * cut.step * (cut.rows + cut.outputs)
             fit = max(1, MULTIPROCESSOR_BYTES // (cut.stages * stage))
-            flying = min(programs, fit * MULTIPROCESSORS) * (cut.stages - 1) * stage
+            flying = min(programs, fit * device.multiprocessors) * (cut.stages - 1) * stage
             covered = flying / device.bytes_per_s
             floor = group.bytes_moved / device.bytes_per_s
             pays = covered * (floor + device.launch_s) / floor

@@ -40,15 +40,21 @@ def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int 
     Returns:
         FLOPs; None where the visited blocks depend on data.
     """
-    band, pairs = spec.band, 0
-    if band.length is not None:
+    if spec.band.length is not None:
         return None
-    for row in range(0, spec.rows, block_rows):
+    pairs = visited_pairs(spec, block_rows, block_cols)
+    return 2 * pairs * (slices * _contracted(spec) + _summed(spec))
+
+
+def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
+    """Return the pairs of the blocks that meet the band; bounds known from data alone count not."""
+    band, pairs = spec.band, 0
+    for row in range(0, spec.rows, max(block_rows, 1)):
         low = 0 if band.lower is None else max(row + band.lower, 0) // block_cols * block_cols
         end = spec.cols if band.upper is None else max(row + block_rows + band.upper, 0)
-        high = min(-(-end // block_cols) * block_cols, spec.cols)
+        high = min(-(-end // max(block_cols, 1)) * block_cols, spec.cols)
         pairs += min(block_rows, spec.rows - row) * max(high - low, 0)
-    return 2 * math.prod(spec.batch_shape) * pairs * (slices * _contracted(spec) + _summed(spec))
+    return math.prod(spec.batch_shape) * pairs
 
 
 def bytes_moved(spec: FoldSpec) -> int:

@@ -157,7 +157,6 @@ TRITON_SLICED = (  # weights too wide for one program: (rows at most, block size
     (2**31, TritonBlocks(128, 64, warps=8, stages=3, features=128)),
 )
 WIDE = 256  # the most features contracted, or summed, in one step
-MULTIPROCESSORS = 132
 
 
 def triton_blocks(spec: FoldSpec) -> TritonBlocks:
@@ -167,13 +166,18 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
     return replace(blocks, rows=rows, cols=min(blocks.cols, power_of_two(spec.cols)))
 
 
-def with_splits(spec: FoldSpec, blocks: TritonBlocks) -> TritonBlocks:
+def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> TritonBlocks:
     """Return the block sizes with columns split where programs are too few for the device."""
-    programs = math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
-    if blocks.features or 4 * programs > MULTIPROCESSORS:  # a second kernel would cost more
+    programs = programs_of(spec, blocks)
+    if blocks.features or 2 * programs > multiprocessors:  # a second kernel would cost more
         return blocks
     most = max(1, spec.cols // (4 * blocks.cols))
-    return replace(blocks, splits=min(-(-2 * MULTIPROCESSORS // programs), most, 32))
+    return replace(blocks, splits=min(-(-2 * multiprocessors // programs), most, 32))
+
+
+def programs_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
+    """Return the number of programs of a kernel."""
+    return blocks.splits * math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
 
 
 def _triton_cut(spec: FoldSpec) -> TritonBlocks:

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import StepLoops
+from symjax_rewrite.cost.term_cost import SLOW_MAPS
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,
     result_axes,
@@ -29,6 +31,10 @@ CHEAP = frozenset(
     "abs add add_any and broadcast_in_dim convert_element_type copy eq expand_dims ge gt"
     " integer_pow le lt max min mul ne neg not or real imag conj reshape rem select_n sign squeeze"
     " stop_gradient sub xor".split()
+)
+
+UNCOUNTED = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze".split()
 )
 
 
@@ -60,17 +66,7 @@ def _is_cheap(spec: ScanSpec) -> bool:
     t = jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), jnp.int32)
     program = spec.coefficients
     jaxpr = jax.make_jaxpr(program.fun)(tuple(values[k] for k in program.reads), t)
-    return _names(jaxpr.jaxpr) <= CHEAP
-
-
-def _names(jaxpr: Any) -> set[str]:
-    """Return the primitives of a jaxpr; a call counts as the primitives of its inner jaxpr."""
-    names: set[str] = set()
-    for eqn in jaxpr.eqns:
-        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [p for p in inner if hasattr(p, "eqns")]
-        names |= set().union(*map(_names, inner)) if inner else {eqn.primitive.name}
-    return names
+    return set(_all_names(jaxpr.jaxpr)) <= CHEAP
 
 
 def runs_in_turns(spec: ScanSpec) -> bool:
@@ -116,6 +112,48 @@ def _seconds_in_turns(spec: ScanSpec, width: int, rates: StepLoops) -> float:
     first, last = rates.narrow_entries
     rate = narrow if first <= width <= last else wide
     return spec.length * (rates.step_s + rate * math.prod(spec.state_shape))
+
+
+def seconds_by_kernel(spec: ScanSpec, device: Device, programs: int, chunks: int) -> float:
+    """Predict the seconds of a scan as GPU kernels.
+
+    Args:
+        spec: the scan.
+        device: a GPU.
+        programs: that run at once, chunks included.
+        chunks: parts that time is cut into; more than one takes two kernels.
+    """
+    kernels = 1 + (chunks > 1)
+    idle = max(device.multiprocessors / max(programs, 1), 1.0)
+    elements = spec.length * math.prod(spec.state_shape)
+    steps = kernels * elements * _element_steps(spec)
+    work = steps * device.scans.kernel_instructions / device.elementwise_per_s
+    moved = bytes_moved(spec) / device.bytes_per_s
+    waited = kernels * -(-spec.length // chunks) * device.scans.step_latency_s
+    return max(idle * work, idle * moved, waited) + kernels * device.launch_s
+
+
+@lru_cache(maxsize=256)
+def _element_steps(spec: ScanSpec) -> float:
+    """Return the elementwise steps of a scan for one element of one state."""
+    state = (1,) * (1 + len(spec.state))
+    t = jax.ShapeDtypeStruct(state, jnp.int32)
+    values = tuple(
+        jax.ShapeDtypeStruct(state, spec.operands[k].dtype) for k in spec.coefficients.reads
+    )
+    names = _all_names(jax.make_jaxpr(spec.coefficients.fun)(values, t).jaxpr)
+    made = sum(4.0 if n in SLOW_MAPS else 1.0 for n in names if n not in UNCOUNTED)
+    return made + 2 * (1 + len(spec.readouts))
+
+
+def _all_names(jaxpr: Any) -> list[str]:
+    """Return the primitive of every equation of a jaxpr, inner jaxprs in place of their calls."""
+    names: list[str] = []
+    for eqn in jaxpr.eqns:
+        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
+        inner = [p for p in inner if hasattr(p, "eqns")]
+        names += [n for p in inner for n in _all_names(p)] if inner else [eqn.primitive.name]
+    return names
 
 
 def block_steps(spec: ScanSpec) -> int:

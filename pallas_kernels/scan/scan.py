@@ -12,6 +12,7 @@ from typing import Any
 
 from jax import lax
 
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     Reason,
@@ -24,6 +25,7 @@ from symjax_rewrite.pallas_kernels.derivatives import by_definition
 from symjax_rewrite.pallas_kernels.scan import reference as _reference
 from symjax_rewrite.pallas_kernels.scan import sequential as _turns
 from symjax_rewrite.pallas_kernels.scan import xla as _xla
+from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
 
 
@@ -86,6 +88,14 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
         kernel, default = partial(best.run, spec), partial(streamed, tree=False)
         run = partial(lax.platform_dependent, cuda=kernel, default=default)
     return by_definition(run, streamed, *operands)
+
+
+def seconds_on_gpu(spec: ScanSpec, device: Device) -> float:
+    """Predict the seconds of a scan as kernels on the GPU of a profile."""
+    from symjax_rewrite.pallas_kernels.scan import triton
+
+    programs, chunks = triton.programs_of(spec)
+    return seconds_by_kernel(spec, device, programs, chunks)
 
 
 def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:

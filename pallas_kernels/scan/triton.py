@@ -26,9 +26,9 @@ from symjax_rewrite.pallas_kernels.backend import (
     Support,
     cost_estimate,
     first_reason,
+    gpu_at_hand,
     too_large,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import MULTIPROCESSORS
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
@@ -94,11 +94,18 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
     lanes = spec.size[sweep.lane] if sweep.lane else 1
     rows = min(max(TILE // sweep.held_size, 1), power_of_two(lanes))
     programs = math.prod(spec.size[a] for a in sweep.outer) * pl.cdiv(lanes, rows)
-    wanted = pl.cdiv(8 * MULTIPROCESSORS, programs)
+    wanted = pl.cdiv(8 * gpu_at_hand().multiprocessors, programs)
     chunks = 1
     while chunks < wanted and spec.length // (2 * chunks) >= 64 and chunks < 64:
         chunks *= 2
     return ScanTiling(rows, chunks)
+
+
+def programs_of(spec: ScanSpec) -> tuple[int, int]:
+    """Return the programs of a scan's kernel, and the chunks that time is cut into."""
+    spec = without_ones(spec)
+    grid = Sweep.of(spec, triton_cut(spec)).grid
+    return math.prod(grid), grid[1]
 
 
 def scan_triton(

@@ -269,10 +269,11 @@ class _Worker:
             from symjax_rewrite.cost.device_profiles import device_profile
             from symjax_rewrite.optimizer import Optimiser
 
-            kind = jax.devices()[0].device_kind if self.options.device is None else "cpu"
-            device = device_profile(self.options.device, kind)
-            assert isinstance(self.options.rules, RulePack)
-            self._optimiser = Optimiser(self.options, self.options.rules, device)
+            named = self.options.device
+            device = device_profile(named, jax.devices()[0] if named is None else None)
+            rules = self.options.rules
+            assert isinstance(rules, RulePack)
+            self._optimiser = Optimiser(self.options, rules, device)
         return self._optimiser
 
     def wrapper(self, fun: Callable[..., Any]) -> Callable[..., Any]:

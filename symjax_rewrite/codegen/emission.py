@@ -7,10 +7,11 @@ emitted only if a native equation or a result needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -85,6 +86,19 @@ class ClassMaker(Protocol):
     def array(self, reader: TermReader, cls: int) -> tuple[Any, tuple[int, ...]]: ...
 
 
+@runtime_checkable
+class OneRun(ClassMaker, Protocol):
+    """A maker whose classes are computed from the results of one run."""
+
+    def operands(self) -> Iterable[int]:
+        """Return the classes that the run reads."""
+        ...
+
+    def run(self, emitter: TermReader) -> Any:
+        """Return the results of the run."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class TermPart:
     """Values of a program whose classes are computed differently, as a `Part` (`ir.replacement`).
@@ -95,7 +109,8 @@ class TermPart:
     which every value is read from the first value. links: by class that no value of the program
     holds, the value through which parts exchange it. wide: the same, by class that parts hold in
     f32. opens: True if later passes see the equations. across: True if products of two operands
-    with a strided contracted axis are slow. source: the equation whose name scope all get.
+    with a strided contracted axis are slow. source: the equation whose name scope all get. results:
+    the values that hold the results of the only maker, which another part runs, and their tree.
     """
 
     t: TermGraph
@@ -108,7 +123,8 @@ class TermPart:
     opens: bool = True
     across: bool = False
     source: JaxprEqn | None = None
-    gives: tuple[int, ...] = ()
+    results: tuple[tuple[int, ...], Any] | None = None
+    gives: tuple[int, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         classes = (*self.makers, *self.forms, *self.own, *self.shared)
@@ -124,13 +140,17 @@ class TermPart:
 
     def needs(self, value: int) -> list[int]:
         """Return the values that must be computed before a value, each once."""
+        return self._values_under([self.class_of(value)])
+
+    def _values_under(self, classes: Sequence[int]) -> list[int]:
+        """Return the values that must be computed before some classes, each once."""
         found: dict[int, None] = {}
-        cls = self.class_of(value)
-        seen, stack = {cls}, [cls]
+        seen, stack = {*classes}, [*classes]
         while stack:
             c = stack.pop()
             if c in self.makers:
-                more = self.makers[c].needs(c)
+                more = self._maker_needs(c)
+                found.update(dict.fromkeys(self.results[0] if self.results else ()))
             elif c not in self.own and (link := self.wide.get(c, self.links.get(c))) is not None:
                 found[link] = None
                 continue
@@ -145,6 +165,33 @@ class TermPart:
             seen.update(fresh)
             stack.extend(reversed(fresh))
         return list(found)
+
+    def _maker_needs(self, cls: int) -> Iterable[int]:
+        """Return the classes that a maker's class needs, beside the results of the maker's run."""
+        maker = self.makers[cls]
+        if self.results is None or not isinstance(maker, OneRun):
+            return maker.needs(cls)
+        operands = {*maker.operands()}
+        return [c for c in maker.needs(cls) if c not in operands]
+
+    def divided(self, new_value: Callable[[Any], int]) -> tuple[MakerRun, TermPart] | None:
+        """Return the run of the only maker, and the values from its results; None for others."""
+        makers = {id(m): m for m in self.makers.values()}
+        if len(makers) != 1 or self.forms or self.own or self.results is not None:
+            return None
+        (maker,) = makers.values()
+        if not isinstance(maker, OneRun):
+            return None
+        reads = self._values_under([*maker.operands()])
+        avals = [self.t.program.avals[v] for v in reads]
+
+        def run(*arrays: Any) -> Any:
+            known = dict(zip(reads, arrays, strict=True))
+            return maker.run(TermReader(self, lambda v: known[v] if isinstance(v, int) else v.val))
+
+        leaves, tree = jax.tree.flatten(jax.eval_shape(run, *avals))
+        values = tuple(new_value(jax_internals.array_aval(x.shape, x.dtype)) for x in leaves)
+        return MakerRun(self, maker, values), replace(self, results=(values, tree), opens=True)
 
     def cost(self, device: Device) -> Cost | None:
         """Return the cost of its makers' kernels on a device; None if a maker has no cost model."""
@@ -204,6 +251,36 @@ class TermPart:
         return origin
 
 
+@dataclass(eq=False, slots=True)
+class MakerRun:
+    """The run of a maker of several classes, as a `Part` that gives all its results."""
+
+    part: TermPart
+    maker: OneRun
+    gives: tuple[int, ...]
+    opens: bool = False
+
+    @property
+    def source(self) -> JaxprEqn | None:
+        """Return the equation whose name scope the run gets."""
+        return self.part.source
+
+    def needs(self, value: int) -> list[int]:
+        """Return the values that the run reads."""
+        del value
+        return self.part._values_under([*self.maker.operands()])
+
+    def emit(self, wanted: Sequence[int], read: Read) -> list[Any]:
+        """Return the results that are wanted."""
+        made = jax.tree.leaves(self.maker.run(TermReader(self.part, read)))
+        by_value = dict(zip(self.gives, made, strict=True))
+        return [by_value[v] for v in wanted]
+
+    def cost(self, device: Device) -> Cost | None:
+        """Return the cost of the run on a device; None if the maker has no cost model."""
+        return self.part.cost(device)
+
+
 class TermReader:
     """Reads classes as arrays during the emission of one part."""
 
@@ -260,7 +337,10 @@ class TermReader:
 
     def folded(self, maker: Any) -> list[Any]:
         """Return the results of an object that computes several classes, run once."""
-        if id(maker) not in self._results:
+        if id(maker) not in self._results and self.part.results is not None:
+            values, tree = self.part.results
+            self._results[id(maker)] = jax.tree.unflatten(tree, [self.read(v) for v in values])
+        elif id(maker) not in self._results:
             self._results[id(maker)] = maker.run(self)
         return self._results[id(maker)]
 

@@ -1,14 +1,18 @@
 """Device profiles: every figure that a decision depends on, by device.
 
-GPU figures are the vendors' datasheets (dense tensor-core peaks). The CPU profile is a round figure
-for two server cores. It is the same on every machine, so that every process and host of a program
-chooses alike; `tune=True` measures instead. Two profiles differ by data: no module outside `cost/`
-tests which device it has. May import `profile_groups` and `errors`.
+GPU figures are the vendors' datasheets (dense tensor-core peaks), times the share that large
+products and copies reached on an H200. The CPU profile is a round figure for two server cores. It
+is the same on every machine, so that every process and host of a program chooses alike; `tune=True`
+measures instead. Two profiles differ by data: no module outside `cost/` tests which device it has.
+May import `profile_groups` and `errors`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -40,7 +44,11 @@ class Device:
 
     name: str = quantity("name", "in options and reports", FACT)
     flops_per_s: dict[str, float] = quantity(
-        "FLOP/s", "matmul peak by dtype; `default` for the rest", DATASHEET, hash=False
+        "FLOP/s",
+        "matmul rate by the operands' dtype; `default` for the rest; `tf32` for float32 at the "
+        "default precision, where tensor cores round it",
+        DATASHEET,
+        hash=False,
     )
     elementwise_per_s: float = quantity("steps/s", "elementwise operations", DATASHEET)
     bytes_per_s: float = quantity("bytes/s", "memory bandwidth", DATASHEET)
@@ -48,11 +56,17 @@ class Device:
     folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
     runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
+    half_steps: float = quantity(
+        "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
+        1.0,
+    )  # fmt: skip
     slow_across: bool = quantity(
         "yes/no", "Xᵀ Y, both stored by rows, is slower than transposing X first", NO_SCRIPT, False
     )
     shared_bytes: int = quantity("bytes", "shared memory that a block may ask for", DATASHEET, 0)
     capability: float = quantity("version", "compute capability of a GPU", DATASHEET, 0.0)
+    multiprocessors: int = quantity("1", "that run programs of a kernel at once", DATASHEET, 1)
+    memory_bytes: float = quantity("bytes", "memory; infinite: never short", DATASHEET, math.inf)
     memory: MemoryFacts = group("caches and the allocator", MemoryFacts())
     loops: LoopFacts = group("loops", LoopFacts())
     scans: ScanFacts = group("recurrences", ScanFacts())
@@ -62,37 +76,81 @@ class Device:
     search: SearchBounds = group("bounds of searches", SearchBounds())
     margins: Margins = group("what decisions ask for", Margins())
 
-    def peak(self, dtype: str) -> float:
-        """Return matmul operations per second at a dtype."""
+    @property
+    def runs_on_gpu(self) -> bool:
+        """Return True for a GPU."""
+        return self.platform == "cuda"
+
+    def peak(self, dtype: str, precision: object = None) -> float:
+        """Return matmul operations per second.
+
+        Args:
+            dtype: of the operands; of two dtypes, the dtype both are promoted to.
+            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32.
+        """
+        usual = precision is None or str(precision).lower() == "default"
+        if dtype == "float32" and usual and "tf32" in self.flops_per_s:
+            return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
 
 
 # Shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 # specifications). The least value among the GPUs that Pallas-Triton compiles for is the default.
-SHARED_BYTES = {7.5: 65_536, 8.0: 166_912, 8.9: 101_376, 9.0: 232_448}
+SHARED_BYTES = {
+    7.0: 98_304, 7.5: 65_536, 8.0: 166_912, 8.6: 101_376, 8.9: 101_376, 9.0: 232_448,
+    10.0: 232_448, 12.0: 101_376,
+}  # fmt: skip
 LEAST_SHARED_BYTES = 101_376
+OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
+# Reached on an H200: 790 of 989 TFLOP/s by a bfloat16 product, 4.3 of 4.8 TB/s by a copy. Other
+# GPUs are assumed to reach the same shares.
+PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
+# Of what a library's product reaches: attention by Pallas-Triton on an H100, 344 TFLOP/s published.
+FOLD_SHARE = 344 / 790
 
 
 def _gpu(
-    name: str, capability: float, half: float, single: float, gb: float, fp8: float | None = None
+    name: str,
+    capability: float,
+    multiprocessors: int,
+    gib: int,
+    half: float,
+    single: float,
+    gb_per_s: float,
+    tf32: float | None = None,
+    fp8: float | None = None,
 ) -> Device:
-    flops = {"bfloat16": half, "float16": half, "float32": single, "default": single / 2}
-    eight = dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8 or half)
+    """Return the profile of a GPU from its datasheet: peaks in TFLOP/s, dense."""
+    peaks = {"bfloat16": half, "float16": half, "float32": single, "default": single / 2}
+    peaks |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8 or half)
+    if tf32:
+        peaks["tf32"] = tf32
+    steps = single * 1e12 / 2
     return Device(
         name,
-        flops | eight,
-        elementwise_per_s=single / 2,
-        bytes_per_s=gb * 1e9,
+        {dtype: PRODUCT_SHARE * peak * 1e12 for dtype, peak in peaks.items()},
+        elementwise_per_s=steps,
+        bytes_per_s=COPY_SHARE * gb_per_s * 1e9,
         launch_s=3e-6,
-        folds=FoldFacts(fused_steps_per_s=single / 2),
+        folds=FoldFacts(fused_steps_per_s=steps, kernel_share=FOLD_SHARE, block_s=15e-6),
+        runs_pallas=capability >= OLDEST_GPU,
         shared_bytes=SHARED_BYTES[capability],
         capability=capability,
+        multiprocessors=multiprocessors,
+        memory_bytes=gib * 2.0**30,
     )
 
 
 CPU = Device(
     "cpu",
-    {"float32": 2e11, "float64": 1e11, "complex64": 5e10, "default": 2e10},
+    {
+        "float32": 2e11,
+        "bfloat16": 2e11,
+        "float16": 2e11,
+        "float64": 1e11,
+        "complex64": 5e10,
+        "default": 2e10,
+    },
     elementwise_per_s=4e9,
     bytes_per_s=2e10,
     launch_s=1.5e-6,
@@ -107,6 +165,7 @@ CPU = Device(
     ),
     platform="cpu",
     runs_pallas=False,
+    half_steps=2.0,
     slow_across=jax.__version_info__ < (0, 11),  # 1.05 to 3 times; even on 0.12
     memory=MemoryFacts(
         cached_terms=3.0,
@@ -123,28 +182,77 @@ CPU = Device(
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,
-    "h200": _gpu("h200", 9.0, 989e12, 67e12, 4800, 1979e12),
-    "h100": _gpu("h100", 9.0, 989e12, 67e12, 3350, 1979e12),
-    "a100": _gpu("a100", 8.0, 312e12, 19.5e12, 2039),
-    "l4": _gpu("l4", 8.9, 121e12, 30.3e12, 300, 242e12),
-    "t4": _gpu("t4", 7.5, 65e12, 8.1e12, 320),
+    "b200": _gpu("b200", 10.0, 148, 180, 2250, 75, 8000, 1125, 4500),
+    "h200": _gpu("h200", 9.0, 132, 141, 989, 67, 4800, 494, 1979),
+    "h100": _gpu("h100", 9.0, 132, 80, 989, 67, 3350, 494, 1979),
+    "a100": _gpu("a100", 8.0, 108, 80, 312, 19.5, 2039, 156),
+    "l40s": _gpu("l40s", 8.9, 142, 48, 362, 91.6, 864, 183, 733),
+    "a10": _gpu("a10", 8.6, 72, 24, 125, 31.2, 600, 62.5),
+    "l4": _gpu("l4", 8.9, 58, 24, 121, 30.3, 300, 60, 242),
+    "5090": _gpu("5090", 12.0, 170, 32, 209, 105, 1792, 105, 419),
+    "4090": _gpu("4090", 8.9, 128, 24, 165, 82.6, 1008, 82.6, 330),
+    "3090": _gpu("3090", 8.6, 82, 24, 71, 35.6, 936, 35.6),
+    "v100": _gpu("v100", 7.0, 80, 16, 125, 15.7, 900),
+    "t4": _gpu("t4", 7.5, 40, 16, 65, 8.1, 320),
 }
 
 
-def device_profile(name: str | None, kind: str = "cpu") -> Device:
-    """Return the profile of a named device, or of the kind `jax.devices()[0].device_kind`.
+def device_profile(name: str | None, device: Any = None) -> Device:
+    """Return the profile of a named device, or of a device of JAX.
+
+    Args:
+        name: a key of `DEVICES`, or None to select by `device`.
+        device: of `jax.devices()`; None for the CPU.
+
+    Returns:
+        The profile. A GPU of an unknown kind gets the profile of the nearest known compute
+        capability not above its own, its rates scaled by the number of multiprocessors.
 
     Raises:
         UsageError: the name is no key of `DEVICES`.
     """
-    if name is None:
-        return known_device(kind) or DEVICES["a100"]
-    if name not in DEVICES:
-        raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
-    return DEVICES[name]
+    if name is not None:
+        if name not in DEVICES:
+            raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
+        return DEVICES[name]
+    if device is None:
+        return CPU
+    known = known_device(device.device_kind)
+    if known is not None:
+        return known
+    return CPU if device.platform == "cpu" else _estimated(device)
 
 
 def known_device(kind: str) -> Device | None:
-    """Return the profile of the device kind JAX reports, or None."""
-    low = kind.lower()
-    return next((profile for key, profile in DEVICES.items() if key in low), None)
+    """Return the profile of a device kind as JAX reports it, or None.
+
+    Example:
+        >>> [known_device(k).name for k in ("NVIDIA L40S", "NVIDIA GeForce RTX 4090", "Tesla T4")]
+        ['l40s', '4090', 't4']
+    """
+    words = re.split(r"[^a-z0-9]+", kind.lower())
+    return next((profile for key, profile in DEVICES.items() if key in words), None)
+
+
+def _estimated(device: Any) -> Device:
+    """Return a profile for a GPU that no profile names."""
+    capability = float(getattr(device, "compute_capability", None) or OLDEST_GPU)
+    gpus = sorted((d for d in DEVICES.values() if d.capability), key=lambda d: d.capability)
+    older = [d for d in gpus if d.capability <= capability] or gpus[:1]
+    like = older[-1]
+    count = int(getattr(device, "core_count", None) or like.multiprocessors)
+    scale = count / like.multiprocessors
+    steps = scale * like.elementwise_per_s
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
+    return replace(
+        like,
+        name=device.device_kind,
+        flops_per_s={dtype: scale * rate for dtype, rate in like.flops_per_s.items()},
+        elementwise_per_s=steps,
+        bytes_per_s=scale * like.bytes_per_s,
+        folds=replace(like.folds, fused_steps_per_s=steps),
+        runs_pallas=capability >= OLDEST_GPU,
+        capability=capability,
+        multiprocessors=count,
+        memory_bytes=float((stats or {}).get("bytes_limit", like.memory_bytes)),
+    )

@@ -12,14 +12,31 @@ from symjax_rewrite.cost.profile_groups import Kind
 from symjax_rewrite.cost.term_cost import Cost
 
 
-def pays(before_s: float, after_s: float, kind: Kind, device: Device) -> bool:
-    """Return True if a candidate of a kind is predicted enough faster: seconds before and after."""
-    return before_s >= margin(kind, device) * after_s
+def pays(
+    before_s: float, after_s: float, kind: Kind, device: Device, spared_bytes: float = 0.0
+) -> bool:
+    """Return True if a candidate of a kind is predicted enough faster.
+
+    Args:
+        before_s: seconds as written.
+        after_s: seconds of the candidate.
+        kind: selects the margin.
+        device: its profile holds the margins.
+        spared_bytes: temporaries that the candidate does not need.
+    """
+    return before_s >= margin(kind, device, spared_bytes) * after_s
 
 
-def margin(kind: Kind, device: Device) -> float:
-    """Return the least predicted speedup that a candidate of a kind must have."""
-    return getattr(device.margins, kind)
+def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:
+    """Return the least predicted speedup that a candidate of a kind must have.
+
+    It falls with the share of the device's memory that the candidate spares, to the margin `memory`
+    at most: a program that does not fit is not fast.
+    """
+    margins = device.margins
+    least = getattr(margins, kind)
+    share = margins.spared * spared_bytes / device.memory_bytes
+    return max(least * (1 - share), min(margins.memory, least))
 
 
 def gains_share(

@@ -62,6 +62,12 @@ class Margins:
     tree: float = quantity("1", "a tree of affine steps as a loop", JUDGED, 1.25)
     banded: float = quantity("1", "a product with a banded matrix in blocks", NO_SCRIPT, 1.15)
     blocks: float = quantity("1", "more blocks than fewer", NO_SCRIPT, 1 / 0.95)
+    memory: float = quantity(
+        "1", "a form without which the program would not fit into the device's memory", JUDGED, 0.5
+    )
+    spared: float = quantity(
+        "1", "a margin falls by so many times the share of the memory that is spared", JUDGED, 2.0
+    )
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
@@ -107,7 +113,12 @@ class FoldFacts:
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
     least_of_sort: float = quantity("1", "least length of a sorted row, per kept one", JUDGED, 4)
-    block_s: float = quantity("s", "beside a block's products", FOLDS, 0.0)
+    block_s: float = quantity(
+        "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0
+    )
+    kernel_share: float = quantity(
+        "1", "of the rate of a library's products that a fold's kernel reaches", DATASHEET, 1.0
+    )
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
     top_k_place: float = quantity("steps/place", "a top-k by XLA", FOLDS, 3000)
@@ -188,6 +199,13 @@ class ScanFacts:
 
     steps: StepLoops | None = quantity("group", "scans as loops over their steps", FACT, None)
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
+    kernel_instructions: float = quantity(
+        "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
+        JUDGED, 3.5,
+    )  # fmt: skip
+    step_latency_s: float = quantity(
+        "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", JUDGED, 5e-8
+    )
     remakes_states: bool = fact("reverse mode in blocks is faster than a loop", False)
     least_remade_bytes: float = quantity("bytes", "states of fewer are kept", JUDGED, 1 << 21)
     growth: float = quantity("1", "largest results of a kernel, per input byte", JUDGED, 2)

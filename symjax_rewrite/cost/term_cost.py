@@ -126,9 +126,12 @@ class CostModel:
         """Return the seconds of a node that is a matrix product; 0 for any other node."""
         return self.node_seconds(g, cls, node) if is_dot(node) else 0.0
 
-    def _peak(self, node: Node, dtype: str) -> float:
+    def _peak(self, g: EGraph, node: Node) -> float:
+        """Return the FLOP/s of a product at the widest dtype of its operands."""
         d = self.device
-        return min(d.peak(dtype), d.elementwise_per_s) if is_thin(node) else d.peak(dtype)
+        dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
+        peak = d.peak(dtype, node.attr if node.op == op.CONTRACT else None)
+        return min(peak, d.elementwise_per_s) if is_thin(node) else peak
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
@@ -144,6 +147,10 @@ class CostModel:
         for s in sizes:
             out *= s if isinstance(s, int) else max(self.at(s), 0)  # `n - 3` where n is a sample
         return out
+
+    def _half(self, dtype: str) -> float:
+        """Return how many steps of float32 an elementwise operation takes."""
+        return self.device.half_steps if dtype in ("bfloat16", "float16") else 1.0
 
     def _steps(self, node: Node) -> float:
         """Return the elements combined for one element of the result."""
@@ -210,9 +217,9 @@ class CostModel:
             flops is not None or node.op == op.CUMSUM,
             node.op in FREE,
             count * itemsize(c.dtype),
-            count * (self._steps(node) if bound else 1.0) * weight(node),
+            count * (self._steps(node) if bound else 1.0) * weight(node) * self._half(c.dtype),
             flops,
-            1.0 if flops is None else self._peak(node, c.dtype),
+            1.0 if flops is None else self._peak(g, node),
         )
         self._facts[id(node)] = found
         return found

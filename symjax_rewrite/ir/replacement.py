@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import CycleError, makers_of, numbers, postorder
@@ -37,6 +37,19 @@ class Part(Protocol):
     def emit(self, wanted: Sequence[int], read: Read) -> Sequence[Any]: ...
 
 
+@runtime_checkable
+class DivisiblePart(Part, Protocol):
+    """A part that runs something once, from whose results it computes its values."""
+
+    def divided(self, new_value: Callable[[Any], int]) -> tuple[Part, Part] | None:
+        """Return a part that runs it, and one that computes the values; None if it is not one run.
+
+        Args:
+            new_value: returns a new value of the program for an aval; the first part gives them.
+        """
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class _Unit:
     """An equation, or values that a part computes together."""
@@ -63,7 +76,8 @@ def replaced(program: Program, parts: Sequence[Part]) -> Program:
     Raises:
         ConflictError: some parts depend on each other in a cycle.
     """
-    return _Rebuilt(program).run(_Units(program, parts).ordered())
+    units = _Units(program, parts).ordered()  # may add values to the program
+    return _Rebuilt(program).run(units)
 
 
 def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
@@ -80,6 +94,7 @@ class _Units:
         self._units: dict[int, _Unit] = {}
         self.there = {*program.inputs, *program.consts}
         self.effects = [e for e in program.equations if e.eqn.effects]
+        self._whole: dict[int, Part] = {}  # the part that a part was divided from
         self._find_live()
 
     def _find_live(self) -> None:
@@ -123,7 +138,9 @@ class _Units:
                 order = self._sorted()
             except ConflictError as conflict:
                 if not self._divided(conflict.parts):
-                    raise
+                    raise ConflictError(
+                        [self._whole.get(id(p), p) for p in conflict.parts]
+                    ) from None
                 continue
             effects = [u.maker for u in order if isinstance(u.maker, Equation)]
             if [e for e in effects if e.eqn.effects] != self.effects:
@@ -131,13 +148,27 @@ class _Units:
             return order
 
     def _divided(self, parts: list[Part]) -> bool:
-        """Give every value of these parts a unit of its own; False if each has one already."""
+        """Give every value of these parts a unit of its own; False if each has one already.
+
+        What computes the values of a part is still run once, as a unit that these units read.
+        """
         wide = [u for u in self._units.values() if u.maker in parts and len(u.makes) > 1]
         for unit in wide:
-            assert not isinstance(unit.maker, Equation)
+            part = unit.maker
+            assert not isinstance(part, Equation)
+            del self._units[id(part)]
+            both = part.divided(self.program.new_value) if isinstance(part, DivisiblePart) else None
+            if both is not None:
+                run, each = both
+                self._whole[id(run)] = self._whole[id(each)] = part
+                made = self._unit(run)
+                made.makes = list(run.gives)
+                made.reads = [v for v in run.needs(run.gives[0]) if isinstance(v, int)]
+                self.unit_of.update((v, made) for v in run.gives)
+                part = each
             for v in unit.makes:
-                self.unit_of[v] = _Unit(unit.maker, [v], numbers(unit.maker.needs(v)))
-            del self._units[id(unit.maker)]
+                reads = [u for u in part.needs(v) if isinstance(u, int)]
+                self.unit_of[v] = _Unit(part, [v], reads)
         return bool(wide)
 
     def _sorted(self) -> list[_Unit]:

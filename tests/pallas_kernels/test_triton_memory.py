@@ -40,7 +40,7 @@ pytestmark = [
     # Pallas-Triton is deprecated from jax 0.11 on, and still there
     pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning"),
 ]
-GPUS = {"L4": Gpu(101_376, 8.9), "H200": Gpu(232_448, 9.0)}
+GPUS = {"L4": Gpu(101_376, 8.9, 58), "H200": Gpu(232_448, 9.0, 132)}
 
 
 def attention(width, dtype, **changes):

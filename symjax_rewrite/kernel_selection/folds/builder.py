@@ -92,11 +92,15 @@ class FoldRoute:
 
     def needs(self, cls: int) -> list[int]:
         """Return the classes that a class needs: the operands and its row algebra's inputs."""
-        needed = [c for c, _ in self.inputs]
+        needed = self.operands()
         for piece in self.served[cls].form if cls in self.served else ():
             rows = piece.rows() if self.rows is None else [piece.after]
             needed += [r.cls for r in rows if r is not None]
         return needed
+
+    def operands(self) -> list[int]:
+        """Return the classes that the fold itself reads."""
+        return [c for c, _ in self.inputs]
 
     def run(self, emitter: Any) -> Any:
         """Emit the fold and return all of its results."""

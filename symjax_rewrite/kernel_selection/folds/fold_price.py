@@ -10,6 +10,8 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import jax.numpy as jnp
+
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FoldFacts
@@ -22,6 +24,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -31,9 +34,18 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     Output,
     TopK,
+    in_two_parts,
     one_way,
+    terms_of,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, shared_axes, xla_blocks
+from symjax_rewrite.pallas_kernels.fold.tiling import (
+    Blocks,
+    TritonBlocks,
+    programs_of,
+    shared_axes,
+    xla_blocks,
+)
+from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
 
 MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
@@ -83,15 +95,12 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
     """
     spec, blocks = route.spec, xla_blocks(route.spec)
     flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
-    is_kernel = not device.folds.streams and route.backend == "triton"
-    if not device.folds.streams and route.backend == "auto":
-        is_kernel = all(hasattr(cuda_backend(part), "run") for _, part in one_way(spec))
     return Cost(
         math.nan if flops is None else flops,
         bytes=fold_cost.bytes_moved(spec),
-        launches=1,
+        launches=max(len(gpu_kernels(route, device)), 1),
         seconds=seconds_folded(route, device),
-        largest=0 if is_kernel else fold_cost.block_bytes(spec),
+        largest=0 if gpu_kernels(route, device) else fold_cost.block_bytes(spec),
     )
 
 
@@ -223,13 +232,66 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
 def seconds_folded(route: FoldRoute, device: Device) -> float:
     """Return seconds of a fold: its products, elementwise work, operands and results."""
     spec, folds = route.spec, device.folds
-    dtype = spec.contractions[0].dtype if spec.contractions else "float32"
+    kernels = gpu_kernels(route, device)
+    blocks = xla_blocks(spec)
+    cut = kernels[0] if kernels else blocks
+    visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
-    unread = Ref(-1, ())
+    share = visited / max(pairs, 1)
+    moved = fold_cost.bytes_moved(spec) / device.bytes_per_s
+    looped = 0.0
+    if not kernels:
+        kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
+        looped = kept / device.bytes_per_s
+        if spec.contractions or device.runs_on_gpu:
+            looped += folds.block_s * share * _loop_steps(spec, blocks)
+    work = share * _product_seconds(spec, device, pairs) / (folds.kernel_share if kernels else 1)
+    work += visited * _steps(route, blocks, folds) / device.elementwise_per_s
+    busy = max((programs_of(spec, c) for c in kernels), default=device.multiprocessors)
+    idle = max(device.multiprocessors / busy, 1.0)
+    return idle * (work + moved) + looped + max(len(kernels), 1) * device.launch_s
+
+
+def gpu_kernels(route: FoldRoute, device: Device) -> list[TritonBlocks]:
+    """Return the block sizes of the kernels that compute a fold; empty where loops compute it."""
+    if not device.runs_on_gpu or route.backend not in ("auto", "triton", "library"):
+        return []
+    parts = [part for _, part in one_way(route.spec)]
+    if not all(hasattr(cuda_backend(part), "run") for part in parts):
+        return []
+    cuts = (fold_cut(part) for part in parts)
+    return [TritonBlocks() if isinstance(cut, Reason) else cut for cut in cuts]
+
+
+def promote(one: str, other: str) -> str:
+    """Return the dtype in which operands of two dtypes are multiplied."""
+    return str(jnp.promote_types(one, other))
+
+
+def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:
+    """Return the seconds of the products of all pairs at the rates of their operands' dtypes."""
+    seconds = 0.0
+    for c in spec.contractions:
+        dtype = promote(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
+        seconds += 2 * pairs * spec.width(c.row) / device.peak(dtype, c.precision)
+    for t in (t for o in spec.outputs for t in terms_of(o)):
+        if t.weights is None:
+            continue
+        weights = spec.operands[t.weights].dtype
+        if in_two_parts(spec, t):
+            rate = device.peak(weights) / 2
+        else:
+            rate = device.peak(promote(t.round_to or "float32", weights), t.precision)
+        seconds += 2 * pairs * spec.width(t.weights) / rate
+    return seconds
+
+
+def _steps(route: FoldRoute, blocks: Blocks, folds: FoldFacts) -> float:
+    """Return the elementwise steps per pair of a fold."""
+    spec, unread = route.spec, Ref(-1, ())
     steps = float(sum(kind == "hit" for kind, *_ in route.steps))
     once = sum(kind == "lookup" for kind, *_ in route.steps) * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
-    blocks = xla_blocks(spec)
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps += once / math.prod(spec.size[a] for a in held)
     for kind, data, args, _ in route.steps:
@@ -238,13 +300,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
             steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
-    steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
-    products = fold_cost.flops(spec) / device.peak(dtype)
-    kept = 4 * pairs * _blocks_kept(route) if folds.writes_blocks else 0
-    moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
-    if spec.contractions:
-        moved += folds.block_s * _loop_steps(spec, blocks)
-    return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+    return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
 
 
 def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
@@ -256,8 +312,6 @@ def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
 def _blocks_kept(route: FoldRoute) -> int:
     """Return how often a tile block is written or read where no GPU kernel holds it."""
     spec = route.spec
-    if spec.tile.whole is None:
-        return 0
     reductions = sum(kind == "along" for kind, *_ in route.steps)
     return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
 

@@ -33,6 +33,7 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
 from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
 from symjax_rewrite.kernel_selection.folds.fold_price import (
+    bytes_whole,
     compared,
     cost_folded,
     reorders,
@@ -184,8 +185,10 @@ class _FoldSelection:
         if self.kernels == "auto" and reorders(t, cluster, folds, self.device):
             return "another order of the product costs less and makes no pairwise term"
         before, after = cluster.seconds = compared(t, cluster, folds, self.device)
-        if self.kernels == "auto" and not margins.pays(before, after, "fold", self.device):
-            return f"predicted gain is below {margins.margin('fold', self.device):.2f}"
+        spared = bytes_whole(t, cluster, self.device)
+        if self.kernels == "auto" and not margins.pays(before, after, "fold", self.device, spared):
+            least = margins.margin("fold", self.device, spared)
+            return f"predicted gain is below {least:.2f}"
         return [*draft.choices, *folds]
 
 

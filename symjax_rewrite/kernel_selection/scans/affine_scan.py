@@ -53,7 +53,12 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     seconds_written,
     states_bytes,
 )
-from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
+from symjax_rewrite.pallas_kernels.scan.scan import (
+    BACKENDS,
+    cuda_backend,
+    scan,
+    seconds_on_gpu,
+)
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
 
 TIME = "t"
@@ -184,11 +189,26 @@ def scan_of(
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
             return None, f"no kernel: {found}"
+        before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
+        route = replace(builder.route(spec, backend), seconds=(before, after))
+        if not margins.pays(before, after, "scan", device, states_bytes(spec)):
+            least = margins.margin("scan", device, states_bytes(spec))
+            return None, f"predicted gain {before / after:.2f} is below {least:.2f}"
+        return route, f"the states of all steps are never stored ({backend})"
     elif backend == "auto" and kernels != "always":
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, f"no kernel: {support}"
     return builder.route(spec, backend), f"the states of all steps are never stored ({backend})"
+
+
+def _seconds_in_steps(loop: Loop, device: Device) -> float:
+    """Return predicted seconds of a loop on a GPU, where each step launches kernels."""
+    operations = sum(len(e.eqn.invars) > 0 for e in loop.body.equations)
+    launches = -(-operations // device.loops.operations_per_launch)
+    moved = sum(aval_bytes(loop.body.avals[v]) for e in loop.body.equations for v in e.outvals)
+    step = max(launches, 1) * device.launch_s + moved / device.bytes_per_s
+    return loop.length * step
 
 
 def route_differentiated(

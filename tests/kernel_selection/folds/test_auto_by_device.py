@@ -1,0 +1,173 @@
+"""What `kernels="auto"` takes of attention on GPUs, by their profiles; no GPU is needed."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.cost.device_profiles import CPU, DEVICES, device_profile, known_device
+from symjax_rewrite.pallas_kernels.backend import gpu_at_hand, planning_for
+
+KERNELS = ("b200", "h200", "h100", "a100", "l4")
+NO_KERNELS = ("t4", "v100")
+B, H, T = 4, 16, 4096
+
+
+def stable(s):
+    return jax.nn.softmax(s, axis=-1)
+
+
+def naive(s):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def attention(softmax=stable, causal=True):
+    def attend(q, k, v):
+        s = jnp.einsum("bhtd,bhsd->bhts", q, k) / math.sqrt(q.shape[-1])
+        if causal:
+            s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+        return jnp.einsum("bhts,bhsd->bhtd", softmax(s), v)
+
+    return attend
+
+
+def gradients(fun):
+    def both(q, k, v, out):
+        made, pull = jax.vjp(fun, q, k, v)
+        return made, pull(out)
+
+    return both
+
+
+def arrays(width, count, t=T, dtype=jnp.bfloat16):
+    return [jax.ShapeDtypeStruct((B, H, t, width), dtype)] * count
+
+
+def folds(fun, args, device):
+    """The report's fold entries, and the kernels of the emitted program."""
+    optimised = sym_optimize(fun, device=device)
+    report = optimised.explain(*args)
+    with planning_for(DEVICES[device]):
+        emitted = jax.make_jaxpr(optimised)(*args)
+    return [r for r in report.routes if r.name == "fold"], kernels_of(emitted.jaxpr), report
+
+
+def kernels_of(jaxpr):
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name == "pallas_call"
+        branches = eqn.primitive.name == "cond"  # of platforms: one of them runs
+        inner = [kernels_of(b.jaxpr) for b in jax_internals.bodies(eqn)]
+        count += max(inner, default=0) if branches else sum(inner)
+    return count
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_one_kernel(device, width, causal):
+    softmax = stable if width != 128 else naive
+    routes, count, report = folds(attention(softmax, causal), arrays(width, 3), device)
+    assert [r.taken for r in routes] == [True], report
+    assert count == 1
+    assert report.after.largest_intermediate < 2e8 < 1e9 < report.before.largest_intermediate
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_gradient_of_causal_attention_is_three_kernels(device, width):
+    routes, count, report = folds(gradients(attention()), arrays(width, 4), device)
+    assert [r.taken for r in routes] == [True], report
+    assert count == 3  # forward, dQ, and dK with dV
+
+
+@pytest.mark.parametrize("device", NO_KERNELS)
+@pytest.mark.parametrize("count", [3, 4])
+def test_gpus_without_kernels_keep_xlas_form(device, count):
+    fun = attention() if count == 3 else gradients(attention())
+    routes, made, report = folds(fun, arrays(64, count, t=1024), device)
+    assert [r.taken for r in routes] == [False], report
+    assert made == 0
+
+
+def test_where_memory_is_short_loops_are_taken():
+    """32 GB of scores do not fit into 16 GB."""
+    routes, made, report = folds(attention(), arrays(64, 3, t=16384), "t4")
+    assert [r.taken for r in routes] == [True], report
+    assert made == 0
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_decoding_moves_what_it_must(device):
+    """One query over a filled cache is bound by the cache's bytes; a kernel spares launches."""
+    q, k, v = (jax.ShapeDtypeStruct((B, H, t, 128), jnp.bfloat16) for t in (1, T, T))
+    routes, count, report = folds(attention(causal=False), (q, k, v), device)
+    assert count == any(r.taken for r in routes)
+    assert report.after.bytes <= report.before.bytes
+    assert report.after.seconds <= report.before.seconds
+
+
+@pytest.mark.parametrize("kernels", ["auto", "always"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_one_fold_share_one_run(kernels, dtype):
+    """A value that waits for the maximum of a fold does not make the fold run twice."""
+    args = arrays(64, 4, dtype=jnp.dtype(dtype))
+    optimised = sym_optimize(gradients(attention()), device="h200", kernels=kernels)
+    with planning_for(DEVICES["h200"]):
+        assert kernels_of(jax.make_jaxpr(optimised)(*args).jaxpr) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+    ],
+)
+def test_device_kinds(kind, name):
+    assert known_device(kind) is DEVICES[name]
+
+
+def test_an_unknown_gpu_is_scaled_from_one_of_its_generation():
+    device = SimpleNamespace(
+        device_kind="NVIDIA GeForce RTX 4070", platform="gpu", compute_capability="8.9",
+        core_count=46, memory_stats=lambda: {"bytes_limit": 11 << 30},
+    )  # fmt: skip
+    found, like = device_profile(None, device), DEVICES["4090"]
+    assert found.peak("bfloat16") == pytest.approx(46 / 128 * like.peak("bfloat16"))
+    assert found.memory_bytes == 11 << 30
+    assert found.runs_pallas
+    old = SimpleNamespace(
+        device_kind="Tesla P100", platform="gpu", compute_capability="6.0", core_count=56,
+        memory_stats=lambda: None,
+    )  # fmt: skip
+    assert not device_profile(None, old).runs_pallas
+    assert device_profile(None, SimpleNamespace(device_kind="cpu", platform="cpu")) is CPU
+
+
+def test_products_are_priced_by_their_operands():
+    h200 = DEVICES["h200"]
+    assert h200.peak("bfloat16") > 1.5 * h200.peak("float32") > 5 * h200.peak("float32", "highest")
+    assert DEVICES["t4"].peak("float32") == DEVICES["t4"].peak("float32", "highest")
+
+
+def test_kernels_are_planned_for_the_profile():
+    with planning_for(DEVICES["l4"]):
+        assert gpu_at_hand().shared_bytes == 101_376
+        assert gpu_at_hand().multiprocessors == 58
+    with planning_for(DEVICES["t4"]):
+        assert gpu_at_hand().capability == 7.5
