@@ -284,7 +284,8 @@ def test_training_steps_never_make_the_states() -> None:
     compiled = [jax.jit(f).lower(*args).compile() for f in (training_step, optimised)]
     for w, g in zip(*(jax.tree.leaves(run(*args)) for run in compiled), strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
-    plain, ours = (run.memory_analysis().temp_size_in_bytes for run in compiled)
+    memory = [run.memory_analysis() for run in compiled]
+    plain, ours = (m.temp_size_in_bytes for m in memory if m is not None)
     assert ours < 0.15 * plain
 
 
