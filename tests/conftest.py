@@ -1,7 +1,8 @@
 """Set up every test: one CPU that looks like eight devices, 32 bits, nothing random.
 
-Thousands of small programs are compiled, so XLA optimises them as little as it can; XLA_FLAGS that
-name an optimisation level are kept.
+Thousands of small programs are compiled, so XLA compiles them as quickly as it can: it optimises
+little, writes loops without MLIR, and leaves a module in one part. XLA_FLAGS that name an
+optimisation level are kept, and nothing but the number of devices is added to them.
 
 The environment is set here, before JAX is imported. On a machine with a GPU:
 `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`.
@@ -9,16 +10,26 @@ The environment is set here, before JAX is imported. On a machine with a GPU:
 
 import collections
 import os
+from importlib import metadata
 
 DEVICES = 8
 
+
+def compiler_flags(given: str, jaxlib: str) -> str:
+    """Return XLA's flags for the tests, after those given."""
+    flags: dict[str, object] = {"xla_force_host_platform_device_count": DEVICES}
+    if "xla_backend_optimization_level" not in given:
+        flags |= {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+        if jaxlib.startswith("0.10."):  # XLA ends the process at a flag that it does not know
+            flags["xla_cpu_use_fusion_emitters"] = "false"
+    added = [f"--{name}={value}" for name, value in flags.items() if name not in given]
+    return " ".join([given, *added]).strip()
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-for name, flag in (
-    ("xla_force_host_platform_device_count", DEVICES),
-    ("xla_backend_optimization_level", 0),
-):
-    if name not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{name}={flag}".strip()
+os.environ["XLA_FLAGS"] = compiler_flags(
+    os.environ.get("XLA_FLAGS", ""), metadata.version("jaxlib")
+)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,6 +48,11 @@ def chain(a, b, v):
 
 
 M, V = normal(256, 256), normal(256)
+
+
+def emitted(report):
+    """Return a report's optimised program, a function of the arguments as a flat list."""
+    return jax.extend.core.jaxpr_as_fun(report.after.jaxpr)
 
 
 def run_python(code, **env):
