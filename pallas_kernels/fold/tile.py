@@ -7,6 +7,7 @@ batch axis. The axes of a block have the order (inner batch axes, row, column, f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Sums,
     TopK,
     WeightedTerm,
+    output_axes,
     result_axes,
     terms_of,
 )
@@ -404,7 +406,5 @@ def bundle(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
     if spec.epilogue is not None:
         return tuple(arrays)
     rest = iter(arrays)
-    counts = [len(terms_of(o)) + isinstance(o, ExpSums) for o in spec.outputs]
-    for k, output in enumerate(spec.outputs):
-        counts[k] += {Extremum: 1, KeyedSums: 1, ArgExtremum: 2, TopK: 2}.get(type(output), 0)
-    return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
+    counts = (len(output_axes(spec, o)) for o in spec.outputs)
+    return tuple(tuple(itertools.islice(rest, count)) for count in counts)

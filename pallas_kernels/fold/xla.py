@@ -38,8 +38,7 @@ Array = Any
 
 def supports(spec: FoldSpec) -> Support:
     """Return `YES` if 32-bit integers can number the fold's places."""
-    tables = [k for k in spec.tile.reads if spec.features(k)]
-    numbered = [[spec.size[a] for a in spec.features(k)] for k in tables]
+    numbered = [[spec.size[a] for a in spec.features(k)] for k in spec.tables]
     numbered += [o.sizes for o in spec.outputs if isinstance(o, KeyedSums)]
     return first_reason(
         (too_large(numbered), "a table, or sums by key, of more than 2^31 elements"),

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 
 TABLE = Path(__file__).with_name("norm_blocks.json")
@@ -74,13 +75,9 @@ def _clipped(group: NormGroup, blocks: NormBlocks) -> NormBlocks:
     outputs = max(s.outputs for s in group.members)
     least = {"rows": group.first.rows, "outputs": outputs, "step": group.first.width}
     return replace(
-        blocks, **{k: min(getattr(blocks, k), power_of_two(v)) for k, v in least.items()}
+        blocks,
+        **{k: min(getattr(blocks, k), power_of_two(v, LEAST_SIDE)) for k, v in least.items()},
     )
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two not below `size`, and at least 16 (the minimum of a dot)."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
 
 
 def as_row(blocks: NormBlocks) -> dict[str, int]:

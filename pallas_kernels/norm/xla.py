@@ -7,14 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
-
-
-def supports(group: NormGroup) -> Support:
-    """Return `YES`: this backend runs every group."""
-    del group
-    return YES
 
 
 def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:

@@ -21,17 +21,18 @@ from symjax_rewrite.pallas_kernels.derivatives import two_modes
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.scan.block import (
     ScanSource,
+    advance,
     carried,
     in_tree,
     inner_order,
     placed,
     start_state,
+    without_ones,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import span_steps, tree_steps
-from symjax_rewrite.pallas_kernels.scan.reference import advance
 from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.spec import KINDS, ScanSpec, readout_axes
-from symjax_rewrite.pallas_kernels.scan.xla import by_device, scan_blocks, smaller, walk
+from symjax_rewrite.pallas_kernels.scan.xla import by_device, scan_blocks, walk
 
 Array = Any
 
@@ -102,7 +103,7 @@ def _backward(
     """Compute `scan_backward`, with tree-shaped blocks or without."""
     steps = tree_steps(spec) if tree else span_steps(spec)
     shapes = [x.shape for x in operands]
-    spec, operands = smaller(spec, operands)
+    spec, operands = without_ones(spec, operands)
     order = inner_order(spec)
     quiet = replace(spec, readouts=(), last=False)
     _, starts = scan_blocks(quiet, operands, steps, keep=True, tree=tree, order=order)

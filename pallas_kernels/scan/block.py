@@ -7,11 +7,10 @@ vectorise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,6 +24,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
 )
 
 Array = Any
+States = tuple[Array, Array, Array]  # before and after each step, and the last
 
 
 def inner_order(spec: ScanSpec) -> tuple[str, ...]:
@@ -34,14 +34,16 @@ def inner_order(spec: ScanSpec) -> tuple[str, ...]:
     return (*(a for a in spec.state if a in over), *(a for a in spec.state if a not in over))
 
 
-def without_ones(spec: ScanSpec) -> ScanSpec:
+def without_ones(
+    spec: ScanSpec, operands: Sequence[Array] = ()
+) -> tuple[ScanSpec, tuple[Array, ...]]:
     """Return the scan without state axes of size 1, which prevent vectorised loops."""
     ones = {a for a in spec.state if spec.size[a] == 1}
 
     def left(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(a for a in axes if a not in ones)
 
-    return replace(
+    spec = replace(
         spec,
         sizes=tuple((a, n) for a, n in spec.sizes if a not in ones),
         state=left(spec.state),
@@ -50,6 +52,7 @@ def without_ones(spec: ScanSpec) -> ScanSpec:
             replace(r, over=left(r.over), axes=left(readout_axes(spec, r))) for r in spec.readouts
         ),
     )
+    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +234,21 @@ def write_steps(
     ]
 
 
-def sequential(
-    spec: ScanSpec, count: int, a: Array, b: Array, h: Array
-) -> tuple[Array, Array, Array]:
+def advance(steps: Steps, h: Array, states: Callable[..., States]) -> tuple[Array, list[Array]]:
+    """Return the state after some steps, and their readouts in the layout of the results.
+
+    Args:
+        steps: the steps with their operands.
+        h: the state before.
+        states: a function that computes states: `sequential`, `in_tree`, or an equivalent one.
+    """
+    spec, order = steps.spec, steps.order
+    before, after, last = states(spec, steps.shape[0], *steps.coefficients(), h)
+    made = [laid_out(spec, r, order, steps.read_out(r, before, after)) for r in spec.readouts]
+    return last, made
+
+
+def sequential(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Return states before and after each step, and the last state, by a loop over steps.
 
     Args:
@@ -259,7 +274,7 @@ def sequential(
     return before, after, last
 
 
-def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
+def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Compute the results of `sequential` by a tree of composed maps, for parallel devices."""
     kind, shape = KINDS[spec.kind], (count, *h.shape)
     guarded = spec.kind == "affine" and jnp.issubdtype(h.dtype, jnp.inexact)
@@ -279,10 +294,3 @@ def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[A
 def _harmless(a: Array, h: Array) -> Array:
     """Return a product of decays, with an overflowed product replaced by 0 where `h` is 0."""
     return jnp.where((h == 0) & ~jnp.isfinite(a), jnp.zeros_like(a), a)
-
-
-def struct_of(spec: ScanSpec) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of the operands."""
-    return [
-        jax.ShapeDtypeStruct(spec.shape(k), jnp.dtype(o.dtype)) for k, o in enumerate(spec.operands)
-    ]

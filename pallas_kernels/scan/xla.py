@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.scan.block import (
     ScanSource,
+    advance,
     empty_results,
     in_tree,
     inner_order,
@@ -25,17 +25,10 @@ from symjax_rewrite.pallas_kernels.scan.block import (
     write_steps,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_in_turns, tree_steps
-from symjax_rewrite.pallas_kernels.scan.reference import advance
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes
 
 Array = Any
-
-
-def supports(spec: ScanSpec) -> Support:
-    """Return `YES`: this backend runs every scan, on every device."""
-    del spec
-    return YES
 
 
 def scan_xla(
@@ -51,7 +44,7 @@ def scan_xla(
             the program is lowered for a GPU.
 
     Returns:
-        The results of `reference.scan_reference`.
+        The results of `sequential.scan_reference`.
     """
 
     def run(tree: bool) -> Any:
@@ -84,7 +77,7 @@ def scan_blocks(
     size 1, and their axes have the inner `order`.
     """
     shapes = [shape for shape, _ in result_shapes(spec)]
-    spec, operands = smaller(spec, operands)
+    spec, operands = without_ones(spec, operands)
     order = order or inner_order(spec)
     source = ScanSource.of(spec, operands, order)
     states = in_tree if tree else sequential
@@ -100,12 +93,6 @@ def scan_blocks(
     results = [*results, *[last_state(spec, order, h)] * spec.last]
     made = tuple(x.reshape(shape) for x, shape in zip(results, shapes, strict=True))
     return made, starts
-
-
-def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[Any, ...]]:
-    """Return the scan and its operands without axes of size 1."""
-    spec = without_ones(spec)
-    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
 
 
 def walk(

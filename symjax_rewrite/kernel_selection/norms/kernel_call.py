@@ -128,7 +128,7 @@ class NormRoute:
         sizes = emitter.t.graph.classes[m.x.cls].sizes
         order = (*across, *down) if spec.pairs_swapped else (*down, *across)
         x = read_over(emitter, Ref(m.x.cls, tuple(range(len(sizes)))), order, sizes)
-        x = x.reshape(spec.shapes[0][0])
+        x = x.reshape(spec.avals[0].shape)
         operands = [x, *(a for p in self.parts for a in p.arrays(emitter))]
         return list(norm_linears(self.group, *operands, backend=self.backend))
 

@@ -55,8 +55,8 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
     ProgramBuilder,
     program,
 )
-from symjax_rewrite.pallas_kernels.backend import YES, Support
-from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, supports
+from symjax_rewrite.pallas_kernels.backend import Reason
+from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.usage_records import RouteUse
 
@@ -146,12 +146,13 @@ class _NormSelection:
     def _refusal(self, part: NormPart) -> str:
         """Return the reason no requested backend runs a part; empty if one does."""
         alone = NormGroup((part.spec,))
-        support: Support = YES
         if self.kernels == "auto":
-            support = supports(alone)
+            found = cuda_backend(alone)
         elif self.kernels in BACKENDS:
-            support = BACKENDS[self.kernels].supports(alone)
-        return "" if support else str(support)
+            found = BACKENDS[self.kernels].supports(alone)
+        else:
+            return ""
+        return str(found) if isinstance(found, Reason) else ""
 
     def _compared(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]

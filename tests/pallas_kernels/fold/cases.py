@@ -24,7 +24,6 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Tile,
     TopK,
     WeightedTerm,
-    from_scalars,
 )
 
 Arrays = tuple[np.ndarray, ...]
@@ -172,7 +171,7 @@ def nbody(count: int) -> Case:
         col="n",
         operands=(Operand(("m",)),) * 3 + (Operand(("n",)),) * 4,
         contractions=(),
-        tile=Tile(from_scalars(tile), tuple(range(7)), key="gravity"),
+        tile=Tile(tile, tuple(range(7)), key="gravity"),
         outputs=tuple(Sums(tile=k) for k in range(3)),
     )
 

@@ -240,7 +240,7 @@ def test_tuning_writes_the_fastest_cut_of_every_row(monkeypatch, tmp_path, capsy
 
 
 def avals(spec: NormSpec):
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in spec.shapes]
+    return spec.avals
 
 
 def kernels(compiled) -> int:

@@ -20,12 +20,10 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     is_light,
     states_bytes,
 )
-from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
-from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, plain, result_shapes
-from symjax_rewrite.pallas_kernels.scan.triton import scan_triton, supports
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import ScanTiling
+from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton, supports
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 from tests.pallas_kernels.scan.cases import CASES, ScanCase
 
