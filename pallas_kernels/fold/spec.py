@@ -114,12 +114,10 @@ class ExpSums:
     Args:
         terms: the sums.
         tile: number of the tile.
-        any_shift: the first result may be any finite shift instead of the maximum.
     """
 
     terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
     tile: int = 0
-    any_shift: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,32 +139,12 @@ def span_steps(spec: ScanSpec) -> int:
     return max(steps_in_cache(spec), math.isqrt(spec.length // 8))
 
 
-def flops(spec: ScanSpec) -> int:
-    """Return the FLOPs: 2 per element of a state and step, and 2 per readout that sums over it."""
-    elements = spec.length * math.prod(spec.state_shape)
-    return 2 * elements * (1 + sum(bool(r.over) for r in spec.readouts))
-
-
 def sums_flops(spec: ScanSpec) -> int:
     """Return the FLOPs of the readouts that are sums over a state's axes, 2mnk."""
     sums = sum(bool(r.over) for r in spec.readouts)
     return 2 * spec.length * math.prod(spec.state_shape) * sums
 
 
-def bytes_moved(spec: ScanSpec) -> int:
-    """Return the bytes of all operands and results, each once."""
-    read = sum(
-        math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
-    )
-    written = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in result_shapes(spec))
-    return read + sum(written)
-
-
 def states_bytes(spec: ScanSpec) -> int:
     """Return the bytes of all states, which a program without the scan stores."""
     return spec.length * state_bytes(spec)
-
-
-def block_bytes(spec: ScanSpec) -> int:
-    """Return the bytes of one block of states of the `xla` backend, which holds a few blocks."""
-    return block_steps(spec) * state_bytes(spec)

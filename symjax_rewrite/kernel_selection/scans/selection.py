@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.kernel_selection.scans.affine_scan import (
-    ScanRoute,
-    route_differentiated,
-    route_loop,
-)
-from symjax_rewrite.kernel_selection.scans.carry_partition import SplitRoute, split_loop
-from symjax_rewrite.kernel_selection.scans.matrix_scan import MatrixRoute
+from symjax_rewrite.kernel_selection.scans.affine_scan import route_differentiated, route_loop
+from symjax_rewrite.kernel_selection.scans.carry_partition import split_loop
+from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.options import Options
-
-LoopKernel = ScanRoute | MatrixRoute | SplitRoute
 
 
 def loop_kernel(
     loop: Loop, options: Options, device: Device, gradient: bool = False
-) -> tuple[LoopKernel | None, str]:
+) -> tuple[LoopParts | None, str]:
     """Return a kernel for a loop or None, and the reason.
 
     Args:

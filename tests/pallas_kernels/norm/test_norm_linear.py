@@ -13,13 +13,7 @@ import pytest
 
 from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.norm import tuning as norm_tuning
-from symjax_rewrite.pallas_kernels.norm.layer import (
-    NormLinear,
-    backward_input,
-    backward_weight,
-    forward,
-    gradients,
-)
+from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_linears
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.pallas_kernels.norm.tiling import (
@@ -31,6 +25,7 @@ from symjax_rewrite.pallas_kernels.norm.tiling import (
 )
 from symjax_rewrite.pallas_kernels.norm.triton import group_triton, norm_triton, supports
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
+from tests.pallas_kernels.norm.layer_gradients import backward_input, backward_weight, gradients
 
 BACKENDS = {
     "xla": norm_xla,

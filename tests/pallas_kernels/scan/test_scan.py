@@ -13,10 +13,7 @@ from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan, scan_backward
 from symjax_rewrite.pallas_kernels.scan.cost import (
-    block_bytes,
     block_steps,
-    bytes_moved,
-    flops,
     is_light,
     states_bytes,
 )
@@ -131,9 +128,8 @@ def test_malformed_scan_spec_is_refused(changes, what):
 
 def test_costs():
     spec = plain(4096, (8, 16), ("t", "0"), ("t", "0", "1"), last=True)
-    assert flops(spec) == 2 * 4096 * 128
-    assert bytes_moved(spec) == 4 * (4096 * 8 + 2 * 4096 * 128 + 128)
-    assert block_bytes(spec) < 0.02 * states_bytes(spec)
+    assert states_bytes(spec) == 4 * 4096 * 128
+    assert block_steps(spec) < 0.02 * spec.length
 
 
 def test_only_expensive_steps_run_in_blocks():
