@@ -138,12 +138,7 @@ class Backend(Generic[Spec]):
 
 
 def triton_backend(module: str, run: str) -> Backend:
-    """Return the Pallas-Triton backend in a module, imported at the first use because it is slow.
-
-    Args:
-        module: holds `supports` and the function `run`.
-        run: the name of the function.
-    """
+    """Return the backend of a module with `supports` and `run`, which is slow to import."""
 
     def of_module(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(
@@ -247,11 +242,6 @@ class KernelFamily(Generic[Spec]):
 def check_operands(wanted: Sequence[Any], operands: Sequence[Any], what: str) -> None:
     """Check that arrays have the shapes and dtypes of a spec's operands.
 
-    Args:
-        wanted: avals.
-        operands: arrays.
-        what: the name of the kind of spec.
-
     Raises:
         KernelError: a shape or a dtype differs.
     """
@@ -268,12 +258,9 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 def cost_estimate(
     flops: int | None, operands: Sequence[Any], results: Sequence[Any]
 ) -> pl.CostEstimate | None:
-    """Return the cost of a kernel for reports: its FLOPs and the bytes of its arrays, each once.
+    """Return the cost of a kernel for reports: FLOPs and the bytes of its arrays, each once.
 
-    Args:
-        flops: FLOPs of products and weighted sums, 2mnk; None where they depend on data.
-        operands: arrays that the kernel reads.
-        results: arrays or avals that the kernel writes.
+    flops: of products and weighted sums, 2mnk; None where they depend on data.
     """
     if flops is None:
         return None

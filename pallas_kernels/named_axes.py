@@ -20,11 +20,7 @@ class Operand:
 
 
 class NamedAxes:
-    """A spec whose operands have named axes.
-
-    sizes: every axis with its size.
-    operands: the inputs.
-    """
+    """A spec whose `operands` have named axes; `sizes` holds every axis with its size."""
 
     __slots__ = ()
     sizes: tuple[tuple[str, int], ...]
@@ -51,14 +47,7 @@ def checked_axes(
 ) -> Callable[[bool, str, object], None]:
     """Check the axes of a spec, and return `check(holds, complaint, got)` for further checks.
 
-    Args:
-        what: the name of the kind of spec.
-        spec: the spec.
-        axes: those that the spec itself names.
-        read: those that operands may have.
-
-    Raises:
-        UsageError: a check does not hold.
+    axes: those that the spec itself names. read: those that operands may have.
     """
 
     def check(holds: bool, complaint: str, got: object) -> None:

@@ -43,9 +43,7 @@ def inside(extents: Sequence[Extent]) -> Array | None:
 def load(ref: Any, where: Sequence[Any]) -> Array:
     """Load a tile, with 0 past the ends of the array.
 
-    Args:
-        ref: the reference.
-        where: for each axis an `Extent`, or an index of an axis that the tile lacks.
+    where: for each axis an `Extent`, or an index of an axis that the tile lacks.
     """
     mask = inside([e for e in where if isinstance(e, Extent)])
     return plgpu.load(_part(ref, where), mask=mask, other=None if mask is None else 0)

@@ -22,10 +22,6 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
 def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     """Compute a fold by its definition: reduce tiles over all rows and columns at once.
 
-    Args:
-        spec: the fold.
-        operands: one array per operand of the spec.
-
     Returns:
         The results of the epilogue; without an epilogue a tuple of results per output, each
         [batch.., m, ..].

@@ -20,12 +20,9 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The block sizes of a fold on the `xla` backend.
+    """The block sizes of a fold on the `xla` backend: rows and columns per block.
 
-    Args:
-        rows: rows per block.
-        cols: columns per block.
-        inner: batch axes that a block holds whole; the others are looped over.
+    inner: batch axes that a block holds whole; the others are looped over.
     """
 
     rows: int
@@ -42,10 +39,7 @@ def even(size: int, block: int) -> int:
 class FoldTiling:
     """A row of the table: the fastest sizes, f32 on two cores with 2 MiB of L2 each (2026-11).
 
-    Args:
-        rows: rows per block.
-        cols: columns per block.
-        pairs: the most pairs for which a block still holds whole batch axes.
+    pairs: the most pairs for which a block still holds whole batch axes.
     """
 
     rows: int
@@ -119,14 +113,11 @@ def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
 class TritonBlocks:
     """The block sizes of a fold on the `triton` backend.
 
-    Args:
-        rows: rows per program.
-        cols: columns per step.
-        chunk: features per step, where the features are too many to hold at once.
-        warps: warps per program.
-        stages: depth of the load pipeline.
-        splits: programs that share the columns of one row block.
-        features: features of the weights per program; 0 for all of them.
+    rows: rows per program. cols: columns per step.
+    chunk: features per step, where the features are too many to hold at once.
+    warps: warps per program. stages: depth of the load pipeline.
+    splits: programs that share the columns of one row block.
+    features: features of the weights per program; 0 for all of them.
     """
 
     rows: int = 64

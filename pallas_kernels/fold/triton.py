@@ -165,17 +165,10 @@ def fold_triton(
     blocks: TritonBlocks | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a fold as one kernel.
+    """Run a fold that `supports` accepts as one kernel.
 
-    Args:
-        spec: a fold that `supports` accepts.
-        operands: one array per operand of the spec.
-        blocks: tile sizes, warps, stages and splits; if left out, those of the table, reduced until
-            they fit the device.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `reference.fold_reference`.
+    blocks: if left out, those of the table, reduced until they fit the device.
+    interpret: run in Pallas' interpreter, on any device.
     """
     blocks = blocks or accepted(fold_cut(spec))
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)

@@ -171,12 +171,8 @@ class Kernel:
     ) -> list[Extent]:
         """Return the extents of a tile along the row, column and feature axes of an array.
 
-        Args:
-            axes: the axes of the array.
-            width: its features.
-            is_sliced: True if each program has its own slice of the features.
-            at: the numbers of the first row and feature of the program, and of the first column.
-            chunk: the number of the chunk of features; None if features are not read in chunks.
+        at: the numbers of the first row and feature of the program, and of the first column.
+        chunk: the number of the chunk of features; None if features are not read in chunks.
         """
         spec, blocks = self.spec, self.blocks
         size = self.features(width, is_sliced) if chunk is None else blocks.chunk
@@ -191,11 +187,7 @@ class Kernel:
     def read(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
         """Load a tile [rows or columns, features], [rows, columns], [rows], [columns] or [].
 
-        Args:
-            ref: the reference of the operand.
-            number: the number of the operand.
-            at: as in `extents`.
-            chunk: as in `extents`.
+        at, chunk: as in `extents`.
         """
         axes, spec = self.axes[number], self.spec
         where = self.extents(axes, spec.width(number), self.is_sliced(number), at, chunk)

@@ -1,6 +1,7 @@
 """Block sizes of the Triton kernel: a table per device (may import spec.py).
 
-tuning.py writes the table from measurements; rows without a measurement have `measured_s` null.
+`experiments/deferred_norm/tuning.py` writes the table from measurements. Rows without a measurement
+have `measured_s` null.
 """
 
 from __future__ import annotations

@@ -91,16 +91,7 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
 def norm_triton(
     spec: NormSpec, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> Any:
-    """Run one matmul with sums as one kernel.
-
-    Args:
-        spec: one that `supports` accepts.
-        operands: one array per operand of the spec.
-        blocks, interpret: as for `group_triton`.
-
-    Returns:
-        The result of `xla.norm_xla`.
-    """
+    """Run one matmul with sums as one kernel; arguments as for `group_triton`."""
     group = NormGroup((spec,))
     return group_triton(group, *operands, blocks=blocks, interpret=interpret)[0]
 
@@ -108,16 +99,10 @@ def norm_triton(
 def group_triton(
     group: NormGroup, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """Run several matmuls with sums of one x as one kernel.
+    """Run matmuls with sums of one x, a group that `supports` accepts, as one kernel.
 
-    Args:
-        group: one that `supports` accepts.
-        operands: one array per operand of the group.
-        blocks: block sizes; if left out, those of the table, reduced until they fit the device.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `xla.group_xla`.
+    blocks: if left out, those of the table, reduced until they fit the device.
+    interpret: run in Pallas' interpreter, on any device.
     """
     cut = blocks or accepted(norm_cut(group))
     kernels, first = [], 0

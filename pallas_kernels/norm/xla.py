@@ -17,15 +17,7 @@ def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
 
 
 def norm_xla(spec: NormSpec, *operands: Any) -> Any:
-    """Compute the sums over all of k at once, then `finish`.
-
-    Args:
-        spec: the matmul.
-        operands: one array per operand of the spec.
-
-    Returns:
-        The result, [m, n].
-    """
+    """Compute the sums over all of k at once, then `finish`; the result is [m, n]."""
     pairs, columns, weights, rows, ends, fulls = spec.split(operands)
     total = spec.accumulator
     pairs = tuple((x.T if spec.pairs_swapped else x).astype(total) for x in pairs)

@@ -70,16 +70,10 @@ def scan_backward(
     cotangents: Sequence[Any],
     tree: bool | None = None,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of a scan's operands.
+    """Return the cotangents of a scan's operands; None for operands that are not floats.
 
-    Args:
-        spec: the scan.
-        operands: the operands of the scan.
-        cotangents: one per result of the scan.
-        tree: as in `xla.scan_xla`.
-
-    Returns:
-        One array per operand, in its shape and dtype; None for operands that are not floats.
+    cotangents: one per result of the scan.
+    tree: as in `xla.scan_xla`.
     """
     smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
     count = len(operands)

@@ -59,11 +59,9 @@ def without_ones(
 class Steps:
     """A run of steps: every operand as [steps or 1, *order], with size 1 for missing axes.
 
-    Args:
-        spec: the scan.
-        order: the axes of a state.
-        values: the operands, in their own dtypes.
-        t: int32[steps, 1, ..], the numbers of the steps.
+    order: the axes of a state.
+    values: the operands, in their own dtypes.
+    t: int32[steps, 1, ..], the numbers of the steps.
     """
 
     spec: ScanSpec
@@ -143,11 +141,8 @@ class ScanSource:
     Loop-invariant operands are laid out once, outside the loop. Otherwise XLA would fuse the
     transposition into the arithmetic of every step, and the step would not vectorise.
 
-    Args:
-        spec: the scan.
-        order: the axes of a state.
-        operands: one array per operand.
-        fixed: operands without a time axis as [1, *order]; None for the others.
+    order: the axes of a state.
+    fixed: operands without a time axis as [1, *order]; None for the others.
     """
 
     spec: ScanSpec
@@ -237,10 +232,7 @@ def write_steps(
 def advance(steps: Steps, h: Array, states: Callable[..., States]) -> tuple[Array, list[Array]]:
     """Return the state after some steps, and their readouts in the layout of the results.
 
-    Args:
-        steps: the steps with their operands.
-        h: the state before.
-        states: a function that computes states: `sequential`, `in_tree`, or an equivalent one.
+    states: computes states: `sequential`, `in_tree`, or an equivalent function.
     """
     spec, order = steps.spec, steps.order
     before, after, last = states(spec, steps.shape[0], *steps.coefficients(), h)
@@ -251,12 +243,8 @@ def advance(steps: Steps, h: Array, states: Callable[..., States]) -> tuple[Arra
 def sequential(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Return states before and after each step, and the last state, by a loop over steps.
 
-    Args:
-        spec: the scan.
-        count: number of steps.
-        a: [steps or 1, *sizes or 1], a result of `Steps.coefficients`.
-        b: the same.
-        h: [*sizes], the state before the first step.
+    a, b: [steps or 1, *sizes or 1], the results of `Steps.coefficients`.
+    h: [*sizes], the state before the first step.
     """
     step = KINDS[spec.kind].step
     if count == 1:

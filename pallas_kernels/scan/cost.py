@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite import jax_kernels
 from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,
@@ -60,17 +60,7 @@ def _is_cheap(spec: ScanSpec) -> bool:
     t = jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), jnp.int32)
     program = spec.coefficients
     jaxpr = jax.make_jaxpr(program.fun)(tuple(values[k] for k in program.reads), t)
-    return _names(jaxpr.jaxpr) <= CHEAP
-
-
-def _names(jaxpr: Any) -> set[str]:
-    """Return the primitives of a jaxpr; a call counts as the primitives of its inner jaxpr."""
-    names: set[str] = set()
-    for eqn in jaxpr.eqns:
-        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [p for p in inner if hasattr(p, "eqns")]
-        names |= set().union(*map(_names, inner)) if inner else {eqn.primitive.name}
-    return names
+    return {p.name for p in jax_kernels.primitives(jaxpr)} <= CHEAP
 
 
 def runs_in_turns(spec: ScanSpec) -> bool:

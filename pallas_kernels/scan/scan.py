@@ -49,8 +49,12 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from symjax_rewrite.pallas_kernels.scan.spec import plain
-        >>> average = plain(4, (), (), ("t",))  # one decay for all steps
+        >>> from symjax_rewrite.pallas_kernels.named_axes import Operand
+        >>> from symjax_rewrite.pallas_kernels.scan.spec import ScanProgram
+        >>> average = ScanSpec(  # one decay for all steps
+        ...     sizes=(("t", 4),), time="t", state=(), operands=(Operand(()), Operand(("t",))),
+        ...     coefficients=ScanProgram(lambda values, t: values, reads=(0, 1)),
+        ... )
         >>> scan(average, jnp.float32(0.5), jnp.ones(4))
         (Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32),)
     """

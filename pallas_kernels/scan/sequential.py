@@ -35,10 +35,6 @@ Array = Any
 def scan_reference(spec: ScanSpec, *operands: Any) -> tuple[Any, ...]:
     """Compute a scan by its definition, one step after the other.
 
-    Args:
-        spec: the scan.
-        operands: one array per operand of the spec.
-
     Returns:
         The readouts in order, then the last state if the spec asks for it.
     """

@@ -148,56 +148,6 @@ class ScanSpec(NamedAxes):
         return tuple(self.size[a] for a in self.state)
 
 
-def plain(
-    length: int,
-    state: tuple[int, ...],
-    a: tuple[str, ...],
-    b: tuple[str, ...],
-    *,
-    dtype: str = "float32",
-    start: bool = False,
-    states: bool = True,
-    last: bool = False,
-    **options: Any,
-) -> ScanSpec:
-    """Build the scan whose operands are `a` and `b`, and the initial state with `start`.
-
-    Args:
-        length: number of steps; the axis is called "t".
-        state: the shape of a state; its axes are called "0", "1", ...
-        a: axes of `a`.
-        b: axes of `b`.
-        dtype: dtype of operands and states.
-        start: True if the third operand is the initial state.
-        states: True if all states are returned.
-        last: True if the last state is returned.
-        options: `kind` and `reverse` of the `ScanSpec`.
-
-    Example:
-        >>> plain(8, (4,), ("t", "0"), ("t", "0"), start=True).shape(2)
-        (4,)
-    """
-    axes = tuple(map(str, range(len(state))))
-    operands = [Operand(a, dtype), Operand(b, dtype), *[Operand(axes, dtype)] * start]
-    return ScanSpec(
-        sizes=(("t", length), *zip(axes, state, strict=True)),
-        time="t",
-        state=axes,
-        operands=tuple(operands),
-        coefficients=ScanProgram(_pair, (0, 1), key="pair"),
-        readouts=(Readout(),) if states else (),
-        last=last,
-        start=2 if start else None,
-        dtype=dtype,
-        **options,
-    )
-
-
-def _pair(values: Values, t: Array) -> Values:
-    del t
-    return values
-
-
 def readout_axes(spec: ScanSpec, readout: Readout) -> tuple[str, ...]:
     """Return the axes of a readout's result, in order."""
     if readout.axes is not None:

@@ -109,16 +109,10 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
 def scan_triton(
     spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """Run a scan as one kernel, or as two where time is cut into chunks.
+    """Run a scan that `supports` accepts as one kernel, or as two where time is cut into chunks.
 
-    Args:
-        spec: a scan that `supports` accepts.
-        operands: one array per operand of the spec.
-        cut: the tiling; chosen from the sizes if left out.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `reference.scan_reference`.
+    cut: the tiling; chosen from the sizes if left out.
+    interpret: run in Pallas' interpreter, on any device.
     """
     shapes = result_shapes(spec)
     spec, operands = without_ones(spec, operands)
@@ -165,13 +159,9 @@ def _run(sweep: Sweep, kernel: Any, *refs: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScanTiling:
-    """The tiling of a scan.
+    """The tiling of a scan: lanes per program, chunks of time, and warps per program.
 
-    Args:
-        rows: lanes per program.
-        chunks: chunks of time.
-        unroll: steps whose operands are loaded before the first of these steps.
-        warps: warps per program.
+    unroll: steps whose operands are loaded before the first of these steps.
     """
 
     rows: int
@@ -184,12 +174,9 @@ class ScanTiling:
 class Sweep:
     """A scan without axes of size 1, and the roles of its state's axes in a program.
 
-    Args:
-        spec: the scan.
-        cut: the tiling.
-        lane: the axis cut into rows; None if there is none.
-        summed: the axis held whole, because readouts sum over it; None if there is none.
-        outer: the other axes; a program has one element of them.
+    lane: the axis cut into rows; None if there is none.
+    summed: the axis held whole, because readouts sum over it; None if there is none.
+    outer: the other axes; a program has one element of them.
     """
 
     spec: ScanSpec

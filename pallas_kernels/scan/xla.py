@@ -36,15 +36,9 @@ def scan_xla(
 ) -> tuple[Any, ...]:
     """Run a scan, streamed.
 
-    Args:
-        spec: the scan.
-        operands: one array per operand of the spec.
-        steps: steps per block; chosen from the size of a state if left out.
-        tree: True if the maps of a block's steps are composed in a tree; if left out, True where
-            the program is lowered for a GPU.
-
-    Returns:
-        The results of `sequential.scan_reference`.
+    steps: steps per block; chosen from the size of a state if left out.
+    tree: True if the maps of a block's steps are composed in a tree; if left out, True where the
+    program is lowered for a GPU.
     """
 
     def run(tree: bool) -> Any:
@@ -101,9 +95,6 @@ def walk(
     """Run a function over blocks of time in order, the last and shorter block apart.
 
     Args:
-        length: number of steps in total.
-        steps: steps per block.
-        reverse: True if the last block comes first.
         block: `block(carry, first, count, x) -> (carry, y)`.
         carry: the carry of the first block.
         xs: the `x` of the blocks: stacked for blocks of full size, and one for the shorter block.

@@ -27,7 +27,12 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates
-from symjax_rewrite.kernel_selection.norms.kernel_call import columns_of, read_over, weight_of
+from symjax_rewrite.kernel_selection.norms.kernel_call import (
+    columns_of,
+    over_slots,
+    read_over,
+    weight_of,
+)
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
     Normed,
@@ -61,15 +66,12 @@ class FrozenRoute:
     cut_share: float | None
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes or makes dead."""
         return {c for p in self.products for c in (p.exit, p.normed.cls)}
 
     def gives(self) -> set[int]:
-        """Return the classes that others may read."""
         return {p.exit for p in self.products}
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before the products."""
         m = self.products[0].normed
         found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
         found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
@@ -102,15 +104,9 @@ class FrozenRoute:
         return out
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return one result over its class's slots."""
-        results = emitter.folded(self)
         number = next(k for k, p in enumerate(self.products) if p.exit == cls)
         p = self.products[number]
-        sizes = emitter.t.graph.classes[p.normed.cls].sizes
-        order = (*p.normed.rows, *p.normed.ends)
-        slot = {i: s for s, i in enumerate(p.axes)}
-        shaped = results[number].reshape([sizes[i] for i in order])
-        return shaped, tuple(slot[i] for i in order)
+        return over_slots(emitter, p.normed, p.axes, emitter.folded(self)[number])
 
 
 def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:

@@ -159,9 +159,8 @@ class _NormSelection:
     ) -> tuple[tuple[float, float], str]:
         """Return predicted seconds as written and with the kernels, and a sentence of both.
 
-        The program as written runs one kernel for the norm, a library product for each weight, and
-        one kernel for the epilogue beyond a bias. A scale that is no sum over x needs no separate
-        kernel: XLA multiplies by it where the product reads x.
+        As written, the norm is one kernel, each product one of the library, and the epilogue beyond
+        a bias one more. XLA multiplies by a scale that is no sum over x where the product reads x.
         """
         d, x = self.device, members[0].x.cls
         size = partial(_bytes_of, t)

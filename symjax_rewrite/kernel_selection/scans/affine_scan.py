@@ -126,10 +126,8 @@ class ScanKernel:
 def route_loop(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
     """Return a scan kernel for a loop, or the reason there is none.
 
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
+    loop: a clean loop of a known number of steps.
+    kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
     """
     moves = describe(loop)
     matrices, why = matrices_of(loop, kernels, device)
@@ -147,10 +145,8 @@ def scan_of(
 ) -> tuple[ScanKernel | None, str]:
     """Return a loop of one affine carry as a scan kernel where it is fastest, and the reason.
 
-    Args:
-        loop: a loop; `kernels` and `device` as for `route_loop`.
-        beside_bytes: bytes moved for the kernel's inputs beside a loop that remains; None where the
-            kernel replaces the whole loop.
+    beside_bytes: bytes moved for the kernel's inputs beside a loop that remains; None where the
+    kernel replaces the whole loop.
     """
     builder = _ScanBuilder(loop, device.scans.growth)
     spec = builder.built()
@@ -477,11 +473,15 @@ class _ScanSteps(StepProgram):
 
 def _operands(values: tuple, t: Any, primitives: dict[str, Any], **states: Any) -> Handlers:
     """Return handlers of steps that read operands and step numbers."""
+
+    def count(counted: tuple[int, int] | int, args: Any, dtype: str) -> Any:
+        if isinstance(counted, int):
+            return t == counted
+        first, step = counted
+        return (first + step * t).astype(dtype)
+
     return handlers(
-        primitives,
-        value=lambda number, args, dtype: values[number],
-        count=lambda counted, args, dtype: _count(counted, t, dtype),
-        **states,
+        primitives, value=lambda number, args, dtype: values[number], count=count, **states
     )
 
 
@@ -502,14 +502,6 @@ def _coefficients(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable
         return a, b
 
     return fun
-
-
-def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
-    """Return a counter at the steps of these numbers."""
-    if isinstance(counted, int):
-        return t == counted
-    first, step = counted
-    return (first + step * t).astype(dtype)
 
 
 def _apply_pairs(handler: Handler, what: tuple, args: list[AffinePair], dtype: str) -> AffinePair:

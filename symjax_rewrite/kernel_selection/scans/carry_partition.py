@@ -35,11 +35,7 @@ EARLY = -1  # the part of values that depend on no carry
 def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[LoopParts | None, str]:
     """Partition a loop of several carries, of which some run as kernels.
 
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
-        why: the reason the whole loop is no kernel.
+    loop, kernels: as for `route_loop`. why: the reason the whole loop is no kernel.
     """
     groups = groups_of(loop)
     affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]

@@ -176,9 +176,8 @@ class _MatrixRun:
             left = {p: query.left[k] for k, p in enumerate(view.axes)}
             wanted = (TIME, *[left[p] for p in range(len(left))])
             turned = lax.transpose(y, [order.index(a) for a in wanted])
-            self.values.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(
-                aval.dtype
-            )
+            turned = lax.reshape(turned, (loop.length, *aval.shape))
+            self.values.steps[v] = turned.astype(aval.dtype)
 
     def _summed(self, term: StateTerm, order: tuple[int, ...], dtype: Any) -> Any:
         """Return a product without the state, summed over the keys."""
@@ -224,12 +223,6 @@ def matrices_of(
 ) -> tuple[LoopParts | None, str]:
     """Find a route of chunked matmuls for a loop with matrix states, where it is faster.
 
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
-        gradient: the loop will be differentiated.
-
     Returns:
         The route or None, and the reason; an empty reason where no state is a matrix.
     """
@@ -259,14 +252,11 @@ def matrices_of(
 def matrix_route(loop: Loop, growth: float) -> LoopParts:
     """Partition a loop into parts of which some are matrix states.
 
-    Args:
-        loop: in normal form.
-        growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
-            results.
+    growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
+    results.
 
     Raises:
-        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the other
-            carries.
+        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the others.
     """
     body = loop.body
     if any(e.eqn.effects for e in body.equations):
@@ -309,11 +299,7 @@ class _Planner:
     parts: list[LoopPart] = field(default_factory=list)
 
     def plan(self) -> LoopParts:
-        """Return the parts in topological order.
-
-        Raises:
-            NotAMatrixError: some parts wait for each other, or too much would be written.
-        """
+        """Return the parts in topological order, unless some parts wait for each other."""
         loop = self.loop
         self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
         waiting = [g.carries for g in groups_of(loop)]
@@ -378,11 +364,7 @@ class _Planner:
 
 
 def _check_written(route: LoopParts, growth: float) -> None:
-    """Check that all steps write little more than the loop's operands and results.
-
-    Raises:
-        NotAMatrixError: they write more.
-    """
+    """Check that all steps write little more than the loop's operands and results."""
     loop = route.loop
     limit = growth * loop.outside_bytes
     made = [e for p in route.parts if p.kernel is not None for e in p.equations] + route.tail

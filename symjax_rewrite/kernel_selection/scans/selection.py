@@ -14,14 +14,7 @@ from symjax_rewrite.options import Options
 def loop_kernel(
     loop: Loop, options: Options, device: Device, gradient: bool = False
 ) -> tuple[LoopParts | None, str]:
-    """Return a kernel for a loop or None, and the reason.
-
-    Args:
-        loop: in normal form.
-        options: requested kernels, and permitted rounding.
-        device: where it runs.
-        gradient: request a kernel with cheap derivatives.
-    """
+    """Return a kernel for a loop in normal form or None, and the reason."""
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
         return None, "several devices: XLA might gather a scan's operands"

@@ -19,10 +19,10 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
 )
 from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, plain, result_shapes
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, result_shapes
 from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton, supports
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
-from tests.pallas_kernels.scan.cases import CASES, ScanCase
+from tests.pallas_kernels.scan.cases import CASES, ScanCase, plain
 
 by_case = pytest.mark.parametrize("case", CASES, ids=str)
 

@@ -1,6 +1,6 @@
-"""Tuning of the Triton kernel: measure block sizes on the local GPU and write the table.
+"""Tuning of the norm kernel: measure block sizes on the local GPU and write the package's table.
 
-    python -m symjax_rewrite.pallas_kernels.norm.tuning [--rounds 20] [--print]
+    python experiments/deferred_norm/tuning.py [--rounds 20] [--print]
 
 For every row of the table, one shape within its limits is timed with each candidate that compiles.
 The fastest candidate becomes the row's block sizes, with its time in `measured_s`. Without a GPU
