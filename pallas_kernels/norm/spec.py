@@ -150,7 +150,6 @@ class NormSpec:
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of the result."""
         return jax.ShapeDtypeStruct((self.rows, self.outputs), jnp.dtype(self.dtype))
 
     @property
@@ -187,7 +186,6 @@ class NormGroup:
 
     @property
     def avals(self) -> list[jax.ShapeDtypeStruct]:
-        """Return shape and dtype of every operand, in order."""
         shared = len(self.first.pairs)
         return self.first.avals[:shared] + [a for s in self.members for a in s.avals[shared:]]
 
@@ -200,5 +198,4 @@ class NormGroup:
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of every operand and result, each once."""
         return bytes_of([*self.avals, *(s.result for s in self.members)])

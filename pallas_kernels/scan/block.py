@@ -75,7 +75,6 @@ class Steps:
         return (self.t.shape[0], *(self.spec.size[a] for a in self.order))
 
     def run(self, program: ScanProgram, *arguments: Any) -> Any:
-        """Run a program on these steps."""
         return program.fun(*arguments, tuple(self.values[k] for k in program.reads), self.t)
 
     def coefficients(self) -> tuple[Array, Array]:
@@ -152,7 +151,6 @@ class ScanSource:
 
     @staticmethod
     def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> ScanSource:
-        """Build the source, with loop-invariant operands laid out."""
         axes = (spec.time, *order)
         fixed = (
             None if spec.time in o.axes else placed(x, o.axes, axes)

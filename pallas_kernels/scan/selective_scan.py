@@ -183,8 +183,6 @@ def selective_scan(
     Returns:
         y in x's dtype, float[b, l, d]; with `return_last` (y, last state).
 
-    Source: Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces".
-
     Example:
         >>> x = jnp.ones((1, 3, 2))
         >>> A, B = jnp.zeros((2, 4)), jnp.ones((1, 3, 4))  # no decay: y counts the steps

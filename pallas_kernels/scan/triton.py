@@ -187,7 +187,6 @@ class Sweep:
 
     @staticmethod
     def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
-        """Build the sweep, with a role for each axis."""
         summed = next((a for r in spec.readouts for a in r.over), None)
         rest = [a for a in spec.state if a != summed]
         return Sweep(spec, cut, rest[-1] if rest else None, summed, tuple(rest[:-1]))
@@ -199,7 +198,6 @@ class Sweep:
 
     @property
     def rows(self) -> int:
-        """Return the lanes per program."""
         return self.cut.rows if self.lane else 1
 
     @property

@@ -219,7 +219,6 @@ class _ScanBuilder:
     def kernel(
         self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
     ) -> ScanKernel:
-        """Return the kernel of a scan that was built."""
         return ScanKernel(
             self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
         )

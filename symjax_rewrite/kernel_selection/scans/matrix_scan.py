@@ -72,7 +72,6 @@ class _MatrixRun:
 
     @property
     def inner(self) -> Any:
-        """Return the aval of the carry."""
         loop = self.values.loop
         return loop.body.avals[loop.carries[self.state.carry].inner]
 
@@ -308,7 +307,7 @@ class _Planner:
             if done is None:
                 raise NotAMatrixError("what its states read depends on what reads them")
             waiting.remove(done)
-        tail = self._needed([v for v in loop.ys if isinstance(v, int)], ())
+        tail = self._needed(loop.ys, ())
         if tail is None:
             raise NotAMatrixError("states are read whole")
         self._stack(tail)
@@ -320,42 +319,37 @@ class _Planner:
         """Make a part of some carries, if their inputs are computed."""
         loop = self.loop
         state = self.states.get(carries[0]) if len(carries) == 1 else None
-        if state is not None:
-            found = [value_of(self.t, f.cls) for f in state.factors()]
-            values = [v for v in found if v is not None]
-            if len(values) < len(found):
+        factors: list[int | None] = []
+        if state is None:
+            made = {loop.carries[k].inner for k in carries}
+            needed = self._needed((loop.carries[k].out for k in carries), made)
+        else:
+            factors = [value_of(self.t, f.cls) for f in state.factors()]
+            if None in factors:
                 raise NotAMatrixError("a factor has no value of its own")
-            needed = self._needed(values, ())
-            if needed is None:
-                return False
-            self._stack(needed, values)
-            kernel = MatrixKernel(self.t, state, needed)
-            self.parts.append(LoopPart(carries, needed, kernel=kernel))
-            self.ready.update(v for q in state.queries for v in q.values)
-            self.ready.update(v for e in needed for v in e.outvals)
-            return True
-        inner = {loop.carries[k].inner for k in carries}
-        outs = [loop.carries[k].out for k in carries]
-        needed = self._needed([v for v in outs if isinstance(v, int)], inner)
+            made = {v for q in state.queries for v in q.values}
+            needed = self._needed(factors, ())
         if needed is None:
             return False
-        self._stack(needed)
-        self.parts.append(LoopPart(carries, needed))
-        self.ready |= inner | {v for e in needed for v in e.outvals}
+        self._stack(needed, factors)
+        kernel = None if state is None else MatrixKernel(self.t, state, needed)
+        self.parts.append(LoopPart(carries, needed, kernel=kernel))
+        self.ready |= made | {v for e in needed for v in e.outvals}
         return True
 
-    def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
+    def _needed(self, values: Iterable[Any], inner: Iterable[int]) -> list[Equation] | None:
         """Return the equations that compute some values from known ones, or None."""
         makers = makers_of(self.loop.body.equations)
+        values = [v for v in values if isinstance(v, int)]
         found = cone(values, value_operands(makers), {*self.ready, *inner})
         if not found <= makers.keys():
             return None
         return [e for e in self.loop.body.equations if not found.isdisjoint(e.outvals)]
 
-    def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
+    def _stack(self, equations: list[Equation], values: Sequence[Any] = ()) -> None:
         """Make earlier loops return for all steps the values that equations read, and `values`."""
-        reads = {v for e in equations for v in e.invals if isinstance(v, int)} | {*values}
-        reads |= {v for v in self.loop.ys if isinstance(v, int)}
+        operands = (v for e in equations for v in e.invals)
+        reads = {v for v in (*operands, *values, *self.loop.ys) if isinstance(v, int)}
         for part in self.parts:
             if part.kernel is None:
                 made = {v for e in part.equations for v in e.outvals}

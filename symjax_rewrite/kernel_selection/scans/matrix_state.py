@@ -79,7 +79,6 @@ class MatrixState:
     queries: tuple[Query, ...]
 
     def size(self, axes: Axes) -> int:
-        """Return the number of entries along some axes."""
         return math.prod(self.sizes[i] for i in axes)
 
     @property
