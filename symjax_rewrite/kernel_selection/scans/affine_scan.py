@@ -37,7 +37,7 @@ from symjax_rewrite.ir.step_program import (
 )
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.kernel_selection.scans.loop_parts import LoopPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
 from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
 from symjax_rewrite.loops.loop import Loop
@@ -95,7 +95,7 @@ class ScanKernel:
 
     def route(self) -> LoopParts:
         """Return the loop that the kernel runs whole."""
-        part = LoopPart((0,), kernel=self)
+        part = CarryPart((0,), kernel=self)
         return LoopParts(self.loop, [part], seconds=self.seconds)
 
     def advance(self, values: LoopValues) -> Any:

@@ -16,7 +16,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import cone, makers_of, making, value_operands
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, scan_of
-from symjax_rewrite.kernel_selection.scans.loop_parts import LoopPart, LoopParts
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts
 from symjax_rewrite.loops.carry_dependence import (
     DIAGONAL,
     SUM,
@@ -101,7 +101,7 @@ class _Splitter:
         loop, avals = self.loop, self.loop.body.avals
         early = self._early()
         made_early = {v for e in early for v in e.outvals}
-        pieces = [LoopPart(carries) for carries in self._order()]
+        pieces = [CarryPart(carries) for carries in self._order()]
         if len(pieces) > MAX_PARTS:
             return None
         part = self._parts(pieces)
@@ -160,7 +160,7 @@ class _Splitter:
                 waiting.remove(carries)
         return found
 
-    def _parts(self, pieces: list[LoopPart]) -> dict[int, int]:
+    def _parts(self, pieces: list[CarryPart]) -> dict[int, int]:
         """Return the part that computes every value: the last one that it depends on."""
         part: dict[int, int] = {}
         for n, piece in enumerate(pieces):

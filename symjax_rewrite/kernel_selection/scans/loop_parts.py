@@ -43,7 +43,7 @@ class LoopValues:
         with jax_internals.equation_scope(self.loop.eqn):
             self.steps.update(all_steps(moving, self.known, self.steps))
 
-    def run_steps(self, part: LoopPart) -> None:
+    def run_steps(self, part: CarryPart) -> None:
         """Run the steps of some carries."""
         loop = self.loop
         carries = [loop.carries[k] for k in part.carries]
@@ -72,7 +72,7 @@ class CarryKernel(Protocol):
 
 
 @dataclass(slots=True)
-class LoopPart:
+class CarryPart:
     """Part of a loop: its carries by number, its equations, and its values that later parts read.
 
     kernel: runs its only carry; None for a loop over the steps.
@@ -92,7 +92,7 @@ class LoopParts:
     """
 
     loop: Loop
-    parts: Sequence[LoopPart]
+    parts: Sequence[CarryPart]
     head: list[Equation] = field(default_factory=list)
     tail: list[Equation] = field(default_factory=list)
     seconds: tuple[float, float] | None = None

@@ -24,7 +24,7 @@ from symjax_rewrite.ir.dataflow import cone, makers_of, value_operands
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.scans.loop_parts import LoopPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_state import (
     MatrixState,
     NotAMatrixError,
@@ -295,7 +295,7 @@ class _Planner:
     states: dict[int, MatrixState]
     growth: float
     ready: set[int] = field(init=False)
-    parts: list[LoopPart] = field(default_factory=list)
+    parts: list[CarryPart] = field(default_factory=list)
 
     def plan(self) -> LoopParts:
         """Return the parts in topological order, unless some parts wait for each other."""
@@ -333,7 +333,7 @@ class _Planner:
             return False
         self._stack(needed, factors)
         kernel = None if state is None else MatrixKernel(self.t, state, needed)
-        self.parts.append(LoopPart(carries, needed, kernel=kernel))
+        self.parts.append(CarryPart(carries, needed, kernel=kernel))
         self.ready |= made | {v for e in needed for v in e.outvals}
         return True
 
