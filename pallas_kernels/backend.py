@@ -1,11 +1,12 @@
 """Backends of kernels: checks of support, and the choice of a backend for a spec.
 
-May import the ground layer alone.
+May import the ground layer and derivatives.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -23,12 +24,14 @@ from symjax_rewrite.cost.device_profiles import (
     Device,
     known_device,
 )
-from symjax_rewrite.errors import KernelError, UsageError
+from symjax_rewrite.errors import KernelError
+from symjax_rewrite.pallas_kernels.derivatives import by_definition
 
 if TYPE_CHECKING:
     from jax.experimental import pallas as pl
 
 MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
+LEAST_SIDE = 16  # rows, columns and features of a product's tile
 Spec = TypeVar("Spec")
 Found = TypeVar("Found")
 
@@ -65,20 +68,7 @@ YES = Yes()
 
 def first_reason(*checks: tuple[bool, str]) -> Support:
     """Return `YES`, or the text of the first check whose condition holds."""
-    for fails, text in checks:
-        if fails:
-            return Reason(text)
-    return YES
-
-
-@dataclass(frozen=True, slots=True)
-class Backend(Generic[Spec]):
-    """A way to run specs: a test of support, a function, and a platform (None for any)."""
-
-    name: str
-    platform: str | None
-    supports: Callable[[Spec], Support]
-    run: Callable[..., Any]
+    return next((Reason(text) for fails, text in checks if fails), YES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +118,8 @@ def gpu_at_hand() -> Gpu:
         return _gpu_of_kind(described.device_kind)
     if jax.default_backend() != "gpu":
         return Gpu()
-    return _least([_gpu_of(device) for device in jax.local_devices()])
+    gpus = [_gpu_of(device) for device in jax.local_devices()]
+    return Gpu(min(g.shared_bytes for g in gpus), min(g.capability for g in gpus))
 
 
 def _gpu_of_kind(kind: str) -> Gpu:
@@ -167,82 +158,152 @@ def accepted(found: Found | Reason) -> Found:
     return found
 
 
-def first_on_cuda(backends: Sequence[Backend[Spec]], spec: Spec) -> Backend[Spec] | Reason:
-    """Return the first backend that runs a spec on CUDA, or the reasons why none does."""
-    capability = gpu_at_hand().capability
-    if capability < OLDEST_GPU:
-        return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
-    reasons = []
-    for backend in backends:
-        support = backend.supports(spec)
-        if support:
-            return backend
-        reasons.append(f"{backend.name}: {support}")
-    return Reason("; ".join(reasons))
+@dataclass(frozen=True, slots=True)
+class Backend(Generic[Spec]):
+    """A way to run specs: its name, its platform (None for any), `run(spec, *operands)`.
 
-
-def run_named(
-    backends: Mapping[str, Backend[Spec]], name: str, spec: Spec, what: str
-) -> Callable[..., Any]:
-    """Return the function that runs a spec by a named backend.
-
-    Raises:
-        KernelError: the backend does not exist or does not support the spec. Lowering for another
-            platform than the backend's raises it too.
+    supports: returns `YES` or the reason against a spec.
     """
-    if name not in backends:
-        raise KernelError("no such backend", expected=["auto", *backends], got=name)
-    support = backends[name].supports(spec)
-    if not support:
-        raise KernelError(f"the {name} backend does not run this {what}", got=str(support))
-    run, platform = partial(backends[name].run, spec), backends[name].platform
-    if platform is None:
-        return run
 
-    def elsewhere(*operands: Any) -> Any:
-        leaves, tree = jax.tree.flatten(jax.eval_shape(run, *operands))
-        kernel = f"the {name} backend of a {what}"
-        return jax.tree.unflatten(tree, jax_kernels.absent_kernel(leaves, kernel, platform))
-
-    return partial(lax.platform_dependent, default=elsewhere, **{platform: run})
+    name: str
+    platform: str | None
+    run: Callable[..., Any]
+    supports: Callable[[Spec], Support] = lambda spec: YES
 
 
-def check_operands(
-    wanted: Sequence[tuple[tuple[int, ...], str]], operands: Sequence[Any], what: str
-) -> None:
+def triton_backend(module: str, run: str) -> Backend:
+    """Return the backend of a module with `supports` and `run`, which is slow to import."""
+
+    def of_module(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(
+            *args, **kwargs
+        )
+
+    return Backend("triton", "cuda", of_module(run), of_module("supports"))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFamily(Generic[Spec]):
+    """The backends of one kind of spec.
+
+    Args:
+        name: in error messages.
+        backends: by name.
+        on_cuda: the names tried in order where a program is lowered for CUDA.
+    """
+
+    name: str
+    backends: Mapping[str, Backend[Spec]]
+    on_cuda: tuple[str, ...]
+
+    @staticmethod
+    def of(name: str, *backends: Backend[Spec], on_cuda: tuple[str, ...]) -> KernelFamily[Spec]:
+        return KernelFamily(name, {b.name: b for b in backends}, on_cuda)
+
+    def cuda_backend(self, spec: Spec) -> Backend[Spec] | Reason:
+        """Return the backend that "auto" takes on CUDA, or the reasons why there is none."""
+        capability = gpu_at_hand().capability
+        if capability < OLDEST_GPU:
+            return Reason(f"compute capability {capability} is below {OLDEST_GPU}")
+        reasons = []
+        for backend in (self.backends[name] for name in self.on_cuda):
+            support = backend.supports(spec)
+            if support:
+                return backend
+            reasons.append(f"{backend.name}: {support}")
+        return Reason("; ".join(reasons))
+
+    def cuda_run(self, spec: Spec) -> Callable[..., Any] | Reason:
+        """Return the function of the operands that "auto" runs on CUDA, or why there is none."""
+        best = self.cuda_backend(spec)
+        return best if isinstance(best, Reason) else partial(best.run, spec)
+
+    def call(
+        self,
+        spec: Spec,
+        operands: Sequence[Any],
+        backend: str,
+        plain: Callable[..., Any],
+        *,
+        cuda_run: Callable[[Spec], Callable[..., Any] | Reason] | None = None,
+        elsewhere: Callable[..., Any] | None = None,
+        definition: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Run a spec by a backend, with the derivatives of its definition.
+
+        Args:
+            spec: the spec.
+            operands: arrays that fit the spec.
+            backend: "auto" takes the kernel where the program is lowered for CUDA and there is one;
+                else a name in `backends`.
+            plain: runs the operands on any device.
+            cuda_run: in place of the method.
+            elsewhere: in place of `plain` on other devices where CUDA has a kernel.
+            definition: in place of `plain` for derivatives.
+
+        Raises:
+            KernelError: the backend does not exist or does not support the spec.
+        """
+        if backend != "auto":
+            run = self._named(backend, spec)
+        elif isinstance(kernel := (cuda_run or self.cuda_run)(spec), Reason):
+            run = plain
+        else:
+            run = partial(lax.platform_dependent, cuda=kernel, default=elsewhere or plain)
+        return by_definition(run, definition or plain, *operands)
+
+    def _named(self, name: str, spec: Spec) -> Callable[..., Any]:
+        """Return the function of a backend; lowering it for another platform is an error."""
+        if name not in self.backends:
+            raise KernelError("no such backend", expected=["auto", *self.backends], got=name)
+        chosen = self.backends[name]
+        support = chosen.supports(spec)
+        if not support:
+            what = f"the {name} backend does not run this {self.name}"
+            raise KernelError(what, got=str(support))
+        run, platform = partial(chosen.run, spec), chosen.platform
+        if platform is None:
+            return run
+
+        def elsewhere(*operands: Any) -> Any:
+            leaves, tree = jax.tree.flatten(jax.eval_shape(run, *operands))
+            kernel = f"the {name} backend of a {self.name}"
+            return jax.tree.unflatten(tree, jax_kernels.absent_kernel(leaves, kernel, platform))
+
+        return partial(lax.platform_dependent, default=elsewhere, **{platform: run})
+
+
+def check_operands(wanted: Sequence[Any], operands: Sequence[Any], what: str) -> None:
     """Check that arrays have the shapes and dtypes of a spec's operands.
 
     Raises:
         KernelError: a shape or a dtype differs.
     """
-    given = [(tuple(x.shape), str(x.dtype)) for x in operands]
-    if list(wanted) != given:
-        raise KernelError(f"the operands do not fit the {what}", expected=list(wanted), got=given)
+    expected, given = ([(tuple(x.shape), str(x.dtype)) for x in xs] for xs in (wanted, operands))
+    if expected != given:
+        raise KernelError(f"the operands do not fit the {what}", expected=expected, got=given)
+
+
+def bytes_of(arrays: Iterable[Any]) -> int:
+    """Return the bytes of arrays or avals."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def cost_estimate(
     flops: int | None, operands: Sequence[Any], results: Sequence[Any]
 ) -> pl.CostEstimate | None:
-    """Return the cost of a kernel for reports: its FLOPs and the bytes of its arrays, each once.
+    """Return the cost of a kernel for reports: FLOPs and the bytes of its arrays, each once.
 
-    Args:
-        flops: FLOPs of products and weighted sums, 2mnk; None where they depend on data.
-        operands: arrays that the kernel reads.
-        results: arrays or avals that the kernel writes.
+    flops: of products and weighted sums, 2mnk; None where they depend on data.
     """
     if flops is None:
         return None
     from jax.experimental import pallas as pl  # slow to import, so imported on first use
 
-    moved = sum(x.size * x.dtype.itemsize for x in (*operands, *results))
+    moved = bytes_of((*operands, *results))
     return pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=moved)
 
 
-def checker(what: str) -> Callable[[bool, str, object], None]:
-    """Return `check(holds, complaint, got)`, which raises a UsageError unless `holds` is true."""
-
-    def check(holds: bool, complaint: str, got: object) -> None:
-        if not holds:
-            raise UsageError(f"not a {what}: {complaint}", got=got)
-
-    return check
+def power_of_two(size: int, least: int = 1) -> int:
+    """Return the least power of two not below `size` and `least`, a power of two."""
+    return max(least, 1 << max(size - 1, 0).bit_length())

@@ -105,7 +105,6 @@ class _TwoModes:
         return [jnp.issubdtype(a.dtype, jnp.inexact) for a in self.closed.out_avals]
 
     def jvp(self, primals: Sequence[Array], live: list[int], tangents: list[Array]) -> tuple:
-        """Return results and tangents."""
         return jax.jvp(_of(self.forward, primals, live), [primals[k] for k in live], tangents)
 
     def vjp(self, primals: Sequence[Array], live: list[int]) -> tuple[list[Any], list[Any], Any]:

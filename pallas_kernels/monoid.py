@@ -1,6 +1,6 @@
 """Monoids: states of blocks, and how states combine (imports jax only).
 
-Every fold and every scan reduces over a `Monoid`. A `Monoid` has four functions; its state is a
+Every fold and every scan reduces over a `Monoid`. A `Monoid` has three functions; its state is a
 tuple of arrays over rows. `lift` maps a whole block `[..., n]` to its state, so a split law holds
 in addition to the monoid laws:
     combine(a, combine(b, c)) = combine(combine(a, b), c)        combine(identity, a) = a
@@ -27,27 +27,25 @@ Measure = Callable[[Array], Array]
 
 @dataclass(frozen=True, slots=True)
 class Monoid:
-    """An associative combination of states, with maps from blocks and to values.
+    """An associative combination of states, with a map from blocks.
 
     Args:
         name: the name in reports.
         identity: state avals (shapes and dtypes) to the state of an empty block.
         lift: a block to its state, reduced over the last axis.
         combine: two states (left, right) to the state of both.
-        finalize: state to the final value.
         absorb: `(state, *block)` to `combine(state, lift(*block))` in one cheaper step, or None.
 
     Example:
         >>> x = jnp.array([[1.0, 5.0, 2.0]])
-        >>> MAX.finalize(MAX.combine(MAX.lift(x[:, :1]), MAX.lift(x[:, 1:])))
-        Array([5.], dtype=float32)
+        >>> MAX.combine(MAX.lift(x[:, :1]), MAX.lift(x[:, 1:]))
+        (Array([5.], dtype=float32),)
     """
 
     name: str
     identity: Callable[[Sequence[Any]], State]
     lift: Callable[..., State]
     combine: Callable[[State, State], State]
-    finalize: Callable[..., Any]
     absorb: Callable[..., State] | None = None
 
     def extend(self, state: State, *block: Any) -> State:
@@ -91,10 +89,6 @@ def _full(avals: Sequence[Any], *fills: Callable[[Any], Any] | float) -> State:
     )
 
 
-def _first(state: State) -> Array:
-    return state[0]
-
-
 def _elementwise(name: str, fill: Any, reduce: Callable, join: Callable) -> Monoid:
     """Build a monoid with one value per row."""
     return Monoid(
@@ -102,7 +96,6 @@ def _elementwise(name: str, fill: Any, reduce: Callable, join: Callable) -> Mono
         identity=lambda avals: _full(avals, fill),
         lift=lambda x: (reduce(x, axis=-1),),
         combine=lambda a, b: (join(a[0], b[0]),),
-        finalize=_first,
     )
 
 
@@ -132,7 +125,6 @@ SUM = Monoid(
     identity=lambda avals: _full(avals, 0),
     lift=_lift_sums,
     combine=lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)),
-    finalize=_first,
 )
 """State: one sum per measure."""
 
@@ -173,99 +165,42 @@ def _absorb_exp(state: State, t: Array, measures: Sequence[Measure] = (row_sum,)
     return (top, *sums)
 
 
-def _softmax_mean(state: State) -> Array:
-    return state[2] / state[1].reshape(state[1].shape + (1,) * (state[2].ndim - state[1].ndim))
-
-
 EXP_SUMS = Monoid(
     "softmax-weighted sum",
     identity=lambda avals: _full(avals, least, 0),
     lift=_lift_exp,
     combine=_combine_exp,
-    finalize=_softmax_mean,
     absorb=_absorb_exp,
 )
-"""State: (max t, Σ e^(t-shift)·w for each measure); finalize divides the second by the first."""
-
-LOGSUMEXP = Monoid(
-    "logsumexp",
-    identity=EXP_SUMS.identity,
-    lift=_lift_exp,
-    combine=_combine_exp,
-    finalize=lambda state: shift_of(state[0]) + jnp.log(state[1]),
-    absorb=_absorb_exp,
-)
+"""State: (max t, Σ e^(t-shift)·w for each measure)."""
 
 
-# ---------------------------------------------------------------- moments
+# ---------------------------------------------------------------- maps of recurrences
 
 
-def _normalised(state: State, count: Array, column_sum: Array, eps: float = 1e-5) -> Array:
-    """Return `((x - mean) · rsqrt(var + eps)) @ w`; `column_sum` is the sum of the rows of `w`."""
-    product, total, squares = state
-    mean = total / count
-    scale = lax.rsqrt(jnp.maximum(squares / count - mean * mean, 0) + eps)
-    return rescale(product - mean[..., None] * column_sum, scale)
-
-
-MOMENTS = Monoid(
-    "moments",
-    identity=lambda avals: _full(avals, 0),
-    lift=lambda x, measure: (measure(x), jnp.sum(x, axis=-1), jnp.sum(x * x, axis=-1)),
-    combine=SUM.combine,
-    finalize=_normalised,
-)
-"""State: (Σ x·w, Σ x, Σ x²): the statistics of a norm ride along the sum of the matmul after it."""
-
-
-# ---------------------------------------------------------------- affine maps
-
-
-def _compose(first: State, then: State) -> State:
-    return then[0] * first[0], then[0] * first[1] + then[1]
-
-
-def _lift_affine(a: Array, b: Array) -> State:
-    if a.shape[-1] == 0:
-        return jnp.ones(a.shape[:-1], a.dtype), jnp.zeros(b.shape[:-1], b.dtype)
-    prefixes = lax.associative_scan(_compose, (a, b), axis=a.ndim - 1)
-    return prefixes[0][..., -1], prefixes[1][..., -1]
-
-
-AFFINE = Monoid(
-    "affine maps",
-    identity=lambda avals: _full(avals, 1, 0),
-    lift=_lift_affine,
-    combine=_compose,
-    finalize=lambda state, start=0.0: state[0] * start + state[1],
-)
-"""State: (a, b), the map h ↦ a·h + b; `combine(f, g)` is f first, then g. Not commutative."""
-
-
-def _tropical(name: str, join: Callable, empty: Callable[[Any], Any]) -> Monoid:
-    """Build the monoid of maps h ↦ max(h + a, b), or with min: affine maps over (max, +)."""
+def _maps(name: str, times: Callable, plus: Callable, one: float, zero: Any) -> Monoid:
+    """Build the monoid of maps h ↦ a·h + b over a semiring; its state is (a, b)."""
 
     def compose(first: State, then: State) -> State:
-        return first[0] + then[0], join(first[1] + then[0], then[1])
+        return times(then[0], first[0]), plus(times(then[0], first[1]), then[1])
+
+    def identity(avals: Sequence[Any]) -> State:
+        return _full(avals, one, zero)
 
     def lift(a: Array, b: Array) -> State:
         if a.shape[-1] == 0:
-            return jnp.zeros(a.shape[:-1], a.dtype), jnp.full(b.shape[:-1], empty(b.dtype), b.dtype)
+            return identity([jax.ShapeDtypeStruct(x.shape[:-1], x.dtype) for x in (a, b)])
         prefixes = lax.associative_scan(compose, (a, b), axis=a.ndim - 1)
         return prefixes[0][..., -1], prefixes[1][..., -1]
 
-    return Monoid(
-        name,
-        identity=lambda avals: _full(avals, 0, empty),
-        lift=lift,
-        combine=compose,
-        finalize=lambda state, start: join(start + state[0], state[1]),
-    )
+    return Monoid(name, identity, lift, combine=compose)
 
 
-MAX_PLUS = _tropical("max-plus maps", jnp.maximum, least)
-MIN_PLUS = _tropical("min-plus maps", jnp.minimum, greatest)
-"""State: (a, b), the map h ↦ max(h + a, b) or min; composed like affine maps."""
+AFFINE = _maps("affine maps", jnp.multiply, jnp.add, 1, 0)
+"""Composed maps h ↦ a·h + b; `combine(f, g)` is f first, then g. Not commutative."""
+MAX_PLUS = _maps("max-plus maps", jnp.add, jnp.maximum, 0, least)
+MIN_PLUS = _maps("min-plus maps", jnp.add, jnp.minimum, 0, greatest)
+"""Composed maps h ↦ max(h + a, b), or with min."""
 
 
 # ---------------------------------------------------------------- extrema with their places
@@ -303,7 +238,6 @@ def arg_extremum(larger: bool, apart: Callable[[Array], Array] = lambda x: x) ->
         identity=lambda avals: _full(avals, least if larger else greatest, greatest),
         lift=lift,
         combine=combine,
-        finalize=lambda state: state[1],
     )
 
 
@@ -361,18 +295,4 @@ def top_k(k: int, group: int = 32) -> Monoid:
         identity=lambda avals: _full(avals, least, greatest),
         lift=lift,
         combine=combine,
-        finalize=lambda state: state,
     )
-
-
-def reduce_blocks(monoid: Monoid, blocks: Sequence[Sequence[Any]]) -> State:
-    """Return the state of several blocks in order (at least one).
-
-    Example:
-        >>> reduce_blocks(SUM, [(jnp.ones((2, 3)),), (jnp.ones((2, 1)),)])[0]
-        Array([4., 4.], dtype=float32)
-    """
-    state = monoid.identity(jax.eval_shape(lambda: monoid.lift(*blocks[0])))
-    for block in blocks:
-        state = monoid.extend(state, *block)
-    return state

@@ -18,19 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.pallas_kernels.backend import Gpu, Reason, gpu_at_hand
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, Reason, gpu_at_hand, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of, weights_of
 from symjax_rewrite.pallas_kernels.fold.tiling import (
     WIDE,
     TritonBlocks,
-    power_of_two,
     triton_blocks,
     with_splits,
 )
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
-
-LEAST = 16  # the least number of rows, columns and features of a product's tile
 
 
 def buffers(stages: int, gpu: Gpu) -> int:
@@ -41,7 +38,7 @@ def buffers(stages: int, gpu: Gpu) -> int:
 def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
     """Return a bound of the bytes of shared memory of a fold's kernel."""
     extent = {spec.row: blocks.rows, spec.col: blocks.cols}
-    contracted = {k for c in spec.contractions for k in (c.row, c.col)}
+    contracted = spec.contracted
     weights = {*weights_of(spec)}
 
     def width(k: int) -> int:
@@ -50,7 +47,7 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
             return 1
         if blocks.features and k in weights:
             return blocks.features
-        return blocks.chunk if whole > WIDE else power_of_two(whole)
+        return blocks.chunk if whole > WIDE else power_of_two(whole, LEAST_SIDE)
 
     def size(k: int, dtype: Any = None) -> int:
         lead = [extent[a] for a in (spec.row, spec.col) if a in spec.operands[k].axes]
@@ -110,10 +107,10 @@ def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
     """Return the pairs that are multiplied, and True if the factor is not x itself."""
 
     def left(*pairs: Any) -> Any:
-        columns = tuple(jnp.zeros((1, LEAST), spec.accumulator) for _ in spec.columns)
-        return spec.left.fun(pairs, columns, jnp.zeros((LEAST, 1), spec.accumulator))[0]
+        columns = tuple(jnp.zeros((1, LEAST_SIDE), spec.accumulator) for _ in spec.columns)
+        return spec.left.fun(pairs, columns, jnp.zeros((LEAST_SIDE, 1), spec.accumulator))[0]
 
-    pair = jax.ShapeDtypeStruct((LEAST, LEAST), spec.accumulator)
+    pair = jax.ShapeDtypeStruct((LEAST_SIDE, LEAST_SIDE), spec.accumulator)
     closed = jax_internals.without_dead(jax.make_jaxpr(left)(*[pair] * len(spec.pairs)))
     read = jax_internals.read_inputs(closed)
     return tuple(k for k, r in enumerate(read) if r), bool(closed.jaxpr.eqns)
@@ -137,13 +134,15 @@ def norm_cut(group: NormGroup) -> NormBlocks | Reason:
 # Fields halved in turn while above a size (stages go down by one). A shallower pipeline costs
 # least, then a shorter step of the loop.
 _FOLD_STEPS = (
-    ("stages", 2), ("cols", 32), ("rows", 32), ("features", 32), ("cols", LEAST), ("rows", LEAST),
-    ("chunk", LEAST), ("features", LEAST), ("stages", 1),
-)  # fmt: skip
+    *(("stages", 2), ("cols", 32), ("rows", 32), ("features", 32)),
+    *((name, LEAST_SIDE) for name in ("cols", "rows", "chunk", "features")),
+    ("stages", 1),
+)
 _NORM_STEPS = (
-    ("stages", 2), ("step", 32), ("rows", 32), ("outputs", 32), ("step", LEAST), ("rows", LEAST),
-    ("outputs", LEAST), ("stages", 1),
-)  # fmt: skip
+    *(("stages", 2), ("step", 32), ("rows", 32), ("outputs", 32)),
+    *((name, LEAST_SIDE) for name in ("step", "rows", "outputs")),
+    ("stages", 1),
+)
 
 
 def _smaller(blocks: Any, steps: Sequence[tuple[str, int]]) -> Iterator[Any]:

@@ -27,7 +27,7 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.pallas_kernels.norm.tiling import norm_blocks
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
-from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, supports
+from symjax_rewrite.pallas_kernels.norm.norm_linear import cuda_backend, norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -305,7 +305,7 @@ def tell_gpu(rounds: int) -> list[list] | str:
         weight = draw(k, n).astype(jnp.bfloat16)
         for m in GPU_ROWS:
             spec = forward(NormLinear(m, k, n, dtype="bfloat16"))
-            if not supports(NormGroup((spec,))):
+            if not cuda_backend(NormGroup((spec,))):
                 continue
             x = draw(m, k).astype(jnp.bfloat16)
             kernel = jax.jit(lambda x, w, spec=spec: norm_linear(spec, x, w))

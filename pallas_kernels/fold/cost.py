@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
-
+from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
 from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
@@ -18,27 +17,19 @@ def flops(spec: FoldSpec) -> int:
 
 
 def _contracted(spec: FoldSpec) -> int:
-    """Return the products that the contractions sum for one pair."""
     return sum(spec.width(c.row) for c in spec.contractions)
 
 
 def _summed(spec: FoldSpec) -> int:
-    """Return the features that weighted sums accumulate for one pair."""
     terms = [t for output in spec.outputs for t in terms_of(output)]
     return sum(spec.width(t.weights) for t in terms if t.weights is not None)
 
 
 def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int = 1) -> int | None:
-    """Return the FLOPs of the blocks that a kernel visits, those that meet the band.
+    """Return the FLOPs of the blocks that a kernel visits; None where they depend on data.
 
-    Args:
-        spec: the fold.
-        block_rows: rows of a block.
-        block_cols: columns of a block.
-        slices: programs that share the features of the weighted sums; each recomputes the tile.
-
-    Returns:
-        FLOPs; None where the visited blocks depend on data.
+    A kernel visits the blocks that meet the band. `slices` programs share the features of the
+    weighted sums, and each recomputes the tile.
     """
     if spec.band.length is not None:
         return None
@@ -59,10 +50,7 @@ def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
 
 def bytes_moved(spec: FoldSpec) -> int:
     """Return the bytes of all operands and results, each once."""
-    read = sum(
-        math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
-    )
-    return read + sum(math.prod(s.shape) * s.dtype.itemsize for s in flat_shapes(spec))
+    return bytes_of([*spec.avals, *flat_shapes(spec)])
 
 
 def tile_bytes(spec: FoldSpec) -> int:

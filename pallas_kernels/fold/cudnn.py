@@ -38,15 +38,7 @@ def supports(spec: FoldSpec) -> Support:
 
 
 def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
-    """Run a fold by `jax.nn.dot_product_attention(implementation="cudnn")`.
-
-    Args:
-        spec: a fold that `supports` accepts.
-        operands: q [b, m, h, g, d], k and v [b, n, h, d].
-
-    Returns:
-        The results of `reference.fold_reference`.
-    """
+    """Run a fold that `supports` accepts, of q [b, m, h, g, d], k and v [b, n, h, d]."""
     a = spec.tile.form
     assert isinstance(a, Attention)
     q, k, v = operands

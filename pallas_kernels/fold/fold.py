@@ -12,47 +12,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from jax import lax
-
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
+    KernelFamily,
     Reason,
-    Support,
     check_operands,
-    first_on_cuda,
-    run_named,
+    triton_backend,
 )
-from symjax_rewrite.pallas_kernels.derivatives import by_definition
-from symjax_rewrite.pallas_kernels.fold import cudnn as _library
-from symjax_rewrite.pallas_kernels.fold import reference as _reference
-from symjax_rewrite.pallas_kernels.fold import xla as _xla
+from symjax_rewrite.pallas_kernels.fold import cudnn, xla
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import Band, FoldSpec, one_way
 
-
-def _triton_supports(spec: Any) -> Support:
-    """Return `YES` or the reason why not for the Triton backend; import Pallas on first use."""
-    from symjax_rewrite.pallas_kernels.fold import triton
-
-    return triton.supports(spec)
-
-
-def _triton_run(*args: Any, **kwargs: Any) -> Any:
-    """Run a spec by the Triton backend."""
-    from symjax_rewrite.pallas_kernels.fold import triton
-
-    return triton.fold_triton(*args, **kwargs)
-
-
-BACKENDS = {
-    b.name: b
-    for b in (
-        Backend("reference", None, _reference.supports, _reference.fold_reference),
-        Backend("xla", None, _xla.supports, _xla.fold_xla),
-        Backend("triton", "cuda", _triton_supports, _triton_run),
-        Backend("library", "cuda", _library.supports, _library.fold_library),
-    )
-}
-CUDA_ORDER = ("library", "triton")  # the first that supports a fold runs it on CUDA
+FOLDS: KernelFamily[FoldSpec] = KernelFamily.of(
+    "fold",
+    Backend("reference", None, fold_reference),
+    Backend("xla", None, xla.fold_xla, xla.supports),
+    triton_backend("symjax_rewrite.pallas_kernels.fold.triton", "fold_triton"),
+    Backend("library", "cuda", cudnn.fold_library, cudnn.supports),
+    on_cuda=("library", "triton"),
+)
+BACKENDS = FOLDS.backends
+cuda_backend = FOLDS.cuda_backend
 
 
 def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
@@ -83,40 +63,27 @@ def fold(spec: FoldSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
         >>> fold(spec, jnp.array([0.0, 10.0]), jnp.array([1.0, 4.0, 8.0]))
         ((Array([1., 2.], dtype=float32),),)
     """
-    check_operands(
-        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "fold"
-    )
-    streamed = partial(_xla.fold_xla, spec)
-    if backend != "auto":
-        run = run_named(BACKENDS, backend, spec, "fold")
-    elif isinstance(on_cuda := _on_cuda(spec), Reason):
-        run = streamed
-    else:
-        run = partial(lax.platform_dependent, cuda=on_cuda, default=streamed)
+    check_operands(spec.avals, operands, "fold")
     # Reverse mode does not support loops of data-dependent length; a band changes no value.
-    definition = partial(_xla.fold_xla, replace(spec, band=Band()))
-    return by_definition(run, definition, *operands)
+    definition = partial(xla.fold_xla, replace(spec, band=Band()))
+    plain = partial(xla.fold_xla, spec)
+    return FOLDS.call(spec, operands, backend, plain, cuda_run=_cuda_run, definition=definition)
 
 
-def _on_cuda(spec: FoldSpec) -> Callable[..., Any] | Reason:
+def _cuda_run(spec: FoldSpec) -> Callable[..., Any] | Reason:
     """Return the function that runs a fold on CUDA, or why there is none; row sums run apart."""
     parts = one_way(spec)
     runs = []
     for _, part in parts:
-        best = cuda_backend(part)
-        if isinstance(best, Reason):
-            return best
-        runs.append(partial(best.run, part))
+        run = FOLDS.cuda_run(part)
+        if isinstance(run, Reason):
+            return run
+        runs.append(run)
 
-    def run(*operands: Any) -> tuple[Any, ...]:
+    def run_all(*operands: Any) -> tuple[Any, ...]:
         made: dict[int, Any] = {}
-        for (numbers, _), each in zip(parts, runs, strict=True):
-            made.update(zip(numbers, each(*operands), strict=True))
+        for (numbers, _), run in zip(parts, runs, strict=True):
+            made.update(zip(numbers, run(*operands), strict=True))
         return tuple(made[n] for n in range(len(made)))
 
-    return run if len(parts) > 1 else runs[0]
-
-
-def cuda_backend(spec: FoldSpec) -> Backend[FoldSpec] | Reason:
-    """Return the backend that "auto" takes on CUDA, or the reason why there is none."""
-    return first_on_cuda([BACKENDS[name] for name in CUDA_ORDER], spec)
+    return run_all if len(parts) > 1 else runs[0]

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
@@ -20,18 +19,8 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
 )
 
 
-def supports(spec: FoldSpec) -> Support:
-    """Return `YES`: the definition runs every fold."""
-    del spec
-    return YES
-
-
 def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
     """Compute a fold by its definition: reduce tiles over all rows and columns at once.
-
-    Args:
-        spec: the fold.
-        operands: one array per operand of the spec.
 
     Returns:
         The results of the epilogue; without an epilogue a tuple of results per output, each
@@ -48,8 +37,7 @@ def fold_reference(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
 @lru_cache(maxsize=256)
 def result_shapes(spec: FoldSpec) -> tuple[Any, ...]:
     """Return shapes and dtypes of the results of a fold, as `fold` structures them."""
-    args = [jax.ShapeDtypeStruct(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)]
-    return jax.eval_shape(lambda *xs: fold_reference(spec, *xs), *args)
+    return jax.eval_shape(lambda *xs: fold_reference(spec, *xs), *spec.avals)
 
 
 def flat_shapes(spec: FoldSpec) -> list[jax.ShapeDtypeStruct]:

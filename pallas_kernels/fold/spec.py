@@ -1,4 +1,4 @@
-"""Specs of folds, as data (may import the ground layer and backend.py).
+"""Specs of folds, as data (may import the ground layer and named_axes.py).
 
 A fold reduces *tiles*, elementwise terms over a pair of axes (row m, column n), along n, without
 storing a whole tile. A `FoldSpec` names every axis. The axes of an operand decide its role:
@@ -18,22 +18,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from symjax_rewrite.pallas_kernels.backend import checker
+from symjax_rewrite.pallas_kernels.named_axes import NamedAxes, Operand, checked_axes
 
 Array = Any
 TileFunction = Callable[[tuple[Array, ...], tuple[Array, ...], Array, Array], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One input array: the names of its axes, in order, and its dtype."""
-
-    axes: tuple[str, ...]
-    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +51,6 @@ class Tile:
         fun: `fun(dots, values, i, j)` of the contractions, the operands named in `reads`, and the
             int32 row and column numbers. All arguments broadcast as in NumPy. The tiles returned
             (one array or a tuple) must broadcast too. Constants inside must be scalars.
-            `from_scalars` builds `fun` from a function of scalars, for instance a scalar jaxpr.
         reads: numbers of the operands passed to `fun`: operands without feature axes, and tables,
             whose feature axes come last.
         key: compared by equality and hashing, with `reads`; `fun` itself if left out.
@@ -127,12 +114,10 @@ class ExpSums:
     Args:
         terms: the sums.
         tile: number of the tile.
-        any_shift: the first result may be any finite shift instead of the maximum.
     """
 
     terms: tuple[WeightedTerm, ...] = (WeightedTerm(),)
     tile: int = 0
-    any_shift: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +220,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldSpec:
+class FoldSpec(NamedAxes):
     """A fold; hashable, and validated when it is built.
 
     Args:
@@ -269,24 +254,31 @@ class FoldSpec:
         _validate(self)
 
     @property
-    def size(self) -> dict[str, int]:
-        """Return a map from axis name to size."""
-        return dict(self.sizes)
-
-    @property
     def batch_shape(self) -> tuple[int, ...]:
-        """Return the sizes of the batch axes."""
         return tuple(self.size[a] for a in self.batch)
 
     @property
     def rows(self) -> int:
-        """Return the size of the row axis."""
         return self.size[self.row]
 
     @property
     def cols(self) -> int:
-        """Return the size of the column axis."""
         return self.size[self.col]
+
+    @property
+    def contracted(self) -> set[int]:
+        """Return the numbers of the operands of contractions."""
+        return {k for c in self.contractions for k in (c.row, c.col)}
+
+    @property
+    def tables(self) -> list[int]:
+        """Return the numbers of the tables that the tile reads."""
+        return [k for k in self.tile.reads if self.features(k)]
+
+    @property
+    def read_last(self) -> tuple[int, ...]:
+        """Return the numbers of the operands that the epilogue reads."""
+        return self.epilogue.reads if self.epilogue else ()
 
     def extent(self, axis: str) -> int:
         """Return the size of an axis; the axes of top-k values and of keys are included."""
@@ -296,10 +288,6 @@ class FoldSpec:
         """Return the axes of an operand that are neither batch, row nor column, in its order."""
         shared = {*self.batch, self.row, self.col}
         return tuple(a for a in self.operands[operand].axes if a not in shared)
-
-    def shape(self, operand: int) -> tuple[int, ...]:
-        """Return the shape of an operand."""
-        return tuple(self.size[a] for a in self.operands[operand].axes)
 
     def width(self, operand: int) -> int:
         """Return the number of features of an operand."""
@@ -316,24 +304,24 @@ def result_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
 
 def state_axes(spec: FoldSpec) -> tuple[tuple[str, ...], ...]:
     """Return the axes of the results before any epilogue, flat."""
-    lead, axes = (*spec.batch, spec.row), []
-    for output in spec.outputs:
-        match output:
-            case Extremum():
-                axes.append(lead)
-            case ArgExtremum():
-                axes += [lead, lead]
-            case TopK(k=k):
-                axes += [(*lead, f"{PLACES}{k}")] * 2
-            case KeyedSums(kept=kept, sizes=sizes):
-                axes.append((*kept, *(f"{PLACES}{size}" for size in sizes)))
-            case _:
-                axes += [lead] * isinstance(output, ExpSums)
-                kept = (*spec.batch, spec.col) if isinstance(output, ColumnSums) else lead
-                for term in output.terms:
-                    wide = () if term.weights is None else spec.features(term.weights)
-                    axes.append((*kept, *wide))
-    return tuple(axes)
+    return tuple(axes for output in spec.outputs for axes in output_axes(spec, output))
+
+
+def output_axes(spec: FoldSpec, output: Output) -> list[tuple[str, ...]]:
+    """Return the axes of the results of one output before any epilogue."""
+    lead = (*spec.batch, spec.row)
+    match output:
+        case Extremum():
+            return [lead]
+        case ArgExtremum():
+            return [lead, lead]
+        case TopK(k=k):
+            return [(*lead, f"{PLACES}{k}")] * 2
+        case KeyedSums(kept=kept, sizes=sizes):
+            return [(*kept, *(f"{PLACES}{size}" for size in sizes))]
+    kept = (*spec.batch, spec.col) if isinstance(output, ColumnSums) else lead
+    wide = [() if t.weights is None else spec.features(t.weights) for t in output.terms]
+    return [lead] * isinstance(output, ExpSums) + [(*kept, *w) for w in wide]
 
 
 def terms_of(output: Output) -> tuple[WeightedTerm, ...]:
@@ -391,50 +379,9 @@ def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
     )
 
 
-def from_scalars(fun: TileFunction) -> TileFunction:
-    """Build a tile function from one of scalars, mapped over rows, columns and batches.
-
-    Example:
-        >>> tile = from_scalars(lambda dots, values, i, j: dots[0] * 2.0)
-        >>> tile((jnp.ones((2, 3)),), (), jnp.zeros((2, 1), int), jnp.zeros((1, 3), int)).shape
-        (2, 3)
-    """
-
-    def mapped(dots: tuple, values: tuple, i: Array, j: Array) -> Any:
-        args = (dots, values, i, j)
-        rank = max((jnp.ndim(x) for x in jax.tree.leaves(args)), default=0)
-        return _map_axes(fun, rank, args)
-
-    return mapped
-
-
-def _map_axes(fun: Callable, rank: int, args: tuple) -> Any:
-    """Map over `rank` leading axes; arrays of lower rank, or of size 1 there, are shared."""
-    if rank == 0:
-        return fun(*args)
-    leaves, tree = jax.tree.flatten(args)
-    size = max(x.shape[0] for x in leaves if jnp.ndim(x) == rank)
-    varies = [jnp.ndim(x) == rank and (x.shape[0] > 1 or size == 1) for x in leaves]
-    first = [
-        lax.squeeze(x, (0,)) if jnp.ndim(x) == rank and not v else x
-        for x, v in zip(leaves, varies, strict=True)
-    ]
-
-    def inner(*flat: Array) -> Any:
-        return _map_axes(fun, rank - 1, jax.tree.unflatten(tree, flat))
-
-    return jax.vmap(inner, in_axes=[0 if v else None for v in varies], axis_size=size)(*first)
-
-
 def _validate(spec: FoldSpec) -> None:
-    check = checker("fold")
-    size, shared = spec.size, {*spec.batch, spec.row, spec.col}
-    check(len(size) == len(spec.sizes) and len(shared) == len(spec.batch) + 2, "axes repeat", size)
-    check(shared <= set(size), "an axis has no size", shared - set(size))
-    for operand in spec.operands:
-        axes = operand.axes
-        check(len(set(axes)) == len(axes), "an operand reads an axis twice", axes)
-        check(set(axes) <= set(size), "an operand's axis has no size", axes)
+    shared = (*spec.batch, spec.row, spec.col)
+    check = checked_axes("fold", spec, shared, spec.size)
     for c in spec.contractions:
         for number, axis, other in ((c.row, spec.row, spec.col), (c.col, spec.col, spec.row)):
             axes = spec.operands[number].axes

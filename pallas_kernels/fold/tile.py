@@ -7,6 +7,7 @@ batch axis. The axes of a block have the order (inner batch axes, row, column, f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Sums,
     TopK,
     WeightedTerm,
+    output_axes,
     result_axes,
     terms_of,
 )
@@ -65,14 +67,6 @@ def read_block(
     return lax.transpose(lax.squeeze(array, dropped), [kept.index(a) for a in target])
 
 
-def _letters(spec: FoldSpec) -> dict[str, str]:
-    names = [*spec.batch, spec.row, spec.col, *(a for a, _ in spec.sizes)]
-    unique = dict.fromkeys(names)
-    return {
-        a: chr(ord("a") + k) if k < 26 else chr(ord("A") + k - 26) for k, a in enumerate(unique)
-    }
-
-
 class Block(NamedTuple):
     """The inputs of one tile.
 
@@ -97,14 +91,11 @@ def _einsum(
     precision: str | None,
     dtype: Any,
 ) -> Array:
-    letter = _letters(spec)
-    names = ["".join(letter[a] for a in axes) for axes in (*(axes for _, axes in sides), out)]
-    return jnp.einsum(
-        f"{','.join(names[:-1])}->{names[-1]}",
-        *(x for x, _ in sides),
-        precision=precision,
-        preferred_element_type=jnp.dtype(dtype),
-    )
+    number = {a: k for k, (a, _) in enumerate(spec.sizes)}
+    given = [part for x, axes in sides for part in (x, [number[a] for a in axes])]
+    total = jnp.dtype(dtype)
+    axes = [number[a] for a in out]
+    return jnp.einsum(*given, axes, precision=precision, preferred_element_type=total)
 
 
 def contract(spec: FoldSpec, contraction: Contraction, block: Block) -> Array:
@@ -404,7 +395,5 @@ def bundle(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
     if spec.epilogue is not None:
         return tuple(arrays)
     rest = iter(arrays)
-    counts = [len(terms_of(o)) + isinstance(o, ExpSums) for o in spec.outputs]
-    for k, output in enumerate(spec.outputs):
-        counts[k] += {Extremum: 1, KeyedSums: 1, ArgExtremum: 2, TopK: 2}.get(type(output), 0)
-    return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
+    counts = (len(output_axes(spec, o)) for o in spec.outputs)
+    return tuple(tuple(itertools.islice(rest, count)) for count in counts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Band,
     FoldSpec,
@@ -19,12 +20,9 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The block sizes of a fold on the `xla` backend.
+    """The block sizes of a fold on the `xla` backend: rows and columns per block.
 
-    Args:
-        rows: rows per block.
-        cols: columns per block.
-        inner: batch axes that a block holds whole; the others are looped over.
+    inner: batch axes that a block holds whole; the others are looped over.
     """
 
     rows: int
@@ -41,10 +39,7 @@ def even(size: int, block: int) -> int:
 class FoldTiling:
     """A row of the table: the fastest sizes, f32 on two cores with 2 MiB of L2 each (2026-11).
 
-    Args:
-        rows: rows per block.
-        cols: columns per block.
-        pairs: the most pairs for which a block still holds whole batch axes.
+    pairs: the most pairs for which a block still holds whole batch axes.
     """
 
     rows: int
@@ -108,25 +103,21 @@ def xla_blocks(spec: FoldSpec) -> Blocks:
 
 def shared_axes(spec: FoldSpec) -> tuple[str, ...]:
     """Return the batch axes that share one table lookup and one sum by key."""
-    tables = [k for k in spec.tile.reads if spec.features(k)]
     sums = [o for o in spec.outputs if isinstance(o, KeyedSums)]
-    used = {a for k in tables for a in spec.operands[k].axes}
+    used = {a for k in spec.tables for a in spec.operands[k].axes}
     used |= {a for o in sums for a in (*o.kept, *o.varies)}
-    return tuple(a for a in spec.batch if a not in used) if tables or sums else ()
+    return tuple(a for a in spec.batch if a not in used) if spec.tables or sums else ()
 
 
 @dataclass(frozen=True, slots=True)
 class TritonBlocks:
     """The block sizes of a fold on the `triton` backend.
 
-    Args:
-        rows: rows per program.
-        cols: columns per step.
-        chunk: features per step, where the features are too many to hold at once.
-        warps: warps per program.
-        stages: depth of the load pipeline.
-        splits: programs that share the columns of one row block.
-        features: features of the weights per program; 0 for all of them.
+    rows: rows per program. cols: columns per step.
+    chunk: features per step, where the features are too many to hold at once.
+    warps: warps per program. stages: depth of the load pipeline.
+    splits: programs that share the columns of one row block.
+    features: features of the weights per program; 0 for all of them.
     """
 
     rows: int = 64
@@ -162,8 +153,8 @@ WIDE = 256  # the most features contracted, or summed, in one step
 def triton_blocks(spec: FoldSpec) -> TritonBlocks:
     """Return the block sizes of a fold on the `triton` backend, columns not split."""
     blocks = _triton_cut(spec)
-    rows = min(blocks.rows, power_of_two(spec.rows))
-    return replace(blocks, rows=rows, cols=min(blocks.cols, power_of_two(spec.cols)))
+    rows, cols = (power_of_two(n, LEAST_SIDE) for n in (spec.rows, spec.cols))
+    return replace(blocks, rows=min(blocks.rows, rows), cols=min(blocks.cols, cols))
 
 
 def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> TritonBlocks:
@@ -203,13 +194,8 @@ def bytes_held(spec: FoldSpec) -> int:
 
     def held(number: int, *dtypes: str) -> int:
         size = max(jnp.dtype(d).itemsize for d in (spec.operands[number].dtype, *dtypes))
-        return power_of_two(spec.width(number)) * size
+        return power_of_two(spec.width(number), LEAST_SIDE) * size
 
     terms = {(t.weights, t.round_to) for o in spec.outputs for t in terms_of(o)}
     total = sum(held(c.col, spec.operands[c.row].dtype) for c in spec.contractions)
     return total + sum(held(w, rounded or "float32") for w, rounded in terms if w is not None)
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two not below `size`, and at least 16 (the minimum of a dot)."""
-    return max(16, 1 << max(size - 1, 0).bit_length())

@@ -16,26 +16,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
+    LEAST_SIDE,
     Reason,
     Support,
     accepted,
     cost_estimate,
     first_reason,
+    power_of_two,
     too_large,
 )
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
-from symjax_rewrite.pallas_kernels.fold.layout import (
-    FoldResult,
-    feature_order,
-    kind,
-    loadable,
-    merge_features,
-)
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ColumnSums,
@@ -53,12 +49,14 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     monoid_of,
     read_block,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import (
-    WIDE,
-    TritonBlocks,
-    power_of_two,
+from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
+    FEATURE,
+    FoldResult,
+    Kernel,
+    feature_order,
+    merge,
 )
-from symjax_rewrite.pallas_kernels.fold.triton_kernel import Kernel
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 
 Array = Any
@@ -69,11 +67,9 @@ def supports(spec: FoldSpec) -> Support:
     """Return `YES` if this backend runs the fold on a GPU of compute capability 8.0 or newer."""
     weights = weights_of(spec)
     widths = [spec.width(k) for k in weights]
-    used = {c.row for c in spec.contractions} | {c.col for c in spec.contractions}
     dtypes = {o.dtype for o in spec.operands}
     foreign = unlowered(spec)
     raw = dataclasses.replace(spec, epilogue=None)
-    arrays = [spec.shape(k) for k in range(len(spec.operands))]
     refusal = first_reason(
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
@@ -88,7 +84,8 @@ def supports(spec: FoldSpec) -> Support:
         ),
         (not _sliceable(spec), f"weights wider than {WIDE} features beside others"),
         (
-            max(widths, default=0) <= WIDE and sum(map(power_of_two, widths)) > 2 * WIDE,
+            max(widths, default=0) <= WIDE
+            and sum(power_of_two(w, LEAST_SIDE) for w in widths) > 2 * WIDE,
             "sums too wide for one multiprocessor",
         ),
         (
@@ -96,7 +93,7 @@ def supports(spec: FoldSpec) -> Support:
             "an operand's features are read in two orders",
         ),
         (
-            any(kind(spec.operands[k].dtype) != "f" for k in used),
+            any(not jnp.issubdtype(spec.operands[k].dtype, jnp.floating) for k in spec.contracted),
             "a contraction of integers",
         ),
         (
@@ -105,7 +102,7 @@ def supports(spec: FoldSpec) -> Support:
             ),
             "a weighted sum of integers",
         ),
-        (too_large(arrays), "an operand has more than 2^31 elements"),
+        (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
         (too_large([(spec.rows,), (spec.cols,)]), "an axis of more than 2^31 elements"),
     )
     return _supports_sizes(spec, raw) if refusal else refusal
@@ -124,7 +121,7 @@ def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
 @lru_cache(maxsize=256)
 def unlowered(spec: FoldSpec) -> tuple[str, ...]:
     """Return the operations of the tile program and epilogue that Pallas-Triton cannot lower."""
-    side = 16
+    side = LEAST_SIDE
 
     def shaped(number: int) -> jax.ShapeDtypeStruct:
         axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
@@ -150,10 +147,8 @@ def _sliceable(spec: FoldSpec) -> bool:
     widths = {spec.width(k) for k in weights}
     if max(widths, default=0) <= WIDE:
         return True
-    reads = spec.epilogue.reads if spec.epilogue else ()
-    widths |= {spec.width(k) for k in reads if spec.features(k)}
-    contracted = {k for c in spec.contractions for k in (c.row, c.col)}
-    return len(widths) == 1 and not contracted & {*weights, *reads}
+    widths |= {spec.width(k) for k in spec.read_last if spec.features(k)}
+    return len(widths) == 1 and not spec.contracted & {*weights, *spec.read_last}
 
 
 def _one_order(spec: FoldSpec, c: Contraction) -> bool:
@@ -170,27 +165,20 @@ def fold_triton(
     blocks: TritonBlocks | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a fold as one kernel.
+    """Run a fold that `supports` accepts as one kernel.
 
-    Args:
-        spec: a fold that `supports` accepts.
-        operands: one array per operand of the spec.
-        blocks: tile sizes, warps, stages and splits; if left out, those of the table, reduced until
-            they fit the device.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `reference.fold_reference`.
+    blocks: if left out, those of the table, reduced until they fit the device.
+    interpret: run in Pallas' interpreter, on any device.
     """
     blocks = blocks or accepted(fold_cut(spec))
     inside = spec if blocks.splits == 1 else dataclasses.replace(spec, epilogue=None)
-    merged = [merge_features(spec, k, x) for k, x in enumerate(operands)]
+    merged = [_merged(spec, k, x) for k, x in enumerate(operands)]
     results = [
         FoldResult.of(inside, *pair)
         for pair in zip(result_axes(inside), flat_shapes(inside), strict=True)
     ]
     kernel = Kernel(inside, blocks, tuple(axes for axes, _ in merged), tuple(results))
-    given = [x.astype(loadable(x.dtype)) for _, x in merged]
+    given = [x for _, x in merged]
     out_shape = [r.stored(inside, blocks.splits) for r in results]
     work = fold_cost.visited_flops(spec, blocks.rows, blocks.cols, kernel.grid[2])
     out = pl.pallas_call(
@@ -213,6 +201,15 @@ def fold_triton(
     return _combine(spec, inside, parts, operands)
 
 
+def _merged(spec: FoldSpec, number: int, x: Array) -> tuple[tuple[str, ...], Array]:
+    """Return an operand with its feature axes merged, and the axes; Triton loads no booleans."""
+    axes = spec.operands[number].axes
+    order, merged = merge(axes, feature_order(spec, number))
+    x = lax.transpose(x, [axes.index(a) for a in order])
+    x = x.reshape([spec.width(number) if a == FEATURE else spec.size[a] for a in merged])
+    return merged, x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+
+
 def _combine(
     spec: FoldSpec, inside: FoldSpec, parts: Sequence[list[Array]], operands: Sequence[Array]
 ) -> tuple[Any, ...]:
@@ -223,9 +220,8 @@ def _combine(
             monoid_of(o).combine(a, b)
             for o, a, b in zip(spec.outputs, states, bundle(inside, part), strict=True)
         )
-    reads = spec.epilogue.reads if spec.epilogue else ()
     whole = [
-        read_block(spec, k, x, {}, {}, spec.batch) if k in reads else x
+        read_block(spec, k, x, {}, {}, spec.batch) if k in spec.read_last else x
         for k, x in enumerate(operands)
     ]
     done = finish(spec, states, whole, spec.batch)

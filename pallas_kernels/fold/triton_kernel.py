@@ -1,6 +1,7 @@
-"""The body of the Triton fold: masked loads, the column loop, stores (may import spec.py).
+"""The body of the Triton fold: layout, masked loads, the column loop, stores (imports spec.py).
 
-The code here runs while the kernel is traced. A program has one row block of one batch element.
+The code here runs while the kernel is traced. A program has one row block of one batch element. The
+feature axes of every operand and result are merged into one axis.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import monoid
-from symjax_rewrite.pallas_kernels.fold.layout import FEATURE, FoldResult
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
@@ -35,11 +35,69 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     weights_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
-from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks, power_of_two
+from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, indices, load, store
 
 Array = Any
+FEATURE = ""  # the name of the merged feature axis of an operand or a result
+SPLIT = "split"  # the name of the first axis of stored results, one element per split of columns
+
+
+def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
+    """Return the feature axes in the order of the operand's contraction, else in its own order."""
+    orders = (c.over for c in spec.contractions if number in (c.row, c.col))
+    return next(orders, spec.features(number))
+
+
+def merge(
+    axes: tuple[str, ...], features: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return axes in an order in which the features are adjacent, and with the features merged.
+
+    The order changes only where the features are not adjacent: they are then moved to the end.
+    """
+    if not features:
+        return axes, axes
+    at, count = axes.index(features[0]), len(features)
+    if axes[at : at + count] != features:
+        axes = (*(a for a in axes if a not in features), *features)
+        at = len(axes) - count
+    return axes, (*axes[:at], FEATURE, *axes[at + count :])
+
+
+@dataclass(frozen=True, slots=True)
+class FoldResult:
+    """One result of a kernel.
+
+    wanted: the axes as requested.
+    order: the axes with features adjacent.
+    axes: the axes as stored, with features merged.
+    width: the number of features.
+    """
+
+    wanted: tuple[str, ...]
+    order: tuple[str, ...]
+    axes: tuple[str, ...]
+    width: int
+    dtype: Any
+
+    @classmethod
+    def of(cls, spec: FoldSpec, wanted: tuple[str, ...], shape: jax.ShapeDtypeStruct) -> FoldResult:
+        features = tuple(a for a in wanted if a not in (*spec.batch, spec.row))
+        width = math.prod(spec.size[a] for a in features)
+        return cls(wanted, *merge(wanted, features), width, shape.dtype)
+
+    def stored(self, spec: FoldSpec, splits: int) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype as the kernel writes them; Triton stores no booleans."""
+        sizes = [self.width if a == FEATURE else spec.size[a] for a in self.axes]
+        dtype = jnp.int8 if self.dtype == jnp.bool_ else self.dtype
+        return jax.ShapeDtypeStruct((splits, *sizes), dtype)
+
+    def restored(self, spec: FoldSpec, x: Array) -> Array:
+        x = x.reshape([spec.size[a] for a in self.order]).astype(self.dtype)
+        return lax.transpose(x, [self.order.index(a) for a in self.wanted])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,141 +120,116 @@ class Kernel:
         slices = pl.cdiv(max(widths), self.blocks.features) if self.blocks.features else 1
         return self.row_blocks * math.prod(self.spec.batch_shape), self.blocks.splits, slices
 
-    def sliced(self, number: int) -> bool:
+    def is_sliced(self, number: int) -> bool:
         """Return True if each program has its own slice of the operand's features."""
-        reads = self.spec.epilogue.reads if self.spec.epilogue else ()
-        return self.blocks.features > 0 and number in (*weights_of(self.spec), *reads)
+        spec = self.spec
+        return self.blocks.features > 0 and number in (*weights_of(spec), *spec.read_last)
 
-    def held(self, width: int, sliced: bool) -> int:
-        """Return how many of `width` features a program holds."""
-        return self.blocks.features if sliced else power_of_two(width)
-
-    def chunked(self, number: int) -> bool:
+    def is_chunked(self, number: int) -> bool:
         """Return True if the operand's features are read in chunks inside the column loop."""
-        return self.spec.width(number) > WIDE and not self.sliced(number)
+        return self.spec.width(number) > WIDE and not self.is_sliced(number)
+
+    def features(self, width: int, is_sliced: bool) -> int:
+        """Return how many of `width` features a program holds, padded."""
+        return self.blocks.features if is_sliced else power_of_two(width, LEAST_SIDE)
 
     def place(self, step: Any) -> dict[str, Any]:
         """Return batch indices and row block of a program; causal folds start with late rows."""
-        count = jnp.int32(self.row_blocks)
-        row = lax.rem(step, count)
-        place = {self.spec.row: count - 1 - row if self.spec.band.upper is not None else row}
-        rest = lax.div(step, count)
-        for axis in reversed(self.spec.batch):
-            size = jnp.int32(self.spec.size[axis])
-            place[axis] = lax.rem(rest, size)
-            rest = lax.div(rest, size)
+        spec = self.spec
+        counts = {a: spec.size[a] for a in spec.batch} | {spec.row: self.row_blocks}
+        place = indices(step, counts)
+        if spec.band.upper is not None:
+            place[spec.row] = self.row_blocks - 1 - place[spec.row]
         return place
 
     def operand_spec(self, number: int) -> pl.BlockSpec:
-        spec, blocks = self.spec, self.blocks
-        width = spec.width(number)
-        features = (
-            pl.cdiv(width, blocks.chunk) * blocks.chunk
-            if self.chunked(number)
-            else self.held(width, self.sliced(number))
-        )
-        extent = {
-            spec.row: blocks.rows,
-            spec.col: pl.cdiv(spec.cols, blocks.cols) * blocks.cols,
-            FEATURE: features,
-        }
-        shape = tuple(extent.get(a) for a in self.axes[number])
-
-        def index(step: Any, split: Any, part: Any) -> tuple[Any, ...]:
-            del split
-            place = self.place(step) | ({FEATURE: part} if self.sliced(number) else {})
-            return tuple(place.get(a, 0) for a in self.axes[number])
-
-        return pl.BlockSpec(shape, index)
+        width, chunk = self.spec.width(number), self.blocks.chunk
+        is_sliced = self.is_sliced(number)
+        if self.is_chunked(number):
+            return self._block_spec(self.axes[number], pl.cdiv(width, chunk) * chunk, False)
+        return self._block_spec(self.axes[number], self.features(width, is_sliced), is_sliced)
 
     def result_spec(self, result: FoldResult) -> pl.BlockSpec:
-        features = self.held(result.width(self.spec), self.blocks.features > 0)
-        extent = {self.spec.row: self.blocks.rows, FEATURE: features}
+        is_sliced = self.blocks.features > 0
+        features = self.features(result.width, is_sliced)
+        return self._block_spec((SPLIT, *result.axes), features, is_sliced)
+
+    def _block_spec(self, axes: Sequence[str], features: int, is_sliced: bool) -> pl.BlockSpec:
+        """Return a program's block of an array: its rows, all columns, and its features."""
+        spec, cols = self.spec, self.blocks.cols
+        extent = {spec.row: self.blocks.rows, spec.col: pl.cdiv(spec.cols, cols) * cols}
+        extent[FEATURE] = features
 
         def index(step: Any, split: Any, part: Any) -> tuple[Any, ...]:
-            place = self.place(step) | ({FEATURE: part} if self.blocks.features else {})
-            return (split, *(place.get(a, 0) for a in result.axes))
+            place = self.place(step) | {SPLIT: split, FEATURE: part if is_sliced else 0}
+            return tuple(place.get(a, 0) for a in axes)
 
-        return pl.BlockSpec((None, *(extent.get(a) for a in result.axes)), index)
+        return pl.BlockSpec(tuple(extent.get(a) for a in axes), index)
 
-    def load(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
-        """Load a block [rows or columns, features], [rows, columns], [rows], [columns] or [].
+    def extents(
+        self, axes: Sequence[str], width: int, is_sliced: bool, at: dict[str, Any], chunk: Any
+    ) -> list[Extent]:
+        """Return the extents of a tile along the row, column and feature axes of an array.
 
-        Args:
-            ref: the reference of the operand.
-            number: the number of the operand.
-            at: the numbers of the block's first row and first column.
-            chunk: the number of the chunk of features, if features are read in chunks.
+        at: the numbers of the first row and feature of the program, and of the first column.
+        chunk: the number of the chunk of features; None if features are not read in chunks.
         """
         spec, blocks = self.spec, self.blocks
-        kept = [a for a in self.axes[number] if a not in spec.batch]
-        if not kept:
-            return self._typed(ref[...], number)
-        where, masks = [], []
-        for position, axis in enumerate(kept):
-            if axis == spec.row:
-                size, first, limit = blocks.rows, 0, spec.rows
-                offset = at[axis]
-                partial = spec.rows % blocks.rows != 0
-            elif axis == spec.col:
-                size, first, limit = blocks.cols, at[axis], spec.cols
-                offset = at[axis]
-                partial = spec.cols % blocks.cols != 0
-            else:
-                limit = spec.width(number)
-                size = self._extent([FEATURE], number, chunk)[0]
-                first = 0 if chunk is None else chunk * size
-                offset = first + (at[FEATURE] if self.sliced(number) else 0)
-                partial = limit % size != 0
-            where.append(pl.ds(first, size))
-            if partial:
-                inside = offset + jnp.arange(size, dtype=jnp.int32) < limit
-                masks.append(
-                    lax.broadcast_in_dim(inside, self._extent(kept, number, chunk), (position,))
-                )
-        block = ref.at[tuple(where)]
-        if not masks:
-            return self._ordered(plgpu.load(block), kept, number)
-        mask = masks[0]
-        for other in masks[1:]:
-            mask = mask & other
-        return self._ordered(plgpu.load(block, mask=mask, other=0), kept, number)
+        size = self.features(width, is_sliced) if chunk is None else blocks.chunk
+        start = 0 if chunk is None else chunk * size
+        made = {FEATURE: Extent(size, start, start + at[FEATURE] if is_sliced else start, width)}
+        if spec.row in axes:
+            made[spec.row] = Extent(blocks.rows, 0, at[spec.row], spec.rows)
+        if spec.col in axes:
+            made[spec.col] = Extent(blocks.cols, at[spec.col], at[spec.col], spec.cols)
+        return [made[a] for a in axes if a not in spec.batch]
 
-    def _extent(self, kept: Sequence[str], number: int, chunk: Any) -> tuple[int, ...]:
-        features = self.held(self.spec.width(number), self.sliced(number))
-        features = self.blocks.chunk if chunk is not None else features
-        sizes = {self.spec.row: self.blocks.rows, self.spec.col: self.blocks.cols}
-        return tuple(sizes.get(a, features) for a in kept)
+    def read(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
+        """Load a tile [rows or columns, features], [rows, columns], [rows], [columns] or [].
 
-    def _ordered(self, block: Array, kept: Sequence[str], number: int) -> Array:
-        order = [a for a in (self.spec.row, self.spec.col, FEATURE) if a in kept]
-        if list(kept) != order:
-            block = block.T
-        return self._typed(block, number)
+        at, chunk: as in `extents`.
+        """
+        axes, spec = self.axes[number], self.spec
+        where = self.extents(axes, spec.width(number), self.is_sliced(number), at, chunk)
+        tile = load(ref, where)
+        order = [(spec.row, spec.col, FEATURE).index(a) for a in axes if a not in spec.batch]
+        tile = tile if order == sorted(order) else tile.T
+        return tile != 0 if spec.operands[number].dtype == "bool" else tile
 
-    def _typed(self, block: Array, number: int) -> Array:
-        return block != 0 if self.spec.operands[number].dtype == "bool" else block
+    def write(self, ref: Any, result: FoldResult, value: Array, at: dict[str, Any]) -> None:
+        """Store a tile [rows] or [rows, features] of a result."""
+        where = self.extents(result.axes, result.width, self.blocks.features > 0, at, None)
+        first = next(a for a in result.axes if a not in self.spec.batch)
+        store(ref, where, value if first == self.spec.row else value.T)
 
     def contraction(
-        self, c: Contraction, refs: Sequence[Any], held: dict[int, Array], at: dict[str, Any]
+        self, c: Contraction, refs: Sequence[Any], loaded: dict[int, Array], at: dict[str, Any]
     ) -> Array:
         dtype = jnp.promote_types(self.spec.operands[c.row].dtype, self.spec.operands[c.col].dtype)
-        if not self.chunked(c.row):
-            col = held[c.col] if c.col in held else self.load(refs[c.col], c.col, at)
-            held[c.col] = col
-            return _dot_t(held[c.row].astype(dtype), col.astype(dtype), c)
+
+        def product(row: Array, col: Array) -> Array:
+            row, col = row.astype(dtype), col.astype(dtype)
+            return dot(row, col, c.precision, transposed=True).astype(c.dtype)
+
+        if not self.is_chunked(c.row):
+            if c.col not in loaded:
+                loaded[c.col] = self.read(refs[c.col], c.col, at)
+            return product(loaded[c.row], loaded[c.col])
 
         def step(chunk: Any, total: Array) -> Array:
-            row = self.load(refs[c.row], c.row, at, chunk)
-            col = self.load(refs[c.col], c.col, at, chunk)
-            return total + _dot_t(row.astype(dtype), col.astype(dtype), c)
+            row, col = (self.read(refs[k], k, at, chunk) for k in (c.row, c.col))
+            return total + product(row, col)
 
         zero = jnp.zeros((self.blocks.rows, self.blocks.cols), jnp.float32)
         chunks = pl.cdiv(self.spec.width(c.row), self.blocks.chunk)
         return lax.fori_loop(0, chunks, step, zero).astype(c.dtype)
 
     def measure(
-        self, term: WeightedTerm, made: Sequence[Array], held: dict[int, Array], valid: Array | None
+        self,
+        term: WeightedTerm,
+        made: Sequence[Array],
+        loaded: dict[int, Array],
+        valid: Array | None,
     ) -> monoid.Measure:
         def weighted(p: Array) -> Array:
             if term.factor is not None:
@@ -204,7 +237,7 @@ class Kernel:
                 p = p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))
             if term.weights is None:
                 return jnp.sum(p, axis=-1, dtype=p.dtype)
-            w = held[term.weights]
+            w = loaded[term.weights]
             if term.round_to is not None:
                 p = p.astype(term.round_to)
             elif w.ndim == 2 and p.dtype == jnp.float32 and in_two_parts(self.spec, term):
@@ -214,7 +247,7 @@ class Kernel:
                 total = accumulator(dtype)
                 p = p.astype(total) * w.astype(total)[None, :]
                 return jnp.sum(p, axis=-1, dtype=total)
-            return _dot(p.astype(dtype), w.astype(dtype), term.precision)
+            return dot(p.astype(dtype), w.astype(dtype), term.precision)
 
         return weighted
 
@@ -229,7 +262,7 @@ class Kernel:
         if spec.band.upper is not None:
             ends.append(row + blocks.rows + spec.band.upper)
         if spec.band.length is not None:
-            length = row_length(self.load(refs[spec.band.length], spec.band.length, {}))
+            length = row_length(self.read(refs[spec.band.length], spec.band.length, {}))
             ends.append(length + spec.band.extra + (row + blocks.rows - 1) * spec.band.follows)
         for end in ends:
             last = lax.div(jnp.maximum(end, 0) + blocks.cols - 1, jnp.int32(blocks.cols))
@@ -246,41 +279,37 @@ class Kernel:
         row = self.place(pl.program_id(0))[spec.row] * blocks.rows
         here = {spec.row: row, FEATURE: pl.program_id(2) * blocks.features}
         i = (row + jnp.arange(blocks.rows, dtype=jnp.int32))[:, None]
-        contracted = {k for c in spec.contractions for k in (c.row, c.col)}
-        last = spec.epilogue.reads if spec.epilogue else ()
-        needed = {
-            *spec.tile.reads,
-            *weights_of(spec),
-            *(k for k in contracted if not self.chunked(k)),
-        }
+        contracted = {k for k in spec.contracted if not self.is_chunked(k)}
+        needed = {*spec.tile.reads, *weights_of(spec), *contracted}
         fixed = {
-            k: self.load(inputs[k], k, here) for k in sorted(needed) if spec.col not in self.axes[k]
+            k: self.read(inputs[k], k, here) for k in sorted(needed) if spec.col not in self.axes[k]
         }
 
         def step(block: Any, states: tuple[State, ...]) -> tuple[State, ...]:
             start = block * blocks.cols
             at = {**here, spec.col: start}
             j = (start + jnp.arange(blocks.cols, dtype=jnp.int32))[None, :]
-            held = dict(fixed)
-            dots = tuple(self.contraction(c, inputs, held, at) for c in spec.contractions)
-            for k in sorted(needed - set(held)):
-                held[k] = self.load(inputs[k], k, at)
-            values = tuple(self._as_tile(held[k], k) for k in spec.tile.reads)
+            loaded = dict(fixed)
+            dots = tuple(self.contraction(c, inputs, loaded, at) for c in spec.contractions)
+            for k in sorted(needed - set(loaded)):
+                loaded[k] = self.read(inputs[k], k, at)
+            values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
             made = keeping_nan(spec.tile.fun)(dots, values, i, j)
             made = made if isinstance(made, (tuple, list)) else (made,)
             shape = (blocks.rows, blocks.cols)
             made = [jnp.broadcast_to(t, shape) for t in made]
             valid = None if spec.cols % blocks.cols == 0 else jnp.broadcast_to(j < spec.cols, shape)
             return tuple(
-                _extend(o, s, *self.arguments(o, made, held, valid, j))
+                _extend(o, s, *self.arguments(o, made, loaded, valid, j))
                 for o, s in zip(spec.outputs, states, strict=True)
             )
 
         low, high = self.column_range(inputs, row, pl.program_id(1))
         states = lax.fori_loop(low, high, step, self.start())
-        rows = [self._as_row(fixed.get(k, self.load(inputs[k], k, here)), k) for k in last]
+        last = spec.read_last
+        rows = [self._across(fixed.get(k, self.read(inputs[k], k, here)), k) for k in last]
         for k, value in enumerate(self.finish(states, rows)):
-            self.store(results[k], k, value, here)
+            self.write(results[k], self.results[k], value, here)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Return all stored results, flat: [rows] or [rows, features]."""
@@ -291,28 +320,22 @@ class Kernel:
         out = []
         made = keeping_nan(self.spec.epilogue.fun)(wide, tuple(rows))
         for x, r in zip(made, self.results, strict=True):
+            shape: tuple[int, ...] = (self.blocks.rows,)
             if FEATURE in r.axes:
-                wide = self.held(r.width(self.spec), self.blocks.features > 0)
-                x = jnp.broadcast_to(x, (self.blocks.rows, wide))
-            else:
-                x = jnp.sum(x, axis=1, dtype=x.dtype) if x.ndim == 2 else x
-                x = jnp.broadcast_to(x, (self.blocks.rows,))
-            out.append(x)
+                shape = (*shape, self.features(r.width, self.blocks.features > 0))
+            elif x.ndim == 2:
+                x = jnp.sum(x, axis=1, dtype=x.dtype)
+            out.append(jnp.broadcast_to(x, shape))
         return out
 
-    def _as_row(self, value: Array, number: int) -> Array:
-        if value.ndim == 1:
-            return value[:, None] if self.spec.row in self.axes[number] else value[None, :]
-        return value
-
-    def _as_tile(self, value: Array, number: int) -> Array:
-        axes = self.axes[number]
-        if value.ndim == 1:
-            return value[:, None] if self.spec.row in axes else value[None, :]
-        return value
+    def _across(self, value: Array, number: int) -> Array:
+        """Return a vector over rows or columns as one that broadcasts over the tile."""
+        if value.ndim != 1:
+            return value
+        return value[:, None] if self.spec.row in self.axes[number] else value[None, :]
 
     def arguments(
-        self, o: Output, made: Sequence[Array], held: dict[int, Array], valid: Any, j: Array
+        self, o: Output, made: Sequence[Array], loaded: dict[int, Array], valid: Any, j: Array
     ) -> tuple[Any, ...]:
         """Return the arguments of the monoid's `lift`; columns past the end hold the identity."""
         tile = made[o.tile]
@@ -333,7 +356,7 @@ class Kernel:
             return (tile,)
         if isinstance(o, ArgExtremum):
             return tile, j
-        return tile, [self.measure(t, made, held, valid) for t in terms_of(o)]
+        return tile, [self.measure(t, made, loaded, valid) for t in terms_of(o)]
 
     def start(self) -> tuple[State, ...]:
         """Return the identity of every output's monoid, at the padded shapes of a block."""
@@ -341,7 +364,7 @@ class Kernel:
         avals = []
         for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
             features = math.prod(shape.shape[len(self.spec.batch) + 1 :])
-            wide = (self.held(features, self.blocks.features > 0),)
+            wide = (self.features(features, self.blocks.features > 0),)
             wide = wide if len(axes) > len(self.spec.batch) + 1 else ()
             dtype = jnp.int32 if shape.dtype == jnp.bool_ else shape.dtype
             avals.append(jax.ShapeDtypeStruct((self.blocks.rows, *wide), dtype))
@@ -349,33 +372,6 @@ class Kernel:
             _monoid(o).identity(state)
             for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
         )
-
-    def store(self, ref: Any, number: int, value: Array, here: dict[str, Any]) -> None:
-        """Write a block of result `number`, masked past the ends of the result."""
-        result = self.results[number]
-        value = value.astype(ref.dtype)
-        kept = [a for a in result.axes if a not in self.spec.batch]
-        masks = []
-        for position, axis in enumerate(kept):
-            if axis == self.spec.row:
-                size, limit = self.blocks.rows, self.spec.rows
-            else:
-                limit = result.width(self.spec)
-                size = self.held(limit, self.blocks.features > 0)
-            if limit % size:
-                shape = (
-                    value.shape
-                    if value.ndim == 1 or kept[0] == self.spec.row
-                    else value.shape[::-1]
-                )
-                inside = here[axis] + jnp.arange(size, dtype=jnp.int32) < limit
-                masks.append(lax.broadcast_in_dim(inside, shape, (position,)))
-        if value.ndim == 2 and kept[0] != self.spec.row:
-            value = value.T
-        mask = None
-        for m in masks:
-            mask = m if mask is None else mask & m
-        plgpu.store(ref.at[...], value, mask=mask)
 
 
 def _monoid(output: Output) -> Monoid:
@@ -413,12 +409,6 @@ def _told(output: Output, state: State) -> State:
     return state
 
 
-def _dot(a: Array, b: Array, precision: str | None) -> Array:
-    return lax.dot_general(
-        a, b, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-
-
 def _dot_in_two_parts(a: Array, b: Array) -> Array:
     """Return `a @ b` of f32 and bf16; the bf16 rounding error of `a` is multiplied too.
 
@@ -426,10 +416,4 @@ def _dot_in_two_parts(a: Array, b: Array) -> Array:
     """
     high = a.astype(b.dtype)
     rest = jnp.where(lax.is_finite(high), a - high.astype(a.dtype), jnp.zeros_like(a))
-    return _dot(high, b, None) + _dot(rest.astype(b.dtype), b, None)
-
-
-def _dot_t(a: Array, b: Array, c: Contraction) -> Array:
-    return lax.dot_general(
-        a, b, (((1,), (1,)), ((), ())), precision=c.precision, preferred_element_type=jnp.float32
-    ).astype(c.dtype)
+    return dot(high, b) + dot(rest.astype(b.dtype), b)

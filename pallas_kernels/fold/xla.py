@@ -38,8 +38,7 @@ Array = Any
 
 def supports(spec: FoldSpec) -> Support:
     """Return `YES` if 32-bit integers can number the fold's places."""
-    tables = [k for k in spec.tile.reads if spec.features(k)]
-    numbered = [[spec.size[a] for a in spec.features(k)] for k in tables]
+    numbered = [[spec.size[a] for a in spec.features(k)] for k in spec.tables]
     numbered += [o.sizes for o in spec.outputs if isinstance(o, KeyedSums)]
     return first_reason(
         (too_large(numbered), "a table, or sums by key, of more than 2^31 elements"),
@@ -136,16 +135,7 @@ def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[A
 
 
 def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tuple[Any, ...]:
-    """Run a fold, streamed.
-
-    Args:
-        spec: the fold.
-        arrays: one per operand of the spec.
-        blocks: block sizes; chosen from the table of measurements if left out.
-
-    Returns:
-        The results of `reference.fold_reference`.
-    """
+    """Run a fold, streamed; `blocks` are chosen from the table of measurements if left out."""
     shapes = flat_shapes(spec)
     if spec.rows == 0 or 0 in spec.batch_shape:
         return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])

@@ -4,7 +4,7 @@
 
 The row scale leaves the contraction, and the loop of the contraction also sums the statistics (the
 moments monoid). So x is read once, and the normalised x is not stored. A `NormSpec` describes the
-computation; `xla.norm_xla` is its definition; layer.py builds the specs of layers and gradients.
+computation; `xla.norm_xla` is its definition; layer.py builds the specs of layers.
 """
 
 from __future__ import annotations
@@ -12,49 +12,23 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jax import lax
-
 from symjax_rewrite.pallas_kernels.backend import (
-    YES,
     Backend,
-    Reason,
-    Support,
+    KernelFamily,
     check_operands,
-    first_on_cuda,
-    run_named,
+    triton_backend,
 )
-from symjax_rewrite.pallas_kernels.derivatives import by_definition
-from symjax_rewrite.pallas_kernels.norm import xla as _xla
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
+from symjax_rewrite.pallas_kernels.norm.xla import group_xla
 
-
-def _triton_supports(spec: Any) -> Support:
-    """Return `YES`, or the reason against the Triton backend; Pallas is imported on first use."""
-    from symjax_rewrite.pallas_kernels.norm import triton
-
-    return triton.supports(spec)
-
-
-def _triton_run(*args: Any, **kwargs: Any) -> Any:
-    """Run a spec by the Triton backend."""
-    from symjax_rewrite.pallas_kernels.norm import triton
-
-    return triton.group_triton(*args, **kwargs)
-
-
-BACKENDS = {
-    b.name: b
-    for b in (
-        Backend("xla", None, _xla.supports, _xla.group_xla),
-        Backend("triton", "cuda", _triton_supports, _triton_run),
-    )
-}
-
-
-def supports(group: NormGroup) -> Support:
-    """Return `YES` if a program lowered for CUDA runs the group as one kernel, else the reason."""
-    found = first_on_cuda([BACKENDS["triton"]], group)
-    return found if isinstance(found, Reason) else YES
+NORMS: KernelFamily[NormGroup] = KernelFamily.of(
+    "matmul",
+    Backend("xla", None, group_xla),
+    triton_backend("symjax_rewrite.pallas_kernels.norm.triton", "group_triton"),
+    on_cuda=("triton",),
+)
+BACKENDS = NORMS.backends
+cuda_backend = NORMS.cuda_backend
 
 
 def norm_linear(spec: NormSpec, *operands: Any, backend: str = "auto") -> Any:
@@ -97,13 +71,5 @@ def norm_linears(group: NormGroup, *operands: Any, backend: str = "auto") -> tup
         KernelError: the operands do not fit, or the backend asked for does not exist or does not
             support the group.
     """
-    check_operands(group.shapes, operands, "matmul")
-    plain = partial(_xla.group_xla, group)
-    if backend != "auto":
-        run = run_named(BACKENDS, backend, group, "matmul")
-    elif not supports(group):
-        run = plain
-    else:
-        kernel = partial(_triton_run, group)
-        run = partial(lax.platform_dependent, cuda=kernel, default=plain)
-    return by_definition(run, plain, *operands)
+    check_operands(group.avals, operands, "matmul")
+    return NORMS.call(group, operands, backend, partial(group_xla, group))

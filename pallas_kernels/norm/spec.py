@@ -9,14 +9,16 @@ leaves the contraction, so x is read once: `Σ_k (x·r·γ)·W = r·Σ_k x·(γ�
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.pallas_kernels.backend import bytes_of
 
 Array = Any
 HALF = ("bfloat16", "float16")
@@ -100,27 +102,27 @@ class NormSpec:
             )
 
     @property
-    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Return the dtypes of the operands by group, in order."""
+        return self.pairs, self.columns, self.weights, self.row_vectors, self.ends, self.fulls
+
+    @property
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Return shape and dtype of every operand, in order."""
         m, k, n = self.rows, self.width, self.outputs
-        groups = [
-            ((k, m) if self.pairs_swapped else (m, k), self.pairs),
-            ((k,), self.columns),
-            ((n, k) if self.weights_swapped else (k, n), self.weights),
-            ((m,), self.row_vectors),
-            ((n,), self.ends),
-            ((m, n), self.fulls),
+        pair = (k, m) if self.pairs_swapped else (m, k)
+        weight = (n, k) if self.weights_swapped else (k, n)
+        shapes = (pair, (k,), weight, (m,), (n,), (m, n))
+        return [
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+            for shape, dtypes in zip(shapes, self.groups, strict=True)
+            for dtype in dtypes
         ]
-        return [(shape, dtype) for shape, dtypes in groups for dtype in dtypes]
 
     def split(self, operands: Any) -> tuple[tuple[Any, ...], ...]:
         """Return the operands by group: pairs, columns, weights, rows, ends, fulls."""
-        rest, out = list(operands), []
-        groups = (self.pairs, self.columns, self.weights, self.row_vectors, self.ends, self.fulls)
-        for dtypes in groups:
-            out.append(tuple(rest[: len(dtypes)]))
-            rest = rest[len(dtypes) :]
-        return tuple(out)
+        rest = iter(operands)
+        return tuple(tuple(itertools.islice(rest, len(dtypes))) for dtypes in self.groups)
 
     @property
     def accumulator(self) -> Any:
@@ -147,10 +149,13 @@ class NormSpec:
         return 2 * self.rows * self.width * self.outputs * products
 
     @property
+    def result(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.outputs), jnp.dtype(self.dtype))
+
+    @property
     def bytes_moved(self) -> int:
         """Return the bytes of every operand and the result, each once."""
-        result = _bytes((self.rows, self.outputs), self.dtype)
-        return result + sum(_bytes(*a) for a in self.shapes)
+        return NormGroup((self,)).bytes_moved
 
     @property
     def of_x(self) -> tuple:
@@ -180,27 +185,17 @@ class NormGroup:
         return self.members[0]
 
     @property
-    def shapes(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of every operand, in order."""
+    def avals(self) -> list[jax.ShapeDtypeStruct]:
         shared = len(self.first.pairs)
-        return self.first.shapes[:shared] + [a for s in self.members for a in s.shapes[shared:]]
+        return self.first.avals[:shared] + [a for s in self.members for a in s.avals[shared:]]
 
     def given(self, operands: Any) -> list[tuple[Any, ...]]:
         """Return the operands of each member, including the shared operands."""
-        count = len(self.first.pairs)
-        shared, rest, out = tuple(operands[:count]), list(operands[count:]), []
-        for s in self.members:
-            count = len(s.shapes) - len(shared)
-            out.append((*shared, *rest[:count]))
-            rest = rest[count:]
-        return out
+        rest = iter(operands)
+        shared = tuple(itertools.islice(rest, len(self.first.pairs)))
+        counts = (len(s.avals) - len(shared) for s in self.members)
+        return [(*shared, *itertools.islice(rest, count)) for count in counts]
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes of every operand and result, each once."""
-        again = sum(_bytes(*a) for a in self.first.shapes[: len(self.first.pairs)])
-        return sum(s.bytes_moved for s in self.members) - (len(self.members) - 1) * again
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+        return bytes_of([*self.avals, *(s.result for s in self.members)])

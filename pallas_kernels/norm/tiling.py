@@ -1,6 +1,7 @@
 """Block sizes of the Triton kernel: a table per device (may import spec.py).
 
-tuning.py writes the table from measurements; rows without a measurement have `measured_s` null.
+`experiments/deferred_norm/tuning.py` writes the table from measurements. Rows without a measurement
+have `measured_s` null.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 
 TABLE = Path(__file__).with_name("norm_blocks.json")
@@ -74,13 +76,9 @@ def _clipped(group: NormGroup, blocks: NormBlocks) -> NormBlocks:
     outputs = max(s.outputs for s in group.members)
     least = {"rows": group.first.rows, "outputs": outputs, "step": group.first.width}
     return replace(
-        blocks, **{k: min(getattr(blocks, k), power_of_two(v)) for k, v in least.items()}
+        blocks,
+        **{k: min(getattr(blocks, k), power_of_two(v, LEAST_SIDE)) for k, v in least.items()},
     )
-
-
-def power_of_two(size: int) -> int:
-    """Return the least power of two not below `size`, and at least 16 (the minimum of a dot)."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
 
 
 def as_row(blocks: NormBlocks) -> dict[str, int]:

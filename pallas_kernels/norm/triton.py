@@ -34,6 +34,7 @@ from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.xla import scale_weight
 from symjax_rewrite.pallas_kernels.triton_memory import norm_cut
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, load, store
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16"})
@@ -48,8 +49,8 @@ def supports(group: NormGroup) -> Support:
 
 
 def _supports(spec: NormSpec) -> Support:
-    dtypes = {dtype for _, dtype in spec.shapes} | {spec.dtype}
-    arrays = [(spec.rows, spec.outputs), *(shape for shape, _ in spec.shapes)]
+    arrays = [*spec.avals, spec.result]
+    dtypes = {str(a.dtype) for a in arrays}
     if not dtypes <= DTYPES or 0 in (spec.rows, spec.width, spec.outputs):
         return first_reason(
             (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
@@ -58,7 +59,7 @@ def _supports(spec: NormSpec) -> Support:
     foreign = unlowered(spec)
     return first_reason(
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
-        (too_large(arrays), "an array of more than 2^31 elements"),
+        (too_large(a.shape for a in arrays), "an array of more than 2^31 elements"),
     )
 
 
@@ -90,16 +91,7 @@ def unlowered(spec: NormSpec) -> tuple[str, ...]:
 def norm_triton(
     spec: NormSpec, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> Any:
-    """Run one matmul with sums as one kernel.
-
-    Args:
-        spec: one that `supports` accepts.
-        operands: one array per operand of the spec.
-        blocks, interpret: as for `group_triton`.
-
-    Returns:
-        The result of `xla.norm_xla`.
-    """
+    """Run one matmul with sums as one kernel; arguments as for `group_triton`."""
     group = NormGroup((spec,))
     return group_triton(group, *operands, blocks=blocks, interpret=interpret)[0]
 
@@ -107,16 +99,10 @@ def norm_triton(
 def group_triton(
     group: NormGroup, *operands: Any, blocks: NormBlocks | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """Run several matmuls with sums of one x as one kernel.
+    """Run matmuls with sums of one x, a group that `supports` accepts, as one kernel.
 
-    Args:
-        group: one that `supports` accepts.
-        operands: one array per operand of the group.
-        blocks: block sizes; if left out, those of the table, reduced until they fit the device.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `xla.group_xla`.
+    blocks: if left out, those of the table, reduced until they fit the device.
+    interpret: run in Pallas' interpreter, on any device.
     """
     cut = blocks or accepted(norm_cut(group))
     kernels, first = [], 0
@@ -135,15 +121,15 @@ def group_triton(
                 pl.when(kernel.is_here(j))(start)
 
     shared = len(group.first.pairs)
-    out_shape = [jax.ShapeDtypeStruct((s.rows, s.outputs), s.dtype) for s in group.members]
-    in_specs = kernels[0].operand_specs()[:shared]
-    in_specs += [block for kernel in kernels for block in kernel.operand_specs()[shared:]]
+    out_shape = [s.result for s in group.members]
+    in_specs = [kernels[0].block_spec(a) for a in kernels[0].axes[:shared]]
+    in_specs += [kernel.block_spec(a) for kernel in kernels for a in kernel.axes[shared:]]
     return tuple(
         pl.pallas_call(
             run,
             grid=(pl.cdiv(group.first.rows, cut.rows), first),
             in_specs=in_specs,
-            out_specs=[kernel.result_spec() for kernel in kernels],
+            out_specs=[kernel.block_spec("mn") for kernel in kernels],
             out_shape=out_shape,
             cost_estimate=cost_estimate(sum(s.flops for s in group.members), operands, out_shape),
             compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
@@ -155,7 +141,10 @@ def group_triton(
 
 @dataclass(frozen=True, slots=True)
 class _NormKernel:
-    """One spec with its block sizes; `first` is the grid index of its first block of outputs."""
+    """One spec with its block sizes; `first` is the grid index of its first block of outputs.
+
+    The axes of arrays are called "m" (rows), "k" (contracted) and "n" (outputs).
+    """
 
     spec: NormSpec
     blocks: NormBlocks
@@ -165,70 +154,60 @@ class _NormKernel:
     def programs(self) -> int:
         return pl.cdiv(self.spec.outputs, self.blocks.outputs)
 
-    def is_here(self, j: Any) -> Any:
-        """Return True if a program computes a block of this spec."""
-        return (j >= self.first) & (j < self.first + self.programs)
-
-    def column(self, j: Any) -> Any:
-        """Return the block of columns of a program, clipped to this spec's blocks."""
-        last = np.int32(self.programs - 1)
-        return lax.min(lax.max(j - self.first, np.int32(0)), last)
-
-    def result_spec(self) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (self.blocks.rows, self.blocks.outputs), lambda i, j: (i, self.column(j))
-        )
-
     @property
     def steps(self) -> int:
         return pl.cdiv(self.spec.width, self.blocks.step)
 
-    def operand_specs(self) -> list[pl.BlockSpec]:
-        """Return blocks of rows and outputs; k is whole in the block, and read step by step."""
-        spec, cut = self.spec, self.blocks
-        k = self.steps * cut.step
-        pair = pl.BlockSpec((cut.rows, k), lambda i, j: (i, 0))
-        if spec.pairs_swapped:
-            pair = pl.BlockSpec((k, cut.rows), lambda i, j: (0, i))
-        weight = pl.BlockSpec((k, cut.outputs), lambda i, j: (0, self.column(j)))
-        if spec.weights_swapped:
-            weight = pl.BlockSpec((cut.outputs, k), lambda i, j: (self.column(j), 0))
-        groups = (
-            (pair, spec.pairs),
-            (pl.BlockSpec((k,), lambda i, j: (0,)), spec.columns),
-            (weight, spec.weights),
-            (pl.BlockSpec((cut.rows,), lambda i, j: (i,)), spec.row_vectors),
-            (pl.BlockSpec((cut.outputs,), lambda i, j: (self.column(j),)), spec.ends),
-            (self.result_spec(), spec.fulls),
+    @property
+    def axes(self) -> list[str]:
+        """Return the axes of every operand, in order."""
+        spec = self.spec
+        pairs, weights = (
+            "km" if spec.pairs_swapped else "mk",
+            "nk" if spec.weights_swapped else "kn",
         )
-        return [block for block, dtypes in groups for _ in dtypes]
+        given = (pairs, "k", weights, "m", "n", "mn")
+        return [a for a, dtypes in zip(given, spec.groups, strict=True) for _ in dtypes]
+
+    def is_here(self, j: Any) -> Any:
+        """Return True if a program computes a block of this spec."""
+        return (j >= self.first) & (j < self.first + self.programs)
+
+    def block_spec(self, axes: str) -> pl.BlockSpec:
+        """Return a program's block of an array: its rows and outputs, and all of k."""
+        cut = self.blocks
+        sizes = {"m": cut.rows, "k": self.steps * cut.step, "n": cut.outputs}
+
+        def index(i: Any, j: Any) -> tuple[Any, ...]:
+            last = np.int32(self.programs - 1)  # clipped: another spec may have more outputs
+            place = {"m": i, "k": 0, "n": lax.min(lax.max(j - self.first, np.int32(0)), last)}
+            return tuple(place[a] for a in axes)
+
+        return pl.BlockSpec(tuple(sizes[a] for a in axes), index)
 
     def place(self, i: Any, j: Any) -> dict[str, Any]:
         """Return the first row and output of a program."""
         return {"m": i * self.blocks.rows, "n": (j - self.first) * self.blocks.outputs}
 
-    def axes(self, here: dict[str, Any]) -> dict[str, tuple[Any, int, Any, int]]:
-        """Return per axis: start of the block in the reference, size, first index, and limit."""
+    def extents(self, axes: str, at: dict[str, Any]) -> list[Extent]:
+        """Return the extent of a tile along each axis; `at` has its first element's numbers."""
         spec, cut = self.spec, self.blocks
-        start = here.get("k", 0)
-        return {
-            "m": (0, cut.rows, here["m"], spec.rows),
-            "k": (start, cut.step, start, spec.width),
-            "n": (0, cut.outputs, here["n"], spec.outputs),
+        limits = {
+            "m": (cut.rows, spec.rows),
+            "k": (cut.step, spec.width),
+            "n": (cut.outputs, spec.outputs),
         }
+        return [Extent(limits[a][0], at[a] if a == "k" else 0, at[a], limits[a][1]) for a in axes]
 
-    def load(self, ref: Any, names: str, here: dict[str, Any]) -> Array:
-        """Load a block over the axes named, zero past their ends."""
-        axes = [self.axes(here)[a] for a in names]
-        shape = tuple(size for _, size, _, _ in axes)
-        mask = _inside(axes, shape)
-        block = ref.at[tuple(pl.ds(first, size) for first, size, _, _ in axes)]
-        return plgpu.load(block) if mask is None else plgpu.load(block, mask=mask, other=0)
+    def load(self, ref: Any, axes: str, at: dict[str, Any], swapped: bool = False) -> Array:
+        """Load a tile over some axes, which are stored the other way round if `swapped`."""
+        if swapped:
+            return load(ref, self.extents(axes[::-1], at)).T
+        return load(ref, self.extents(axes, at))
 
-    def load_pairs(self, refs: Sequence[Any], here: dict[str, Any]) -> tuple[Array, ...]:
+    def load_pairs(self, refs: Sequence[Any], at: dict[str, Any]) -> tuple[Array, ...]:
         swapped = self.spec.pairs_swapped
-        blocks = [self.load(r, "km" if swapped else "mk", here) for r in refs]
-        return tuple((b.T if swapped else b).astype(jnp.float32) for b in blocks)
+        return tuple(self.load(r, "mk", at, swapped).astype(jnp.float32) for r in refs)
 
     def centre(self, refs: Sequence[Any], here: dict[str, Any]) -> Array:
         """Return the mean of x over k, [rows, 1]."""
@@ -271,9 +250,7 @@ class _NormKernel:
             tuple(self.load(r, "mn", here) for r in fulls),
         )
         result = keeping_nan(lambda *parts: spec.finish.fun(RowSums(*parts)))(*given)
-        axes = [self.axes(here)[a] for a in "mn"]
-        result = jnp.broadcast_to(result, wide).astype(spec.dtype)
-        plgpu.store(refs[-1].at[...], result, mask=_inside(axes, wide))
+        store(refs[-1], self.extents("mn", here), jnp.broadcast_to(result, wide))
 
     def step(self, refs: Any, centre: Array, here: dict[str, Any], block: Any, sums: Any) -> Any:
         """Return the sums after one more block of k."""
@@ -290,9 +267,7 @@ class _NormKernel:
             inside = start + jnp.arange(cut.step, dtype=jnp.int32) < spec.width
             inside = lax.broadcast_in_dim(inside, shape, (1,))
             left, *sides = (jnp.where(inside, x, 0.0) for x in (left, *sides))
-        swapped = spec.weights_swapped
-        raw = [self.load(w, "nk" if swapped else "kn", here) for w in weights]
-        raw = [w.T if swapped else w for w in raw]
+        raw = [self.load(w, "kn", here, spec.weights_swapped) for w in weights]
         scaled = [scale_weight(spec, w, across) for w in raw]
         products = tuple(
             total + _dot(spec, left, w) for total, w in zip(sums[0], scaled, strict=True)
@@ -312,17 +287,6 @@ class _NormKernel:
         return products, side_sums, tuple(column_sums)
 
 
-def _inside(axes: Sequence[tuple], shape: tuple[int, ...]) -> Array | None:
-    """Return a mask of the elements inside the array; None if the whole block is inside."""
-    mask = None
-    for position, (_, size, first, limit) in enumerate(axes):
-        if limit % size:
-            inside = first + jnp.arange(size, dtype=jnp.int32) < limit
-            inside = lax.broadcast_in_dim(inside, shape, (position,))
-            mask = inside if mask is None else mask & inside
-    return mask
-
-
 def _side_avals(spec: NormSpec) -> tuple[Any, ...]:
     def array(shape: tuple[int, int]) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -333,16 +297,9 @@ def _side_avals(spec: NormSpec) -> tuple[Any, ...]:
 
 
 def _dot(spec: NormSpec, left: Array, weight: Array) -> Array:
-    def product(x: Array) -> Array:
-        return lax.dot_general(
-            x,
-            weight,
-            (((1,), (0,)), ((), ())),
-            precision=spec.precision,
-            preferred_element_type=jnp.float32,
-        )
-
     high = left.astype(spec.factor)
+    made = dot(high, weight, spec.precision)
     if not spec.in_parts:
-        return product(high)
-    return product(high) + product((left - high.astype(left.dtype)).astype(spec.factor))
+        return made
+    rest = (left - high.astype(left.dtype)).astype(spec.factor)
+    return made + dot(rest, weight, spec.precision)

@@ -7,14 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowSums
-
-
-def supports(group: NormGroup) -> Support:
-    """Return `YES`: this backend runs every group."""
-    del group
-    return YES
 
 
 def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
@@ -24,15 +17,7 @@ def group_xla(group: NormGroup, *operands: Any) -> tuple[Any, ...]:
 
 
 def norm_xla(spec: NormSpec, *operands: Any) -> Any:
-    """Compute the sums over all of k at once, then `finish`.
-
-    Args:
-        spec: the matmul.
-        operands: one array per operand of the spec.
-
-    Returns:
-        The result, [m, n].
-    """
+    """Compute the sums over all of k at once, then `finish`; the result is [m, n]."""
     pairs, columns, weights, rows, ends, fulls = spec.split(operands)
     total = spec.accumulator
     pairs = tuple((x.T if spec.pairs_swapped else x).astype(total) for x in pairs)

@@ -21,17 +21,18 @@ from symjax_rewrite.pallas_kernels.derivatives import two_modes
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator
 from symjax_rewrite.pallas_kernels.scan.block import (
     ScanSource,
+    advance,
     carried,
     in_tree,
     inner_order,
     placed,
     start_state,
+    without_ones,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import span_steps, tree_steps
-from symjax_rewrite.pallas_kernels.scan.reference import advance
 from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.spec import KINDS, ScanSpec, readout_axes
-from symjax_rewrite.pallas_kernels.scan.xla import by_device, scan_blocks, smaller, walk
+from symjax_rewrite.pallas_kernels.scan.xla import by_device, scan_blocks, walk
 
 Array = Any
 
@@ -69,31 +70,18 @@ def scan_backward(
     cotangents: Sequence[Any],
     tree: bool | None = None,
 ) -> tuple[Any, ...]:
-    """Return the cotangents of a scan's operands.
+    """Return the cotangents of a scan's operands; None for operands that are not floats.
 
-    Args:
-        spec: the scan.
-        operands: the operands of the scan.
-        cotangents: one per result of the scan.
-        tree: as in `xla.scan_xla`.
-
-    Returns:
-        One array per operand, in its shape and dtype; None for operands that are not floats.
+    cotangents: one per result of the scan.
+    tree: as in `xla.scan_xla`.
     """
-    smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
     count = len(operands)
 
     def run(tree: bool) -> Any:
-        def pulled(*xs: Any) -> list[Any]:
-            bars = _backward(spec, xs[:count], xs[count:], tree)
-            return [x for x, s in zip(bars, smooth, strict=True) if s]
-
-        return pulled
+        return lambda *xs: _backward(spec, xs[:count], xs[count:], tree)
 
     arguments = (*operands, *cotangents)
-    bars = by_device(run, *arguments) if tree is None else run(tree)(*arguments)
-    made = iter(bars)
-    return tuple(next(made) if s else None for s in smooth)
+    return by_device(run, *arguments) if tree is None else run(tree)(*arguments)
 
 
 def _backward(
@@ -102,7 +90,7 @@ def _backward(
     """Compute `scan_backward`, with tree-shaped blocks or without."""
     steps = tree_steps(spec) if tree else span_steps(spec)
     shapes = [x.shape for x in operands]
-    spec, operands = smaller(spec, operands)
+    spec, operands = without_ones(spec, operands)
     order = inner_order(spec)
     quiet = replace(spec, readouts=(), last=False)
     _, starts = scan_blocks(quiet, operands, steps, keep=True, tree=tree, order=order)
@@ -117,8 +105,12 @@ def _backward(
         g = g + placed(last, spec.state, order)
     smooth = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
     bars = [
-        jnp.zeros(x.shape, x.dtype if moves else accumulator(x.dtype)) if s else None
-        for x, s, moves in zip(_read(source), smooth, _moving(spec), strict=True)
+        None
+        if not s
+        else jnp.zeros(x.shape, x.dtype)
+        if fixed is None
+        else jnp.zeros(fixed.shape, accumulator(x.dtype))
+        for x, fixed, s in zip(operands, source.fixed, smooth, strict=True)
     ]
 
     def block(carry: Any, first: Any, count: int, h: Array) -> tuple[Any, None]:
@@ -129,17 +121,6 @@ def _backward(
 
     (g, bars), _ = walk(spec.length, steps, not spec.reverse, block, (g, bars), starts)
     return _returned(source, bars, g, shapes)
-
-
-def _moving(spec: ScanSpec) -> list[bool]:
-    """Return, for each operand, True if the operand has a time axis."""
-    return [spec.time in o.axes for o in spec.operands]
-
-
-def _read(source: ScanSource) -> list[Array]:
-    """Return the arrays that blocks read: operands as stored, or laid out if loop-invariant."""
-    pairs = zip(source.operands, source.fixed, strict=True)
-    return [x if fixed is None else fixed for x, fixed in pairs]
 
 
 def _cut(x: Array, readout: int, spec: ScanSpec, first: Any, count: int) -> Array:

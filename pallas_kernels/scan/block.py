@@ -7,11 +7,10 @@ vectorise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,6 +24,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
 )
 
 Array = Any
+States = tuple[Array, Array, Array]  # before and after each step, and the last
 
 
 def inner_order(spec: ScanSpec) -> tuple[str, ...]:
@@ -34,14 +34,16 @@ def inner_order(spec: ScanSpec) -> tuple[str, ...]:
     return (*(a for a in spec.state if a in over), *(a for a in spec.state if a not in over))
 
 
-def without_ones(spec: ScanSpec) -> ScanSpec:
+def without_ones(
+    spec: ScanSpec, operands: Sequence[Array] = ()
+) -> tuple[ScanSpec, tuple[Array, ...]]:
     """Return the scan without state axes of size 1, which prevent vectorised loops."""
     ones = {a for a in spec.state if spec.size[a] == 1}
 
     def left(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(a for a in axes if a not in ones)
 
-    return replace(
+    spec = replace(
         spec,
         sizes=tuple((a, n) for a, n in spec.sizes if a not in ones),
         state=left(spec.state),
@@ -50,17 +52,16 @@ def without_ones(spec: ScanSpec) -> ScanSpec:
             replace(r, over=left(r.over), axes=left(readout_axes(spec, r))) for r in spec.readouts
         ),
     )
+    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A run of steps: every operand as [steps or 1, *order], with size 1 for missing axes.
 
-    Args:
-        spec: the scan.
-        order: the axes of a state.
-        values: the operands, in their own dtypes.
-        t: int32[steps, 1, ..], the numbers of the steps.
+    order: the axes of a state.
+    values: the operands, in their own dtypes.
+    t: int32[steps, 1, ..], the numbers of the steps.
     """
 
     spec: ScanSpec
@@ -74,7 +75,6 @@ class Steps:
         return (self.t.shape[0], *(self.spec.size[a] for a in self.order))
 
     def run(self, program: ScanProgram, *arguments: Any) -> Any:
-        """Run a program on these steps."""
         return program.fun(*arguments, tuple(self.values[k] for k in program.reads), self.t)
 
     def coefficients(self) -> tuple[Array, Array]:
@@ -140,11 +140,8 @@ class ScanSource:
     Loop-invariant operands are laid out once, outside the loop. Otherwise XLA would fuse the
     transposition into the arithmetic of every step, and the step would not vectorise.
 
-    Args:
-        spec: the scan.
-        order: the axes of a state.
-        operands: one array per operand.
-        fixed: operands without a time axis as [1, *order]; None for the others.
+    order: the axes of a state.
+    fixed: operands without a time axis as [1, *order]; None for the others.
     """
 
     spec: ScanSpec
@@ -154,7 +151,6 @@ class ScanSource:
 
     @staticmethod
     def of(spec: ScanSpec, operands: Sequence[Array], order: tuple[str, ...]) -> ScanSource:
-        """Build the source, with loop-invariant operands laid out."""
         axes = (spec.time, *order)
         fixed = (
             None if spec.time in o.axes else placed(x, o.axes, axes)
@@ -231,17 +227,22 @@ def write_steps(
     ]
 
 
-def sequential(
-    spec: ScanSpec, count: int, a: Array, b: Array, h: Array
-) -> tuple[Array, Array, Array]:
+def advance(steps: Steps, h: Array, states: Callable[..., States]) -> tuple[Array, list[Array]]:
+    """Return the state after some steps, and their readouts in the layout of the results.
+
+    states: computes states: `sequential`, `in_tree`, or an equivalent function.
+    """
+    spec, order = steps.spec, steps.order
+    before, after, last = states(spec, steps.shape[0], *steps.coefficients(), h)
+    made = [laid_out(spec, r, order, steps.read_out(r, before, after)) for r in spec.readouts]
+    return last, made
+
+
+def sequential(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Return states before and after each step, and the last state, by a loop over steps.
 
-    Args:
-        spec: the scan.
-        count: number of steps.
-        a: [steps or 1, *sizes or 1], a result of `Steps.coefficients`.
-        b: the same.
-        h: [*sizes], the state before the first step.
+    a, b: [steps or 1, *sizes or 1], the results of `Steps.coefficients`.
+    h: [*sizes], the state before the first step.
     """
     step = KINDS[spec.kind].step
     if count == 1:
@@ -259,7 +260,7 @@ def sequential(
     return before, after, last
 
 
-def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[Array, Array, Array]:
+def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> States:
     """Compute the results of `sequential` by a tree of composed maps, for parallel devices."""
     kind, shape = KINDS[spec.kind], (count, *h.shape)
     guarded = spec.kind == "affine" and jnp.issubdtype(h.dtype, jnp.inexact)
@@ -279,10 +280,3 @@ def in_tree(spec: ScanSpec, count: int, a: Array, b: Array, h: Array) -> tuple[A
 def _harmless(a: Array, h: Array) -> Array:
     """Return a product of decays, with an overflowed product replaced by 0 where `h` is 0."""
     return jnp.where((h == 0) & ~jnp.isfinite(a), jnp.zeros_like(a), a)
-
-
-def struct_of(spec: ScanSpec) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of the operands."""
-    return [
-        jax.ShapeDtypeStruct(spec.shape(k), jnp.dtype(o.dtype)) for k, o in enumerate(spec.operands)
-    ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import StepLoops
 from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.pallas_kernels.scan.spec import (
     ScanSpec,
     result_axes,
@@ -57,16 +59,28 @@ def is_light(spec: ScanSpec) -> bool:
     return not any(r.over for r in spec.readouts) and _is_cheap(spec)
 
 
-@lru_cache(maxsize=256)
 def _is_cheap(spec: ScanSpec) -> bool:
     """Return True if coefficients use cheap arithmetic alone."""
-    values = tuple(
-        jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), o.dtype) for o in spec.operands
-    )
-    t = jax.ShapeDtypeStruct((1,) * (1 + len(spec.state)), jnp.int32)
-    program = spec.coefficients
-    jaxpr = jax.make_jaxpr(program.fun)(tuple(values[k] for k in program.reads), t)
-    return set(_all_names(jaxpr.jaxpr)) <= CHEAP
+    return set(_operations(spec)) <= CHEAP
+
+
+@lru_cache(maxsize=256)
+def _operations(spec: ScanSpec) -> tuple[str, ...]:
+    """Return the primitive of every equation of the coefficients' program."""
+    entry, program = (1,) * (1 + len(spec.state)), spec.coefficients
+    values = tuple(jax.ShapeDtypeStruct(entry, spec.operands[k].dtype) for k in program.reads)
+    t = jax.ShapeDtypeStruct(entry, jnp.int32)
+    return tuple(_names(jax.make_jaxpr(program.fun)(values, t)))
+
+
+def _names(closed: ClosedJaxpr) -> Iterator[str]:
+    """Yield the primitive of every equation of a jaxpr; for a call, those of its body."""
+    for eqn in closed.jaxpr.eqns:
+        inner = jax_internals.bodies(eqn)
+        for body in inner:
+            yield from _names(body)
+        if not inner:
+            yield eqn.primitive.name
 
 
 def runs_in_turns(spec: ScanSpec) -> bool:
@@ -128,32 +142,17 @@ def seconds_by_kernel(spec: ScanSpec, device: Device, programs: int, chunks: int
     elements = spec.length * math.prod(spec.state_shape)
     steps = kernels * elements * _element_steps(spec)
     work = steps * device.scans.kernel_instructions / device.elementwise_per_s
-    moved = bytes_moved(spec) / device.bytes_per_s
+    moved = sum(x.size * x.dtype.itemsize for x in spec.avals)
+    moved += sum(math.prod(s) * jnp.dtype(d).itemsize for s, d in result_shapes(spec))
     waited = kernels * -(-spec.length // chunks) * device.scans.step_latency_s
-    return max(idle * work, idle * moved, waited) + kernels * device.launch_s
+    read_s = idle * moved / device.bytes_per_s
+    return max(idle * work, read_s, waited) + kernels * device.launch_s
 
 
-@lru_cache(maxsize=256)
 def _element_steps(spec: ScanSpec) -> float:
     """Return the elementwise steps of a scan for one element of one state."""
-    state = (1,) * (1 + len(spec.state))
-    t = jax.ShapeDtypeStruct(state, jnp.int32)
-    values = tuple(
-        jax.ShapeDtypeStruct(state, spec.operands[k].dtype) for k in spec.coefficients.reads
-    )
-    names = _all_names(jax.make_jaxpr(spec.coefficients.fun)(values, t).jaxpr)
-    made = sum(4.0 if n in SLOW_MAPS else 1.0 for n in names if n not in UNCOUNTED)
-    return made + 2 * (1 + len(spec.readouts))
-
-
-def _all_names(jaxpr: Any) -> list[str]:
-    """Return the primitive of every equation of a jaxpr, inner jaxprs in place of their calls."""
-    names: list[str] = []
-    for eqn in jaxpr.eqns:
-        inner = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
-        inner = [p for p in inner if hasattr(p, "eqns")]
-        names += [n for p in inner for n in _all_names(p)] if inner else [eqn.primitive.name]
-    return names
+    names = [n for n in _operations(spec) if n not in UNCOUNTED]
+    return sum(4.0 if n in SLOW_MAPS else 1.0 for n in names) + 2 * (1 + len(spec.readouts))
 
 
 def block_steps(spec: ScanSpec) -> int:
@@ -177,32 +176,12 @@ def span_steps(spec: ScanSpec) -> int:
     return max(steps_in_cache(spec), math.isqrt(spec.length // 8))
 
 
-def flops(spec: ScanSpec) -> int:
-    """Return the FLOPs: 2 per element of a state and step, and 2 per readout that sums over it."""
-    elements = spec.length * math.prod(spec.state_shape)
-    return 2 * elements * (1 + sum(bool(r.over) for r in spec.readouts))
-
-
 def sums_flops(spec: ScanSpec) -> int:
     """Return the FLOPs of the readouts that are sums over a state's axes, 2mnk."""
     sums = sum(bool(r.over) for r in spec.readouts)
     return 2 * spec.length * math.prod(spec.state_shape) * sums
 
 
-def bytes_moved(spec: ScanSpec) -> int:
-    """Return the bytes of all operands and results, each once."""
-    read = sum(
-        math.prod(spec.shape(k)) * jnp.dtype(o.dtype).itemsize for k, o in enumerate(spec.operands)
-    )
-    written = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in result_shapes(spec))
-    return read + sum(written)
-
-
 def states_bytes(spec: ScanSpec) -> int:
     """Return the bytes of all states, which a program without the scan stores."""
     return spec.length * state_bytes(spec)
-
-
-def block_bytes(spec: ScanSpec) -> int:
-    """Return the bytes of one block of states of the `xla` backend, which holds a few blocks."""
-    return block_steps(spec) * state_bytes(spec)

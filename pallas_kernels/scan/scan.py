@@ -2,7 +2,7 @@
 
 A scan runs a first-order recurrence along an axis. Coefficients and readouts are never stored for
 all steps at once. Examples are moving averages, linear recurrent units and selective state spaces.
-A `ScanSpec` describes a scan; `reference.scan_reference` is its definition.
+A `ScanSpec` describes a scan; `sequential.scan_reference` is its definition.
 """
 
 from __future__ import annotations
@@ -10,48 +10,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jax import lax
-
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
-    Reason,
-    Support,
+    KernelFamily,
     check_operands,
-    first_on_cuda,
-    run_named,
+    triton_backend,
 )
-from symjax_rewrite.pallas_kernels.derivatives import by_definition
-from symjax_rewrite.pallas_kernels.scan import reference as _reference
-from symjax_rewrite.pallas_kernels.scan import sequential as _turns
-from symjax_rewrite.pallas_kernels.scan import xla as _xla
 from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns, supports_turns
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
+from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 
-
-def _triton_supports(spec: Any) -> Support:
-    """Return `YES`, or the reason against the Triton backend; Pallas is imported on first use."""
-    from symjax_rewrite.pallas_kernels.scan import triton
-
-    return triton.supports(spec)
-
-
-def _triton_run(*args: Any, **kwargs: Any) -> Any:
-    """Run a spec by the Triton backend."""
-    from symjax_rewrite.pallas_kernels.scan import triton
-
-    return triton.scan_triton(*args, **kwargs)
-
-
-BACKENDS = {
-    b.name: b
-    for b in (
-        Backend("reference", None, _reference.supports, _reference.scan_reference),
-        Backend("xla", None, _xla.supports, _xla.scan_xla),
-        Backend("turns", None, _turns.supports, _turns.scan_turns),
-        Backend("triton", "cuda", _triton_supports, _triton_run),
-    )
-}
+SCANS: KernelFamily[ScanSpec] = KernelFamily.of(
+    "scan",
+    Backend("reference", None, scan_reference),
+    Backend("xla", None, scan_xla),
+    Backend("turns", None, scan_turns, supports_turns),
+    triton_backend("symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
+    on_cuda=("triton",),
+)
+BACKENDS = SCANS.backends
+cuda_backend = SCANS.cuda_backend
 
 
 def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
@@ -71,23 +51,18 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from symjax_rewrite.pallas_kernels.scan.spec import plain
-        >>> average = plain(4, (), (), ("t",))  # one decay for all steps
+        >>> from symjax_rewrite.pallas_kernels.named_axes import Operand
+        >>> from symjax_rewrite.pallas_kernels.scan.spec import ScanProgram
+        >>> average = ScanSpec(  # one decay for all steps
+        ...     sizes=(("t", 4),), time="t", state=(), operands=(Operand(()), Operand(("t",))),
+        ...     coefficients=ScanProgram(lambda values, t: values, reads=(0, 1)),
+        ... )
         >>> scan(average, jnp.float32(0.5), jnp.ones(4))
         (Array([1.   , 1.5  , 1.75 , 1.875], dtype=float32),)
     """
-    check_operands(
-        [(spec.shape(k), o.dtype) for k, o in enumerate(spec.operands)], operands, "scan"
-    )
-    streamed = partial(_xla.scan_xla, spec)
-    if backend != "auto":
-        run = run_named(BACKENDS, backend, spec, "scan")
-    elif isinstance(best := cuda_backend(spec), Reason):
-        run = streamed
-    else:
-        kernel, default = partial(best.run, spec), partial(streamed, tree=False)
-        run = partial(lax.platform_dependent, cuda=kernel, default=default)
-    return by_definition(run, streamed, *operands)
+    check_operands(spec.avals, operands, "scan")
+    plain = partial(scan_xla, spec)
+    return SCANS.call(spec, operands, backend, plain, elsewhere=partial(plain, tree=False))
 
 
 def seconds_on_gpu(spec: ScanSpec, device: Device) -> float:
@@ -96,8 +71,3 @@ def seconds_on_gpu(spec: ScanSpec, device: Device) -> float:
 
     programs, chunks = triton.programs_of(spec)
     return seconds_by_kernel(spec, device, programs, chunks)
-
-
-def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
-    """Return the backend that "auto" takes on CUDA, or the reason why there is none."""
-    return first_on_cuda([BACKENDS["triton"]], spec)

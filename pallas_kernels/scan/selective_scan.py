@@ -149,27 +149,6 @@ def forward(s: SelectiveScan) -> ScanSpec:
     )
 
 
-def describe(given: dict[str, Array | None], softplus: bool, last: bool) -> SelectiveScan:
-    """Return the selective scan of arrays named as in `SelectiveScan.parts`; None for no array."""
-    x, A, B = given["x"], given["A"], given["B"]
-    assert x is not None and A is not None and B is not None
-    batch, length, channels = x.shape
-    return SelectiveScan(
-        batch,
-        length,
-        channels,
-        states=A.shape[1],
-        groups=B.shape[2] if B.ndim == 4 else 1,
-        dtypes=tuple(str(v.dtype) for v in given.values() if v is not None),
-        skip=given["D"] is not None,
-        gate=given["z"] is not None,
-        bias=given["bias"] is not None,
-        softplus=softplus,
-        start=given["start"] is not None,
-        last=last,
-    )
-
-
 def selective_scan(
     x: Array,
     dt: Array,
@@ -204,8 +183,6 @@ def selective_scan(
     Returns:
         y in x's dtype, float[b, l, d]; with `return_last` (y, last state).
 
-    Source: Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces".
-
     Example:
         >>> x = jnp.ones((1, 3, 2))
         >>> A, B = jnp.zeros((2, 4)), jnp.ones((1, 3, 4))  # no decay: y counts the steps
@@ -214,7 +191,18 @@ def selective_scan(
     """
     given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "bias": dt_bias}
     given["start"] = start
-    s = describe(given, softplus, return_last)
+    batch, length, channels = x.shape
+    s = SelectiveScan(
+        *(batch, length, channels, A.shape[1]),
+        groups=B.shape[2] if B.ndim == 4 else 1,
+        dtypes=tuple(str(v.dtype) for v in given.values() if v is not None),
+        skip=D is not None,
+        gate=z is not None,
+        bias=dt_bias is not None,
+        softplus=softplus,
+        start=start is not None,
+        last=return_last,
+    )
     spec = forward(s)
     operands = [jnp.reshape(given[p], spec.shape(k)) for k, p in enumerate(s.parts)]
     y, *last = differentiable_scan(spec, backend, *operands)

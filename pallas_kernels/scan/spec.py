@@ -1,4 +1,4 @@
-"""Specs of scans, as data (may import the ground layer, monoid.py and fold/spec.py).
+"""Specs of scans, as data (may import the ground layer, monoid.py and named_axes.py).
 
 A scan runs a first-order recurrence over one axis (time):
 
@@ -22,9 +22,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels import monoid
-from symjax_rewrite.pallas_kernels.backend import checker
-from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.monoid import Monoid
+from symjax_rewrite.pallas_kernels.named_axes import NamedAxes, Operand, checked_axes
 
 Array = Any
 Values = tuple[Array, ...]
@@ -95,7 +94,7 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ScanSpec:
+class ScanSpec(NamedAxes):
     """A scan; hashable, and validated when it is built.
 
     Args:
@@ -141,73 +140,12 @@ class ScanSpec:
         _validate(self)
 
     @property
-    def size(self) -> dict[str, int]:
-        """Return a map from axis name to size."""
-        return dict(self.sizes)
-
-    @property
     def length(self) -> int:
-        """Return the number of steps."""
         return self.size[self.time]
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Return the shape of a state."""
         return tuple(self.size[a] for a in self.state)
-
-    def shape(self, operand: int) -> tuple[int, ...]:
-        """Return the shape of an operand."""
-        return tuple(self.size[a] for a in self.operands[operand].axes)
-
-
-def plain(
-    length: int,
-    state: tuple[int, ...],
-    a: tuple[str, ...],
-    b: tuple[str, ...],
-    *,
-    dtype: str = "float32",
-    start: bool = False,
-    states: bool = True,
-    last: bool = False,
-    **options: Any,
-) -> ScanSpec:
-    """Build the scan whose operands are `a` and `b`, and the initial state with `start`.
-
-    Args:
-        length: number of steps; the axis is called "t".
-        state: the shape of a state; its axes are called "0", "1", ...
-        a: axes of `a`.
-        b: axes of `b`.
-        dtype: dtype of operands and states.
-        start: True if the third operand is the initial state.
-        states: True if all states are returned.
-        last: True if the last state is returned.
-        options: `kind` and `reverse` of the `ScanSpec`.
-
-    Example:
-        >>> plain(8, (4,), ("t", "0"), ("t", "0"), start=True).shape(2)
-        (4,)
-    """
-    axes = tuple(map(str, range(len(state))))
-    operands = [Operand(a, dtype), Operand(b, dtype), *[Operand(axes, dtype)] * start]
-    return ScanSpec(
-        sizes=(("t", length), *zip(axes, state, strict=True)),
-        time="t",
-        state=axes,
-        operands=tuple(operands),
-        coefficients=ScanProgram(_pair, (0, 1), key="pair"),
-        readouts=(Readout(),) if states else (),
-        last=last,
-        start=2 if start else None,
-        dtype=dtype,
-        **options,
-    )
-
-
-def _pair(values: Values, t: Array) -> Values:
-    del t
-    return values
 
 
 def readout_axes(spec: ScanSpec, readout: Readout) -> tuple[str, ...]:
@@ -247,17 +185,11 @@ def programs_of(spec: ScanSpec) -> tuple[ScanProgram, ...]:
 
 
 def _validate(spec: ScanSpec) -> None:
-    check = checker("scan")
-    size, known = spec.size, {spec.time, *spec.state}
-    check(len(size) == len(spec.sizes) and len(known) == len(spec.state) + 1, "axes repeat", size)
-    check(known <= set(size), "an axis has no size", known - set(size))
+    known = (spec.time, *spec.state)
+    check = checked_axes("scan", spec, known, known)
     check(spec.kind in KINDS, "no such kind", spec.kind)
     inexact = jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating)
     check(spec.kind == "affine" or inexact, "max and min need floats", spec.dtype)
-    for operand in spec.operands:
-        axes = operand.axes
-        check(len(set(axes)) == len(axes), "an operand reads an axis twice", axes)
-        check(set(axes) <= known, "an operand's axis is none of the scan's", axes)
     numbers = {k for p in programs_of(spec) for k in p.reads}
     numbers |= set() if spec.start is None else {spec.start}
     check(numbers <= set(range(len(spec.operands))), "no such operand", numbers)
@@ -266,7 +198,7 @@ def _validate(spec: ScanSpec) -> None:
         check(spec.time not in axes, "the initial state has a time axis", axes)
     for readout in spec.readouts:
         check(set(readout.over) <= set(spec.state), "a sum over what is no axis", readout.over)
-        left = {spec.time, *spec.state} - set(readout.over)
+        left = {*known} - set(readout.over)
         axes = readout_axes(spec, readout)
         check(set(axes) == left and len(axes) == len(left), "a result's axes", axes)
         for number in readout.finish.reads if readout.finish else ():

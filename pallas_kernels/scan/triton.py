@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -27,42 +29,45 @@ from symjax_rewrite.pallas_kernels.backend import (
     cost_estimate,
     first_reason,
     gpu_at_hand,
+    power_of_two,
     too_large,
 )
 from symjax_rewrite.pallas_kernels.scan import cost as scan_cost
 from symjax_rewrite.pallas_kernels.scan.block import carried, without_ones
 from symjax_rewrite.pallas_kernels.scan.spec import (
+    KINDS,
+    Readout,
     ScanProgram,
     ScanSpec,
     readout_axes,
+    result_axes,
     result_shapes,
 )
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import Body, ScanTiling, Sweep, power_of_two
-from symjax_rewrite.pallas_kernels.scan.xla import smaller
+from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_tiles import Extent, indices, load, store
 
 Array = Any
 DTYPES = frozenset({"float32", "bfloat16", "float16", "int32"})
-MOST_HELD = 256  # the most elements along a state's summed axis in a program
+MOST_SUMMED = 256  # the most elements along a state's summed axis in a program
 TILE = 256  # elements of state per program: eight per thread of one warp
 
 
 def supports(spec: ScanSpec) -> Support:
     """Return `YES` if this backend runs the scan on a GPU of compute capability 8.0 or newer."""
-    spec = without_ones(spec)
+    spec, _ = without_ones(spec)
     if 0 in spec.size.values():
         return Reason("an axis is empty")
     dtypes = {o.dtype for o in spec.operands} | {spec.dtype}
     dtypes |= {r.dtype for r in spec.readouts if r.dtype}
-    held = {a for r in spec.readouts for a in r.over}
-    arrays = [spec.shape(k) for k in range(len(spec.operands))]
-    arrays += [shape for shape, _ in result_shapes(spec)]
+    summed = {a for r in spec.readouts for a in r.over}
+    arrays = [a.shape for a in spec.avals] + [shape for shape, _ in result_shapes(spec)]
     arrays.append((triton_cut(spec).chunks, *spec.state_shape))
     foreign = unlowered(spec)
     return first_reason(
         (bool(foreign), f"Triton lowers no {', '.join(foreign)}"),
         (not dtypes <= DTYPES, f"dtypes {sorted(dtypes - DTYPES)} are not supported"),
-        (len(held) > 1, "readouts sum over more than one axis"),
-        (any(spec.size[a] > MOST_HELD for a in held), f"a sum over more than {MOST_HELD}"),
+        (len(summed) > 1, "readouts sum over more than one axis"),
+        (any(spec.size[a] > MOST_SUMMED for a in summed), f"a sum over more than {MOST_SUMMED}"),
         (too_large(arrays), "an array has more than 2^31 elements"),
     )
 
@@ -92,7 +97,7 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
     """Return the tiling of a scan, with chunks where lanes alone leave most of the device idle."""
     sweep = Sweep.of(spec, ScanTiling(1))
     lanes = spec.size[sweep.lane] if sweep.lane else 1
-    rows = min(max(TILE // sweep.held_size, 1), power_of_two(lanes))
+    rows = min(max(TILE // sweep.summed_size, 1), power_of_two(lanes))
     programs = math.prod(spec.size[a] for a in sweep.outer) * pl.cdiv(lanes, rows)
     wanted = pl.cdiv(8 * gpu_at_hand().multiprocessors, programs)
     chunks = 1
@@ -103,7 +108,7 @@ def triton_cut(spec: ScanSpec) -> ScanTiling:
 
 def programs_of(spec: ScanSpec) -> tuple[int, int]:
     """Return the programs of a scan's kernel, and the chunks that time is cut into."""
-    spec = without_ones(spec)
+    spec, _ = without_ones(spec)
     grid = Sweep.of(spec, triton_cut(spec)).grid
     return math.prod(grid), grid[1]
 
@@ -111,19 +116,13 @@ def programs_of(spec: ScanSpec) -> tuple[int, int]:
 def scan_triton(
     spec: ScanSpec, *operands: Any, cut: ScanTiling | None = None, interpret: bool = False
 ) -> tuple[Any, ...]:
-    """Run a scan as one kernel, or as two where time is cut into chunks.
+    """Run a scan that `supports` accepts as one kernel, or as two where time is cut into chunks.
 
-    Args:
-        spec: a scan that `supports` accepts.
-        operands: one array per operand of the spec.
-        cut: the tiling; chosen from the sizes if left out.
-        interpret: run in Pallas' interpreter, on any device.
-
-    Returns:
-        The results of `reference.scan_reference`.
+    cut: the tiling; chosen from the sizes if left out.
+    interpret: run in Pallas' interpreter, on any device.
     """
     shapes = result_shapes(spec)
-    spec, operands = smaller(spec, operands)
+    spec, operands = without_ones(spec, operands)
     cut = cut or triton_cut(spec)
     sweep = Sweep.of(spec, cut)
     reads = [sweep.block(o.axes) for o in spec.operands]
@@ -137,7 +136,7 @@ def scan_triton(
         one = jax.ShapeDtypeStruct((sweep.grid[1], *spec.state_shape), carried(spec))
         block = sweep.block(("chunk", *spec.state))
         maps = pl.pallas_call(
-            lambda *refs: Body.of(sweep).summarise(*refs),
+            partial(_run, sweep, Body.summarise),
             in_specs=reads,
             out_specs=[block, block],
             out_shape=[one, one],
@@ -146,15 +145,254 @@ def scan_triton(
             **options,
         )(*operands)
         reads = [*reads, block, block]
-    axes = [readout_axes(spec, r) for r in spec.readouts] + [spec.state] * spec.last
     written = [jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)]
     results = pl.pallas_call(
-        lambda *refs: Body.of(sweep).run(*refs),
+        partial(_run, sweep, Body.run),
         in_specs=reads,
-        out_specs=[sweep.block(a) for a in axes],
+        out_specs=[sweep.block(a) for a in result_axes(spec)],
         out_shape=written,
         cost_estimate=cost_estimate(scan_cost.sums_flops(spec), [*operands, *maps], written),
         name="scan",
         **options,
     )(*operands, *maps)
     return tuple(x.reshape(shape) for x, (shape, _) in zip(results, shapes, strict=True))
+
+
+def _run(sweep: Sweep, kernel: Any, *refs: Any) -> None:
+    """Trace a kernel, a method of `Body`."""
+    row = indices(pl.program_id(0), sweep.counts)[sweep.lane] * sweep.rows
+    kernel(Body(sweep, row, pl.program_id(1)), *refs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiling:
+    """The tiling of a scan: lanes per program, chunks of time, and warps per program.
+
+    unroll: steps whose operands are loaded before the first of these steps.
+    """
+
+    rows: int
+    chunks: int = 1
+    unroll: int = 8
+    warps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A scan without axes of size 1, and the roles of its state's axes in a program.
+
+    lane: the axis cut into rows; None if there is none.
+    summed: the axis held whole, because readouts sum over it; None if there is none.
+    outer: the other axes; a program has one element of them.
+    """
+
+    spec: ScanSpec
+    cut: ScanTiling
+    lane: str | None
+    summed: str | None
+    outer: tuple[str, ...]
+
+    @staticmethod
+    def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
+        summed = next((a for r in spec.readouts for a in r.over), None)
+        rest = [a for a in spec.state if a != summed]
+        return Sweep(spec, cut, rest[-1] if rest else None, summed, tuple(rest[:-1]))
+
+    @property
+    def summed_size(self) -> int:
+        """Return the elements along the summed axis, padded to a power of two."""
+        return power_of_two(self.spec.size[self.summed]) if self.summed else 1
+
+    @property
+    def rows(self) -> int:
+        return self.cut.rows if self.lane else 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Return the shape of a program's states."""
+        return self.rows, self.summed_size
+
+    @property
+    def counts(self) -> dict[str | None, int]:
+        """Return the programs along each axis of one chunk, the axis that varies fastest last."""
+        lanes = pl.cdiv(self.spec.size[self.lane], self.rows) if self.lane else 1
+        return {a: self.spec.size[a] for a in self.outer} | {self.lane: lanes}
+
+    @property
+    def chunk(self) -> int:
+        """Return the steps per chunk, a multiple of the unrolled steps."""
+        steps = pl.cdiv(self.spec.length, self.cut.chunks)
+        return pl.cdiv(steps, self.cut.unroll) * self.cut.unroll
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the blocks of lanes over all outer elements, and the chunks."""
+        return math.prod(self.counts.values()), pl.cdiv(self.spec.length, self.chunk)
+
+    def block(self, axes: Sequence[str]) -> pl.BlockSpec:
+        """Return a program's block of an array: its rows, all of time, all of the summed axis."""
+        extent = {self.lane: self.rows, self.summed: self.summed_size}
+        extent |= {self.spec.time: self.grid[1] * self.chunk, "chunk": self.grid[1]}
+
+        def index(step: Any, chunk: Any) -> tuple[Any, ...]:
+            del chunk
+            place = indices(step, self.counts)
+            return tuple(place.get(a, 0) for a in axes)
+
+        return pl.BlockSpec(tuple(extent.get(a) for a in axes), index)
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One program while it is traced: the sweep, the number of its first lane, and of its chunk."""
+
+    sweep: Sweep
+    row: Array
+    number: Array
+
+    @property
+    def spec(self) -> ScanSpec:
+        return self.sweep.spec
+
+    def where(self, axes: Sequence[str], at: dict[str, Any]) -> list[Any]:
+        """Return for each axis of an array its index in `at`, or its extent in a tile."""
+        sweep, size = self.sweep, self.spec.size
+        whole: dict[str, Any] = {}
+        if sweep.lane:
+            whole[sweep.lane] = Extent(sweep.rows, 0, self.row, size[sweep.lane])
+        if sweep.summed:
+            whole[sweep.summed] = Extent(sweep.summed_size, 0, 0, size[sweep.summed])
+        whole |= at
+        return [whole[a] for a in axes if a in whole]
+
+    def has_lanes_last(self, axes: Sequence[str]) -> bool:
+        sweep = self.sweep
+        return [a for a in axes if a in (sweep.lane, sweep.summed)] == [sweep.summed, sweep.lane]
+
+    def load(self, ref: Any, axes: Sequence[str], at: dict[str, Any]) -> Array:
+        """Load elements as [rows or 1, summed or 1], with 0 past an end."""
+        x = load(ref, self.where(axes, at))
+        x = x.T if self.has_lanes_last(axes) else x
+        x = x if self.sweep.lane in axes else x[None, ...]
+        return x if self.sweep.summed in axes else x[..., None]
+
+    def store(self, ref: Any, axes: Sequence[str], at: dict[str, Any], x: Array, active: Any):
+        """Store [rows, summed or 1] at `at`, but nothing where `active` is false."""
+        x = x.T if self.has_lanes_last(axes) else x
+        if self.sweep.summed not in axes:  # `x` has size 1 there; likewise without a lane below
+            x = jnp.sum(x, axis=1, dtype=x.dtype)
+        if self.sweep.lane not in axes:
+            x = jnp.sum(x, axis=0, dtype=x.dtype)
+        store(ref, self.where(axes, at), x, active)
+
+    def evaluate(self, program: ScanProgram, values: Sequence[Array], t: Any, *given: Any) -> Any:
+        """Run a program of the scan on the operands of step `t`, after its other arguments."""
+        read = tuple(values[k] for k in program.reads)
+        return keeping_nan(program.fun)(*given, read, t)
+
+    def coefficients(self, values: Sequence[Array], t: Any) -> list[Array]:
+        """Return `a` and `b` of a step, broadcast to the tile."""
+        made = self.evaluate(self.spec.coefficients, values, t)
+        return [jnp.broadcast_to(x, self.sweep.tile).astype(carried(self.spec)) for x in made]
+
+    def over_time(self, refs: Sequence[Any], state: Any, step: Any) -> Any:
+        """Run `state = step(state, values, t, active)` over the steps of the chunk."""
+        spec, unroll, length = self.spec, self.sweep.cut.unroll, self.spec.length
+        operands = [(ref, o.axes) for ref, o in zip(refs, spec.operands, strict=True)]
+        fixed = [None if spec.time in axes else self.load(ref, axes, {}) for ref, axes in operands]
+        chunks, first = self.sweep.grid[1], self.number * self.sweep.chunk
+
+        def turn(start: Any, state: Any, count: int, active: Any) -> Any:
+            times = [start + jnp.int32(u) for u in range(count)]
+            times = [length - 1 - t for t in times] if spec.reverse else times
+            loaded = [
+                [
+                    self.load(ref, axes, {spec.time: t}) if x is None else x
+                    for (ref, axes), x in zip(operands, fixed, strict=True)
+                ]
+                for t in times
+            ]
+            for t, values in zip(times, loaded, strict=True):
+                state = step(state, values, t, active)
+            return state
+
+        turns = lax.div(jnp.minimum(length - first, self.sweep.chunk), jnp.int32(unroll))
+        state = lax.fori_loop(
+            0, turns, lambda i, s: turn(first + i * unroll, s, unroll, None), state
+        )
+        if rest := length % unroll:
+            active = None if chunks == 1 else self.number == chunks - 1
+            start = jnp.int32(length - rest)
+            state = turn(start, state, rest, active)
+        return state
+
+    def summarise(self, *refs: Any) -> None:
+        """Run the first kernel: store the map of each chunk, as (a, b) of the kind's monoid."""
+        kind, count = KINDS[self.spec.kind], len(self.spec.operands)
+        one = jax.ShapeDtypeStruct(self.sweep.tile, carried(self.spec))
+
+        def step(state: Any, values: Any, t: Any, active: Any) -> Any:
+            new = keeping_nan(kind.monoid.combine)(state, self.coefficients(values, t))
+            if active is None:
+                return new
+            return tuple(jnp.where(active, x, y) for x, y in zip(new, state, strict=True))
+
+        state = self.over_time(refs[:count], kind.monoid.identity([one, one]), step)
+        for ref, x in zip(refs[count:], state, strict=True):
+            self.store(ref, ("chunk", *self.spec.state), {"chunk": self.number}, x, None)
+
+    def start(self, refs: Sequence[Any], maps: Sequence[Any]) -> Array:
+        """Return the state before this program's chunk."""
+        spec, kind = self.spec, KINDS[self.spec.kind]
+        h = kind.start(self.sweep.tile, carried(spec))
+        if spec.start is not None:
+            given = self.load(refs[spec.start], spec.operands[spec.start].axes, {})
+            h = jnp.broadcast_to(given, self.sweep.tile).astype(carried(spec))
+        if not maps:
+            return h
+
+        def apply(j: Any, h: Array) -> Array:
+            axes = ("chunk", *spec.state)
+            a, b = (self.load(ref, axes, {"chunk": j}) for ref in maps)
+            after = keeping_nan(kind.step)(a, h, b)
+            # A product of decays may overflow where the state is 0, and 0·inf would be NaN.
+            return jnp.where(h == 0, b, after) if spec.kind == "affine" else after
+
+        return lax.fori_loop(0, self.number, apply, h)
+
+    def run(self, *refs: Any) -> None:
+        """Run the second kernel, which is the only kernel where time is not cut."""
+        spec, count = self.spec, len(self.spec.operands)
+        given, refs = refs[:count], refs[count:]
+        maps = refs[:2] if self.sweep.grid[1] > 1 else ()
+        results = refs[len(maps) :]
+        kind = KINDS[spec.kind]
+
+        def step(h: Array, values: Any, t: Any, active: Any) -> Array:
+            a, b = self.coefficients(values, t)
+            after = keeping_nan(kind.step)(a, h, b)
+            for ref, readout in zip(results, spec.readouts, strict=False):
+                made = self.read_out(readout, h, after, values, t)
+                self.store(ref, readout_axes(spec, readout), {spec.time: t}, made, active)
+            return after if active is None else jnp.where(active, after, h)
+
+        h = self.over_time(given, self.start(given, maps), step)
+        if spec.last:
+            active = None if self.sweep.grid[1] == 1 else self.number == self.sweep.grid[1] - 1
+            self.store(results[-1], spec.state, {}, h, active)
+
+    def read_out(self, readout: Readout, before: Array, after: Array, values: Any, t: Any) -> Array:
+        """Return a readout of one step as [rows, held], or [rows, 1] if it is a sum."""
+        made, (rows, width) = after, self.sweep.tile
+        if readout.program is not None:
+            made = self.evaluate(readout.program, values, t, (before, after))
+            made = jnp.broadcast_to(made, self.sweep.tile)
+        if readout.over:
+            limit = self.spec.size[str(self.sweep.summed)]
+            if limit != width:
+                real = jnp.arange(width, dtype=jnp.int32) < limit
+                made = jnp.where(real[None, :], made, jnp.zeros_like(made))
+            made, width = jnp.sum(made, axis=1)[:, None], 1
+        if readout.finish is not None:
+            made = self.evaluate(readout.finish, values, t, made)
+        return jnp.broadcast_to(made, (rows, width))

@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import YES, Support
 from symjax_rewrite.pallas_kernels.scan.block import (
     ScanSource,
+    advance,
     empty_results,
     in_tree,
     inner_order,
@@ -25,17 +25,10 @@ from symjax_rewrite.pallas_kernels.scan.block import (
     write_steps,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import block_steps, runs_in_turns, tree_steps
-from symjax_rewrite.pallas_kernels.scan.reference import advance
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_turns
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes
 
 Array = Any
-
-
-def supports(spec: ScanSpec) -> Support:
-    """Return `YES`: this backend runs every scan, on every device."""
-    del spec
-    return YES
 
 
 def scan_xla(
@@ -43,15 +36,9 @@ def scan_xla(
 ) -> tuple[Any, ...]:
     """Run a scan, streamed.
 
-    Args:
-        spec: the scan.
-        operands: one array per operand of the spec.
-        steps: steps per block; chosen from the size of a state if left out.
-        tree: True if the maps of a block's steps are composed in a tree; if left out, True where
-            the program is lowered for a GPU.
-
-    Returns:
-        The results of `reference.scan_reference`.
+    steps: steps per block; chosen from the size of a state if left out.
+    tree: True if the maps of a block's steps are composed in a tree; if left out, True where the
+    program is lowered for a GPU.
     """
 
     def run(tree: bool) -> Any:
@@ -84,7 +71,7 @@ def scan_blocks(
     size 1, and their axes have the inner `order`.
     """
     shapes = [shape for shape, _ in result_shapes(spec)]
-    spec, operands = smaller(spec, operands)
+    spec, operands = without_ones(spec, operands)
     order = order or inner_order(spec)
     source = ScanSource.of(spec, operands, order)
     states = in_tree if tree else sequential
@@ -102,21 +89,12 @@ def scan_blocks(
     return made, starts
 
 
-def smaller(spec: ScanSpec, operands: tuple[Any, ...]) -> tuple[ScanSpec, tuple[Any, ...]]:
-    """Return the scan and its operands without axes of size 1."""
-    spec = without_ones(spec)
-    return spec, tuple(x.reshape(spec.shape(k)) for k, x in enumerate(operands))
-
-
 def walk(
     length: int, steps: int, reverse: bool, block: Any, carry: Any, xs: tuple[Any, Any]
 ) -> tuple[Any, tuple[Any, Any]]:
     """Run a function over blocks of time in order, the last and shorter block apart.
 
     Args:
-        length: number of steps in total.
-        steps: steps per block.
-        reverse: True if the last block comes first.
         block: `block(carry, first, count, x) -> (carry, y)`.
         carry: the carry of the first block.
         xs: the `x` of the blocks: stacked for blocks of full size, and one for the shorter block.

@@ -13,10 +13,10 @@ from symjax_rewrite.pallas_kernels.fold.tiling import Blocks
 from symjax_rewrite.pallas_kernels.norm import layer as norm_layer
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
-from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
 from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, selective_scan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as selective
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference
 
 # Pallas-Triton is deprecated from jax 0.11 on, and still there
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
@@ -59,7 +59,7 @@ KERNELS = {
     "norm_linear": (
         lambda *xs: norm_linear(NORM, *xs),
         lambda *xs: norm_xla(NORM, *xs),
-        draw(*(shape for shape, _ in NORM.shapes), least=0.5),
+        draw(*(a.shape for a in NORM.avals), least=0.5),
     ),
 }
 

@@ -27,7 +27,8 @@ from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
 from symjax_rewrite.pallas_kernels.scan import triton as scan_triton
 from symjax_rewrite.pallas_kernels.scan.scan import scan
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram
+from tests.pallas_kernels.scan.cases import plain
 
 DECAYS = {
     "erf": lax.erf,

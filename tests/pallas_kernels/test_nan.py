@@ -29,12 +29,12 @@ from symjax_rewrite.pallas_kernels.norm.spec import RowProgram as NormProgram
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks
 from symjax_rewrite.pallas_kernels.norm.triton import norm_triton
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
-from symjax_rewrite.pallas_kernels.scan.reference import scan_reference
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, plain
-from symjax_rewrite.pallas_kernels.scan.triton import scan_triton
-from symjax_rewrite.pallas_kernels.scan.triton_kernel import ScanTiling
+from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
+from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton
 from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from tests.pallas_kernels.gpu_maxima import with_gpu_maxima
+from tests.pallas_kernels.scan.cases import plain
 
 NAN = float("nan")
 ROWS, COLUMNS, WIDTH = 24, 40, 16

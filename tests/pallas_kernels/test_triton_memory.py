@@ -12,16 +12,11 @@ import pytest
 
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.backend import Gpu, Reason, gpu_at_hand
-from symjax_rewrite.pallas_kernels.fold.attention import (
-    Attention,
-    backward_keys,
-    backward_queries,
-    forward,
-)
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend, fold
 from symjax_rewrite.pallas_kernels.fold.tiling import triton_blocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
-from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, backward_input, backward_weight
+from symjax_rewrite.pallas_kernels.norm.layer import NormLinear
 from symjax_rewrite.pallas_kernels.norm.layer import forward as norm_forward
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
@@ -33,7 +28,9 @@ from symjax_rewrite.pallas_kernels.triton_memory import (
     norm_bytes,
     norm_cut,
 )
+from tests.pallas_kernels.fold.attention_gradients import backward_keys, backward_queries
 from tests.pallas_kernels.fold.cases import CASES
+from tests.pallas_kernels.norm.layer_gradients import backward_input, backward_weight
 
 pytestmark = [
     pytest.mark.lowering,
@@ -82,7 +79,7 @@ def avals(spec):
 
 
 def norm_avals(spec):
-    return [jax.ShapeDtypeStruct(*a) for a in spec.shapes]
+    return spec.avals
 
 
 @pytest.mark.parametrize("name", FOLDS)

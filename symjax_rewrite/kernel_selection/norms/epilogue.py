@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from symjax_rewrite.ir.dataflow import Needed, is_computed_from, node_of
@@ -31,28 +32,21 @@ class NormEpilogue:
 
     def build(self, b: ProgramBuilder, made: dict[int, int]) -> int:
         """Return the step of the result; `made` are the steps of the products."""
-        known: dict[Ref, int] = {}
 
+        @functools.cache
         def step(ref: Ref) -> int:
-            if ref not in known:
-                known[ref] = fresh(ref)
-            return known[ref]
-
-        def fresh(ref: Ref) -> int:
             if ref.cls in made:
                 return made[ref.cls]
             node = node_of(self.g, ref.cls)
             if node.op == CONST:
                 return b.constant(node.attr[0])
             if ref.cls in self.inside or ref.cls == self.cls:
-                return b.apply(node, [step(over(ref, a)) for a in node.args], self._dtype(ref))
+                args = [step(over(ref, a)) for a in node.args]
+                return b.apply(node, args, self.g.classes[ref.cls].dtype)
             kind = "fulls" if set(ref.axes) & self.rows else "ends"
             return b.operand(kind, ref)
 
         return step(Ref(self.cls, self.axes))
-
-    def _dtype(self, ref: Ref) -> str:
-        return self.g.classes[ref.cls].dtype
 
 
 def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> NormEpilogue:

@@ -27,15 +27,19 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates
-from symjax_rewrite.kernel_selection.norms.kernel_call import columns_of, read_over, weight_of
+from symjax_rewrite.kernel_selection.norms.kernel_call import (
+    columns_of,
+    over_slots,
+    read_over,
+    weight_of,
+)
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
     Normed,
-    Shift,
     has_sums,
     normal_form,
 )
-from symjax_rewrite.kernel_selection.norms.selection import NAME, without
+from symjax_rewrite.kernel_selection.norms.selection import NAME
 from symjax_rewrite.usage_records import RouteUse
 
 
@@ -61,15 +65,12 @@ class FrozenRoute:
     cut_share: float | None
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes or makes dead."""
         return {c for p in self.products for c in (p.exit, p.normed.cls)}
 
     def gives(self) -> set[int]:
-        """Return the classes that others may read."""
         return {p.exit for p in self.products}
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before the products."""
         m = self.products[0].normed
         found = [m.x.cls, *(p.normed.weight.cls for p in self.products)]
         found += [f.cls for c in (*m.gain, *m.shifts) for f in c.columns]
@@ -102,15 +103,9 @@ class FrozenRoute:
         return out
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return one result over its class's slots."""
-        results = emitter.folded(self)
         number = next(k for k, p in enumerate(self.products) if p.exit == cls)
         p = self.products[number]
-        sizes = emitter.t.graph.classes[p.normed.cls].sizes
-        order = (*p.normed.rows, *p.normed.ends)
-        slot = {i: s for s, i in enumerate(p.axes)}
-        shaped = results[number].reshape([sizes[i] for i in order])
-        return shaped, tuple(slot[i] for i in order)
+        return over_slots(emitter, p.normed, p.axes, emitter.folded(self)[number])
 
 
 def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
@@ -120,7 +115,7 @@ def _normalised(emitter: Any, m: Normed, order: tuple, sizes: Any) -> Any:
     total = jnp.promote_types(emitter.t.graph.classes[m.x.cls].dtype, jnp.float32)
     value = over(Ref(m.x.cls, slots)).astype(total)
     for s in m.shifts:
-        rest = moves(m, s)
+        rest = m.added_rows(s)
         if rest is not None:
             term: Any = np.asarray(s.coefficient / m.gain[0].coefficient, total)
             for r in rest:
@@ -136,7 +131,7 @@ def _bias(emitter: Any, p: FrozenProduct, raw: Any, across: tuple, sizes: Any) -
     m = p.normed
     out: Any = None
     for s in m.shifts:
-        if moves(m, s) is None:
+        if m.added_rows(s) is None:
             column = columns_of(emitter, (Column(s.coefficient, s.columns),), across, sizes)
             term = jnp.dot(column.astype(raw.dtype), raw, precision="highest")
             out = term if out is None else out + term
@@ -169,13 +164,6 @@ def _products(
         lax.slice_in_dim(joined, int(end) - w.shape[1], int(end), axis=1)
         for w, end in zip(weights, ends, strict=True)
     ]
-
-
-def moves(m: Normed, s: Shift) -> tuple[Ref, ...] | None:
-    """Return the rows that a shift adds to x itself; None for an independent shift."""
-    if len(m.gain) != 1 or s.columns != m.gain[0].columns:
-        return None
-    return without(s.rows, m.scale)
 
 
 class FrozenWeights:
@@ -214,7 +202,7 @@ def _is_frozen(t: TermGraph, need: Needed, m: Normed) -> bool:
     read = [m.weight.cls, *(f.cls for c in (*m.gain, *m.shifts) for f in c.columns)]
     if not all(c in need.known for c in read) or m.dtype == "float16":
         return False
-    if any(s.rows and moves(m, s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
+    if any(s.rows and m.added_rows(s) is None for s in m.shifts) or 0 in g.classes[m.cls].sizes:
         return False
     own = any(is_computed_from(g, r.cls, (m.x.cls,)) and has_sums(g, r.cls, {}) for r in m.scale)
     return own and 0 not in g.classes[m.x.cls].sizes

@@ -44,7 +44,6 @@ class NormPart:
     operands: dict[str, list[Ref]]
 
     def needs(self) -> list[int]:
-        """Return the classes that must be computed before the call."""
         first = self.members[0]
         columns = [*self.columns, *(c for c, _ in self.given if c is not None), first.gain]
         found = [first.x.cls, *(m.weight.cls for m in self.members)]
@@ -83,14 +82,6 @@ class NormPart:
         lead = () if kind == "ends" else (self.spec.rows,)
         return array.reshape(*lead, self.spec.outputs)
 
-    def shaped(self, emitter: Any, data: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return the result over its class's slots."""
-        m = self.members[0]
-        sizes = emitter.t.graph.classes[m.cls].sizes
-        order = (*m.rows, *m.ends)
-        slot = {i: s for s, i in enumerate(self.exit.axes)}
-        return data.reshape([sizes[i] for i in order]), tuple(slot[i] for i in order)
-
 
 @dataclass(slots=True)
 class NormRoute:
@@ -105,19 +96,15 @@ class NormRoute:
 
     @property
     def group(self) -> NormGroup:
-        """Return the specification of the kernel."""
         return NormGroup(tuple(p.spec for p in self.parts))
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes or makes dead."""
         return {c for p in self.parts for c in (p.exit.cls, *p.exit.inside)}
 
     def gives(self) -> set[int]:
-        """Return the classes that others may read."""
         return {p.exit.cls for p in self.parts}
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before the call."""
         del cls
         return [c for p in self.parts for c in p.needs()]
 
@@ -128,14 +115,26 @@ class NormRoute:
         sizes = emitter.t.graph.classes[m.x.cls].sizes
         order = (*across, *down) if spec.pairs_swapped else (*down, *across)
         x = read_over(emitter, Ref(m.x.cls, tuple(range(len(sizes)))), order, sizes)
-        x = x.reshape(spec.shapes[0][0])
+        x = x.reshape(spec.avals[0].shape)
         operands = [x, *(a for p in self.parts for a in p.arrays(emitter))]
         return list(norm_linears(self.group, *operands, backend=self.backend))
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return one result over its class's slots."""
         number = next(k for k, p in enumerate(self.parts) if p.exit.cls == cls)
-        return self.parts[number].shaped(emitter, emitter.folded(self)[number])
+        p = self.parts[number]
+        return over_slots(emitter, p.members[0], p.exit.axes, emitter.folded(self)[number])
+
+
+def over_slots(
+    emitter: Any, m: Normed, axes: tuple[int, ...], data: Any
+) -> tuple[Any, tuple[int, ...]]:
+    """Return a result [rows, outputs] of a product over the slots of a class, and these slots.
+
+    axes: the slots of the class as indices of the product.
+    """
+    sizes = emitter.t.graph.classes[m.cls].sizes
+    order = (*m.rows, *m.ends)
+    return data.reshape([sizes[i] for i in order]), tuple(axes.index(i) for i in order)
 
 
 def axes_of(m: Normed) -> tuple[tuple[int, ...], tuple[int, ...]]:

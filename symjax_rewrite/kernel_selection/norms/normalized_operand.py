@@ -62,6 +62,19 @@ class Normed:
     opened: frozenset[int]
     dtype: str
 
+    def moves_value(self, s: Shift) -> bool:
+        """Return True if a shift moves x itself: it has x's only column factor."""
+        return len(self.gain) == 1 and s.columns == self.gain[0].columns
+
+    def added_rows(self, s: Shift) -> tuple[Ref, ...] | None:
+        """Return the rows that a shift adds to x before the scale; None if it adds none to x."""
+        left = list(s.rows)
+        for r in self.scale:
+            if r not in left:
+                return None
+            left.remove(r)
+        return tuple(left) if self.moves_value(s) else None
+
     @property
     def key(self) -> tuple:
         """Return a key equal for contractions of the same operand with any weights."""

@@ -45,7 +45,6 @@ from symjax_rewrite.kernel_selection.norms.kernel_call import NormPart, NormRout
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (
     Column,
     Normed,
-    Shift,
     normal_form,
 )
 from symjax_rewrite.kernel_selection.norms.row_statistics import (
@@ -55,8 +54,8 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
     ProgramBuilder,
     program,
 )
-from symjax_rewrite.pallas_kernels.backend import YES, Support
-from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, supports
+from symjax_rewrite.pallas_kernels.backend import Reason
+from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.usage_records import RouteUse
 
@@ -146,21 +145,21 @@ class _NormSelection:
     def _refusal(self, part: NormPart) -> str:
         """Return the reason no requested backend runs a part; empty if one does."""
         alone = NormGroup((part.spec,))
-        support: Support = YES
         if self.kernels == "auto":
-            support = supports(alone)
+            found = cuda_backend(alone)
         elif self.kernels in BACKENDS:
-            support = BACKENDS[self.kernels].supports(alone)
-        return "" if support else str(support)
+            found = BACKENDS[self.kernels].supports(alone)
+        else:
+            return ""
+        return str(found) if isinstance(found, Reason) else ""
 
     def _compared(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
     ) -> tuple[tuple[float, float], str]:
         """Return predicted seconds as written and with the kernels, and a sentence of both.
 
-        The program as written runs one kernel for the norm, a library product for each weight, and
-        one kernel for the epilogue beyond a bias. A scale that is no sum over x needs no separate
-        kernel: XLA multiplies by it where the product reads x.
+        As written, the norm is one kernel, each product one of the library, and the epilogue beyond
+        a bias one more. XLA multiplies by a scale that is no sum over x where the product reads x.
         """
         d, x = self.device, members[0].x.cls
         size = partial(_bytes_of, t)
@@ -320,7 +319,7 @@ class _NormBuilder:
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
         self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
         self.count = math.prod(self.sizes[s] for s in slots)
-        centred = any(_same_columns(m, s) for s in m.shifts)
+        centred = any(map(m.moves_value, m.shifts))
         x = Ref(m.x.cls, tuple(range(len(m.x.axes))))
         self.program = ProgramBuilder(t.graph, x, slots, self.count, centred)
         self.columns: list[tuple[Column, ...]] = []
@@ -360,8 +359,7 @@ class _NormBuilder:
         m, b = self.first, self.program
         offset = [(1.0, b.add(CENTRE, None))] if b.centred else []
         for s in m.shifts:
-            rest = without(s.rows, m.scale)
-            if _same_columns(m, s) and rest is not None:
+            if (rest := m.added_rows(s)) is not None:
                 ratio = s.coefficient / m.gain[0].coefficient
                 offset.append((ratio, b.times(*(b.row(r) for r in rest))))
         return b.plus(*offset)
@@ -373,7 +371,7 @@ class _NormBuilder:
         inner = [(1.0, b.add("product", k))]
         outer: list[tuple[float, int]] = []
         for s in m.shifts:
-            if not _same_columns(m, s) or without(s.rows, m.scale) is None:
+            if m.added_rows(s) is None:
                 rows = b.times(*(b.row(r) for r in s.rows))
                 total = self.column_sum((Column(s.coefficient, s.columns),), k)
                 outer.append((1.0, b.times(rows, total)))
@@ -442,18 +440,3 @@ def _left(sides: tuple[str, ...], centred: bool) -> Any:
         return x, tuple(x * x if s == SQUARES else x for s in sides)
 
     return left
-
-
-def _same_columns(m: Normed, s: Shift) -> bool:
-    """Return True if a shift moves x itself: it has x's only column factor."""
-    return len(m.gain) == 1 and s.columns == m.gain[0].columns
-
-
-def without(rows: tuple[Ref, ...], scale: tuple[Ref, ...]) -> tuple[Ref, ...] | None:
-    """Return the remaining rows after the scale is divided out."""
-    left = list(rows)
-    for r in scale:
-        if r not in left:
-            return None
-        left.remove(r)
-    return tuple(left)

@@ -37,14 +37,10 @@ from symjax_rewrite.ir.step_program import (
 )
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
-from symjax_rewrite.kernel_selection.scans.matrix_scan import (
-    MatrixRoute,
-    matrices_of,
-    run_all,
-    stacked_result,
-)
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
 from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
-from symjax_rewrite.loops.loop import Loop, Read
+from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.cost import (
@@ -84,7 +80,7 @@ def scan_as_is(spec: ScanSpec, backend: str, *operands: Any) -> tuple[Any, ...]:
 
 
 @dataclass(slots=True)
-class ScanRoute:
+class ScanKernel:
     """Loop as a scan.
 
     operands: body value and its axes by name, in the order of the kernel's operand. read_out: the
@@ -102,17 +98,15 @@ class ScanRoute:
     run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
     seconds: tuple[float, float] | None = None
 
-    def run(self, read: Read) -> list[Any]:
-        """Return the results of the loop, computed by the kernel."""
-        loop = self.loop
-        known, steps = loop.constants(read), loop.stacks(read)
-        final = self.advance(known, steps, read)
-        stacked = [stacked_result(loop, v, known, steps) for v in loop.ys]
-        return loop.finish([final], stacked, read)
+    def route(self) -> LoopParts:
+        """Return the loop that the kernel runs whole."""
+        part = CarryPart((0,), kernel=self)
+        return LoopParts(self.loop, [part], seconds=self.seconds)
 
-    def advance(self, known: dict[int, Any], steps: dict[int, Any], read: Read) -> Any:
-        """Add to `steps` the results of all steps; return the last state."""
+    def advance(self, values: LoopValues) -> Any:
+        """Add to `values` the results of all steps; return the last state."""
         loop, avals = self.loop, self.loop.body.avals
+        known, steps, read = values.known, values.steps, values.read
         (carry,) = loop.carries
         size = self.spec.size
         arrays = []
@@ -127,22 +121,18 @@ class ScanRoute:
             arrays.append(lax.reshape(array, shape).astype(spec.dtype))
         kernel = jax_internals.sealed(lambda *xs: self.run_scan(self.spec, self.backend, *xs))
         *ys, last = kernel(*arrays)
-        known.pop(loop.carries[0].inner, None)  # `steps` holds the state of every step
+        known.pop(carry.inner, None)  # `steps` holds the state of every step
         for v, y in zip(self.read_out, ys, strict=True):
             steps[v] = lax.reshape(y, (loop.length, *avals[v].shape))
-        run_all(loop, self.tail, known, steps)
+        values.run_all(self.tail)
         return lax.reshape(last, avals[carry.inner].shape)
 
 
-def route_loop(
-    loop: Loop, kernels: str, device: Device
-) -> tuple[ScanRoute | MatrixRoute | None, str]:
+def route_loop(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
     """Return a scan kernel for a loop, or the reason there is none.
 
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
+    loop: a clean loop of a known number of steps.
+    kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
     """
     moves = describe(loop)
     matrices, why = matrices_of(loop, kernels, device)
@@ -150,28 +140,23 @@ def route_loop(
         return matrices, f"{moves}; {why}"
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
         return None, moves
-    route, reason = scan_of(loop, kernels, device)
-    also = f" ({why})" if why and route is None else ""
-    return route, f"{moves}; {reason}{also}"
+    kernel, reason = scan_of(loop, kernels, device)
+    also = f" ({why})" if why and kernel is None else ""
+    return kernel and kernel.route(), f"{moves}; {reason}{also}"
 
 
 def scan_of(
     loop: Loop, kernels: str, device: Device, beside_bytes: float | None = None
-) -> tuple[ScanRoute | None, str]:
+) -> tuple[ScanKernel | None, str]:
     """Return a loop of one affine carry as a scan kernel where it is fastest, and the reason.
 
-    Args:
-        loop: a loop; `kernels` and `device` as for `route_loop`.
-        beside_bytes: bytes moved for the kernel's inputs beside a loop that remains; None where the
-            kernel replaces the whole loop.
+    beside_bytes: bytes moved for the kernel's inputs beside a loop that remains; None where the
+    kernel replaces the whole loop.
     """
-    try:
-        builder = _ScanBuilder(loop, device.scans.growth)
-        spec = builder.build()
-    except NotAScanError as error:
-        return None, f"no kernel: {error}"
-    except UsageError as error:
-        return None, f"no kernel: {error.what}"
+    builder = _ScanBuilder(loop, device.scans.growth)
+    spec = builder.built()
+    if isinstance(spec, str):
+        return None, f"no kernel: {spec}"
     backend = kernels if kernels in BACKENDS else "auto"
     rates = device.scans.steps
     if kernels == "auto" and rates is not None:
@@ -183,14 +168,14 @@ def scan_of(
         if not fits or not margins.pays(before, after, "scan", device):
             return None, "no form of this loop is known to be faster on a CPU"
         reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
-        route = replace(builder.route(spec, "turns"), seconds=(before, after))
-        return route, f"{reason} for {before:.1e} s"
+        kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
+        return kernel, f"{reason} for {before:.1e} s"
     if kernels == "auto":
         found = cuda_backend(spec)
         if not hasattr(found, "run"):
             return None, f"no kernel: {found}"
         before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
-        route = replace(builder.route(spec, backend), seconds=(before, after))
+        route = replace(builder.kernel(spec, backend), seconds=(before, after))
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
             least = margins.margin("scan", device, states_bytes(spec))
             return None, f"predicted gain {before / after:.2f} is below {least:.2f}"
@@ -199,7 +184,7 @@ def scan_of(
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
         return None, f"no kernel: {support}"
-    return builder.route(spec, backend), f"the states of all steps are never stored ({backend})"
+    return builder.kernel(spec, backend), f"the states of all steps are never stored ({backend})"
 
 
 def _seconds_in_steps(loop: Loop, device: Device) -> float:
@@ -211,9 +196,7 @@ def _seconds_in_steps(loop: Loop, device: Device) -> float:
     return loop.length * step
 
 
-def route_differentiated(
-    loop: Loop, kernels: str, device: Device
-) -> tuple[ScanRoute | MatrixRoute | None, str]:
+def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
     """Return a kernel for a loop differentiated in reverse mode, or the reason there is none.
 
     Index terms carry no custom derivative rules, so a body that has any is refused.
@@ -224,20 +207,17 @@ def route_differentiated(
         return matrices, why
     if any(e.name == "stop_gradient" for e in loop.body.equations):
         return None, "its derivatives are not those of its values"
-    try:
-        builder = _ScanBuilder(loop, device.scans.growth)
-        spec = builder.build()
-    except NotAScanError as error:
-        return None, str(error)
-    except UsageError as error:
-        return None, error.what
+    builder = _ScanBuilder(loop, device.scans.growth)
+    spec = builder.built()
+    if isinstance(spec, str):
+        return None, spec
     if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
         return None, "operands of several dtypes"
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
         return None, "what its steps keep is small"
-    return builder.route(spec, "xla", differentiable_scan), "states made again"
+    return builder.kernel(spec, "xla", differentiable_scan).route(), "states made again"
 
 
 @dataclass(slots=True)
@@ -256,13 +236,21 @@ class _ScanBuilder:
     readouts: dict[int, Readout] = field(default_factory=dict)
     tail: list[Equation] = field(default_factory=list)
 
-    def route(
+    def kernel(
         self, spec: ScanSpec, backend: str, run_scan: Callable[..., tuple[Any, ...]] = scan_as_is
-    ) -> ScanRoute:
-        """Return the route of a scan that was built."""
-        return ScanRoute(
+    ) -> ScanKernel:
+        return ScanKernel(
             self.loop, spec, backend, self.operands, list(self.readouts), self.tail, run_scan
         )
+
+    def built(self) -> ScanSpec | str:
+        """Return the scan, or the reason that the loop is none."""
+        try:
+            return self.build()
+        except NotAScanError as error:
+            return str(error)
+        except UsageError as error:
+            return error.what
 
     def build(self) -> ScanSpec:
         """Return the scan; record its operands, its readouts and the equations after it."""
@@ -504,11 +492,15 @@ class _ScanSteps(StepProgram):
 
 def _operands(values: tuple, t: Any, primitives: dict[str, Any], **states: Any) -> Handlers:
     """Return handlers of steps that read operands and step numbers."""
+
+    def count(counted: tuple[int, int] | int, args: Any, dtype: str) -> Any:
+        if isinstance(counted, int):
+            return t == counted
+        first, step = counted
+        return (first + step * t).astype(dtype)
+
     return handlers(
-        primitives,
-        value=lambda number, args, dtype: values[number],
-        count=lambda counted, args, dtype: _count(counted, t, dtype),
-        **states,
+        primitives, value=lambda number, args, dtype: values[number], count=count, **states
     )
 
 
@@ -529,14 +521,6 @@ def _coefficients(steps: Sequence[Step], primitives: dict[str, Any]) -> Callable
         return a, b
 
     return fun
-
-
-def _count(counted: tuple[int, int] | int, t: Any, dtype: str) -> Any:
-    """Return a counter at the steps of these numbers."""
-    if isinstance(counted, int):
-        return t == counted
-    first, step = counted
-    return (first + step * t).astype(dtype)
 
 
 def _apply_pairs(handler: Handler, what: tuple, args: list[AffinePair], dtype: str) -> AffinePair:

@@ -9,20 +9,14 @@ smaller.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import cone, makers_of, making, value_operands
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.kernel_selection.scans.affine_scan import ScanRoute, scan_of
-from symjax_rewrite.kernel_selection.scans.matrix_scan import (
-    StatePart,
-    run_all,
-    run_steps,
-    stacked_result,
-)
+from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, scan_of
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts
 from symjax_rewrite.loops.carry_dependence import (
     DIAGONAL,
     SUM,
@@ -32,57 +26,16 @@ from symjax_rewrite.loops.carry_dependence import (
     groups_of,
 )
 from symjax_rewrite.loops.hoisting import is_heavy
-from symjax_rewrite.loops.loop import Loop, Read, Source
+from symjax_rewrite.loops.loop import Loop, Source
 
 MAX_PARTS = 8
 EARLY = -1  # the part of values that depend on no carry
 
 
-@dataclass(slots=True)
-class CarryGroup:
-    """Part of a loop: its carries by number, its equations, and its values that later parts read.
-
-    scan: the kernel that runs it; None for a loop.
-    """
-
-    carries: tuple[int, ...]
-    equations: list[Equation] = field(default_factory=list)
-    ys: list[int] = field(default_factory=list)
-    scan: ScanRoute | None = None
-
-
-@dataclass(slots=True)
-class SplitRoute:
-    """Loop in parts; `early` runs for all steps before them."""
-
-    loop: Loop
-    early: list[Equation]
-    pieces: list[CarryGroup]
-
-    def run(self, read: Read) -> list[Any]:
-        """Return the results of the loop."""
-        loop = self.loop
-        known, steps = loop.constants(read), loop.stacks(read)
-        run_all(loop, self.early, known, steps)
-        finals: dict[int, Any] = {}
-        for piece in self.pieces:
-            if piece.scan is not None:
-                finals[piece.carries[0]] = piece.scan.advance(known, steps, read)
-            else:
-                part = StatePart(piece.equations, None, piece.carries, piece.ys)
-                run_steps(loop, part, known, steps, finals, read)
-        ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
-        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
-
-
-def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[SplitRoute | None, str]:
+def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[LoopParts | None, str]:
     """Partition a loop of several carries, of which some run as kernels.
 
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
-        why: the reason the whole loop is no kernel.
+    loop, kernels: as for `route_loop`. why: the reason the whole loop is no kernel.
     """
     groups = groups_of(loop)
     affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
@@ -92,45 +45,42 @@ def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[Spli
         return None, why
     scans = {g.carries for g in affine}
     while scans:
-        pieces = _Splitter(loop, groups, scans, device.loops.growth).split()
-        if pieces is None:
+        route = _Splitter(loop, groups, scans, device.loops.growth).split()
+        if route is None:
             return None, why
         refused, reasons = set(), []
-        for n, piece in enumerate(pieces.pieces):
-            if piece.carries in scans:
-                piece.scan, reason = _scan(pieces, n, kernels, device)
-                if piece.scan is None:
-                    refused.add(piece.carries)
+        for n, part in enumerate(route.parts):
+            if part.carries in scans:
+                part.kernel, reason = _scan(route, n, kernels, device)
+                if part.kernel is None:
+                    refused.add(part.carries)
                 else:
                     reasons.append(reason)
         if not refused:
-            return pieces, f"{describe(loop)}; affine carries run apart: {'; '.join(reasons)}"
+            return route, f"{describe(loop)}; affine carries run apart: {'; '.join(reasons)}"
         scans -= refused
     return None, why
 
 
-def _scan(route: SplitRoute, n: int, kernels: str, device: Device) -> tuple[ScanRoute | None, str]:
+def _scan(route: LoopParts, n: int, kernels: str, device: Device) -> tuple[ScanKernel | None, str]:
     """Return a part as a kernel if its memory traffic is worth it, and the reason."""
-    loop, piece = route.loop, route.pieces[n]
-    if (
-        device.loops.steps_are_launches
-        and len([p for p in route.pieces if p.carries != piece.carries]) > 1
-    ):
+    loop, part = route.loop, route.parts[n]
+    if device.loops.steps_are_launches and len(route.parts) > 2:
         return None, "two loops cost more launches than one"
     avals = loop.body.avals
-    written = {v for p in route.pieces for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
+    written = {v for p in route.parts for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
     moved = 2 * loop.length * sum(aval_bytes(avals[v]) for v in written)
     level = loop.levels()
-    early = [v for e in route.early for v in e.outvals]
-    sources = {v: Source(v) for p in route.pieces[:n] for v in p.ys}
+    early = [v for e in route.head for v in e.outvals]
+    sources = {v: Source(v) for p in route.parts[:n] for v in p.ys}
     sources |= {v: Source(v) for v in early if level[v]}
     inner = replace(
         loop,
-        body=replace(loop.body, equations=piece.equations),
-        carries=[loop.carries[piece.carries[0]]],
+        body=replace(loop.body, equations=part.equations),
+        carries=[loop.carries[part.carries[0]]],
         consts=loop.consts | {v: v for v in early if not level[v]},
         sources=loop.sources | sources,
-        ys=list(piece.ys),
+        ys=list(part.ys),
     )
     return scan_of(inner, kernels, device, moved)
 
@@ -146,12 +96,12 @@ class _Splitter:
         self.makers = makers_of(loop.body.equations)
         self.level = loop.levels()
 
-    def split(self) -> SplitRoute | None:
+    def split(self) -> LoopParts | None:
         """Return the parts, or None where too much would be written."""
         loop, avals = self.loop, self.loop.body.avals
         early = self._early()
         made_early = {v for e in early for v in e.outvals}
-        pieces = [CarryGroup(carries) for carries in self._order()]
+        pieces = [CarryPart(carries) for carries in self._order()]
         if len(pieces) > MAX_PARTS:
             return None
         part = self._parts(pieces)
@@ -176,7 +126,7 @@ class _Splitter:
             return None
         rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]
         known = [e for e in self._cone(rest, ready, part, EARLY)[0] if e not in early]
-        return SplitRoute(loop, [*early, *known], pieces)
+        return LoopParts(loop, pieces, head=[*early, *known])
 
     def _early(self) -> list[Equation]:
         """Return the heavy equations that depend on no carry, and the equations they read."""
@@ -210,7 +160,7 @@ class _Splitter:
                 waiting.remove(carries)
         return found
 
-    def _parts(self, pieces: list[CarryGroup]) -> dict[int, int]:
+    def _parts(self, pieces: list[CarryPart]) -> dict[int, int]:
         """Return the part that computes every value: the last one that it depends on."""
         part: dict[int, int] = {}
         for n, piece in enumerate(pieces):

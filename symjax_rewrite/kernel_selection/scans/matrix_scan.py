@@ -21,9 +21,10 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import cone, makers_of, value_operands
-from symjax_rewrite.ir.flat_program import Equation, Value
+from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_state import (
     MatrixState,
     NotAMatrixError,
@@ -33,8 +34,7 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     terms_of,
 )
 from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
-from symjax_rewrite.loops.loop import Loop, Read, get, run_equations, stage
-from symjax_rewrite.loops.motion import all_steps
+from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     MatrixScan,
     chunk_seconds,
@@ -47,113 +47,38 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 @dataclass(slots=True)
-class StatePart:
-    """Part of a loop: equations for all steps, then states of a matrix or a smaller loop.
+class MatrixKernel:
+    """Carry that is a matrix; `equations` compute its factors for all steps."""
 
-    state: the matrix; None for the `carries` of a loop, whose `equations` are its body. ys: the
-    results of every step of that loop.
-    """
-
+    t: TermGraph
+    state: MatrixState
     equations: list[Equation]
-    state: MatrixState | None = None
-    carries: tuple[int, ...] = ()
-    ys: list[int] = field(default_factory=list)
+
+    def advance(self, values: LoopValues) -> Any:
+        """Add the values read by queries to the steps; return the last state."""
+        values.run_all(self.equations)
+        start = values.loop.carries[self.state.carry].start
+        run = _MatrixRun(self.t, self.state, values)
+        return run.last_state(None if is_zero(start) else values.read(start))
 
 
 @dataclass(slots=True)
-class MatrixRoute:
-    """Loop in parts; the last part holds the equations that only results need.
+class _MatrixRun:
+    """States of one matrix, run by `matrix_scan` on the values of a loop."""
 
-    seconds: predicted on a CPU, of the loop and of its parts.
-    """
-
-    loop: Loop
     t: TermGraph
-    parts: list[StatePart]
-    tail: list[Equation]
-    seconds: tuple[float, float] | None = None
+    state: MatrixState
+    values: LoopValues
 
     @property
-    def states(self) -> list[MatrixState]:
-        """Return the matrix states."""
-        return [p.state for p in self.parts if p.state is not None]
+    def inner(self) -> Any:
+        loop = self.values.loop
+        return loop.body.avals[loop.carries[self.state.carry].inner]
 
-    def run(self, read: Read) -> list[Any]:
-        """Return the results of the loop."""
-        loop = self.loop
-        known, steps = loop.constants(read), loop.stacks(read)
-        finals: dict[int, Any] = {}
-        for part in self.parts:
-            if part.state is None:
-                run_steps(loop, part, known, steps, finals, read)
-                continue
-            run_all(loop, part.equations, known, steps)
-            k = part.state.carry
-            start = loop.carries[k].start
-            first = None if is_zero(start) else read(start)
-            finals[k] = _MatrixKernel(self, part.state, known, steps).run(first)
-        run_all(loop, self.tail, known, steps)
-        ys = [stacked_result(loop, v, known, steps) for v in loop.ys]
-        return loop.finish([finals[k] for k in range(len(loop.carries))], ys, read)
-
-
-def run_all(
-    loop: Loop, equations: list[Equation], known: dict[int, Any], steps: dict[int, Any]
-) -> None:
-    """Run loop-invariant equations once, and other equations for all steps."""
-    moving = []
-    for e in equations:
-        if all(not isinstance(v, int) or v in known for v in e.invals):
-            with jax_internals.equation_scope(loop.eqn):
-                run_equations([e], known)
-        else:
-            moving.append(e)
-    with jax_internals.equation_scope(loop.eqn):
-        steps.update(all_steps(moving, known, steps))
-
-
-def run_steps(
-    loop: Loop,
-    part: StatePart,
-    known: dict[int, Any],
-    steps: dict[int, Any],
-    finals: dict[int, Any],
-    read: Read,
-) -> None:
-    """Run the steps of some carries."""
-    carries = [loop.carries[k] for k in part.carries]
-    body = replace(loop.body, equations=part.equations)
-    inner = replace(loop, body=body, ys=list(part.ys), carries=carries)
-    reads = [*(v for e in part.equations for v in e.invals), *(c.out for c in carries), *part.ys]
-    inside = {v for v in reads if isinstance(v, int)}
-    given = {v: x for v, x in steps.items() if v in inside}
-    made, ys = stage(inner, known, given, read)
-    finals.update(zip(part.carries, made, strict=True))
-    steps.update(zip(part.ys, ys, strict=True))
-
-
-def stacked_result(loop: Loop, v: Value, known: dict[int, Any], steps: dict[int, Any]) -> Any:
-    """Return a result of every step, stacked."""
-    if isinstance(v, int) and v in steps:
-        return steps[v]
-    value = jnp.asarray(get(known, v))
-    return jnp.broadcast_to(value, (loop.length, *value.shape))
-
-
-@dataclass(slots=True)
-class _MatrixKernel:
-    """States of one matrix, run by `matrix_scan`."""
-
-    route: MatrixRoute
-    state: MatrixState
-    known: dict[int, Any]
-    steps: dict[int, Any]
-
-    def run(self, start: Any) -> Any:
+    def last_state(self, start: Any) -> Any:
         """Add the values read by queries to the steps; return the last state."""
-        s, loop = self.state, self.route.loop
-        inner = loop.body.avals[loop.carries[s.carry].inner]
-        wide = jnp.promote_types(inner.dtype, jnp.float32)
+        s, loop = self.state, self.values.loop
+        wide = jnp.promote_types(self.inner.dtype, jnp.float32)
         k = self._rows(s.key, s.keys, wide)
         v = s.added * self._rows(s.value, s.values, wide)
         given = [] if s.kind == "none" else [self._decay(wide)]
@@ -169,16 +94,16 @@ class _MatrixKernel:
             y, *more = kernel(q, k, v, *given)
             last = more[0] if more else last
             self._give(query, y)
-        return None if last is None else self._as_carried(last).astype(inner.dtype)
+        return None if last is None else self._as_carried(last).astype(self.inner.dtype)
 
     def _array(self, ref: Ref) -> tuple[Any, tuple[int, ...]]:
         """Return a factor over the state's axes and time, and the axes it has, in order."""
-        t = self.route.t
+        t, steps = self.t, self.values.steps
         v = value_of(t, ref.cls)
         assert v is not None
         view = t.view(v)
-        moves = v in self.steps
-        array = jnp.asarray(self.steps[v] if moves else self.known[v])
+        moves = v in steps
+        array = jnp.asarray(steps[v] if moves else self.values.known[v])
         lead = array.shape[:1] if moves else ()
         array = lax.reshape(array, (*lead, *map(int, t.sizes[v])))  # pyright: ignore[reportArgumentType]
         slots = {p: ref.axes[s] for s, p in enumerate(view.axes)}
@@ -223,7 +148,7 @@ class _MatrixKernel:
 
     def _laid_out(self, start: Any, dtype: Any) -> Any:
         s = self.state
-        array = jnp.broadcast_to(start, self.route.loop.body.avals[self._inner()].shape)
+        array = jnp.broadcast_to(start, self.inner.shape)
         array = lax.transpose(lax.reshape(array, s.sizes), self._order()).astype(dtype)
         lead = [s.sizes[i] for i in s.batch]
         return lax.reshape(array, (*lead, s.size(s.keys), s.size(s.values)))
@@ -232,14 +157,11 @@ class _MatrixKernel:
         s, order = self.state, self._order()
         array = lax.reshape(last, tuple(s.sizes[i] for i in order))
         array = lax.transpose(array, np.argsort(order))
-        return lax.reshape(array, self.route.loop.body.avals[self._inner()].shape)
-
-    def _inner(self) -> int:
-        return self.route.loop.carries[self.state.carry].inner
+        return lax.reshape(array, self.inner.shape)
 
     def _give(self, query: Query, y: Any) -> None:
         """Add a query's values to the steps, from (*batch, time, values)."""
-        s, loop, t = self.state, self.route.loop, self.route.t
+        s, loop, t = self.state, self.values.loop, self.t
         order = (*s.batch, TIME, *s.values)
         size = dict(enumerate(s.sizes)) | {TIME: loop.length}
         y = lax.reshape(y, tuple(size[a] for a in order))
@@ -253,7 +175,8 @@ class _MatrixKernel:
             left = {p: query.left[k] for k, p in enumerate(view.axes)}
             wanted = (TIME, *[left[p] for p in range(len(left))])
             turned = lax.transpose(y, [order.index(a) for a in wanted])
-            self.steps[v] = lax.reshape(turned, (loop.length, *aval.shape)).astype(aval.dtype)
+            turned = lax.reshape(turned, (loop.length, *aval.shape))
+            self.values.steps[v] = turned.astype(aval.dtype)
 
     def _summed(self, term: StateTerm, order: tuple[int, ...], dtype: Any) -> Any:
         """Return a product without the state, summed over the keys."""
@@ -296,14 +219,8 @@ def value_of(t: TermGraph, cls: int) -> int | None:
 
 def matrices_of(
     loop: Loop, kernels: str, device: Device, gradient: bool = False
-) -> tuple[MatrixRoute | None, str]:
+) -> tuple[LoopParts | None, str]:
     """Find a route of chunked matmuls for a loop with matrix states, where it is faster.
-
-    Args:
-        loop: a clean loop of a known number of steps.
-        kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
-        device: where it runs.
-        gradient: the loop will be differentiated.
 
     Returns:
         The route or None, and the reason; an empty reason where no state is a matrix.
@@ -316,7 +233,8 @@ def matrices_of(
         return None, ""
     if kernels != "auto":
         return route, "chunked matmuls of its matrix states"
-    specs = [spec_of(loop, s, q, False) for s in route.states for q in s.queries]
+    found = [p.kernel for p in route.parts if isinstance(p.kernel, MatrixKernel)]
+    specs = [spec_of(loop, k.state, q, False) for k in found for q in k.state.queries]
     rates = device.scans.chunks
     if rates is None:  # a loop's gradient writes the states of all steps
         return (route, "chunked matmuls of its matrix states") if gradient else (None, "")
@@ -330,17 +248,14 @@ def matrices_of(
     return replace(route, seconds=(before, after)), predicted
 
 
-def matrix_route(loop: Loop, growth: float) -> MatrixRoute:
+def matrix_route(loop: Loop, growth: float) -> LoopParts:
     """Partition a loop into parts of which some are matrix states.
 
-    Args:
-        loop: in normal form.
-        growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
-            results.
+    growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
+    results.
 
     Raises:
-        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the other
-            carries.
+        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the others.
     """
     body = loop.body
     if any(e.eqn.effects for e in body.equations):
@@ -380,14 +295,10 @@ class _Planner:
     states: dict[int, MatrixState]
     growth: float
     ready: set[int] = field(init=False)
-    parts: list[StatePart] = field(default_factory=list)
+    parts: list[CarryPart] = field(default_factory=list)
 
-    def plan(self) -> MatrixRoute:
-        """Return the parts in topological order.
-
-        Raises:
-            NotAMatrixError: some parts wait for each other, or too much would be written.
-        """
+    def plan(self) -> LoopParts:
+        """Return the parts in topological order, unless some parts wait for each other."""
         loop = self.loop
         self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
         waiting = [g.carries for g in groups_of(loop)]
@@ -396,11 +307,11 @@ class _Planner:
             if done is None:
                 raise NotAMatrixError("what its states read depends on what reads them")
             waiting.remove(done)
-        tail = self._needed([v for v in loop.ys if isinstance(v, int)], ())
+        tail = self._needed(loop.ys, ())
         if tail is None:
             raise NotAMatrixError("states are read whole")
         self._stack(tail)
-        route = MatrixRoute(loop, self.t, self.parts, tail)
+        route = LoopParts(loop, self.parts, tail=tail)
         _check_written(route, self.growth)
         return route
 
@@ -408,57 +319,49 @@ class _Planner:
         """Make a part of some carries, if their inputs are computed."""
         loop = self.loop
         state = self.states.get(carries[0]) if len(carries) == 1 else None
-        if state is not None:
-            found = [value_of(self.t, f.cls) for f in state.factors()]
-            values = [v for v in found if v is not None]
-            if len(values) < len(found):
+        factors: list[int | None] = []
+        if state is None:
+            made = {loop.carries[k].inner for k in carries}
+            needed = self._needed((loop.carries[k].out for k in carries), made)
+        else:
+            factors = [value_of(self.t, f.cls) for f in state.factors()]
+            if None in factors:
                 raise NotAMatrixError("a factor has no value of its own")
-            needed = self._needed(values, ())
-            if needed is None:
-                return False
-            self._stack(needed, values)
-            self.parts.append(StatePart(needed, state))
-            self.ready.update(v for q in state.queries for v in q.values)
-            self.ready.update(v for e in needed for v in e.outvals)
-            return True
-        inner = {loop.carries[k].inner for k in carries}
-        outs = [loop.carries[k].out for k in carries]
-        needed = self._needed([v for v in outs if isinstance(v, int)], inner)
+            made = {v for q in state.queries for v in q.values}
+            needed = self._needed(factors, ())
         if needed is None:
             return False
-        self._stack(needed)
-        self.parts.append(StatePart(needed, None, carries))
-        self.ready |= inner | {v for e in needed for v in e.outvals}
+        self._stack(needed, factors)
+        kernel = None if state is None else MatrixKernel(self.t, state, needed)
+        self.parts.append(CarryPart(carries, needed, kernel=kernel))
+        self.ready |= made | {v for e in needed for v in e.outvals}
         return True
 
-    def _needed(self, values: Iterable[int], inner: Iterable[int]) -> list[Equation] | None:
+    def _needed(self, values: Iterable[Any], inner: Iterable[int]) -> list[Equation] | None:
         """Return the equations that compute some values from known ones, or None."""
         makers = makers_of(self.loop.body.equations)
+        values = [v for v in values if isinstance(v, int)]
         found = cone(values, value_operands(makers), {*self.ready, *inner})
         if not found <= makers.keys():
             return None
         return [e for e in self.loop.body.equations if not found.isdisjoint(e.outvals)]
 
-    def _stack(self, equations: list[Equation], values: Sequence[int] = ()) -> None:
+    def _stack(self, equations: list[Equation], values: Sequence[Any] = ()) -> None:
         """Make earlier loops return for all steps the values that equations read, and `values`."""
-        reads = {v for e in equations for v in e.invals if isinstance(v, int)} | {*values}
-        reads |= {v for v in self.loop.ys if isinstance(v, int)}
+        operands = (v for e in equations for v in e.invals)
+        reads = {v for v in (*operands, *values, *self.loop.ys) if isinstance(v, int)}
         for part in self.parts:
-            if part.state is None:
+            if part.kernel is None:
                 made = {v for e in part.equations for v in e.outvals}
                 made |= {self.loop.carries[k].inner for k in part.carries}
                 part.ys += sorted((reads & made) - {*part.ys})
 
 
-def _check_written(route: MatrixRoute, growth: float) -> None:
-    """Check that all steps write little more than the loop's operands and results.
-
-    Raises:
-        NotAMatrixError: they write more.
-    """
+def _check_written(route: LoopParts, growth: float) -> None:
+    """Check that all steps write little more than the loop's operands and results."""
     loop = route.loop
     limit = growth * loop.outside_bytes
-    made = [e for p in route.parts if p.state is not None for e in p.equations] + route.tail
+    made = [e for p in route.parts if p.kernel is not None for e in p.equations] + route.tail
     values = [v for e in made for v in e.outvals]
     values += [v for p in route.parts for v in p.ys]
     if any(loop.length * aval_bytes(loop.body.avals[v]) > limit for v in values):

@@ -79,7 +79,6 @@ class MatrixState:
     queries: tuple[Query, ...]
 
     def size(self, axes: Axes) -> int:
-        """Return the number of entries along some axes."""
         return math.prod(self.sizes[i] for i in axes)
 
     @property
@@ -106,13 +105,7 @@ def terms_of(loop: Loop) -> TermGraph:
 
 @dataclass(slots=True)
 class StateReader:
-    """Reader of one carry of a loop as a matrix.
-
-    Args:
-        loop: a clean loop.
-        t: its body as terms.
-        carry: the carry's number.
-    """
+    """Reader of one carry of a clean loop as a matrix; `t` is the loop's body as terms."""
 
     loop: Loop
     t: TermGraph
@@ -124,8 +117,7 @@ class StateReader:
     def read(self, readers: list[int]) -> MatrixState:
         """Return the carry as a matrix state.
 
-        Args:
-            readers: body values that may depend on it through queries only.
+        readers: body values that may depend on it through queries only.
 
         Raises:
             NotAMatrixError: the carry is no matrix state.
@@ -161,9 +153,8 @@ class StateReader:
     def _form(self, dtype: str, whole: bool) -> SumOfProducts:
         """Return a form that opens terms that depend on a state, up to the states.
 
-        Args:
-            dtype: of the terms; a cast to a narrower dtype is not opened.
-            whole: give the state after the step its own name.
+        A cast to a dtype narrower than `dtype` is not opened. With `whole` the state after the step
+        has its own name.
         """
         states = self._states(whole)
 
@@ -185,11 +176,7 @@ class StateReader:
         return {**states, self.out.cls: ("after", self.out)} if whole else states
 
     def _read(self, terms: list[ProductTerm] | None, whole: bool = True) -> list[StateTerm]:
-        """Read terms as products with at most one state in each.
-
-        Raises:
-            NotAMatrixError: a factor depends on a state and is none, or the terms are too many.
-        """
+        """Read terms as products with at most one state in each."""
         if terms is None:
             raise NotAMatrixError(f"a sum of more than {MAX_TERMS} products")
         return [self._read_term(t, self._states(whole)) for t in terms]

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.kernel_selection.scans.affine_scan import (
-    ScanRoute,
-    route_differentiated,
-    route_loop,
-)
-from symjax_rewrite.kernel_selection.scans.carry_partition import SplitRoute, split_loop
-from symjax_rewrite.kernel_selection.scans.matrix_scan import MatrixRoute
+from symjax_rewrite.kernel_selection.scans.affine_scan import route_differentiated, route_loop
+from symjax_rewrite.kernel_selection.scans.carry_partition import split_loop
+from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.options import Options
-
-LoopKernel = ScanRoute | MatrixRoute | SplitRoute
 
 
 def loop_kernel(
     loop: Loop, options: Options, device: Device, gradient: bool = False
-) -> tuple[LoopKernel | None, str]:
-    """Return a kernel for a loop or None, and the reason.
-
-    Args:
-        loop: in normal form.
-        options: requested kernels, and permitted rounding.
-        device: where it runs.
-        gradient: request a kernel with cheap derivatives.
-    """
+) -> tuple[LoopParts | None, str]:
+    """Return a kernel for a loop in normal form or None, and the reason."""
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
         return None, "several devices: XLA might gather a scan's operands"

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward, unscaled
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     Band,
@@ -24,7 +24,6 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Tile,
     TopK,
     WeightedTerm,
-    from_scalars,
 )
 
 Arrays = tuple[np.ndarray, ...]
@@ -172,7 +171,7 @@ def nbody(count: int) -> Case:
         col="n",
         operands=(Operand(("m",)),) * 3 + (Operand(("n",)),) * 4,
         contractions=(),
-        tile=Tile(from_scalars(tile), tuple(range(7)), key="gravity"),
+        tile=Tile(tile, tuple(range(7)), key="gravity"),
         outputs=tuple(Sums(tile=k) for k in range(3)),
     )
 
@@ -332,9 +331,10 @@ def both_ways() -> Case:
 def length_masked() -> Case:
     """A decode step on a cache of which the first `length` places are filled."""
     a = Attention(3, 1, 300, 2, 16, groups=2)
-    spec = unscaled(a)
+    spec = forward(a)
     spec = replace(
         spec,
+        epilogue=None,
         operands=(*spec.operands, Operand(("b",), "int32")),
         tile=Tile(
             lambda d, v, i, j: jnp.where(j < v[0], d[0] * 0.25, -jnp.inf), (3,), key="length"

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward, gradients
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
+from tests.pallas_kernels.fold.attention_gradients import gradients
 from tests.pallas_kernels.fold.cases import ATTENTION, attention_naive, draw
 
 BACKENDS = {

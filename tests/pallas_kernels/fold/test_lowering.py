@@ -6,17 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from symjax_rewrite.pallas_kernels.fold.attention import (
-    Attention,
-    backward_keys,
-    backward_queries,
-    forward,
-    gradients,
-)
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.fold import fold
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
+from tests.pallas_kernels.fold.attention_gradients import backward_keys, backward_queries, gradients
 from tests.pallas_kernels.fold.cases import CASES
 
 pytestmark = [

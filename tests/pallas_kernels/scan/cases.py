@@ -11,9 +11,56 @@ import numpy as np
 
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
-from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec, plain
+from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
 
 Arrays = tuple[np.ndarray, ...]
+
+
+def plain(
+    length: int,
+    state: tuple[int, ...],
+    a: tuple[str, ...],
+    b: tuple[str, ...],
+    *,
+    dtype: str = "float32",
+    start: bool = False,
+    states: bool = True,
+    last: bool = False,
+    **options: Any,
+) -> ScanSpec:
+    """Build the scan whose operands are `a` and `b`, and the initial state with `start`.
+
+    Args:
+        length: number of steps; the axis is called "t".
+        state: the shape of a state; its axes are called "0", "1", ...
+        a: axes of `a`.
+        b: axes of `b`.
+        states: True if all states are returned.
+        options: `kind` and `reverse` of the `ScanSpec`.
+
+    Example:
+        >>> plain(8, (4,), ("t", "0"), ("t", "0"), start=True).shape(2)
+        (4,)
+    """
+    axes = tuple(map(str, range(len(state))))
+    operands = [Operand(a, dtype), Operand(b, dtype), *[Operand(axes, dtype)] * start]
+    return ScanSpec(
+        sizes=(("t", length), *zip(axes, state, strict=True)),
+        time="t",
+        state=axes,
+        operands=tuple(operands),
+        coefficients=ScanProgram(_pair, (0, 1), key="pair"),
+        readouts=(Readout(),) if states else (),
+        last=last,
+        start=2 if start else None,
+        dtype=dtype,
+        **options,
+    )
+
+
+def _pair(values: Any, t: Any) -> Any:
+    del t
+    return values
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.pallas_kernels.scan.block import struct_of
 from symjax_rewrite.pallas_kernels.scan.scan import scan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
 from symjax_rewrite.pallas_kernels.scan.triton import scan_triton, supports, triton_cut
@@ -46,21 +45,21 @@ TUNED = {
 @pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
 def test_triton_lowers(case, lower):
     jitted = jax.jit(lambda *xs: scan_triton(case.spec, *xs))
-    assert "triton" in lower(jitted, struct_of(case.spec)).as_text()
+    assert "triton" in lower(jitted, case.spec.avals).as_text()
 
 
 @pytest.mark.parametrize("name", TUNED)
 def test_tuned_cuts_lower(name, lower):
     spec = forward(TUNED[name])
     jitted = jax.jit(lambda *xs: scan_triton(spec, *xs))
-    assert "triton" in lower(jitted, struct_of(spec)).as_text()
+    assert "triton" in lower(jitted, spec.avals).as_text()
 
 
 def test_auto_is_a_kernel_on_cuda_and_a_loop_elsewhere(lower):
     spec = forward(TUNED["all parts"])
     jitted = jax.jit(lambda *xs: scan(spec, *xs))
-    assert "triton" in lower(jitted, struct_of(spec)).as_text()
-    text = lower(jitted, struct_of(spec), "cpu").as_text()
+    assert "triton" in lower(jitted, spec.avals).as_text()
+    text = lower(jitted, spec.avals, "cpu").as_text()
     assert "triton" not in text
     assert "while" in text
 
@@ -79,7 +78,7 @@ def kernels(compiled) -> int:
 @pytest.mark.parametrize("name", TUNED)
 def test_forward_is_few_kernels_without_spills(name, compile_h200):
     spec = forward(TUNED[name])
-    compiled = compile_h200(lambda *xs: scan(spec, *xs), *struct_of(spec))
+    compiled = compile_h200(lambda *xs: scan(spec, *xs), *spec.avals)
     assert kernels(compiled) <= 3
     states = 4 * spec.length * spec.size["b"] * spec.size["g"] * spec.size["e"] * spec.size["n"]
     assert compiled.memory_analysis().temp_size_in_bytes < states / 8
@@ -96,7 +95,7 @@ def associative(x, dt, A, B, C):
 def test_temporaries_are_an_eighth_of_the_associative_scan(compile_h200):
     s = SelectiveScan(1, 2048, 2048, 16)
     spec = forward(s)
-    ours = compile_h200(lambda *xs: scan(spec, *xs), *struct_of(spec))
+    ours = compile_h200(lambda *xs: scan(spec, *xs), *spec.avals)
     shapes = [(1, 2048, 2048)] * 2 + [(2048, 16)] + [(1, 2048, 16)] * 2
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     theirs = compile_h200(associative, *avals)
@@ -106,7 +105,7 @@ def test_temporaries_are_an_eighth_of_the_associative_scan(compile_h200):
 
 @pytest.mark.parametrize("case", [c for c in CASES if supports(c.spec)], ids=str)
 def test_every_scan_compiles(case, compile_h200):
-    compile_h200(lambda *xs: scan_triton(case.spec, *xs), *struct_of(case.spec))
+    compile_h200(lambda *xs: scan_triton(case.spec, *xs), *case.spec.avals)
 
 
 def sequential(x, dt, A, B, C, D, z):

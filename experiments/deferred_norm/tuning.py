@@ -1,6 +1,6 @@
-"""Tuning of the Triton kernel: measure block sizes on the local GPU and write the table.
+"""Tuning of the norm kernel: measure block sizes on the local GPU and write the package's table.
 
-    python -m symjax_rewrite.pallas_kernels.norm.tuning [--rounds 20] [--print]
+    python experiments/deferred_norm/tuning.py [--rounds 20] [--print]
 
 For every row of the table, one shape within its limits is timed with each candidate that compiles.
 The fastest candidate becomes the row's block sizes, with its time in `measured_s`. Without a GPU
@@ -47,10 +47,10 @@ def example(limits: dict[str, int]) -> NormSpec:
 
 def seconds(spec: NormSpec, blocks: NormBlocks, rounds: int) -> float | None:
     """Return the median time of one call in seconds; None where the kernel does not compile."""
-    keys = jax.random.split(jax.random.key(0), len(spec.shapes))
+    keys = jax.random.split(jax.random.key(0), len(spec.avals))
     arrays = [
-        jax.random.normal(k, shape, jnp.float32).astype(dtype)
-        for k, (shape, dtype) in zip(keys, spec.shapes, strict=True)
+        jax.random.normal(k, a.shape, jnp.float32).astype(a.dtype)
+        for k, a in zip(keys, spec.avals, strict=True)
     ]
     run = jax.jit(functools.partial(norm_triton, spec, blocks=blocks))
     try:
