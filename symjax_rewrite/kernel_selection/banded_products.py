@@ -27,7 +27,6 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import named
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
@@ -217,7 +216,7 @@ def _band(t: TermGraph, ref: Ref, row: int, column: int, rows: int, columns: int
     names[row], names[column] = ROW, COLUMN
     batch = [names[i] for i in ref.axes if i not in (row, column)]
     builder = TileBuilder(t, Pair(t, ROW, COLUMN, frozenset(), set()))
-    root = builder.build(named(ref, names))
+    root = builder.build(ref.over(names))
     known = [_known(t, builder, number, batch) for number in builder.reads]
     return band_of(builder.steps, known, [(root, 0.0)], rows, columns)
 

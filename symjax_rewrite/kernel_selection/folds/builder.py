@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype, is_half
-from symjax_rewrite.ir.step_program import Step, place_in
+from symjax_rewrite.ir.step_program import Step, key_of, place_in
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
@@ -30,7 +32,6 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
 from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
 from symjax_rewrite.kernel_selection.folds.reduction_forms import Piece
-from symjax_rewrite.kernel_selection.folds.reductions import Exit
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -81,17 +82,14 @@ class FoldRoute:
     price: Callable[[Device], Cost] | None = None
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes."""
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
 
     def gives(self) -> set[int]:
-        """Return the computed classes that others may read; the rest exist only within the fold."""
         if self.rows is None:
             return set(self.served)
         return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that a class needs: the operands and its row algebra's inputs."""
         needed = [c for c, _ in self.inputs]
         for piece in self.served[cls].form if cls in self.served else ():
             rows = piece.rows() if self.rows is None else [piece.after]
@@ -106,14 +104,13 @@ class FoldRoute:
         ]
         return fold(self.spec, *arrays, backend=self.backend)
 
-    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value of a class and its slots."""
-        data, slots = self._value(emitter, cls)
-        return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
-
     def wide_classes(self) -> set[int]:
         """Return the classes that the fold can return in f32 although their dtype is narrower."""
         return self.gives() & (self.wide or frozenset())
+
+    def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
+        data, slots = self._value(emitter, cls)
+        return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """Return a class's value in f32 if folds exchange it in f32, and its slots."""
@@ -128,25 +125,20 @@ class FoldRoute:
         if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
             slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
-            data, axes = without_single(results[number], self.rows.axes[number], slot)
+            data, axes = _without_single(results[number], self.rows.axes[number], slot)
             return data, tuple(slot[a] for a in axes)
         served = self.served[cls]
-        total, axes = None, served.lead
-        if served.exit.kind == "keyed":
-            return self._keyed(emitter, served, results)
-        for k, piece in enumerate(served.form):
-            value = self._piece(emitter, served, k, results)
+        if served.exit.kind == "keyed":  # no row axis; the keyed axes come last
+            (((output, k), *_),) = served.places
+            index = {name: i for i, name in served.names.items()}
+            kept: Any = self.spec.outputs[output]
+            return results[output][k], (*[index[a] for a in kept.kept], *served.exit.along)
+        values = (self._piece(emitter, served, k, results) for k in range(len(served.form)))
+        axes = served.lead
+        for piece, (_, _, features) in zip(served.form, served.places, strict=True):
             if piece.kind != "count":
-                axes = (*served.lead, *(() if piece.after else served.places[k][2]))
-            total = value if total is None else total + value
-        return _finished(emitter.t, served, total, axes)
-
-    def _keyed(self, emitter: Any, served: Served, results: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return a sum by key and its slots: it has no row axis, and the keyed axes come last."""
-        ((output, k), *_), *_ = served.places
-        index = {name: i for i, name in served.names.items()}
-        kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
-        return results[output][k], (*kept, *served.exit.along)
+                axes = (*served.lead, *(() if piece.after else features))
+        return _finished(emitter.t, served, reduce(operator.add, values), axes)
 
     def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """Return one term of a reduction over the leading axes and its features."""
@@ -201,7 +193,7 @@ def _finished(
     if gone:
         data = jax_internals.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
         axes = tuple(a for k, a in enumerate(axes) if k not in gone)
-    data, axes = without_single(data, axes, index)
+    data, axes = _without_single(data, axes, index)
     slots = [index[a] for a in axes]
     part = served.exit.part
     if part is not None:
@@ -215,7 +207,7 @@ def _finished(
     return data, tuple(slots)
 
 
-def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
+def _without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
     """Drop the row axis of a result where the program has one row and no such axis."""
     if ROW in known or ROW not in axes:
         return data, axes
@@ -249,28 +241,25 @@ def read_over(
     return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
 
 
-def named(ref: Ref, names: dict[Any, Any]) -> Ref:
-    """Return a reference with its indices renamed."""
-    return Ref(ref.cls, tuple([names[i] for i in ref.axes]))  # pyright: ignore[reportArgumentType]
-
-
-def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
+def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:
     """Return a term with its axes renamed; features are named after the weights."""
-    full: dict[Any, Any] = dict(names)
-    weights = piece.weights
-    if weights is not None:
-        for slot, i in enumerate(weights.axes):
-            full.setdefault(i, feature(weights.cls, slot))
-        weights = named(weights, full)
+    full = dict(names)
+    if piece.weights is not None:
+        for slot, i in enumerate(piece.weights.axes):
+            full.setdefault(i, feature(piece.weights.cls, slot))
+
+    def pairs(items: tuple) -> tuple:
+        return tuple((r.over(full), x) for r, x in items)
+
     return replace(
         piece,
-        tile=None if piece.tile is None else named(piece.tile, full),
-        product=tuple((named(r, full), p) for r, p in piece.product),
-        weights=weights,
-        after=None if piece.after is None else named(piece.after, full),
-        factors=tuple((named(r, full), p) for r, p in piece.factors),
-        exponent=tuple((named(r, full), c) for r, c in piece.exponent),
-        keys=tuple(named(r, full) for r in piece.keys),
+        tile=piece.tile and piece.tile.over(full),
+        product=pairs(piece.product),
+        weights=piece.weights and piece.weights.over(full),
+        after=piece.after and piece.after.over(full),
+        factors=pairs(piece.factors),
+        exponent=pairs(piece.exponent),
+        keys=tuple(r.over(full) for r in piece.keys),
     )
 
 
@@ -341,22 +330,17 @@ class FoldBuilder:
         counted = [is_counted(g, key.cls) for key in piece.keys]
         keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
         root = self._root(self.tiles.product(list(piece.product)))
-        sizes = g.classes[found.cls].sizes
+        own = {name for i, name in served.names.items() if i not in found.bound}
         depends = {a for key in piece.keys for a in key.axes}
         how = (
             tuple([self._root(k) for k in keys]),
-            tuple([int(sizes[i]) for i in found.along]),  # pyright: ignore[reportArgumentType]
-            tuple([a for a in self.lead[:-1] if self._is_own(served, a)]),
+            tuple([found.sizes[i] for i in found.along]),
+            tuple([a for a in self.lead[:-1] if a in own]),
             tuple([a for a in self.lead[:-1] if a in depends]),
             found.clips,
         )
         self.outputs.setdefault(("keyed", root, how), [])
         return "keyed", root, how
-
-    @staticmethod
-    def _is_own(served: Served, axis: str) -> bool:
-        """Return True if an axis belongs to the reduction's result."""
-        return any(n == axis and i not in served.exit.bound for i, n in served.names.items())
 
     def _term(
         self, served: Served, piece: Piece, factor: int | None
@@ -367,17 +351,11 @@ class FoldBuilder:
         number = self.tiles.operand(unwidened(g, piece.weights))
         features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
         attr = None if piece.after else node_of(g, served.exit.cls).attr
-        rounding = self._rounding(served.exit, g.classes[piece.weights.cls].dtype)
+        dtype = g.classes[piece.weights.cls].dtype
+        alike = all(g.classes[a.cls].dtype == dtype for a in served.exit.args)
+        # a product of f32 and half precision rounds neither operand
+        rounding = dtype if is_half(dtype) and alike else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
-
-    def _rounding(self, found: Exit, dtype: str) -> str | None:
-        """Return the dtype a tile is rounded to before weights multiply it, as in the program.
-
-        A product of f32 and half precision rounds neither operand.
-        """
-        classes = self.t.graph.classes
-        alike = all(classes[a.cls].dtype == dtype for a in found.args)
-        return dtype if is_half(dtype) and alike else None
 
     def _place(self) -> list[Output]:
         """Return the outputs, and record for every reduction where its results are."""
@@ -421,6 +399,7 @@ class FoldBuilder:
         rows = row_algebra(around, self.served, self.tiles)
         tiles, roots = self.tiles, tuple(self.roots)
         fun = tile_function(tiles.steps, roots, self.t.primitives)
+        key = ("route", roots, key_of(tiles.steps))
         spec = FoldSpec(
             sizes=tuple(tiles.sizes.items()),
             batch=self.lead[:-1],
@@ -428,7 +407,7 @@ class FoldBuilder:
             col=COLUMN,
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
-            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots), whole=tiles.whole),
+            tile=Tile(fun, tuple(tiles.reads), key, whole=tiles.whole),
             outputs=tuple(outputs),
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),

@@ -44,7 +44,7 @@ class Exit:
     kind: str
     args: tuple[Ref, ...]
     bound: tuple[int, ...]
-    sizes: dict[int, Dim]
+    sizes: dict[int, Any]
     choice: gather_patterns.Choice | None = None
     places: int = 0  # k of a top-k, or number of sorted entries
     output: int = 0  # of a top-k or a sort: 0 for values, 1 for indices
@@ -133,7 +133,7 @@ def _by_key(
 
 
 def _summed(
-    g: EGraph, ref: Ref, sizes: dict[int, Dim]
+    g: EGraph, ref: Ref, sizes: dict[int, Any]
 ) -> tuple[tuple[Ref, ...], dict[int, Dim], tuple[int, ...]] | None:
     """Return the summand of a sum behind casts, its further indices, and the classes between."""
     passed = []

@@ -38,7 +38,7 @@ from symjax_rewrite.ir.term import (
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds import gather_patterns
-from symjax_rewrite.kernel_selection.folds.builder import named, read_over
+from symjax_rewrite.kernel_selection.folds.builder import read_over
 from symjax_rewrite.kernel_selection.folds.gathered_columns import Columns
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     Pair,
@@ -280,13 +280,13 @@ class _Finder:
         tile = explore(pair, [a for a in node.args if pair.holds(a)])
         if tile is None or tile.looked or not self._is_steady(tile):
             return None
-        names: dict[Any, str] = {i: f"b{i}" for i in sizes} | {row: ROW, column: COLUMN}
+        names: dict[Any, Any] = {i: f"b{i}" for i in sizes} | {row: ROW, column: COLUMN}
         place = Ref(source.place.cls, tuple([
             i if isinstance(i, str) else names[held.axes[i]] for i in source.place.axes
         ]))  # fmt: skip  # pyright: ignore[reportArgumentType]
         size = {**{names[i]: s for i, s in sizes.items()}, **extra}
         builder = TileBuilder(self.t, pair, sizes=size)
-        roots = [builder.build(named(a, names)) for a in node.args]
+        roots = [builder.build(a.over(names)) for a in node.args]
         columns = Columns(builder, (*(names[i] for i in lead), *extra))
         mine = tuple(names[i] for i in range(node.out))
         return SparseRoute(cls, source, columns, roots, place, mine)
