@@ -193,13 +193,16 @@ class Pair:
         return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
 
     def _hit(self, ref: Ref, node: Node) -> Opened | None:
-        hit = gather_patterns.hit(self.t, ref)
-        if hit is None or hit.along not in (self.row, self.column):
+        """Open a scatter into zeros of one element per row."""
+        found = gather_patterns.scattered(self.t, ref.cls)
+        if found is None or len(found.along) != 1 or found.bound:
             return None
-        args = (hit.place, hit.value)
-        if any(map(self.holds, args)):
+        (slot,), (place,) = found.along, found.places
+        args = (over(ref, place), over(ref, found.value))
+        if ref.axes[slot] not in (self.row, self.column) or any(map(self.holds, args)):
             return None
-        return Opened("hit", args, (hit.along == self.row, hit.limit))
+        limit = self.g.classes[ref.cls].sizes[slot] if found.clips else None
+        return Opened("hit", args, (ref.axes[slot] == self.row, limit))
 
     def _take(self, ref: Ref, node: Node) -> Opened | None:
         """Open a table lookup at pairs of integers."""

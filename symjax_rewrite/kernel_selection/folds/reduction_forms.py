@@ -21,6 +21,7 @@ from symjax_rewrite.ir.term import ADD, MAP, Ref
 from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
 from symjax_rewrite.kernel_selection.folds.reductions import Exit
+from symjax_rewrite.kernel_selection.folds.slices import added, sizes_of
 
 Powers = tuple[tuple[Ref, Fraction], ...]
 ONE = Fraction(1)
@@ -213,11 +214,6 @@ def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | Non
         return None
     if len(terms) == 1 and terms[0][1] == 1:
         return terms[0][0]
-    used = sorted({i for r, _ in terms for i in r.axes}, key=str)
-    local = {i: n for n, i in enumerate(used)}
-    size_of = {i: s for r, _ in terms for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
-    args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r, _ in terms)
-    coefficients = tuple(int(c) if c == int(c) else c for _, c in terms)
-    sizes = tuple(size_of[i] for i in used)
-    ref = g.add(ADD, coefficients, args, sizes, (), dtype)
-    return Ref(ref.cls, tuple(used[i] for i in ref.axes))
+    refs, coefficients = zip(*terms, strict=True)
+    numbers = tuple(int(c) if c == int(c) else c for c in coefficients)
+    return added(g, ADD, numbers, refs, sizes_of(g, refs), dtype)

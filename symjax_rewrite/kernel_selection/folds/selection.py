@@ -334,4 +334,5 @@ def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> Choi
     sizes = {name: m.exit.sizes[i] for i, name in names.items()}
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(choice.table.over(names))
-    return ChoiceRoute(m.exit.cls, choice, Columns(builder, tuple(names.values())[:count]), root)
+    columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))
+    return ChoiceRoute(m.exit.cls, columns, root, choice.fill)
