@@ -24,6 +24,7 @@ from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
     FoldSurroundings,
+    Names,
     Rows,
     Served,
     row_algebra,
@@ -264,7 +265,10 @@ def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:
 
 
 class FoldBuilder:
-    """Assembly of one fold from the terms of several reductions."""
+    """Assembly of one fold from the terms of several reductions.
+
+    outputs: the fold's outputs without their sums, each with its sums.
+    """
 
     def __init__(
         self,
@@ -277,14 +281,14 @@ class FoldBuilder:
         self.t, self.lead = t, lead
         self.tiles = TileBuilder(t, like, sizes=dict(sizes), wide=wide)
         self.roots: list[int] = []
-        self.outputs: dict[tuple, list[WeightedTerm]] = {}
+        self.outputs: dict[Output, list[WeightedTerm]] = {}
         self.served: dict[int, Served] = {}
-        self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
+        self._found: list[tuple[Served, list[tuple[Output | None, int, Names]]]] = []
 
     def add(self, served: Served) -> None:
         """Add a reduction to the fold."""
         self.served[served.exit.cls] = served
-        self._keys.append((served, [self._piece(served, piece) for piece in served.form]))
+        self._found.append((served, [self._piece(served, piece) for piece in served.form]))
 
     def reads(self) -> set[int]:
         """Return the classes read by the tiles and the row algebra of the reductions."""
@@ -294,57 +298,57 @@ class FoldBuilder:
     def _root(self, step: int) -> int:
         return place_in(self.roots, step)
 
-    def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
-        """Return a term's output key, the index of its result, and its feature axes."""
+    def _piece(self, served: Served, piece: Piece) -> tuple[Output | None, int, Names]:
+        """Return a term's output, the number of its result there, and its feature axes."""
         if piece.kind == "count":
-            return (), 0, ()
-        if piece.kind == "keyed":
-            return self._sum_by_key(served, piece), 0, ()
+            return None, 0, ()
         if piece.kind not in ("exp", "sum"):
-            assert piece.tile is not None
-            step = self.tiles.build(piece.tile)
-            if piece.kind in ("argmax", "argmin", "top_k", "sorted"):  # rounded values may tie
-                step = self.tiles.as_written(step, piece.tile.cls)
-            if piece.kind == "sorted":
-                step = self.tiles.ranked(step)
-            key = (piece.kind, self._root(step), served.exit.places)
-            self.outputs.setdefault(key, [])
-            second = piece.kind in ("argmax", "argmin") or served.exit.output
-            return key, int(second), ()
-        factor = self.tiles.product(list(piece.product)) if piece.product else None
-        if piece.kind == "exp":
-            assert piece.tile is not None
-            key = ("exp", self._root(self.tiles.build(piece.tile)), 0)
+            make = self._keyed if piece.kind == "keyed" else self._chosen
+            output = make(served, piece)
+            self.outputs.setdefault(output, [])
+            return output, int(isinstance(output, ArgExtremum) or served.exit.output), ()
+        factor = self.tiles.product(piece.product) if piece.product else None
+        if piece.tile is not None:
+            output = ExpSums((), self._root(self.tiles.build(piece.tile)))
             factor = None if factor is None else self._root(factor)
         else:
             assert factor is not None
-            kind = "across" if served.lead[-1] == COLUMN else "sum"
-            key, factor = (kind, self._root(factor), 0), None
+            kind = ColumnSums if served.lead[-1] == COLUMN else Sums
+            output, factor = kind((), self._root(factor)), None
         term, features = self._term(served, piece, factor)
-        terms = self.outputs.setdefault(key, [])
-        return key, place_in(terms, term) + (piece.kind == "exp"), features
+        number = place_in(self.outputs.setdefault(output, []), term)
+        return output, number + isinstance(output, ExpSums), features
 
-    def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
-        """Return the output key of a sum by key."""
-        found, g = served.exit, self.t.graph
-        counted = [is_counted(g, key.cls) for key in piece.keys]
+    def _chosen(self, served: Served, piece: Piece) -> Output:
+        """Return the output of an extremum or of a selection, whose rounded values may tie."""
+        assert piece.tile is not None
+        step, kind = self.tiles.build(piece.tile), piece.kind
+        if kind in ("max", "min", "any", "all"):
+            return Extremum(kind, self._root(step))
+        step = self.tiles.as_written(step, piece.tile.cls)
+        if kind in ("argmax", "argmin"):
+            return ArgExtremum(kind == "argmax", self._root(step))
+        step = self.tiles.ranked(step) if kind == "sorted" else step
+        return TopK(served.exit.places, self._root(step))
+
+    def _keyed(self, served: Served, piece: Piece) -> Output:
+        """Return the output of a sum by key."""
+        found, batch = served.exit, self.lead[:-1]
+        counted = [is_counted(self.t.graph, key.cls) for key in piece.keys]
         keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
-        root = self._root(self.tiles.product(list(piece.product)))
+        root = self._root(self.tiles.product(piece.product))
         own = {name for i, name in served.names.items() if i not in found.bound}
         depends = {a for key in piece.keys for a in key.axes}
-        how = (
-            tuple([self._root(k) for k in keys]),
+        return KeyedSums(
+            tuple(map(self._root, keys)),
             tuple([found.sizes[i] for i in found.along]),
-            tuple([a for a in self.lead[:-1] if a in own]),
-            tuple([a for a in self.lead[:-1] if a in depends]),
+            tuple([a for a in batch if a in own]),
+            tuple([a for a in batch if a in depends]),
             found.clips,
+            root,
         )
-        self.outputs.setdefault(("keyed", root, how), [])
-        return "keyed", root, how
 
-    def _term(
-        self, served: Served, piece: Piece, factor: int | None
-    ) -> tuple[WeightedTerm, tuple[str, ...]]:
+    def _term(self, served: Served, piece: Piece, factor: int | None) -> tuple[WeightedTerm, Names]:
         if piece.weights is None:
             return WeightedTerm(None, factor), ()
         g = self.t.graph
@@ -357,36 +361,33 @@ class FoldBuilder:
         rounding = dtype if is_half(dtype) and alike else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
-    def _place(self) -> list[Output]:
+    def _place(self) -> tuple[Output, ...]:
         """Return the outputs, and record for every reduction where its results are."""
-        exps = {root for kind, root, _ in self.outputs if kind == "exp"}
-        outputs: list[Output] = []
-        at: dict[tuple, int] = {}
-        for key, terms in self.outputs.items():
-            if key[0] != "max" or key[1] not in exps:
-                at[key] = len(outputs)
-                kind, root, places = key
-                outputs.append(_output(kind, root, places, tuple(terms)))
-        for root in exps:
-            at["max", root, 0] = at["exp", root, 0]  # the maximum is the first result of `exp`
-        for served, keys in self._keys:
-            served.places = [
-                ((at.get(key, 0), k), (at[key], 0) if key[:1] == ("exp",) else None, features)
-                for key, k, features in keys
-            ]
-        return outputs
+        exps = [o for o in self.outputs if isinstance(o, ExpSums)]
+        home: dict[Any, Output] = {Extremum("max", o.tile): o for o in exps}  # their first result
+        kept = [o for o in self.outputs if o not in home]
+        at: dict[Any, int] = {o: n for n, o in enumerate(kept)}
+        for served, found in self._found:
+            served.places = []
+            for output, k, features in found:
+                number = at.get(home.get(output, output), 0)
+                shift = (number, 0) if isinstance(output, ExpSums) else None
+                served.places.append(((number, k), shift, features))
+        terms = self.outputs.items()
+        return tuple(replace(o, terms=tuple(w)) if w else o for o, w in terms if o not in home)
 
     def _band(self) -> Band:
         """Return the band of columns read, from the tile program and known operands."""
-        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "across": 0.0, "keyed": 0.0}
-        if any(kind not in ignored for kind, _, _ in self.outputs):
-            return Band()  # these outputs depend on the column number
+        fills = [_fill(o) for o in self.outputs]
         tiles, batch = self.tiles, self.lead[:-1]
         known = [
             known_operand(self.t, n, tiles.inputs[n][0], tiles.operands[n].axes, batch)
             for n in tiles.reads
         ]
-        outputs = [(self.roots[root], ignored[kind]) for kind, root, _ in self.outputs]
+        roots = [self.roots[o.tile] for o in self.outputs]
+        outputs = [(r, f) for r, f in zip(roots, fills, strict=True) if f is not None]
+        if len(outputs) < len(fills):
+            return Band()  # some outputs depend on the column number
         return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
 
     def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
@@ -408,7 +409,7 @@ class FoldBuilder:
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
             tile=Tile(fun, tuple(tiles.reads), key, whole=tiles.whole),
-            outputs=tuple(outputs),
+            outputs=outputs,
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),
         )
@@ -416,21 +417,8 @@ class FoldBuilder:
         return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)
 
 
-def _output(kind: str, root: int, places: Any, terms: tuple[WeightedTerm, ...]) -> Output:
-    """Return an output of a fold; `places` is the k of a top-k, or describes a sum by key."""
-    match kind:
-        case "keyed":
-            keys, sizes, kept, varies, clips = places
-            return KeyedSums(keys, sizes, kept, varies, clips, root)
-        case "exp":
-            return ExpSums(terms, root)
-        case "sum":
-            return Sums(terms, root)
-        case "across":
-            return ColumnSums(terms, root)
-        case "top_k" | "sorted":
-            return TopK(places, root)
-        case "argmax" | "argmin":
-            return ArgExtremum(kind == "argmax", root)
-        case _:
-            return Extremum(kind, root)
+def _fill(output: Output) -> float | None:
+    """Return the tile value that leaves an output as it is, if there is one."""
+    if isinstance(output, ExpSums) or output == Extremum("max", output.tile):
+        return -math.inf
+    return 0.0 if isinstance(output, (Sums, ColumnSums, KeyedSums)) else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
@@ -63,13 +64,9 @@ def page_seconds(device: Device, fresh: float) -> float:
 
 
 def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
-    """Return seconds of XLA's own `sort` or `top_k`.
+    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
 
-    Args:
-        name: of the primitive.
-        count: elements that are sorted, or searched.
-        places: of a top-k: k times the number of rows.
-        device: where it runs.
+    places: of a top-k: k times the number of rows.
     """
     folds = device.folds
     steps = (folds.sort if name == "sort" else folds.top_k) * count
@@ -131,26 +128,31 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     return math.inf if found is None else found[1]
 
 
-def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:
-    """Return a cluster's nodes as written, its classes, and its reductions."""
+class _Written(NamedTuple):
+    """Nodes, terms and reductions of a cluster, and the classes that it always writes.
+
+    These are the reductions, and the inputs of XLA's own routines.
+    """
+
+    choice: dict[int, Node]
+    mine: set[int]
+    exits: list[int]
+    roots: tuple[int, ...]
+
+
+def _written(t: TermGraph, cluster: Cluster) -> _Written:
     exits = sorted({m.exit.cls for m in cluster.members})
-    mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
-    mine |= {x for m in cluster.members for x in m.exit.through}
+    mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
-    return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
-
-
-def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
-    """Return the classes a cluster always writes: reductions, and inputs of XLA's own routines."""
-    native = [node_of(t.graph, c) for c in exits if node_of(t.graph, c).op == NATIVE]
-    return (*exits, *sorted({a.cls for n in native for a in n.args if a.cls in mine} - {*exits}))
+    choice = {c: node_of(t.graph, c) for c in mine | reached}
+    native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
+    return _Written(choice, mine, exits, (*exits, *sorted((native & mine).difference(exits))))
 
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
-    choice, mine, exits = _choice(t, cluster)
+    choice, mine, _, roots = _written(t, cluster)
     model, folds = CostModel(device, lambda d: value(d, {})), device.folds
-    roots = _roots(t, mine, exits)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
@@ -180,21 +182,20 @@ def _reduced(m: ClusterMember) -> int:
         return m.pairs
     out = min(m.exit.bound)
     mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
-    return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
+    return math.prod(m.exit.sizes[i] for i in mine)
 
 
 def _rows(m: ClusterMember) -> int:
     """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
-    return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
+    return m.pairs // math.prod(m.exit.sizes[i] for i in m.exit.bound)
 
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written."""
-    choice, mine, exits = _choice(t, cluster)
+    choice, mine, exits, roots = _written(t, cluster)
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    roots = _roots(t, mine, exits)
     written = model.written(facts, roots, facts.keys() - mine)
     last: dict[int, int] = {}
     for c in reversed(order):
@@ -204,18 +205,13 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     held = [c for c in order if c in written and c not in exits]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
-
-    def overwritten(c: int, x: int) -> bool:
-        """Return True if x can be computed in c's buffer.
-
-        It cannot if c is also reduced on the way to x.
-        """
-        return x in in_place and (x in roots or users[c] == 1)
+    users = Counter(a.cls for c in order for a in choice[c].args)
 
     def lives(c: int, x: int) -> bool:
+        # x is computed in c's buffer, unless c is also reduced on the way to x
+        overwritten = x in in_place and (x in roots or users[c] == 1)
         until = last.get(c, c)
-        return c <= x and (x < until or (x == until and (c == x or not overwritten(c, x))))
+        return c <= x and (x < until or (x == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 
@@ -225,41 +221,33 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     spec, folds = route.spec, device.folds
     dtype = spec.contractions[0].dtype if spec.contractions else "float32"
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
-    unread = Ref(-1, ())
-    steps = float(sum(kind == "hit" for kind, *_ in route.steps))
-    once = sum(kind == "lookup" for kind, *_ in route.steps) * folds.fold_lookup
+    kinds, blocks = Counter(kind for kind, *_ in route.steps), xla_blocks(spec)
+    once = kinds["lookup"] * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
-    blocks = xla_blocks(spec)
     held = set(blocks.inner) & {*shared_axes(spec)}
-    steps += once / math.prod(spec.size[a] for a in held)
+    steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
     for kind, data, args, _ in route.steps:
         if kind == "apply":
             op, attr = data
-            steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
+            steps += weight(Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     steps += sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
     products = fold_cost.flops(spec) / device.peak(dtype)
-    kept = 4 * pairs * _blocks_kept(route) if folds.writes_blocks else 0
-    moved = (fold_cost.bytes_moved(spec) + kept) / device.bytes_per_s
+    moved = fold_cost.bytes_moved(spec)
+    if folds.writes_blocks and spec.tile.whole is not None:  # no GPU kernel holds a block
+        moved += 4 * pairs * (2 * len(spec.contractions) + kinds["along"] + 2 * len(spec.outputs))
+    seconds = products + pairs * steps / device.elementwise_per_s
+    seconds += moved / device.bytes_per_s + device.launch_s
     if spec.contractions:
-        moved += folds.block_s * _loop_steps(spec, blocks)
-    return products + pairs * steps / device.elementwise_per_s + moved + device.launch_s
+        seconds += folds.block_s * _loop_steps(spec, blocks)
+    return seconds
 
 
 def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
     """Return the number of blocks that a fold's loops visit."""
     looped = math.prod(spec.size[a] for a in spec.batch if a not in blocks.inner)
     return looped * -(-spec.rows // max(blocks.rows, 1)) * -(-spec.cols // max(blocks.cols, 1))
-
-
-def _blocks_kept(route: FoldRoute) -> int:
-    """Return how often a tile block is written or read where no GPU kernel holds it."""
-    spec = route.spec
-    if spec.tile.whole is None:
-        return 0
-    reductions = sum(kind == "along" for kind, *_ in route.steps)
-    return 2 * len(spec.contractions) + reductions + 2 * len(spec.outputs)
 
 
 def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:

@@ -14,7 +14,19 @@ from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, TAKE, Node, Ref, over
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    IOTA,
+    MAP,
+    TAKE,
+    Node,
+    Ref,
+    is_cast,
+    over,
+)
 from symjax_rewrite.ir.term_graph import TermGraph
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
@@ -125,7 +137,7 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
 def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
     """Return `(place, index)` of a reference that is 1 where place equals index, else 0."""
     node = node_of(t.graph, ref.cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
+    if not is_cast(node):
         return None
     test = node_of(t.graph, node.args[0].cls)
     if test.op != MAP or test.attr[0] != "eq":
@@ -205,7 +217,7 @@ def counts_along(g: EGraph, ref: Ref) -> int | None:
     if node.op != MAP:
         return None
     args = [over(ref, a) for a in node.args]
-    if node.attr[0] == "convert_element_type":
+    if is_cast(node):
         return counts_along(g, args[0])
     if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative index; none occurs here
         test = node_of(g, args[0].cls)

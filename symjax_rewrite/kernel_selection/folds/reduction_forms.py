@@ -9,15 +9,16 @@ choice depends on the inputs that each form must wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import is_half, is_moderate
-from symjax_rewrite.ir.term import ADD, MAP, Ref
+from symjax_rewrite.ir.term import ADD, Ref, is_cast, over
 from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
 from symjax_rewrite.kernel_selection.folds.reductions import Exit
@@ -49,7 +50,8 @@ class Piece:
 
     def pairwise(self) -> list[Ref]:
         """Return the references that the tile reads."""
-        return [*([self.tile] if self.tile else []), *(r for r, _ in self.product)]
+        product = [r for r, _ in self.product]
+        return [self.tile, *product] if self.tile else product
 
     def rows(self) -> list[Ref]:
         """Return the references that the row algebra reads."""
@@ -67,7 +69,7 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
         product = tuple([(r, ONE) for r in found.args])
         return [(Piece("keyed", None, product, keys=found.keys),)]
     if found.kind != "sum":
-        tile = _joined(g, sum_terms(g, found.args[0], 1.0), found)
+        tile = _joined(g, sum_terms(g, found.args[0], 1.0))
         return [(Piece(found.kind, tile or found.args[0]),)]
     split = split_sum(pair, found)
     if split is None:
@@ -96,48 +98,49 @@ def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
     return None if loose or not rest else (weights, rest)
 
 
+def _by_column(pair: Pair, items: Iterable[tuple[Ref, Any]]) -> tuple[tuple, tuple]:
+    """Return the items whose references depend on the column, and the other items."""
+    items = tuple(items)
+    inside = tuple(x for x in items if pair.column in x[0].axes)
+    return inside, tuple(x for x in items if x not in inside)
+
+
 def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> Form | None:
     g = pair.g
     form, scale = LogLinear((), ()), 1.0
     for arg in rest:
-        coefficient, ref = _unscaled(g, arg)
+        coefficient, ref, _ = _unscaled(g, arg)
         scale *= coefficient
         form = form.times(log_linear(g, ref.cls).over(ref.axes))
-    inside = [x for x in form.exponent if pair.column in x[0].axes]
-    outside = tuple(x for x in form.exponent if pair.column not in x[0].axes)
+    inside, outside = _by_column(pair, form.exponent)
     if len(inside) > 1:
         return None  # e^a·e^b as e^(a+b) loses b beside a large a under any shift
     if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
         return None  # outside of the sum, its range would change
-    tile = _joined(g, inside, found) if inside else None
+    tile = _joined(g, inside)
     if inside and (tile is None or not pair.holds(tile)):
         return None
-    product = tuple(x for x in form.factors if pair.column in x[0].axes)
-    rows = tuple(x for x in form.factors if pair.column not in x[0].axes)
+    product, rows = _by_column(pair, form.factors)
     if any(abs(p) != 1 for _, p in product):
         return None
     piece = Piece("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
-    pieces = [_eliminated(pair, p) for p in _distributed(g, pair, piece, found)]
+    pieces = [_eliminated(pair, p) for p in _distributed(pair, piece, found)]
     if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in pieces):
         return None
     return tuple(pieces)
 
 
-def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
+def _distributed(pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
     """Yield the term with one sum among its factors distributed, where a part is row algebra."""
     for k, (ref, power) in enumerate(piece.product):
-        terms = sum_terms(g, ref, 1.0)
-        rows = [x for x in terms if pair.column not in x[0].axes]
-        if power != 1 or not rows or len(rows) == len(terms):
-            continue
-        others = piece.product[:k] + piece.product[k + 1 :]
-        kept = _joined(g, [x for x in terms if pair.column in x[0].axes], found)
+        columns, rows = _by_column(pair, sum_terms(pair.g, ref, 1.0))
+        kept = _joined(pair.g, columns) if power == 1 and rows else None
         if kept is None:
             continue
+        others = piece.product[:k] + piece.product[k + 1 :]
         yield replace(piece, product=(*others, (kept, ONE)))
-        alone = not others and piece.tile is None
-        kind = "count" if alone and piece.weights is None else piece.kind
-        many = int(found.sizes[pair.column]) if kind == "count" else 1  # pyright: ignore[reportArgumentType]
+        alone = not others and piece.tile is None and piece.weights is None
+        kind, many = ("count", found.sizes[pair.column]) if alone else (piece.kind, 1)
         for row, c in rows:
             factors, times = (*piece.factors, (row, ONE)), piece.coefficient * c * many
             yield replace(piece, kind=kind, product=others, factors=factors, coefficient=times)
@@ -146,25 +149,23 @@ def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[P
 
 
 def _eliminated(pair: Pair, piece: Piece) -> Piece:
-    """Replace a small contraction among the factors by weights and a later row operand."""
-    if piece.weights is not None:
-        return piece
-    for k, (ref, power) in enumerate(piece.product):
-        scale, inner = _unscaled(pair.g, ref)
-        if power != 1 or not pair.holds(inner):
+    """Replace a small contraction among the factors by weights and a later row operand.
+
+    Not where the product is kept in f32, as its factors would be rounded. Nor where other readers
+    round it, since terms that cancel must round alike.
+    """
+    classes = pair.g.classes
+    for k, (ref, power) in enumerate(piece.product if piece.weights is None else ()):
+        scale, inner, narrow = _unscaled(pair.g, ref)
+        if power != 1 or narrow or not pair.holds(inner):
             continue
         found = pair.open(inner)
         others = piece.product[:k] + piece.product[k + 1 :]
         if found.kind != "dot" or not (others or piece.tile):
             continue
-        if any(is_half(pair.g.classes[a.cls].dtype) for a in found.args):
-            continue  # the product was kept in f32, its factors would be rounded
-        if _is_narrowed(pair.g, ref, inner):
-            continue  # other readers round it: terms that cancel must round alike
-        row, column = found.args
-        return replace(
-            piece, product=others, weights=column, after=row, coefficient=piece.coefficient * scale
-        )
+        if not any(is_half(classes[a.cls].dtype) for a in found.args):
+            (after, weights), times = found.args, piece.coefficient * scale
+            return replace(piece, product=others, weights=weights, after=after, coefficient=times)
     return piece
 
 
@@ -172,38 +173,32 @@ def reads(pair: Pair, form: Form) -> list[Ref] | None:
     """Return the references that must be computed before the fold of a form runs."""
     out: list[Ref] = []
     for piece in form:
-        tile = explore(pair, [r for r in piece.pairwise() if pair.holds(r)], piece.keys)
+        refs = piece.pairwise()
+        tile = explore(pair, filter(pair.holds, refs), piece.keys)
         if tile is None:
             return None
-        out += [*tile.operands, *tile.whole]
-        out += [r for r in piece.pairwise() if not pair.holds(r)]
+        out += [*tile.operands, *tile.whole, *(r for r in refs if not pair.holds(r))]
         out += [piece.weights] if piece.weights else []
     return out
 
 
-def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref]:
-    """Return a reference as a number times another; casts between floating types are ignored."""
-    scale = 1.0
+def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref, bool]:
+    """Return a reference as a number times another; casts between floating types are ignored.
+
+    The third result is True if a half precision lies between the two.
+    """
+    scale, narrow = 1.0, False
     while True:
         node = node_of(g, ref.cls)
         one = node.op == ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
-        cast = node.op == MAP and node.attr[0] == "convert_element_type"
-        if not (one or cast) or dtype_kind(g.classes[node.args[0].cls].dtype) != "f":
-            return scale, ref
+        if not (one or is_cast(node)) or dtype_kind(g.classes[node.args[0].cls].dtype) != "f":
+            return scale, ref, narrow
         scale *= float(node.attr[0]) if one else 1.0
-        ref = Ref(node.args[0].cls, tuple([ref.axes[i] for i in node.args[0].axes]))
+        narrow |= is_half(g.classes[ref.cls].dtype)
+        ref = over(ref, node.args[0])
 
 
-def _is_narrowed(g: EGraph, ref: Ref, inner: Ref) -> bool:
-    """Return True if a half precision lies between a reference and its `_unscaled` reference."""
-    while ref.cls != inner.cls:
-        if is_half(g.classes[ref.cls].dtype):
-            return True
-        ref = node_of(g, ref.cls).args[0]
-    return False
-
-
-def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | None:
+def _joined(g: EGraph, terms: Sequence[tuple[Ref, float]]) -> Ref | None:
     """Return the sum of the terms as one class, so that equal tiles share an e-class."""
     if not terms:
         return None

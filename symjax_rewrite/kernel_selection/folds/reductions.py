@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import CONTRACT, IOTA, MAP, NATIVE, REDUCE, SLICE, TAKE, Node, Ref, over
+from symjax_rewrite.ir.term import (
+    CONTRACT,
+    IOTA,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+    is_cast,
+    over,
+)
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     Choice,
@@ -129,7 +140,7 @@ def _summed(
     """Return the summand of a sum behind casts, its further indices, and the classes between."""
     passed = []
     node = node_of(g, ref.cls)
-    while node.op == MAP and node.attr[0] == "convert_element_type":
+    while is_cast(node):
         passed.append(ref.cls)
         ref = over(ref, node.args[0])
         node = node_of(g, ref.cls)

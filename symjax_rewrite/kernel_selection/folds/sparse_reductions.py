@@ -33,6 +33,7 @@ from symjax_rewrite.ir.term import (
     NATIVE,
     Node,
     Ref,
+    is_cast,
     over,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -210,7 +211,7 @@ class _Finder:
             cases = [node_of(self.g, a.cls) for a in args[1:]]
             zero = [c.op == CONST and c.attr[0] == 0 for c in cases]
             args = [a for a, is_zero in zip(args[1:], zero, strict=True) if not is_zero]
-        elif node.op != ADD and not (node.op == MAP and node.attr[0] == "convert_element_type"):
+        elif node.op != ADD and not is_cast(node):
             return None
         shared = {self.support(a) for a in args}
         return shared.pop() if len(shared) == 1 else None

@@ -6,7 +6,7 @@ that rows and columns share, `At(k)` for one element of an axis that is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -22,7 +22,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half
 from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in, run
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, over
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     COMPARISONS,
@@ -71,7 +71,7 @@ class TileBuilder(StepProgram):
             self.number[ref] = self._build(ref)
         return self.number[ref]
 
-    def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
+    def product(self, factors: Iterable[tuple[Ref, Fraction]]) -> int:
         """Return the step that multiplies factors to powers of 1 or -1."""
         made = [self._power(self.build(ref), power) for ref, power in factors]
         if len(made) == 1:
@@ -204,7 +204,7 @@ class TileBuilder(StepProgram):
         """Return the integers that an exact cast widens."""
         g = self.t.graph
         node = node_of(g, ref.cls)
-        if node.op != MAP or node.attr[0] != "convert_element_type":
+        if not is_cast(node):
             return None
         arg = over(ref, node.args[0])
         wide, narrow = (g.classes[c].dtype for c in (ref.cls, arg.cls))
@@ -278,7 +278,7 @@ def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str
     if name in COMPARISONS or dtype_kind(dtype) != "f":
         return [*dtypes], dtype
     held = [held_dtype(d) for d in dtypes]
-    return held, dtype if name == "convert_element_type" else held_dtype(dtype)
+    return held, dtype if is_cast(node) else held_dtype(dtype)
 
 
 def feature(cls: int, slot: int) -> str:
@@ -293,7 +293,7 @@ def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
 def unwidened(g: EGraph, ref: Ref) -> Ref:
     """Return the half-precision value that a cast to f32 widens: products with it are the same."""
     node = node_of(g, ref.cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
+    if not is_cast(node):
         return ref
     arg = node.args[0]
     if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
