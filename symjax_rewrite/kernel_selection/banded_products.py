@@ -93,7 +93,6 @@ class BandedProducts:
     name = "banded"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield a candidate for each product that runs in blocks."""
         kernels = context.options.kernels in ("auto", "always")
         bands = context.device.bands
         if not kernels or bands is None or not context.reorders():
@@ -114,7 +113,6 @@ class _BandedSelection:
     model: CostModel
 
     def found(self, need: Needed) -> Iterator[Found]:
-        """Yield the products to run in blocks."""
         t, masked = self.t, _masked(self.t, need)
         for cls in need.order:
             node = node_of(t.graph, cls)
@@ -169,7 +167,6 @@ class _BandedSelection:
 
 
 def _space(t: TermGraph, cls: int) -> list[int]:
-    """Return the size of each index of a product."""
     sizes: Any = (*t.graph.classes[cls].sizes, *node_of(t.graph, cls).bound)
     return [int(s) for s in sizes]
 

@@ -81,7 +81,6 @@ ROW, COLUMN, ONE = "row", "column", "one"
 
 
 def _plus(a: Linear, b: Linear, times: int) -> Linear:
-    """Return a + times·b."""
     total = {k: a.get(k, 0) + times * b.get(k, 0) for k in (a | b)}
     return {k: c for k, c in total.items() if c}
 

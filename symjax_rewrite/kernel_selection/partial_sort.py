@@ -118,7 +118,6 @@ class SelectionRoute:
 
     @property
     def length(self) -> int:
-        """Return the number of entries of a row."""
         return shape_of(self.e.eqn.invars[0])[self.axis]
 
     def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -152,7 +151,6 @@ class SelectionRoute:
         return [self._end(operands, *ends) for ends in self.ends()]
 
     def _selected(self, x: Any) -> list[Any]:
-        """Return a top-k computed in f32."""
         written = lambda x: tuple(jax_internals.eval_equation(self.e.eqn, [x]))  # noqa: E731
 
         def fast(x: Any) -> tuple[Any, ...]:
@@ -196,7 +194,6 @@ class PartialSorts:
     name = "selection"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the sorts whose ends are selected."""
         kernels = context.options.kernels
         sorts = context.device.sorts
         looks = kernels == "always" or (kernels == "auto" and sorts.selects)

@@ -30,9 +30,8 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
     row_algebra,
     row_scale,
 )
-from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Piece
+from symjax_rewrite.kernel_selection.folds.reductions import Piece
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -106,7 +105,6 @@ class FoldRoute:
         return fold(self.spec, *arrays, backend=self.backend)
 
     def wide_classes(self) -> set[int]:
-        """Return the classes that the fold can return in f32 although their dtype is narrower."""
         return self.gives() & (self.wide or frozenset())
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
@@ -114,7 +112,6 @@ class FoldRoute:
         return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return a class's value in f32 if folds exchange it in f32, and its slots."""
         if cls not in (self.wide or ()):
             return self.array(emitter, cls)
         data, slots = self._value(emitter, cls)
@@ -286,7 +283,6 @@ class FoldBuilder:
         self._found: list[tuple[Served, list[tuple[Output | None, int, Names]]]] = []
 
     def add(self, served: Served) -> None:
-        """Add a reduction to the fold."""
         self.served[served.exit.cls] = served
         self._found.append((served, [self._piece(served, piece) for piece in served.form]))
 
@@ -325,17 +321,15 @@ class FoldBuilder:
         step, kind = self.tiles.build(piece.tile), piece.kind
         if kind in ("max", "min", "any", "all"):
             return Extremum(kind, self._root(step))
-        step = self.tiles.as_written(step, piece.tile.cls)
+        step = self.tiles.cast(step, self.t.graph.classes[piece.tile.cls].dtype)
         if kind in ("argmax", "argmin"):
             return ArgExtremum(kind == "argmax", self._root(step))
         step = self.tiles.ranked(step) if kind == "sorted" else step
         return TopK(served.exit.places, self._root(step))
 
     def _keyed(self, served: Served, piece: Piece) -> Output:
-        """Return the output of a sum by key."""
         found, batch = served.exit, self.lead[:-1]
-        counted = [is_counted(self.t.graph, key.cls) for key in piece.keys]
-        keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
+        keys = [self.tiles.key_of(key) for key in piece.keys]
         root = self._root(self.tiles.product(piece.product))
         own = {name for i, name in served.names.items() if i not in found.bound}
         depends = {a for key in piece.keys for a in key.axes}

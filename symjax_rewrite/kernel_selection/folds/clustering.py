@@ -27,8 +27,14 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     is_test_like,
     reads_twice,
 )
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, forms, reads, split_sum
-from symjax_rewrite.kernel_selection.folds.reductions import Exit, exit_of
+from symjax_rewrite.kernel_selection.folds.reductions import (
+    Exit,
+    Form,
+    exit_of,
+    forms,
+    reads,
+    split_sum,
+)
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
 
 _EXACT = {"max", "min"}  # independent of the order of reduction
@@ -51,7 +57,6 @@ class ClusterMember:
 
     @property
     def pairs(self) -> int:
-        """Return the number of elements of the tile."""
         return prod(self.exit.sizes[i] for i in self.space)
 
     def explored(self) -> PairwiseTile | None:
@@ -79,7 +84,6 @@ class Cluster:
 
     @property
     def pairs(self) -> int:
-        """Return the number of elements of the largest tile."""
         return max(c.pairs for c in self.members)
 
     def classes(self) -> tuple[set[int], set[int]]:
@@ -304,7 +308,6 @@ def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
 
 
 def _name(t: TermGraph, cls: int) -> str:
-    """Return the name of a class in a reason."""
     node = node_of(t.graph, cls)
     if node.op == MAP:
         return str(node.attr[0])
@@ -450,7 +453,7 @@ def _levels(
     for cls in need.order:
         m = members.get(cls)
         if m is None:
-            depth_of(cls)
+            depth[cls] = max((depth[a.cls] for a in node_of(t.graph, cls).args), default=0)
             continue
         choices: list[tuple[int, int, Form]] = []
         for form in forms(m.pair, m.exit):

@@ -123,12 +123,10 @@ class _Restating:
         return cls not in self.pieces or cls not in self.need.outside
 
     def _moved(self, ref: Ref) -> Ref:
-        """Return a reference to the restated class."""
         new = self.out.to.get(ref.cls)
         return ref if new is None else over(ref, new)
 
     def _multiplied_out(self, cls: int, node: Node) -> Ref:
-        """Distribute a sum over its terms."""
         c, made = self.g.classes[cls], []
         for factors in self.sums[cls]:
             args = tuple(self._moved(a) for a in factors)
@@ -242,5 +240,4 @@ def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]
 
 
 def _inverse(old: int, new: Ref) -> Ref:
-    """Return the old class over the new class's indices."""
     return Ref(old, tuple(map(new.axes.index, range(len(new.axes)))))

@@ -22,8 +22,7 @@ from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, 
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, Piece
-from symjax_rewrite.kernel_selection.folds.reductions import Exit
+from symjax_rewrite.kernel_selection.folds.reductions import Exit, Form, Piece
 from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
@@ -120,12 +119,10 @@ class _RowSteps(StepProgram):
         whole = whole and not any(piece.after for piece in served.form)
         if not whole or self.wide is not None:
             dtype = held_dtype(dtype)  # a value that is summed later is not rounded before
-        if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
+        if not {piece.kind for piece in served.form} <= {"exp", "sum", "max", "min", "any", "all"}:
             return False
         made: list[int] = []
         for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
-            if piece.kind == "count":
-                return False
             scaled = self._scaled(piece, place, dtype)
             if scaled is None:
                 return False
@@ -281,8 +278,6 @@ def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: 
 def _function(
     steps: tuple[Step, ...], used: tuple[int, ...], primitives: dict[str, Any]
 ) -> Callable[[tuple, tuple], tuple]:
-    """Return the steps as a function of a fold's results and the values read."""
-
     def epilogue(results: tuple, values: tuple) -> tuple:
         def scale(data: tuple, args: list[Any], dtype: str) -> Any:
             return _scaled(data, args, results).astype(np.dtype(dtype))

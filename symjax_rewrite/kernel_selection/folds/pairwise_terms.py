@@ -78,26 +78,15 @@ class Opened(NamedTuple):
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of the summed indices in `data`), `sum` (written out), `delta`,
     `hit` (a value at the selected column, else zero), `lookup` (a table and the integers it is
-    read at; a `Lookup` in `data`), `part` (single indices of another term), `pieces` (an
-    index and the parts joined along it; the start of each part but the first in `data`), `along` (a
-    reduced product; the monoid, and whether it is along rows, in `data`), `chosen` (the value at
-    the selected columns), or `leaf`.
+    read at; `data` is the value out of range, None for the nearest element), `part` (single indices
+    of another term), `pieces` (an index and the parts joined along it; the start of each part but
+    the first in `data`), `along` (a reduced product; the monoid, and whether it is along rows, in
+    `data`), `chosen` (the value at the selected columns), or `leaf`.
     """
 
     kind: str
     args: tuple[Ref, ...] = ()
     data: Any = None
-
-
-class Lookup(NamedTuple):
-    """Lookup in a table: `fill` is returned out of range; with None the nearest index is read.
-
-    counted: for each of the integers, True if tiles compute it. Integers computed from
-    floating-point values are read as the program computed them, since rounding may change them.
-    """
-
-    fill: Any
-    counted: tuple[bool, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +114,6 @@ class Pair:
 
     @property
     def g(self) -> EGraph:
-        """Return the graph of the terms."""
         return self.t.graph
 
     def holds(self, ref: Ref) -> bool:
@@ -226,9 +214,7 @@ class Pair:
         ):
             return None
         order = sorted(range(len(places)), key=lambda k: table.axes.index(self._token(k)))
-        places = tuple([places[k] for k in order])
-        counted = tuple([gather_patterns.is_counted(self.g, p.cls) for p in places])
-        return Opened("lookup", (table, *places), Lookup(fill, counted))
+        return Opened("lookup", (table, *[places[k] for k in order]), fill)
 
     def _token(self, k: int) -> Any:
         """Return the token of an index that the last opened term sums over or looks up."""
@@ -331,7 +317,7 @@ def explore(pair: Pair, refs: Iterable[Ref], keys: Iterable[Ref] = ()) -> Pairwi
         for ref in refs:
             _visit(pair, tile, ref)
         for key in keys:
-            _visit_key(pair, tile, key, gather_patterns.is_counted(pair.g, key.cls))
+            _visit_key(pair, tile, key)
     except _TooLargeError:
         return None
     return tile
@@ -358,8 +344,8 @@ def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
             heavy = tile.nonlinear = True
             tile.looked.append(ref)
             tile.operands.append(found.args[0])
-            for place, counted in zip(found.args[1:], found.data.counted, strict=True):
-                _visit_key(pair, tile, place, counted)
+            for place in found.args[1:]:
+                _visit_key(pair, tile, place)
         case "sum":
             token, tile.counts[token] = found.data
             heavy = True  # work, even if its terms are only tests
@@ -383,9 +369,13 @@ def _note_applied(pair: Pair, tile: PairwiseTile, cls: int, both: int) -> None:
     tile.nonlinear |= node.op == CONTRACT and both > 1
 
 
-def _visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> None:
-    """Visit the integers of a lookup or of a sum by key."""
-    if counted:
+def _visit_key(pair: Pair, tile: PairwiseTile, place: Ref) -> None:
+    """Visit the integers of a lookup or of a sum by key.
+
+    Integers computed from floating-point values are read as the program computed them, since
+    rounding may change them.
+    """
+    if gather_patterns.is_counted(pair.g, place.cls):
         _enter(pair, tile, place)
     else:
         tile.whole.append(place)

@@ -1,18 +1,28 @@
-"""Reductions of pairwise terms.
+"""Reductions of pairwise terms, and their forms as sums over tiles times row algebra.
 
-A reduction over columns (or rows, with the roles exchanged), a sum by key over both, or the
+A reduction is over columns (or rows, with the roles exchanged), a sum by key over both, or the
 selection of one column for each row.
+
+`Σ_n e^(t-r)·f·w` has several forms that are equal as real functions. The first is the sum as
+written. In others, terms that lack n are moved outside, under the fold's own shift; a sum among the
+factors is distributed where a term lacks n; or a factor `Σ_d a[m,d]·v[n,d]` is replaced by weights
+v, and a is applied afterwards (an n-ary contraction with its pairwise index eliminated first). The
+choice depends on the inputs that each form must wait for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import is_half, is_moderate
 from symjax_rewrite.ir.term import (
+    ADD,
     CONTRACT,
     IOTA,
     NATIVE,
@@ -25,6 +35,7 @@ from symjax_rewrite.ir.term import (
     over,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
 from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     Choice,
     aligned,
@@ -32,9 +43,12 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     one_hot,
     scattered,
 )
-from symjax_rewrite.kernel_selection.folds.slices import entry_along
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
+from symjax_rewrite.kernel_selection.folds.slices import added, entry_along, sizes_of
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
+Powers = tuple[tuple[Ref, Fraction], ...]
+ONE = Fraction(1)
 
 
 class ReadPart(NamedTuple):
@@ -229,3 +243,189 @@ def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
         return False
     view = t.view(v)
     return node_of(t.graph, view.cls).op == IOTA and view.axes == t.positions[v][axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Term of a reduction's value: row algebra times one result of a fold.
+
+    kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
+    of columns is in the coefficient). tile: its tile. product: other factors of the summand.
+    weights: a column operand. after: a row operand, summed with the features of the weights.
+    coefficient, factors, exponent: the row algebra. keys: integers that a sum by key sums at.
+    """
+
+    kind: str
+    tile: Ref | None
+    product: Powers = ()
+    weights: Ref | None = None
+    after: Ref | None = None
+    coefficient: float = 1.0
+    factors: Powers = ()
+    exponent: tuple[tuple[Ref, float], ...] = ()
+    keys: tuple[Ref, ...] = ()
+
+    def pairwise(self) -> list[Ref]:
+        """Return the references that the tile reads."""
+        product = [r for r, _ in self.product]
+        return [self.tile, *product] if self.tile else product
+
+    def rows(self) -> list[Ref]:
+        """Return the references that the row algebra reads."""
+        refs = [r for r, _ in self.factors] + [r for r, _ in self.exponent]
+        return [*refs, self.after] if self.after else refs
+
+
+Form = tuple[Piece, ...]
+
+
+def forms(pair: Pair, found: Exit) -> list[Form]:
+    """Return the forms of a reduction, the written form first."""
+    g = pair.g
+    if found.kind == "keyed":
+        product = tuple([(r, ONE) for r in found.args])
+        return [(Piece("keyed", None, product, keys=found.keys),)]
+    if found.kind != "sum":
+        tile = _joined(g, sum_terms(g, found.args[0], 1.0))
+        return [(Piece(found.kind, tile or found.args[0]),)]
+    split = split_sum(pair, found)
+    if split is None:
+        return []
+    weights, rest = split
+    written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
+    if dtype_kind(g.classes[found.cls].dtype) != "f" or pair.inside:
+        return [written]  # compared terms keep the form of the counts they are compared in
+    apart = _log_form(pair, found, weights, rest)
+    return [written] if apart is None else [written, apart]
+
+
+def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
+    """Return the operand that depends on the column alone, and the other operands."""
+    weights: Ref | None = None
+    rest: list[Ref] = []
+    tiled = {i for a in found.args if pair.holds(a) for i in a.axes}
+    for arg in found.args:
+        if pair.column not in arg.axes or pair.holds(arg):
+            rest.append(arg)
+        elif weights is None and len(set(arg.axes)) == len(arg.axes):
+            weights = arg
+        else:
+            return None
+    loose = {i for r in rest for i in r.axes} - tiled
+    return None if loose or not rest else (weights, rest)
+
+
+def _by_column(pair: Pair, items: Iterable[tuple[Ref, Any]]) -> tuple[tuple, tuple]:
+    """Return the items whose references depend on the column, and the other items."""
+    items = tuple(items)
+    inside = tuple(x for x in items if pair.column in x[0].axes)
+    return inside, tuple(x for x in items if x not in inside)
+
+
+def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> Form | None:
+    g = pair.g
+    form, scale = LogLinear((), ()), 1.0
+    for arg in rest:
+        coefficient, ref, _ = _unscaled(g, arg)
+        scale *= coefficient
+        form = form.times(log_linear(g, ref.cls).over(ref.axes))
+    inside, outside = _by_column(pair, form.exponent)
+    if len(inside) > 1:
+        return None  # e^a·e^b as e^(a+b) loses b beside a large a under any shift
+    if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
+        return None  # outside of the sum, its range would change
+    tile = _joined(g, inside)
+    if inside and (tile is None or not pair.holds(tile)):
+        return None
+    product, rows = _by_column(pair, form.factors)
+    if any(abs(p) != 1 for _, p in product):
+        return None
+    piece = Piece("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
+    pieces = [_eliminated(pair, p) for p in _distributed(pair, piece, found)]
+    if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in pieces):
+        return None
+    return tuple(pieces)
+
+
+def _distributed(pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
+    """Yield the term with one sum among its factors distributed, where a part is row algebra."""
+    for k, (ref, power) in enumerate(piece.product):
+        columns, rows = _by_column(pair, sum_terms(pair.g, ref, 1.0))
+        kept = _joined(pair.g, columns) if power == 1 and rows else None
+        if kept is None:
+            continue
+        others = piece.product[:k] + piece.product[k + 1 :]
+        yield replace(piece, product=(*others, (kept, ONE)))
+        alone = not others and piece.tile is None and piece.weights is None
+        kind, many = ("count", found.sizes[pair.column]) if alone else (piece.kind, 1)
+        for row, c in rows:
+            factors, times = (*piece.factors, (row, ONE)), piece.coefficient * c * many
+            yield replace(piece, kind=kind, product=others, factors=factors, coefficient=times)
+        return
+    yield piece
+
+
+def _eliminated(pair: Pair, piece: Piece) -> Piece:
+    """Replace a small contraction among the factors by weights and a later row operand.
+
+    Not where the product is kept in f32, as its factors would be rounded. Nor where other readers
+    round it, since terms that cancel must round alike.
+    """
+    classes = pair.g.classes
+    for k, (ref, power) in enumerate(piece.product if piece.weights is None else ()):
+        scale, inner, narrow = _unscaled(pair.g, ref)
+        if power != 1 or narrow or not pair.holds(inner):
+            continue
+        found = pair.open(inner)
+        others = piece.product[:k] + piece.product[k + 1 :]
+        if found.kind != "dot" or not (others or piece.tile):
+            continue
+        if not any(is_half(classes[a.cls].dtype) for a in found.args):
+            (after, weights), times = found.args, piece.coefficient * scale
+            return replace(piece, product=others, weights=weights, after=after, coefficient=times)
+    return piece
+
+
+def reads(pair: Pair, form: Form) -> list[Ref] | None:
+    """Return the references that must be computed before the fold of a form runs."""
+    out: list[Ref] = []
+    for piece in form:
+        refs = piece.pairwise()
+        tile = explore(pair, filter(pair.holds, refs), piece.keys)
+        if tile is None:
+            return None
+        out += [*tile.operands, *tile.whole, *(r for r in refs if not pair.holds(r))]
+        out += [piece.weights] if piece.weights else []
+    return out
+
+
+def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref, bool]:
+    """Return a reference as a number times another; casts between floating types are ignored.
+
+    The third result is True if a half precision lies between the two.
+    """
+    scale, narrow = 1.0, False
+    while True:
+        node = node_of(g, ref.cls)
+        one = node.op == ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
+        if not (one or is_cast(node)) or dtype_kind(g.classes[node.args[0].cls].dtype) != "f":
+            return scale, ref, narrow
+        scale *= float(node.attr[0]) if one else 1.0
+        narrow |= is_half(g.classes[ref.cls].dtype)
+        ref = over(ref, node.args[0])
+
+
+def _joined(g: EGraph, terms: Sequence[tuple[Ref, float]]) -> Ref | None:
+    """Return the sum of the terms as one class, so that equal tiles share an e-class."""
+    if not terms:
+        return None
+    dtype = g.classes[terms[0][0].cls].dtype
+    if any(g.classes[r.cls].dtype != dtype for r, _ in terms) or dtype_kind(dtype) != "f":
+        return None
+    if any(not isinstance(c, (int, float)) for _, c in terms):
+        return None
+    if len(terms) == 1 and terms[0][1] == 1:
+        return terms[0][0]
+    refs, coefficients = zip(*terms, strict=True)
+    numbers = tuple(int(c) if c == int(c) else c for c in coefficients)
+    return added(g, ADD, numbers, refs, sizes_of(g, refs), dtype)

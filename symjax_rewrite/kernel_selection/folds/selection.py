@@ -1,6 +1,6 @@
 """Selection of folds: reductions over pairwise terms become folds, which never store the terms.
 
-`pairwise_terms` and `clustering` find candidates in the whole program's terms. `reduction_forms`
+`pairwise_terms` and `clustering` find candidates in the whole program's terms. `reductions`
 writes a reduction in terms of a fold's results. `builder` and `gathered_columns` emit. This module
 decides.
 """
@@ -61,7 +61,6 @@ class Folds:
     name = "fold"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the reductions over pairs that a fold computes."""
         kernels = context.options.kernels
         if kernels == "off" or not context.reorders():
             return
@@ -178,7 +177,6 @@ class _FoldSelection:
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
-    """Return a candidate for each cluster that becomes folds."""
     taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
     return [*refusals(uses), *candidates(t, "fold", taken)]
 
@@ -207,7 +205,6 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
-    """Return the report entry of a cluster."""
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     reason = cluster.reason or f"{cluster.pairs} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
@@ -325,7 +322,6 @@ def _fold(
 
 
 def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
-    """Return the route of a reduction that selects a column for each row."""
     choice = m.exit.choice
     assert choice is not None
     count = len(t.graph.classes[m.exit.cls].sizes)

@@ -277,7 +277,6 @@ class SparseReductions:
     name = "sparse"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the sums that read only the nonzero places."""
         kernels, auto = context.options.kernels, context.options.kernels == "auto"
         if kernels == "off" or not context.reorders():
             return
@@ -298,7 +297,6 @@ class SparseReductions:
 
 
 def _use(t: TermGraph, source: Sparse) -> RouteUse:
-    """Return the report entry of a class that is not materialised."""
     count = math.prod(size for _, size in source.extra)
     row = t.graph.classes[source.cls].sizes[source.along]
     reason = f"sums over a row read the {count} of {row} places that are not zero"

@@ -24,6 +24,7 @@ from symjax_rewrite.ir.products import held_dtype, is_half
 from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in, run
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     COMPARISONS,
     At,
@@ -89,7 +90,7 @@ class TileBuilder(StepProgram):
         if len(rest) in (0, len(factors)):
             return self.add(*product)
         value = rest[0] if len(rest) == 1 else self.add(*product)
-        return self.add("diagonal", None, (self._cast(value, dtype),), dtype)
+        return self.add("diagonal", None, (self.cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
         """Return the step that maps each value to an integer in sort order."""
@@ -100,20 +101,15 @@ class TileBuilder(StepProgram):
         if power == 1:
             return step
         dtype = self._held(self.steps[step].dtype)
-        return self.add("apply", (MAP, ("reciprocal", ())), (self._cast(step, dtype),), dtype)
+        return self.add("apply", (MAP, ("reciprocal", ())), (self.cast(step, dtype),), dtype)
 
     def _held(self, dtype: str) -> str:
         """Return the dtype in which tiles hold values of a dtype."""
         return dtype if self.wide is None else held_dtype(dtype)
 
     def dtype_of(self, cls: int) -> str:
-        """Return the dtype in which a class is read."""
         dtype = self.t.graph.classes[cls].dtype
         return held_dtype(dtype) if cls in (self.wide or ()) else dtype
-
-    def as_written(self, step: int, cls: int) -> int:
-        """Return a step rounded as the program rounds a class."""
-        return self._cast(step, self.t.graph.classes[cls].dtype)
 
     def _build(self, ref: Ref) -> int:
         g = self.t.graph
@@ -134,7 +130,7 @@ class TileBuilder(StepProgram):
                 return self._along(found, held)
             case "hit" | "pieces":
                 place, *values = found.args
-                args = [self._cast(self.build(a), held) for a in values]
+                args = [self.cast(self.build(a), held) for a in values]
                 return self.add(found.kind, found.data, (self.build(place), *args), held)
             case "delta":
                 return self.add("delta", None, (), dtype)
@@ -159,7 +155,7 @@ class TileBuilder(StepProgram):
         if self.wide is not None:
             wanted = [self.t.graph.classes[a.cls].dtype for a in found.args]
             wanted, dtype = held_dtypes(node, wanted, dtype)
-            args = [self._cast(a, d) for a, d in zip(args, wanted, strict=True)]
+            args = [self.cast(a, d) for a, d in zip(args, wanted, strict=True)]
         if node.op == CONTRACT:
             return self._times(found.data, args, dtype)
         return self.add("apply", (node.op, found.data), tuple(args), dtype)
@@ -167,14 +163,14 @@ class TileBuilder(StepProgram):
     def _lookup(self, found: Opened, dtype: str) -> int:
         table, *places = found.args
         name = {i: feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)}
-        made = [self.key_of(p, c) for p, c in zip(places, found.data.counted, strict=True)]
-        data = (self._place_of(_renamed(table, name)), len(places), found.data.fill)
+        made = [self.key_of(place) for place in places]
+        data = (self._place_of(_renamed(table, name)), len(places), found.data)
         held = self.t.graph.classes[table.cls].dtype
-        return self._cast(self.add("lookup", data, tuple(made), held), dtype)
+        return self.cast(self.add("lookup", data, tuple(made), held), dtype)
 
-    def key_of(self, place: Ref, counted: bool) -> int:
+    def key_of(self, place: Ref) -> int:
         """Return the step of integers that a lookup or a sum by key reads."""
-        if counted:
+        if is_counted(self.t.graph, place.cls):
             return self.build(place)
         return self._read(place, self.t.graph.classes[place.cls].dtype)
 
@@ -192,12 +188,11 @@ class TileBuilder(StepProgram):
     def _read(self, ref: Ref, dtype: str) -> int:
         stored = self._stored(ref)
         if stored is not None:  # the kernel widens integers
-            return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
+            return self.cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
         dtype = self.dtype_of(ref.cls)
         return self.add("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
-        """Return the position of an operand among the tile's operands."""
         return place_in(self.reads, self.operand(ref))
 
     def _stored(self, ref: Ref) -> Ref | None:
@@ -246,22 +241,22 @@ class TileBuilder(StepProgram):
         terms = []
         for k in range(count):
             at = [_renamed(a, {token: At(k)}) for a in found.args]
-            made = [self._cast(self.build(a), wide) for a in at]
+            made = [self.cast(self.build(a), wide) for a in at]
             product = ("apply", (CONTRACT, None), tuple(made), wide)
             terms.append(made[0] if len(made) == 1 else self.add(*product))
         total = self.add("apply", (ADD, (1,) * count), tuple(terms), wide)
-        return self._cast(total, dtype)
+        return self.cast(total, dtype)
 
     def _along(self, found: Opened, dtype: str) -> int:
         """Return a row value from whole rows of the tile."""
         monoid, of_row = found.data
         wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
-        args = [self._cast(self.build(a), wide) for a in found.args]
+        args = [self.cast(self.build(a), wide) for a in found.args]
         product = args[0] if len(args) == 1 else self._times(None, args, wide)
         self.whole = ROW if of_row else COLUMN
-        return self._cast(self.add("along", (monoid, of_row), (product,), wide), dtype)
+        return self.cast(self.add("along", (monoid, of_row), (product,), wide), dtype)
 
-    def _cast(self, step: int, dtype: str) -> int:
+    def cast(self, step: int, dtype: str) -> int:
         if self.steps[step].dtype == dtype:
             return step
         cast = (MAP, ("convert_element_type", (("new_dtype", dtype),)))

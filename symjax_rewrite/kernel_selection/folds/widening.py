@@ -116,7 +116,6 @@ def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, Cluster
 
 
 def _is_sum_of_halves(g: EGraph, m: ClusterMember) -> bool:
-    """Return True for a sum of half-precision values in f32."""
     if m.exit.kind != "sum":
         return False
     nodes = [node_of(g, a.cls) for a in m.exit.args]
@@ -160,7 +159,6 @@ class WideRow(OneClass):
         return [a.cls for a in node_of(self.t.graph, cls).args]
 
     def wide_classes(self) -> set[int]:
-        """Return the class, which is available in f32."""
         return {self.cls}
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
@@ -168,7 +166,6 @@ class WideRow(OneClass):
         return data.astype(np.dtype(self.t.graph.classes[cls].dtype)), slots
 
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value in f32, and its slots."""
         g = self.t.graph
         node, dtype = node_of(g, cls), held_dtype(g.classes[cls].dtype)
         arrays = [emitter.wide_array(a.cls) for a in node.args]
