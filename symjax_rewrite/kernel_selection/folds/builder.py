@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -30,7 +30,7 @@ from symjax_rewrite.kernel_selection.folds.epilogue import (
     row_algebra,
     row_scale,
 )
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import At
 from symjax_rewrite.kernel_selection.folds.reductions import Piece
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
@@ -261,30 +261,25 @@ def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:
     )
 
 
+@dataclass(slots=True)
 class FoldBuilder:
     """Assembly of one fold from the terms of several reductions.
 
-    outputs: the fold's outputs without their sums, each with its sums.
+    lead: the batch axes and the row. outputs: the fold's outputs without their sums, each with its
+    sums. found: by reduction, the output of each of its terms.
     """
 
-    def __init__(
-        self,
-        t: TermGraph,
-        lead: tuple[str, ...],
-        sizes: dict[str, int],
-        like: Pair,
-        wide: frozenset[int] | None,
-    ) -> None:
-        self.t, self.lead = t, lead
-        self.tiles = TileBuilder(t, like, sizes=dict(sizes), wide=wide)
-        self.roots: list[int] = []
-        self.outputs: dict[Output, list[WeightedTerm]] = {}
-        self.served: dict[int, Served] = {}
-        self._found: list[tuple[Served, list[tuple[Output | None, int, Names]]]] = []
+    t: TermGraph
+    lead: Names
+    tiles: TileBuilder
+    roots: list[int] = field(default_factory=list)
+    outputs: dict[Output, list[WeightedTerm]] = field(default_factory=dict)
+    served: dict[int, Served] = field(default_factory=dict)
+    found: dict[int, list[tuple[Output | None, int, Names]]] = field(default_factory=dict)
 
     def add(self, served: Served) -> None:
         self.served[served.exit.cls] = served
-        self._found.append((served, [self._piece(served, piece) for piece in served.form]))
+        self.found[served.exit.cls] = [self._piece(served, piece) for piece in served.form]
 
     def reads(self) -> set[int]:
         """Return the classes read by the tiles and the row algebra of the reductions."""
@@ -361,12 +356,11 @@ class FoldBuilder:
         home: dict[Any, Output] = {Extremum("max", o.tile): o for o in exps}  # their first result
         kept = [o for o in self.outputs if o not in home]
         at: dict[Any, int] = {o: n for n, o in enumerate(kept)}
-        for served, found in self._found:
-            served.places = []
+        for cls, found in self.found.items():
             for output, k, features in found:
                 number = at.get(home.get(output, output), 0)
                 shift = (number, 0) if isinstance(output, ExpSums) else None
-                served.places.append(((number, k), shift, features))
+                self.served[cls].places.append(((number, k), shift, features))
         terms = self.outputs.items()
         return tuple(replace(o, terms=tuple(w)) if w else o for o, w in terms if o not in home)
 

@@ -43,14 +43,13 @@ class Columns:
         """Return the classes that the tile program and the selection read."""
         return [*(c for c, _ in self.builder.inputs), self.place.cls]
 
-    def steps(self, emitter: Any) -> tuple[list[Any], Any, Any]:
-        """Return the value of every step, the columns, and True where they are in range.
+    def steps(self, emitter: Any) -> tuple[list[Any], Any]:
+        """Return the value of every step and the columns, over the names or broadcastable.
 
-        All are over the names or broadcastable. Columns out of range are clipped in the steps.
+        Columns out of range are clipped in the steps.
         """
         b, over = self.builder, tuple(n for n in self.names if n in self.place.axes)
         place = read_over(emitter, self.place, over, tuple(b.sizes[n] for n in over))
-        inside = (place >= 0) & (place < b.sizes[COLUMN])
         near = jnp.clip(place, 0, b.sizes[COLUMN] - 1)
         blocks = [self._gathered(emitter, k, near, over) for k in range(len(b.inputs))]
         values = tuple(self._spread(*blocks[k]) for k in b.reads)
@@ -58,7 +57,11 @@ class Columns:
         i = self._spread(jnp.arange(b.sizes[ROW], dtype=jnp.int32), (ROW,))
         j = self._spread(near.astype(jnp.int32), over)
         made = run(b.steps, tile_handlers(dots, values, i, j, emitter.t.primitives))
-        return made, self._spread(place, over), self._spread(inside, over)
+        return made, self._spread(place, over)
+
+    def inside(self, place: Any) -> Any:
+        """Return True where columns are in range."""
+        return (place >= 0) & (place < self.builder.sizes[COLUMN])
 
     def _gathered(self, emitter: Any, k: int, place: Any, over: tuple[str, ...]) -> Named:
         cls, entry = self.builder.inputs[k]
@@ -105,10 +108,10 @@ class ChoiceRoute(OneClass):
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         info = emitter.t.graph.classes[cls]
-        made, _, inside = self.columns.steps(emitter)
+        made, place = self.columns.steps(emitter)
         data = jnp.broadcast_to(made[self.root], info.sizes).astype(np.dtype(info.dtype))
         if self.fill is not None:
-            data = jnp.where(inside, data, jnp.asarray(self.fill, data.dtype))
+            data = jnp.where(self.columns.inside(place), data, jnp.asarray(self.fill, data.dtype))
         return data, tuple(range(len(info.sizes)))
 
 

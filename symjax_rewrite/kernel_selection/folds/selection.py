@@ -309,7 +309,8 @@ def _fold(
         name.setdefault(first[i], f"b{len(name) - 2}")
     batch = tuple(n for n in name.values() if n not in (ROW, COLUMN))
     sizes = {name[first[i]]: found.sizes[i] for i in group[0].space}
-    builder = FoldBuilder(t, (*batch, ROW), {ROW: 1, **sizes}, pair, wide)
+    tiles = TileBuilder(t, pair, sizes={ROW: 1, **sizes}, wide=wide)
+    builder = FoldBuilder(t, (*batch, ROW), tiles)
     for m in (*group, *turned):
         ids = frame(cluster, m)
         full: dict[int, Any] = {i: name[ids[i]] for i in m.space}

@@ -92,13 +92,13 @@ class SparseRoute(OneClass):
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         size, lead = self.columns.builder.sizes, self.columns.names
         dtype = np.dtype(emitter.t.graph.classes[cls].dtype)
-        made, place, inside = self.columns.steps(emitter)
+        made, place = self.columns.steps(emitter)
         total: Any = jnp.ones((), jnp.promote_types(dtype, np.float32))
         for root in self.roots:
             total = total * made[root]
         total = jnp.broadcast_to(total, tuple(size[n] for n in lead))
         if not self.source.clips:
-            total = jnp.where(inside, total, jnp.zeros((), total.dtype))
+            total = jnp.where(self.columns.inside(place), total, jnp.zeros((), total.dtype))
         if COLUMN in self.names:
             total, kept = self._by_column(total, place)
         else:
@@ -145,12 +145,11 @@ class _Finder:
         self.cuts: dict[tuple, Ref] = {}
         self.sources = {cls: s for cls in need.order if (s := self._sparse(cls)) is not None}
         self.supports: dict[int, Ref] = {}
+        self.given: set[int] = set()
         for cls in need.order if self.sources else ():
             held = self._support(cls)
             if held is not None:
                 self.supports[cls] = held
-        self.given: set[int] = set()
-        for cls in need.order if self.supports else ():
             if self._is_given(cls):
                 self.given.add(cls)
 
