@@ -85,8 +85,7 @@ def candidates(
 def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
     """Number new values for classes that routes exchange and that no value of the program holds.
 
-    Returns:
-        By class, the value of those without a program value, and of those held in a wider dtype.
+    The first map has the classes without a program value, the second those in a wider dtype.
     """
     read, value_of = classes_read(t, makers), TermPart(t).value_of
     links: dict[int, int] = {}

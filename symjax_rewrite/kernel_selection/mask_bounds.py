@@ -297,7 +297,7 @@ def band_of(
     rows: int,
     cols: int,
 ) -> Band:
-    """Return the columns that contribute to any output of a fold.
+    """Return a band outside which every output of a fold reads its neutral fill.
 
     Args:
         steps: the tile program.
@@ -305,9 +305,6 @@ def band_of(
         outputs: for every reduction its step and its neutral fill: -inf, inf or 0.
         rows: number of rows.
         cols: number of columns.
-
-    Returns:
-        A band outside which every output reads its neutral fill.
     """
     region = NOWHERE
     for step, fill in outputs:

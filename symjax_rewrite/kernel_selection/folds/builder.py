@@ -379,11 +379,7 @@ class FoldBuilder:
         return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
 
     def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
-        """Return the route.
-
-        Raises:
-            UsageError: the parts do not form a fold.
-        """
+        """Return the route; a UsageError is raised where the parts do not form a fold."""
         outputs = self._place()
         rows = row_algebra(around, self.served, self.tiles)
         tiles, roots = self.tiles, tuple(self.roots)

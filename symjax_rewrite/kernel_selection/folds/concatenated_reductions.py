@@ -62,7 +62,7 @@ class Reread(OneClass):
 
 
 def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
-    """Restate reductions over concatenated scores; return None without any.
+    """Restate reductions over concatenated scores; return the new live set too, or None.
 
     least: minimum number of elements of the scores.
     """
@@ -72,7 +72,10 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     for joins in [*ways, set()] if sums else ways:
         found = _Restating(t, need, joins, sums)
         if all(found.visit(cls) for cls in need.order) and found.out.wanted:
-            return found.out, _needed(t, need, found.out)
+            to = found.out.to
+            outside = {to[c].cls if c in to else c for c in need.outside}
+            live = live_classes(outside, class_operands(t.graph))
+            return found.out, replace(live, known=need.known)
     return None
 
 
@@ -215,12 +218,6 @@ class _Restating:
                 return over(arg, piece)
             first += size
         return None
-
-
-def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
-    """Return the live set after the new classes replace the old ones."""
-    outside = {found.to[c].cls if c in found.to else c for c in need.outside}
-    return replace(live_classes(outside, class_operands(t.graph)), known=need.known)
 
 
 def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:

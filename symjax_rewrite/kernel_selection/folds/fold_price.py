@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import NamedTuple
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
@@ -128,25 +127,19 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     return math.inf if found is None else found[1]
 
 
-class _Written(NamedTuple):
-    """Nodes, terms and reductions of a cluster, and the classes that it always writes.
+def _written(
+    t: TermGraph, cluster: Cluster
+) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
+    """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
 
-    These are the reductions, and the inputs of XLA's own routines.
+    It always writes the reductions, and the inputs of XLA's own routines.
     """
-
-    choice: dict[int, Node]
-    mine: set[int]
-    exits: list[int]
-    roots: tuple[int, ...]
-
-
-def _written(t: TermGraph, cluster: Cluster) -> _Written:
     exits = sorted({m.exit.cls for m in cluster.members})
     mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
     choice = {c: node_of(t.graph, c) for c in mine | reached}
     native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
-    return _Written(choice, mine, exits, (*exits, *sorted((native & mine).difference(exits))))
+    return choice, mine, exits, (*exits, *sorted((native & mine).difference(exits)))
 
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:

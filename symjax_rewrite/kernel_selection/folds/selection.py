@@ -93,7 +93,9 @@ class _FoldSelection:
         if not changed.wanted <= routed:
             return _each(t, *made)
         hidden = routed - {c for r in routes for c in r.gives()}
-        return _together(t, [*routes, *rereads(changed, routed, hidden)], uses)
+        together = [*routes, *rereads(changed, routed, hidden)]
+        taken = [use for use in uses if use.taken]
+        return [*refusals(uses), *candidates(t, "fold", [(together, taken)])]
 
     def _find(
         self, t: TermGraph, need: Needed, least: int
@@ -121,9 +123,9 @@ class _FoldSelection:
         """
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
-        wide = wide_rows(t, need, [*asked.values()])
+        wide, narrow = wide_rows(t, need, asked)
         drafts = {
-            n: Draft(t, c, depth, self._streams(), None if n in wide.narrow else wide.rows)
+            n: Draft(t, c, depth, self._streams(), None if n in narrow else wide)
             for n, c in asked.items()
         }
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
@@ -143,7 +145,7 @@ class _FoldSelection:
             return {}
         folds = [r for routes in made.values() for r in routes]
         computed = {c for r in folds for c in r.classes()}
-        rows = [WideRow(t, c) for c in sorted(wide.rows - computed)]
+        rows = [WideRow(t, c) for c in sorted(wide - computed)]
         hidden = computed - {c for r in folds for c in r.gives()}
         wanted = hidden & classes_read(t, [*folds, *rows])
         if not wanted <= also:
@@ -179,12 +181,6 @@ class _FoldSelection:
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
     taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
     return [*refusals(uses), *candidates(t, "fold", taken)]
-
-
-def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
-    """Return one candidate for all folds of restated scores."""
-    taken = [use for use in uses if use.taken]
-    return [*refusals(uses), *candidates(t, "fold", [(routes, taken)])]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
@@ -247,11 +243,7 @@ class Draft:
         ]
 
     def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
-        """Return the folds; their epilogues return the classes in `read` that they compute.
-
-        Raises:
-            UsageError: the parts of some fold do not fit.
-        """
+        """Return the folds; their epilogues return the classes in `read` that they compute."""
         pairwise = self._never_made(read)
         out: list[FoldRoute] = []
         for level, builder in self.builders:

@@ -52,15 +52,8 @@ def narrowed(
 ) -> Ref:
     """Slice one index of a reference without materialising a concatenation along it.
 
-    Args:
-        g: the graph.
-        ref: the reference.
-        index: the index.
-        start: first element.
-        size: number of elements.
-        opens: returns True for elementwise classes that read sliced operands instead.
-        known: slices that were made before.
-        depth: number of classes that were opened on the way.
+    opens: returns True for elementwise classes that read sliced operands instead. known: slices
+    that were made before. depth: number of classes that were opened on the way.
     """
     if index not in ref.axes:
         return ref

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,18 +33,10 @@ from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 _CHOICES = ("select_n", "max", "min", "clamp", "convert_element_type")  # their result is an operand
 
 
-class Wide(NamedTuple):
-    """Row values that are held in f32.
-
-    rows: their classes. narrow: numbers of clusters in which everything rounds as it is written.
-    """
-
-    rows: frozenset[int]
-    narrow: frozenset[int]
-
-
-def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
-    """Find the row values that the folds of some clusters exchange in f32.
+def wide_rows(
+    t: TermGraph, need: Needed, found: Sequence[Cluster]
+) -> tuple[frozenset[int], set[int]]:
+    """Return the row values that folds exchange in f32, and the clusters that round as written.
 
     Exponentials are shifted by a maximum. The program may read this maximum in half precision
     beside sums of these exponentials. Both must use the same shift, so the tiles of such a cluster
@@ -52,12 +44,12 @@ def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
     """
     narrow: set[int] = set()
     while True:
-        held = {n: c for n, c in enumerate(found) if n not in narrow}
+        held = {n: c for n, c in found.items() if n not in narrow}
         members = [m for c in held.values() for m in c.members]
         rows = _rows(t, need, members)
         read = {n for n, c in held.items() if _reads_shift(t.graph, need, c, rows, members)}
         if not read:
-            return Wide(rows, frozenset(narrow))
+            return rows, narrow
         narrow |= read
 
 
