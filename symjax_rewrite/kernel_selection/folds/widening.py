@@ -9,7 +9,7 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ _CHOICES = ("select_n", "max", "min", "clamp", "convert_element_type")  # their 
 
 
 def wide_rows(
-    t: TermGraph, need: Needed, found: Sequence[Cluster]
+    t: TermGraph, need: Needed, found: Mapping[int, Cluster]
 ) -> tuple[frozenset[int], set[int]]:
     """Return the row values that folds exchange in f32, and the clusters that round as written.
 
