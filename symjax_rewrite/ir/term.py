@@ -94,6 +94,11 @@ POSITIONAL = frozenset({LEAF, NATIVE, CONST, DELTA, IOTA, SLICE, CONCAT, TAKE, C
 TIE_CAP = 24  # orders of tied operands tried before the first order is taken unsorted
 
 
+def is_cast(node: Node) -> bool:
+    """Return True if a node converts its operand to a dtype."""
+    return node.op == MAP and node.attr[0] == "convert_element_type"
+
+
 @functools.cache
 def identity(count: int) -> Axes:
     """Return every index in order."""

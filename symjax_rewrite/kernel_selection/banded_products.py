@@ -27,8 +27,7 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import DELTA, IOTA, LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import named
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elementwise, reads_twice
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
@@ -59,27 +58,23 @@ class BandedRoute(OneClass):
     row: int
     column: int
     blocks: tuple[RowBlock, ...]
-    backend: str = "blocks"
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before this class."""
         return [a.cls for a in node_of(self.t.graph, cls).args]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the product and its slots."""
         node, info = node_of(self.t.graph, cls), self.t.graph.classes[cls]
         operands = [(emitter.array(a.cls), a.axes) for a in node.args]
-        sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
+        sizes = _space(self.t, cls)
         parts, order = [], ()
         for b in self.blocks:
             ends = {self.row: (b.start, b.stop), self.column: (b.low, b.high)}
-            local = [ends[i][1] - ends[i][0] if i in ends else n for i, n in enumerate(sizes)]
+            sizes[self.row], sizes[self.column] = b.stop - b.start, b.high - b.low
             cut = [_cut(x.data, tuple(axes[s] for s in x.slots), ends) for x, axes in operands]
-            data, made = term_lowering.lower_node(
-                node, cut, tuple(local), info.dtype, self.t.primitives
-            )
+            names, space = self.t.primitives, tuple(sizes)
+            data, made = term_lowering.lower_node(node, cut, space, info.dtype, names)
             order = order or made
-            parts.append(term_lowering.arrange(data, made, order, tuple(local)))
+            parts.append(term_lowering.arrange(data, made, order, space))
         return lax.concatenate(parts, order.index(self.row)), order
 
 
@@ -98,39 +93,37 @@ class BandedProducts:
     name = "banded"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield a candidate for each product that runs in blocks."""
         kernels = context.options.kernels in ("auto", "always")
         bands = context.device.bands
         if not kernels or bands is None or not context.reorders():
             return
         terms = context.terms(program)
         if not terms.t.dim_env:
-            yield from _BandedSelection(context.device, bands, terms.model).found(
-                terms.t, terms.need
-            )
+            selection = _BandedSelection(terms.t, context.device, bands, terms.model)
+            yield from selection.found(terms.need)
 
 
 @dataclass(slots=True)
 class _BandedSelection:
     """Search for products with banded matrices in one program."""
 
+    t: TermGraph
     device: Device
     bands: BandedBlocks
     model: CostModel
 
-    def found(self, t: TermGraph, need: Needed) -> Iterator[Found]:
-        """Yield the products to run in blocks."""
-        masked = _masked(t, need)
+    def found(self, need: Needed) -> Iterator[Found]:
+        t, masked = self.t, _masked(self.t, need)
         for cls in need.order:
-            if not any(a.cls in masked for a in node_of(t.graph, cls).args):
+            node = node_of(t.graph, cls)
+            if not any(a.cls in masked for a in node.args):
                 continue
             if not _is_large(t, cls, self.bands.least_flops):
                 continue
             for row, band in _bands(t, cls, masked):
-                blocks, seconds = self._blocks(t, cls, row, band, self.model)
+                blocks, seconds = self._blocks(cls, row, band)
                 where = t.where(cls)
                 if margins.pays(*seconds, "banded", self.device):
-                    node = node_of(t.graph, cls)
                     reason = f"zero outside of {_text(band)}: {len(blocks)} blocks"
                     use = RouteUse("banded", True, reason, where, seconds=seconds)
                     route = BandedRoute(t, cls, row, node.out, blocks)
@@ -141,11 +134,11 @@ class _BandedSelection:
                 yield Refusal("banded", reason, where, ratio=ratio_of(*seconds))
 
     def _blocks(
-        self, t: TermGraph, cls: int, row: int, band: Band, model: CostModel
+        self, cls: int, row: int, band: Band
     ) -> tuple[tuple[RowBlock, ...], tuple[float, float]]:
         """Return the blocks predicted to be fastest; predicted seconds as written and in blocks."""
-        g, node = t.graph, node_of(t.graph, cls)
-        rows, columns = int(g.classes[cls].sizes[row]), int(node.bound[0])  # pyright: ignore[reportArgumentType]
+        node, sizes = node_of(self.t.graph, cls), _space(self.t, cls)
+        rows, columns = sizes[row], sizes[node.out]
         best: tuple[RowBlock, ...] = ()
         least = math.inf
         for count in BLOCKS:
@@ -153,71 +146,73 @@ class _BandedSelection:
             if size < self.bands.least_rows:
                 break
             blocks = tuple(_cut_rows(rows, columns, size, band))
-            seconds = self._seconds(t, cls, row, blocks)
+            seconds = self._seconds(cls, row, blocks)
             if not best or margins.pays(least, seconds, "blocks", self.device):
                 best, least = blocks, seconds
-        return best, (model.product_seconds(g, cls, node), least)
+        return best, (self.model.product_seconds(self.t.graph, cls, node), least)
 
-    def _seconds(self, t: TermGraph, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
+    def _seconds(self, cls: int, row: int, blocks: tuple[RowBlock, ...]) -> float:
         """Return the seconds of the blocks' products, operand slices and joined results."""
-        d, node, info = self.device, node_of(t.graph, cls), t.graph.classes[cls]
-        sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
+        d, classes, node = self.device, self.t.graph.classes, node_of(self.t.graph, cls)
+        sizes, dtype = _space(self.t, cls), classes[cls].dtype
         total = 0.0
         for b in blocks:
             sizes[row], sizes[node.out] = b.stop - b.start, b.high - b.low
-            moved = math.prod(sizes[: node.out]) * itemsize(info.dtype)
+            moved = math.prod(sizes[: node.out]) * itemsize(dtype)
             for a in node.args:
-                count = math.prod(sizes[i] for i in a.axes)
-                moved += count * itemsize(t.graph.classes[a.cls].dtype)
-            product = 2 * math.prod(sizes) / d.peak(info.dtype)
+                moved += math.prod(sizes[i] for i in a.axes) * itemsize(classes[a.cls].dtype)
+            product = 2 * math.prod(sizes) / d.peak(dtype)
             total += product + moved / self.bands.copied_bytes_per_s + 3 * d.launch_s
         return total
 
 
+def _space(t: TermGraph, cls: int) -> list[int]:
+    sizes: Any = (*t.graph.classes[cls].sizes, *node_of(t.graph, cls).bound)
+    return [int(s) for s in sizes]
+
+
 def _is_large(t: TermGraph, cls: int, least_flops: float) -> bool:
-    node, info = node_of(t.graph, cls), t.graph.classes[cls]
-    if not is_dot(node) or len(node.bound) != 1 or dtype_kind(info.dtype) != "f":
+    node = node_of(t.graph, cls)
+    if not is_dot(node) or len(node.bound) != 1 or dtype_kind(t.graph.classes[cls].dtype) != "f":
         return False
-    if any(min(a.axes, default=0) < 0 or len(set(a.axes)) < len(a.axes) for a in node.args):
+    if any(min(a.axes, default=0) < 0 or reads_twice(a) for a in node.args):
         return False
-    sizes = [int(s) for s in (*info.sizes, *node.bound)]  # pyright: ignore[reportArgumentType]
-    return 2 * math.prod(sizes) >= least_flops
+    return 2 * math.prod(_space(t, cls)) >= least_flops
 
 
 def _masked(t: TermGraph, need: Needed) -> set[int]:
     """Return the classes computed elementwise from index numbers or masks."""
     g = t.graph
-    masks = [c for c in need.order if _is_mask(node_of(g, c).op, g.classes[c].dtype)]
-    return cone(
-        masks, lambda c: [u for u in need.users.get(c, ()) if is_elementwise(node_of(g, u))]
-    )
 
+    def is_mask(c: int) -> bool:
+        op = node_of(g, c).op
+        return op in (IOTA, DELTA) or (op == LEAF and g.classes[c].dtype == "bool")
 
-def _is_mask(op: str, dtype: str) -> bool:
-    return op in (IOTA, DELTA) or (op == LEAF and dtype == "bool")
+    def users(c: int) -> list[int]:
+        return [u for u in need.users.get(c, ()) if is_elementwise(node_of(g, u))]
+
+    return cone(filter(is_mask, need.order), users)
 
 
 def _bands(t: TermGraph, cls: int, masked: set[int]) -> Iterator[tuple[int, Band]]:
     """Yield each row index over which an operand is banded, with its band."""
-    node = node_of(t.graph, cls)
-    sizes = t.graph.classes[cls].sizes
+    node, sizes = node_of(t.graph, cls), _space(t, cls)
     for ref, other in (node.args, node.args[::-1]):
         if node.out not in ref.axes or ref.cls not in masked:
             continue
         for row in ref.axes:
             if row < node.out and row not in other.axes:
-                band = _band(t, ref, row, node.out, int(sizes[row]), int(node.bound[0]))  # pyright: ignore[reportArgumentType]
+                band = _band(t, ref, row, node.out, sizes[row], sizes[node.out])
                 if band.lower is not None or band.upper is not None:
                     yield row, band
 
 
 def _band(t: TermGraph, ref: Ref, row: int, column: int, rows: int, columns: int) -> Band:
     """Return the band outside which the matrix is zero."""
-    names: dict[Any, Any] = {i: f"b{i}" for i in ref.axes}
-    names[row], names[column] = ROW, COLUMN
+    names: dict[Any, Any] = {i: f"b{i}" for i in ref.axes} | {row: ROW, column: COLUMN}
     batch = [names[i] for i in ref.axes if i not in (row, column)]
-    builder = TileBuilder(t, Pair(t, ROW, COLUMN, frozenset(), set()))
-    root = builder.build(named(ref, names))
+    builder = TileBuilder(t, Pair(t, ROW, COLUMN))
+    root = builder.build(ref.over(names))
     known = [_known(t, builder, number, batch) for number in builder.reads]
     return band_of(builder.steps, known, [(root, 0.0)], rows, columns)
 

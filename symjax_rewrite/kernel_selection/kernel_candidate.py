@@ -9,7 +9,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.term import SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -17,17 +17,19 @@ from symjax_rewrite.usage_records import RouteUse
 
 
 class OneClass:
-    """Route that computes one class, which others may read."""
+    """Route that computes one class, which others may read.
+
+    A route computes `classes()`, of which others may read `gives()`. To compute one of them,
+    `needs(cls)` are read; `array(reader, cls)` returns its value and the slots of the value's axes.
+    """
 
     __slots__ = ()
     cls: int
 
     def classes(self) -> set[int]:
-        """Return the class it computes."""
         return {self.cls}
 
     def gives(self) -> set[int]:
-        """Return the class that others may read."""
         return {self.cls}
 
 
@@ -42,11 +44,11 @@ def candidates(
     Args:
         t: the program's terms.
         name: of the candidates.
-        groups: routes that belong together, with `classes()`, `gives()`, `needs(cls)` and
-            `array(reader, cls)`, and their report entries.
+        groups: routes (see `OneClass`) that belong together, and their report entries.
         opens: later passes see their equations.
     """
-    links, wide = _exchanged(t, [m for makers, _ in groups for m in makers])
+    routes = [m for makers, _ in groups for m in makers]
+    links, wide = _exchanged(t, routes)
 
     def part(maker: Any) -> TermPart:
         gives = sorted(maker.gives())
@@ -55,7 +57,7 @@ def candidates(
         by: dict[int, Any] = dict.fromkeys(gives, maker)
         return TermPart(t, by, links=links, wide=wide, opens=opens, source=source)
 
-    shown = _shown(t, [m for makers, _ in groups for m in makers])
+    shown = _shown(t, routes)
     links.update((c, t.program.new_value(_aval(t, c))) for c in shown)
     out = []
     for makers, (use, *more) in groups:
@@ -83,8 +85,7 @@ def candidates(
 def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
     """Number new values for classes that routes exchange and that no value of the program holds.
 
-    Returns:
-        By class, the value of those without a program value, and of those held in a wider dtype.
+    The first map has the classes without a program value, the second those in a wider dtype.
     """
     read, value_of = classes_read(t, makers), TermPart(t).value_of
     links: dict[int, int] = {}
@@ -119,15 +120,9 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
     """Return the classes that routes read, also through classes that no value holds."""
     value_of = TermPart(t).value_of
     given = {c for m in makers for c in m.gives()}
-    stack = [c for m in makers for own in m.gives() for c in m.needs(own)]
-    read: set[int] = set()
-    while stack:
-        c = stack.pop()
-        if c not in read:
-            read.add(c)
-            if c not in given and value_of(c) is None:
-                stack += [a.cls for a in node_of(t.graph, c).args]
-    return read
+    operands = class_operands(t.graph)
+    ends = {c for m in makers for own in m.gives() for c in m.needs(own)}
+    return cone(ends, lambda c: operands(c) if c not in given and value_of(c) is None else ())
 
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -41,41 +41,28 @@ class Length(NamedTuple):
     follows: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MaskRegion:
-    """Pairs with `lower <= j - i <= upper` and `j` below a length; None is no bound."""
+class MaskRegion(NamedTuple):
+    """Pairs with `lower <= j - i <= upper` and `j` below a length, if there is one."""
 
-    lower: int | None = None
-    upper: int | None = None
+    lower: float = -math.inf
+    upper: float = math.inf
     length: Length | None = None
-    empty: bool = False
 
     def meet(self, other: MaskRegion) -> MaskRegion:
         """Return the intersection of both regions."""
-        if self.empty or other.empty:
-            return NOWHERE
-        lower = _tighter(max, self.lower, other.lower)
-        upper = _tighter(min, self.upper, other.upper)
-        if lower is not None and upper is not None and lower > upper:
-            return NOWHERE
-        return MaskRegion(lower, upper, self.length or other.length)
+        lower, upper = max(self.lower, other.lower), min(self.upper, other.upper)
+        return NOWHERE if lower > upper else MaskRegion(lower, upper, self.length or other.length)
 
     def join(self, other: MaskRegion) -> MaskRegion:
         """Return the least region that contains both."""
-        if self.empty or other.empty:
-            return other if self.empty else self
-        return MaskRegion(
-            None if None in (self.lower, other.lower) else min(self.lower, other.lower),  # pyright: ignore
-            None if None in (self.upper, other.upper) else max(self.upper, other.upper),  # pyright: ignore
-            self.length if self.length == other.length else None,
-        )
+        if NOWHERE in (self, other):
+            return other if self == NOWHERE else self
+        length = self.length if self.length == other.length else None
+        return MaskRegion(min(self.lower, other.lower), max(self.upper, other.upper), length)
 
 
-EVERYWHERE, NOWHERE = MaskRegion(), MaskRegion(empty=True)
-
-
-def _tighter(pick: Any, a: int | None, b: int | None) -> int | None:
-    return pick(a, b) if a is not None and b is not None else a if b is None else b
+EVERYWHERE, DIAGONAL = MaskRegion(), MaskRegion(0, 0)
+NOWHERE = MaskRegion(math.inf, -math.inf)
 
 
 class Known(NamedTuple):
@@ -89,98 +76,88 @@ class Known(NamedTuple):
     pairs: Any = None
 
 
-class Linear(NamedTuple):
-    """Linear form row·i + column·j + Σ coefficient·operand + constant."""
+Linear = dict[Any, int]  # coefficients of the row, the column, 1 and operands, by their number
+ROW, COLUMN, ONE = "row", "column", "one"
 
-    row: int
-    column: int
-    symbols: tuple[tuple[int, int], ...]
-    constant: int
+
+def _plus(a: Linear, b: Linear, times: int) -> Linear:
+    total = {k: a.get(k, 0) + times * b.get(k, 0) for k in (a | b)}
+    return {k: c for k, c in total.items() if c}
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reader of the steps of one tile program.
-
-    finite: low finite fills have weight zero. used: True once such a fill was read.
-    """
+    """Reader of the steps of one tile program; used: True once a finite fill was read."""
 
     steps: Sequence[Step]
     known: Sequence[Known]
     rows: int
     cols: int
-    finite: bool = True
     used: bool = False
-    memo: dict[tuple[int, float], MaskRegion] = field(default_factory=dict)
-    exact: _Reader | None = None
+    memo: dict[tuple[int, float, bool], MaskRegion] = field(default_factory=dict)
 
-    def strict(self) -> _Reader:
-        """Return a reader that accepts only infinite fills, which absorb added terms."""
-        if self.exact is None:
-            self.exact = self
-            if self.finite:
-                self.exact = _Reader(self.steps, self.known, self.rows, self.cols, finite=False)
-        return self.exact
+    def support(self, step: int, fill: float, finite: bool) -> MaskRegion:
+        """Return the region where a value may differ from the fill.
 
-    def support(self, step: int, fill: float) -> MaskRegion:
-        """Return the region where a value may differ from the fill."""
-        key = (step, fill)
+        finite: low finite fills have weight zero too. Without them, only infinite fills are read,
+        which absorb added terms.
+        """
+        key = (step, fill, finite)
         if key not in self.memo:
-            self.memo[key] = self._support(step, fill)
+            self.memo[key] = self._support(self.steps[step], fill, finite)
         return self.memo[key]
 
-    def _support(self, step: int, fill: float) -> MaskRegion:
-        kind, data, args, dtype = self.steps[step]
+    def _support(self, step: Step, fill: float, finite: bool) -> MaskRegion:
+        kind, data, args, dtype = step
         if kind == "const":
-            if not isinstance(data, complex) and data == fill:
-                return NOWHERE
-            if self.finite and fill == -math.inf and is_low(data, dtype):
-                self.used = True
-                return NOWHERE
-            return EVERYWHERE
+            low = finite and fill == -math.inf and _is_low(data, dtype)
+            self.used |= low
+            same = low or (data == fill and not isinstance(data, complex))
+            return NOWHERE if same else EVERYWHERE
         if kind == "value":
             return self._constant(data, lambda x: x != fill)
         if kind in ("delta", "diagonal") and fill == 0:
-            return MaskRegion(0, 0)
+            return DIAGONAL
         if kind != "apply":
             return EVERYWHERE
         op, attr = data
         if op == ADD:
-            return self.strict()._sum(attr, args, fill)
+            return self._sum(attr, args, fill)
         if op == CONTRACT:
-            return self._all(args, fill) if fill == 0 else EVERYWHERE
-        return self._map(attr[0], args, fill)
+            return self._all(args, fill, finite) if fill == 0 else EVERYWHERE
+        return self._map(attr[0], args, fill, finite)
 
     def _sum(self, coefficients: Sequence[Any], args: Sequence[int], fill: float) -> MaskRegion:
         if any(isinstance(c, complex) for c in coefficients):
             return EVERYWHERE
-        if fill == 0:
-            return functools.reduce(MaskRegion.join, [self.support(a, 0.0) for a in args], NOWHERE)
-        signed = [math.copysign(1, c) * fill for c in coefficients]
-        found = [self.support(a, f) for a, f in zip(args, signed, strict=True)]
-        return functools.reduce(MaskRegion.meet, found, EVERYWHERE)
+        fills = [math.copysign(1, c) * fill if fill else 0.0 for c in coefficients]
+        found = [self.support(a, f, False) for a, f in zip(args, fills, strict=True)]
+        return _meet(found) if fill else functools.reduce(MaskRegion.join, found, NOWHERE)
 
-    def _all(self, args: Sequence[int], fill: float) -> MaskRegion:
-        out = EVERYWHERE
-        for a in args:
-            out = out.meet(self.support(a, fill))
-        return out
+    def _all(self, args: Sequence[int], fill: float, finite: bool) -> MaskRegion:
+        return _meet(self.support(a, fill, finite) for a in args)
 
-    def _map(self, name: str, args: Sequence[int], fill: float) -> MaskRegion:
+    def _map(self, name: str, args: Sequence[int], fill: float, finite: bool) -> MaskRegion:
         if name == "select_n" and len(args) == 3:
-            yes = self.condition(args[0], True).meet(self.support(args[2], fill))
-            return yes.join(self.condition(args[0], False).meet(self.support(args[1], fill)))
+            no, yes = (self.support(a, fill, finite) for a in args[1:])
+            return self._selected(args[0], no, yes)
         if name == "convert_element_type":
-            if self.steps[args[0]][3] == "bool":
+            if self.steps[args[0]].dtype == "bool":
                 return self.condition(args[0], True) if fill == 0 else EVERYWHERE
-            return self.support(args[0], fill)
+            return self.support(args[0], fill, finite)
         if name in ("exp", "exp2") and fill == 0:
-            return self.strict().support(args[0], -math.inf)
+            return self.support(args[0], -math.inf, False)
         if name in ("min", "max") and math.isinf(fill):
             if (name == "min") == (fill < 0):
-                return self._all(args, fill)
-            return self.support(args[0], fill).join(self.support(args[1], fill))
+                return self._all(args, fill, finite)
+            a, b = (self.support(x, fill, finite) for x in args)
+            return a.join(b)
         return EVERYWHERE
+
+    def _selected(self, test: int, no: MaskRegion, yes: MaskRegion) -> MaskRegion:
+        """Return the region of a selection between two cases of some regions."""
+        shown = self.condition(test, True).meet(yes)
+        return shown.join(self.condition(test, False).meet(no))
 
     def _constant(self, read: int, seen: Any) -> MaskRegion:
         """Return the region where a constant array over rows and columns differs from the fill."""
@@ -204,7 +181,7 @@ class _Reader:
         if kind == "value":
             return self._constant(data, lambda x: x == wanted)
         if kind == "delta":
-            return MaskRegion(0, 0) if wanted else EVERYWHERE
+            return DIAGONAL if wanted else EVERYWHERE
         if kind != "apply" or data[0] != MAP:
             return EVERYWHERE
         name = data[1][0]
@@ -214,88 +191,87 @@ class _Reader:
             a, b = (self.condition(x, wanted) for x in args)
             return a.meet(b) if (name == "and") == wanted else a.join(b)
         if name == "select_n" and len(args) == 3:
-            yes = self.condition(args[0], True).meet(self.condition(args[2], wanted))
-            return yes.join(self.condition(args[0], False).meet(self.condition(args[1], wanted)))
+            no, yes = (self.condition(a, wanted) for a in args[1:])
+            return self._selected(args[0], no, yes)
         if name in _OPPOSITE:
-            return self._compared(name if wanted else _OPPOSITE[name], *args)
+            return self._compared(name if wanted else _OPPOSITE[name], args[0], args[1])
         return EVERYWHERE
 
     def _compared(self, name: str, a: int, b: int) -> MaskRegion:
+        """Return the region where a comparison of index numbers holds."""
         if name == "ne":
             return EVERYWHERE
         if name == "eq":
             return self._compared("le", a, b).meet(self._compared("ge", a, b))
         if name in ("ge", "gt"):
             a, b, name = b, a, "le" if name == "ge" else "lt"
-        right = self.linear(b)
         kind, data, args, _ = self.steps[a]
-        if right is not None and kind == "apply" and data[0] == MAP and data[1][0] == "abs":
-            inside = self.linear(args[0])
-            if inside is None:
-                return EVERYWHERE
-            return self._below(_minus(inside, right), name).meet(
-                self._below(_minus(_times(inside, -1), right), name)
-            )
-        left = self.linear(a)
+        is_abs = kind == "apply" and data[0] == MAP and data[1][0] == "abs"
+        left, right = self.linear(args[0] if is_abs else a), self.linear(b)
         if left is None or right is None:
             return EVERYWHERE
-        return self._below(_minus(left, right), name)
+        sides = (left, {k: -c for k, c in left.items()}) if is_abs else (left,)
+        return _meet(self._below(_plus(side, right, -1), name == "lt") for side in sides)
 
-    def _below(self, e: Linear, name: str) -> MaskRegion:
+    def _below(self, e: Linear, strictly: bool) -> MaskRegion:
         """Return the region where `e <= 0`, or `e < 0`."""
-        constant = e.constant + (name == "lt")
+        row, column, constant = e.get(ROW, 0), e.get(COLUMN, 0), e.get(ONE, 0) + strictly
+        symbols = {k: c for k, c in e.items() if k not in (ROW, COLUMN, ONE)}
         ends = (0, self.rows - 1)
-        if e.symbols:
-            if e.column == 1 and e.row in (0, -1) and [c for _, c in e.symbols] == [-1]:
-                return MaskRegion(length=Length(e.symbols[0][0], 1 - constant, e.row == -1))
+        if symbols:
+            if column == 1 and row in (0, -1) and [*symbols.values()] == [-1]:
+                (operand,) = symbols
+                return MaskRegion(length=Length(operand, 1 - constant, row == -1))
             return EVERYWHERE
-        if e.column == 1:
-            return MaskRegion(upper=max(-constant - (e.row + 1) * i for i in ends))
-        if e.column == -1:
-            return MaskRegion(lower=min(constant + (e.row - 1) * i for i in ends))
-        if e.column == 0 and e.row == 0:
-            return EVERYWHERE if constant <= 0 else NOWHERE
-        return EVERYWHERE
+        if column == 1:
+            return MaskRegion(upper=max(-constant - (row + 1) * i for i in ends))
+        if column == -1:
+            return MaskRegion(lower=min(constant + (row - 1) * i for i in ends))
+        return NOWHERE if column == row == 0 and constant > 0 else EVERYWHERE
 
     def linear(self, step: int) -> Linear | None:
         """Return a value as a linear form of index numbers that cannot wrap around, or None."""
         kind, data, args, dtype = self.steps[step]
         out: Linear | None = None
         if kind == "const":
-            out = Linear(0, 0, (), int(data)) if _is_integer(data) else None
+            out = {ONE: int(data)} if _is_integer(data) else None
         elif kind == "index":
-            out = Linear(1, 0, (), 0) if data else Linear(0, 1, (), 0)
+            out = {ROW if data else COLUMN: 1}
         elif kind == "value":
             length = self.known[data].length
-            wide = dtype in ("int32", "int64")
-            out = Linear(0, 0, ((length, 1),), 0) if length is not None and wide else None
+            out = {length: 1} if length is not None and dtype in ("int32", "int64") else None
         elif kind == "apply" and data[0] == ADD:
             out = self._linear_sum(data[1], args)
         elif kind == "apply" and data[0] == MAP and data[1][0] == "convert_element_type":
-            out = self.linear(args[0]) if self.steps[args[0]][3] != "bool" else None
+            out = self.linear(args[0]) if self.steps[args[0]].dtype != "bool" else None
         return out if out is not None and self._fits(out, dtype) else None
 
     def _linear_sum(self, coefficients: Sequence[Any], args: Sequence[int]) -> Linear | None:
-        total = Linear(0, 0, (), 0)
+        total: Linear = {}
         for c, a in zip(coefficients, args, strict=True):
             term = self.linear(a)
             if term is None or isinstance(c, complex) or Fraction(c).denominator != 1:
                 return None
-            total = _minus(total, _times(term, -int(c)))
+            total = _plus(total, term, int(c))
         return total
 
     def _fits(self, e: Linear, dtype: str) -> bool:
         corners = [
-            e.row * i + e.column * j + e.constant
+            e.get(ROW, 0) * i + e.get(COLUMN, 0) * j + e.get(ONE, 0)
             for i in (0, self.rows - 1)
             for j in (0, self.cols - 1)
         ]
         if dtype_kind(dtype) == "f":
-            return not e.symbols and max(map(abs, corners)) <= INTEGERS.get(dtype, 0)
+            loose = e.keys() - {ROW, COLUMN, ONE}
+            return not loose and max(map(abs, corners)) <= INTEGERS.get(dtype, 0)
         if dtype_kind(dtype) not in "iu":
             return False
         info = np.iinfo(dtype)
         return info.min <= min(corners) and max(corners) <= info.max
+
+
+def _meet(regions: Iterable[MaskRegion]) -> MaskRegion:
+    return functools.reduce(MaskRegion.meet, regions, EVERYWHERE)
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
@@ -307,23 +283,11 @@ def _is_integer(value: Any) -> bool:
     return math.isfinite(value) and float(value).is_integer()
 
 
-def is_low(value: Any, dtype: str) -> bool:
+def _is_low(value: Any, dtype: str) -> bool:
     """Return True if a constant is a finite fill that lies below every finite score."""
     if dtype_kind(dtype) != "f" or isinstance(value, complex) or not math.isfinite(value):
         return False
     return value <= -LOW * float(jnp.finfo(dtype).max)
-
-
-def _times(e: Linear, c: int) -> Linear:
-    return Linear(c * e.row, c * e.column, tuple((s, c * k) for s, k in e.symbols), c * e.constant)
-
-
-def _minus(a: Linear, b: Linear) -> Linear:
-    symbols = dict(a.symbols)
-    for s, c in b.symbols:
-        symbols[s] = symbols.get(s, 0) - c
-    left = tuple((s, c) for s, c in symbols.items() if c)
-    return Linear(a.row - b.row, a.column - b.column, left, a.constant - b.constant)
 
 
 def band_of(
@@ -333,7 +297,7 @@ def band_of(
     rows: int,
     cols: int,
 ) -> Band:
-    """Return the columns that contribute to any output of a fold.
+    """Return a band outside which every output of a fold reads its neutral fill.
 
     Args:
         steps: the tile program.
@@ -341,25 +305,19 @@ def band_of(
         outputs: for every reduction its step and its neutral fill: -inf, inf or 0.
         rows: number of rows.
         cols: number of columns.
-
-    Returns:
-        A band outside which every output reads its neutral fill.
     """
     region = NOWHERE
     for step, fill in outputs:
         reader = _Reader(steps, known, rows, cols)
-        seen = reader.support(step, fill)
-        if reader.used and not every_row_sees(steps, step, rows, cols, seen):
-            seen = reader.strict().support(step, fill)
+        seen = reader.support(step, fill, True)
+        if reader.used and not _every_row_sees(steps, step, rows, cols, seen):
+            seen = reader.support(step, fill, False)
         region = region.join(seen)
-    if region.empty:
+    if region == NOWHERE:
         return Band()
-    lower, upper = region.lower, region.upper
-    lower = None if lower is None or lower <= 1 - rows else lower
-    upper = None if upper is None or upper >= cols - 1 else upper
-    if region.length is None:
-        return Band(lower, upper)
-    return Band(lower, upper, *region.length)
+    lower = None if region.lower <= 1 - rows else int(region.lower)
+    upper = None if region.upper >= cols - 1 else int(region.upper)
+    return Band(lower, upper) if region.length is None else Band(lower, upper, *region.length)
 
 
 def known_operand(
@@ -377,7 +335,7 @@ def known_operand(
     return Known(pairs=array if axes == ("m", "n") else array.T) if array.ndim == 2 else Known()
 
 
-def every_row_sees(
+def _every_row_sees(
     steps: Sequence[Step], step: int, rows: int, cols: int, seen: MaskRegion
 ) -> bool:
     """Return True if each row has a column with a score, for all values of the operands.
@@ -387,11 +345,9 @@ def every_row_sees(
     if rows == 0 or cols == 0 or rows > 1 << 22:
         return False
     i = np.arange(rows)
-    ends = [0 if e is None else e for e in (seen.lower, seen.upper)]
     found = np.zeros(rows, bool)
-    for j in (np.zeros_like(i), *(i + e for e in (0, *ends))):
-        j = np.clip(j, 0, cols - 1)
-        found |= _MaskPoints(steps, i, j).scored(step)
+    for first in (-i, 0, *(e for e in (seen.lower, seen.upper) if math.isfinite(e))):
+        found |= _MaskPoints(steps, i, np.clip(i + first, 0, cols - 1)).scored(step)
     return bool(found.all())
 
 
@@ -404,43 +360,38 @@ class _MaskPoints:
     def scored(self, step: int) -> np.ndarray:
         """Return where the value is a contraction, scaled or capped: no fill, no operand added."""
         kind, data, args, _ = self.steps[step]
-        none = np.zeros(self.i.shape, bool)
-        if kind == "dot":
-            return ~none
-        if kind != "apply":
-            return none
-        op, attr = data
-        if op == ADD and len(args) == 1:
-            return self.scored(args[0])
-        if op == MAP and attr[0] in ("convert_element_type", "tanh"):
-            return self.scored(args[0])
-        if op == MAP and attr[0] == "select_n" and len(args) == 3:
-            where = self.value(args[0])
-            if where is None:
-                return self.scored(args[1]) & self.scored(args[2])
-            return np.where(where, self.scored(args[2]), self.scored(args[1]))
-        return none
+        if kind == "apply":
+            op, attr = data
+            name = attr[0] if op == MAP else ""
+            if (op == ADD and len(args) == 1) or name in ("convert_element_type", "tanh"):
+                return self.scored(args[0])
+            if name == "select_n" and len(args) == 3:
+                where, no, yes = self.value(args[0]), *map(self.scored, args[1:])
+                return no & yes if where is None else np.where(where, yes, no)
+        return np.full(self.i.shape, kind == "dot")
 
     def value(self, step: int) -> np.ndarray | None:
         """Return the value of a step that depends on index numbers alone, or None."""
         kind, data, args, dtype = self.steps[step]
-        if kind == "const" and dtype_kind(dtype) in "iub":
-            return np.full(self.i.shape, data, dtype)
-        if kind == "index":
-            return (self.i if data else self.j).astype(dtype) if dtype_kind(dtype) in "iu" else None
         if kind == "delta":
             return self.i == self.j
-        if kind != "apply" or dtype_kind(dtype) not in "iub":
+        if dtype_kind(dtype) not in "iub":
             return None
-        made = [x for a in args if (x := self.value(a)) is not None]
-        if len(made) < len(args):
+        if kind == "const":
+            return np.full(self.i.shape, data, dtype)
+        if kind == "index":
+            return (self.i if data else self.j).astype(dtype)
+        made: list[Any] = [self.value(a) for a in args]
+        if kind != "apply" or any(x is None for x in made):
             return None
         op, attr = data
         if op == ADD:
             terms = [np.asarray(c).astype(dtype) * x for c, x in zip(attr, made, strict=True)]
             return np.sum(terms, axis=0).astype(dtype)
-        if op == MAP and attr[0] == "select_n" and len(made) == 3:
+        if op != MAP:
+            return None
+        if attr[0] == "select_n" and len(made) == 3:
             return np.where(made[0].astype(bool), made[2], made[1])
-        if op == MAP and attr[0] == "convert_element_type":
+        if attr[0] == "convert_element_type":
             return made[0].astype(dtype)
-        return NUMPY[attr[0]](*made) if op == MAP and attr[0] in NUMPY else None
+        return NUMPY[attr[0]](*made) if attr[0] in NUMPY else None

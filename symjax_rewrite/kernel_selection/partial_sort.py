@@ -7,11 +7,8 @@ backend selects in f32 alone and sorts for all other dtypes. Values that f32 hol
 therefore selected in f32 (64 rows of 8192 in bfloat16: 92 ms as written, 1 ms selected; 79 ms
 sorted in f32).
 
-Two alternatives were not faster on the CPU. Selecting from every chunk of a row, or from every part
-of a concatenation, was never faster. Selecting the k chunks with the largest maxima is correct and
-takes a tenth of the time (2²⁰ entries, k = 10: 0.1 ms for 1.3 ms). To order NaNs and signed zeros
-as top-k does, however, the maxima must be of integers (1.0 ms), or be checked by a branch, which
-slows all other work inside it by up to four times.
+Selecting from every chunk of a row was not faster on the CPU. Nor was selecting the k chunks with
+the largest maxima, since the maxima must order NaNs and signed zeros as top-k does.
 """
 
 from __future__ import annotations
@@ -36,6 +33,7 @@ from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import read_over
 from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
+from symjax_rewrite.kernel_selection.folds.slices import entry_along
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates
 from symjax_rewrite.usage_records import RouteUse
 
@@ -63,6 +61,10 @@ class SortedPart:
         last = self.start + self.stride * ((self.count or 1) - 1)
         return min(self.start, last), max(self.start, last)
 
+    def reversed(self, length: int) -> SortedPart:
+        """Return the entries of the row that this part reads of the reversed row."""
+        return replace(self, start=length - 1 - self.start, stride=-self.stride)
+
 
 @dataclass(slots=True)
 class SelectionRoute:
@@ -76,36 +78,28 @@ class SelectionRoute:
     axis: int
     parts: dict[int, SortedPart]
     outputs: dict[int, int]
-    backend: str = "top_k"
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes."""
         return {*self.parts, *self.outputs}
 
     def gives(self) -> set[int]:
-        """Return the classes that others may read."""
         return self.classes()
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before this route."""
-        del cls
         return [self.t.view(v).cls for v in self.e.invals if isinstance(v, int)]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return a class's value, and its slots."""
-        made = emitter.folded(self)
-        if cls in self.outputs:
-            data = made[self.outputs[cls]]
-            sizes = tuple(map(int, self.t.sizes[self.e.outvals[self.outputs[cls]]]))  # pyright: ignore[reportArgumentType]
-            return lax.reshape(data, sizes), tuple(range(len(sizes)))
-        part = self.parts[cls]
+        made, part = emitter.folded(self), self.parts.get(cls)
+        output = self.outputs[cls] if part is None else part.output
+        out = self.e.outvals[output]
+        sizes: list[Any] = [*self.t.sizes[out]]
+        if part is None:
+            return lax.reshape(made[output], sizes), tuple(range(len(sizes)))
         end = part.ends()[0] >= self.length // 2
-        data = self._places(made[end][part.output], part, self.ends()[end][0])
-        out = self.e.outvals[part.output]
-        sizes = [int(s) for s in self.t.sizes[out]]  # pyright: ignore[reportArgumentType]
+        data = self._places(made[end][output], part, self.ends()[end][0])
         along = self.t.positions[out][self.axis][0]
         sizes[along : along + 1] = [] if part.count is None else [part.count]
-        return lax.reshape(data, tuple(sizes)), part.slots
+        return lax.reshape(data, sizes), part.slots
 
     def price(self, device: Device) -> Cost:
         """Return the cost of a top-k of each end, and of the test for NaNs before it."""
@@ -124,7 +118,6 @@ class SelectionRoute:
 
     @property
     def length(self) -> int:
-        """Return the number of entries of a row."""
         return shape_of(self.e.eqn.invars[0])[self.axis]
 
     def ends(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -158,7 +151,6 @@ class SelectionRoute:
         return [self._end(operands, *ends) for ends in self.ends()]
 
     def _selected(self, x: Any) -> list[Any]:
-        """Return a top-k computed in f32."""
         written = lambda x: tuple(jax_internals.eval_equation(self.e.eqn, [x]))  # noqa: E731
 
         def fast(x: Any) -> tuple[Any, ...]:
@@ -202,7 +194,6 @@ class PartialSorts:
     name = "selection"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the sorts whose ends are selected."""
         kernels = context.options.kernels
         sorts = context.device.sorts
         looks = kernels == "always" or (kernels == "auto" and sorts.selects)
@@ -212,25 +203,20 @@ class PartialSorts:
         t, needed = terms.t, set(terms.need.order)
         for e in () if t.dim_env else t.program.equations:
             classes = [t.view(v).cls for v in e.outvals] if e.name in ("sort", "top_k") else []
-            if not any(c in needed for c in classes):
-                continue
-            if _size(e) < sorts.least_elements:
+            if needed.isdisjoint(classes) or _size(e) < sorts.least_elements:
                 continue
             reads = _top_k(t, e) if e.name == "top_k" else _sort(t, terms.need, e, sorts)
             if reads is None:
                 continue
             route, reason = reads
-            if isinstance(route, str):
+            if route is None:
                 yield Refusal(self.name, reason, e.where())
             else:
                 use = RouteUse(self.name, True, reason, e.where())
                 yield from candidates(t, self.name, [([route], [use])])
 
 
-Reading = tuple[SelectionRoute | str, str] | None
-
-
-def _top_k(t: TermGraph, e: Equation) -> Reading:
+def _top_k(t: TermGraph, e: Equation) -> tuple[SelectionRoute, str] | None:
     """Return a selection for a top-k in a dtype that f32 holds exactly."""
     aval: Any = e.eqn.invars[0].aval
     if str(aval.dtype) not in NARROW or not isinstance(e.invals[0], int):
@@ -242,7 +228,9 @@ def _top_k(t: TermGraph, e: Equation) -> Reading:
     return SelectionRoute(t, e, axis, {}, outputs), f"{aval.dtype} is selected in float32"
 
 
-def _sort(t: TermGraph, need: Needed, e: Equation, sorts: SortFacts) -> Reading:
+def _sort(
+    t: TermGraph, need: Needed, e: Equation, sorts: SortFacts
+) -> tuple[SelectionRoute | None, str] | None:
     """Return a selection for a sort of which only the ends are read."""
     aval: Any = e.eqn.invars[0].aval
     axis = int(e.eqn.params["dimension"])
@@ -264,7 +252,7 @@ def _sort(t: TermGraph, need: Needed, e: Equation, sorts: SortFacts) -> Reading:
         return None
     if str(aval.dtype) not in SELECTED:
         reason = f"{count} of {length} places of a sorted row: {aval.dtype} is not selected faster"
-        return "", reason
+        return None, reason
     return route, f"{count} of {length} places of a sorted row are selected"
 
 
@@ -278,43 +266,38 @@ def _parts(
     if t.view(v).axes != tuple(range(len(t.sizes[v]))):
         return None
     along, length = t.positions[v][axis], t.program.avals[v].shape[axis]
-    found: dict[int, SortedPart] = {}
+    found: dict[int, SortedPart | None] = {}
     for user in need.users.get(cls, ()):
-        node = node_of(t.graph, user)
-        part = _part(t, user, output, along)
-        if part is not None:
-            found[user] = part
-            continue
-        made = t.made_by.get(user)
-        e = None if made is None else t.program.equations[made[0]]
-        is_reversed = e is not None and e.name == "rev" and e.eqn.params["dimensions"] == (axis,)
-        if not is_reversed or user in need.outside or node.op != NATIVE:
-            return None
-        for outer in need.users.get(user, ()):
-            part = _part(t, outer, output, along)
-            if part is None:
-                return None
-            found[outer] = replace(part, start=length - 1 - part.start, stride=-part.stride)
-    return found
+        if _is_reversal(t, need, user, axis):
+            for outer in need.users.get(user, ()):
+                part = _part(t, outer, output, along)
+                found[outer] = part and part.reversed(length)
+        else:
+            found[user] = _part(t, user, output, along)
+    parts = {c: part for c, part in found.items() if part is not None}
+    return parts if len(parts) == len(found) else None
+
+
+def _is_reversal(t: TermGraph, need: Needed, cls: int, axis: int) -> bool:
+    """Return True if a class reverses a value along an axis, and no result is it."""
+    made = t.made_by.get(cls)
+    if made is None or cls in need.outside or node_of(t.graph, cls).op != NATIVE:
+        return False
+    e = t.program.equations[made[0]]
+    return e.name == "rev" and e.eqn.params["dimensions"] == (axis,)
 
 
 def _part(t: TermGraph, cls: int, output: int, along: tuple[int, ...]) -> SortedPart | None:
     """Return the part that a slice along the sorted axis alone reads, or None."""
     node = node_of(t.graph, cls)
-    if node.op != SLICE or len(along) != 1:
+    entry = entry_along(node, along[0]) if node.op == SLICE and len(along) == 1 else None
+    if entry is None:
         return None
-    entries = dict(enumerate(node.attr))
-    entry = entries.pop(along[0])
-    if entry is None or any(x is not None for x in entries.values()):
+    (start, stride, alone), axes = entry, node.args[0].axes
+    count: Any = None if alone else t.graph.classes[cls].sizes[axes[along[0]]]
+    if not all(isinstance(x, int) and x > 0 for x in (start + 1, stride, 1 if alone else count)):
         return None
-    axes = node.args[0].axes
-    start, stride = entry if isinstance(entry, tuple) else (entry, 1)
-    count = t.graph.classes[cls].sizes[axes[along[0]]] if isinstance(entry, tuple) else None
-    if not all(isinstance(x, int) and x > 0 for x in (start + 1, stride, count or 1)):
-        return None
-    if count is not None and (not isinstance(count, int) or not count):
-        return None
-    slots = tuple(a for p, a in enumerate(axes) if p != along[0] or count is not None)
+    slots = tuple(a for p, a in enumerate(axes) if p != along[0] or not alone)
     return SortedPart(output, start, stride, count, slots)
 
 

@@ -45,7 +45,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "LARGEST_TILE": SEARCH,
         "MOST_STEPS": SEARCH,
     },
-    "kernel_selection.folds.sparse_reductions": {"MOST_CUT": SEARCH, "MOST_ELEMENTS": EXACT},
+    "kernel_selection.folds.slices": {"MOST_DEPTH": SEARCH},
+    "kernel_selection.folds.sparse_reductions": {"MOST_ELEMENTS": EXACT},
     "kernel_selection.folds.vanishing_gradients": dict.fromkeys(
         ("MAX_TERMS", "MAX_DEPTH", "MOST_FLAT"), SEARCH
     ),

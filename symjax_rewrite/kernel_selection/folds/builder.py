@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -17,20 +19,19 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import held_dtype, is_half
-from symjax_rewrite.ir.step_program import Step, place_in
+from symjax_rewrite.ir.step_program import Step, key_of, place_in
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.epilogue import (
     FoldSurroundings,
+    Names,
     Rows,
     Served,
     row_algebra,
     row_scale,
 )
-from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
-from symjax_rewrite.kernel_selection.folds.pairwise_terms import At, Pair
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Piece
-from symjax_rewrite.kernel_selection.folds.reductions import Exit
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import At
+from symjax_rewrite.kernel_selection.folds.reductions import Piece
 from symjax_rewrite.kernel_selection.folds.sort_keys import unranked
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
@@ -81,11 +82,9 @@ class FoldRoute:
     price: Callable[[Device], Cost] | None = None
 
     def classes(self) -> set[int]:
-        """Return the classes this route computes."""
         return set(self.served) | (set() if self.rows is None else self.rows.inside)
 
     def gives(self) -> set[int]:
-        """Return the computed classes that others may read; the rest exist only within the fold."""
         if self.rows is None:
             return set(self.served)
         return {v if isinstance(v, int) else v[0] for v in self.rows.exits}
@@ -110,17 +109,14 @@ class FoldRoute:
         ]
         return fold(self.spec, *arrays, backend=self.backend)
 
+    def wide_classes(self) -> set[int]:
+        return self.gives() & (self.wide or frozenset())
+
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value of a class and its slots."""
         data, slots = self._value(emitter, cls)
         return data.astype(np.dtype(emitter.t.graph.classes[cls].dtype)), slots
 
-    def wide_classes(self) -> set[int]:
-        """Return the classes that the fold can return in f32 although their dtype is narrower."""
-        return self.gives() & (self.wide or frozenset())
-
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return a class's value in f32 if folds exchange it in f32, and its slots."""
         if cls not in (self.wide or ()):
             return self.array(emitter, cls)
         data, slots = self._value(emitter, cls)
@@ -132,25 +128,20 @@ class FoldRoute:
         if self.rows is not None and cls in self.rows.exits:
             number = self.rows.exits.index(cls)
             slot = {axis: s for s, axis in enumerate(self.rows.names[cls])}
-            data, axes = without_single(results[number], self.rows.axes[number], slot)
+            data, axes = _without_single(results[number], self.rows.axes[number], slot)
             return data, tuple(slot[a] for a in axes)
         served = self.served[cls]
-        total, axes = None, served.lead
-        if served.exit.kind == "keyed":
-            return self._keyed(emitter, served, results)
-        for k, piece in enumerate(served.form):
-            value = self._piece(emitter, served, k, results)
+        if served.exit.kind == "keyed":  # no row axis; the keyed axes come last
+            (((output, k), *_),) = served.places
+            index = {name: i for i, name in served.names.items()}
+            kept: Any = self.spec.outputs[output]
+            return results[output][k], (*[index[a] for a in kept.kept], *served.exit.along)
+        values = (self._piece(emitter, served, k, results) for k in range(len(served.form)))
+        axes = served.lead
+        for piece, (_, _, features) in zip(served.form, served.places, strict=True):
             if piece.kind != "count":
-                axes = (*served.lead, *(() if piece.after else served.places[k][2]))
-            total = value if total is None else total + value
-        return _finished(emitter.t, served, total, axes)
-
-    def _keyed(self, emitter: Any, served: Served, results: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return a sum by key and its slots: it has no row axis, and the keyed axes come last."""
-        ((output, k), *_), *_ = served.places
-        index = {name: i for i, name in served.names.items()}
-        kept = [index[a] for a in self.spec.outputs[output].kept]  # pyright: ignore[reportAttributeAccessIssue]
-        return results[output][k], (*kept, *served.exit.along)
+                axes = (*served.lead, *(() if piece.after else features))
+        return _finished(emitter.t, served, reduce(operator.add, values), axes)
 
     def _piece(self, emitter: Any, served: Served, k: int, results: Any) -> Any:
         """Return one term of a reduction over the leading axes and its features."""
@@ -205,7 +196,7 @@ def _finished(
     if gone:
         data = jax_internals.reduce_monoid(_REDUCE[served.exit.kind], data, gone)
         axes = tuple(a for k, a in enumerate(axes) if k not in gone)
-    data, axes = without_single(data, axes, index)
+    data, axes = _without_single(data, axes, index)
     slots = [index[a] for a in axes]
     part = served.exit.part
     if part is not None:
@@ -219,7 +210,7 @@ def _finished(
     return data, tuple(slots)
 
 
-def without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
+def _without_single(data: Any, axes: tuple[str, ...], known: Any) -> tuple[Any, tuple[str, ...]]:
     """Drop the row axis of a result where the program has one row and no such axis."""
     if ROW in known or ROW not in axes:
         return data, axes
@@ -253,53 +244,47 @@ def read_over(
     return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
 
 
-def named(ref: Ref, names: dict[Any, Any]) -> Ref:
-    """Return a reference with its indices renamed."""
-    return Ref(ref.cls, tuple([names[i] for i in ref.axes]))  # pyright: ignore[reportArgumentType]
-
-
-def name_piece(piece: Piece, names: dict[int, str]) -> Piece:
+def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:
     """Return a term with its axes renamed; features are named after the weights."""
-    full: dict[Any, Any] = dict(names)
-    weights = piece.weights
-    if weights is not None:
-        for slot, i in enumerate(weights.axes):
-            full.setdefault(i, feature(weights.cls, slot))
-        weights = named(weights, full)
+    full = dict(names)
+    if piece.weights is not None:
+        for slot, i in enumerate(piece.weights.axes):
+            full.setdefault(i, feature(piece.weights.cls, slot))
+
+    def pairs(items: tuple) -> tuple:
+        return tuple((r.over(full), x) for r, x in items)
+
     return replace(
         piece,
-        tile=None if piece.tile is None else named(piece.tile, full),
-        product=tuple((named(r, full), p) for r, p in piece.product),
-        weights=weights,
-        after=None if piece.after is None else named(piece.after, full),
-        factors=tuple((named(r, full), p) for r, p in piece.factors),
-        exponent=tuple((named(r, full), c) for r, c in piece.exponent),
-        keys=tuple(named(r, full) for r in piece.keys),
+        tile=piece.tile and piece.tile.over(full),
+        product=pairs(piece.product),
+        weights=piece.weights and piece.weights.over(full),
+        after=piece.after and piece.after.over(full),
+        factors=pairs(piece.factors),
+        exponent=pairs(piece.exponent),
+        keys=tuple(r.over(full) for r in piece.keys),
     )
 
 
+@dataclass(slots=True)
 class FoldBuilder:
-    """Assembly of one fold from the terms of several reductions."""
+    """Assembly of one fold from the terms of several reductions.
 
-    def __init__(
-        self,
-        t: TermGraph,
-        lead: tuple[str, ...],
-        sizes: dict[str, int],
-        like: Pair,
-        wide: frozenset[int] | None,
-    ) -> None:
-        self.t, self.lead = t, lead
-        self.tiles = TileBuilder(t, like, sizes=dict(sizes), wide=wide)
-        self.roots: list[int] = []
-        self.outputs: dict[tuple, list[WeightedTerm]] = {}
-        self.served: dict[int, Served] = {}
-        self._keys: list[tuple[Served, list[tuple[tuple, int, tuple[str, ...]]]]] = []
+    lead: the batch axes and the row. outputs: the fold's outputs without their sums, each with its
+    sums. found: by reduction, the output of each of its terms.
+    """
+
+    t: TermGraph
+    lead: Names
+    tiles: TileBuilder
+    roots: list[int] = field(default_factory=list)
+    outputs: dict[Output, list[WeightedTerm]] = field(default_factory=dict)
+    served: dict[int, Served] = field(default_factory=dict)
+    found: dict[int, list[tuple[Output | None, int, Names]]] = field(default_factory=dict)
 
     def add(self, served: Served) -> None:
-        """Add a reduction to the fold."""
         self.served[served.exit.cls] = served
-        self._keys.append((served, [self._piece(served, piece) for piece in served.form]))
+        self.found[served.exit.cls] = [self._piece(served, piece) for piece in served.form]
 
     def reads(self) -> set[int]:
         """Return the classes read by the tiles and the row algebra of the reductions."""
@@ -309,122 +294,102 @@ class FoldBuilder:
     def _root(self, step: int) -> int:
         return place_in(self.roots, step)
 
-    def _piece(self, served: Served, piece: Piece) -> tuple[tuple, int, tuple[str, ...]]:
-        """Return a term's output key, the index of its result, and its feature axes."""
+    def _piece(self, served: Served, piece: Piece) -> tuple[Output | None, int, Names]:
+        """Return a term's output, the number of its result there, and its feature axes."""
         if piece.kind == "count":
-            return (), 0, ()
-        if piece.kind == "keyed":
-            return self._sum_by_key(served, piece), 0, ()
+            return None, 0, ()
         if piece.kind not in ("exp", "sum"):
-            assert piece.tile is not None
-            step = self.tiles.build(piece.tile)
-            if piece.kind in ("argmax", "argmin", "top_k", "sorted"):  # rounded values may tie
-                step = self.tiles.as_written(step, piece.tile.cls)
-            if piece.kind == "sorted":
-                step = self.tiles.ranked(step)
-            key = (piece.kind, self._root(step), served.exit.places)
-            self.outputs.setdefault(key, [])
-            second = piece.kind in ("argmax", "argmin") or served.exit.output
-            return key, int(second), ()
-        factor = self.tiles.product(list(piece.product)) if piece.product else None
-        if piece.kind == "exp":
-            assert piece.tile is not None
-            key = ("exp", self._root(self.tiles.build(piece.tile)), 0)
+            make = self._keyed if piece.kind == "keyed" else self._chosen
+            output = make(served, piece)
+            self.outputs.setdefault(output, [])
+            return output, int(isinstance(output, ArgExtremum) or served.exit.output), ()
+        factor = self.tiles.product(piece.product) if piece.product else None
+        if piece.tile is not None:
+            output = ExpSums((), self._root(self.tiles.build(piece.tile)))
             factor = None if factor is None else self._root(factor)
         else:
             assert factor is not None
-            kind = "across" if served.lead[-1] == COLUMN else "sum"
-            key, factor = (kind, self._root(factor), 0), None
+            kind = ColumnSums if served.lead[-1] == COLUMN else Sums
+            output, factor = kind((), self._root(factor)), None
         term, features = self._term(served, piece, factor)
-        terms = self.outputs.setdefault(key, [])
-        return key, place_in(terms, term) + (piece.kind == "exp"), features
+        number = place_in(self.outputs.setdefault(output, []), term)
+        return output, number + isinstance(output, ExpSums), features
 
-    def _sum_by_key(self, served: Served, piece: Piece) -> tuple:
-        """Return the output key of a sum by key."""
-        found, g = served.exit, self.t.graph
-        counted = [is_counted(g, key.cls) for key in piece.keys]
-        keys = [self.tiles.key_of(p, c) for p, c in zip(piece.keys, counted, strict=True)]
-        root = self._root(self.tiles.product(list(piece.product)))
-        sizes = g.classes[found.cls].sizes
+    def _chosen(self, served: Served, piece: Piece) -> Output:
+        """Return the output of an extremum or of a selection, whose rounded values may tie."""
+        assert piece.tile is not None
+        step, kind = self.tiles.build(piece.tile), piece.kind
+        if kind in ("max", "min", "any", "all"):
+            return Extremum(kind, self._root(step))
+        step = self.tiles.cast(step, self.t.graph.classes[piece.tile.cls].dtype)
+        if kind in ("argmax", "argmin"):
+            return ArgExtremum(kind == "argmax", self._root(step))
+        step = self.tiles.ranked(step) if kind == "sorted" else step
+        return TopK(served.exit.places, self._root(step))
+
+    def _keyed(self, served: Served, piece: Piece) -> Output:
+        found, batch = served.exit, self.lead[:-1]
+        keys = [self.tiles.key_of(key) for key in piece.keys]
+        root = self._root(self.tiles.product(piece.product))
+        own = {name for i, name in served.names.items() if i not in found.bound}
         depends = {a for key in piece.keys for a in key.axes}
-        how = (
-            tuple([self._root(k) for k in keys]),
-            tuple([int(sizes[i]) for i in found.along]),  # pyright: ignore[reportArgumentType]
-            tuple([a for a in self.lead[:-1] if self._is_own(served, a)]),
-            tuple([a for a in self.lead[:-1] if a in depends]),
+        return KeyedSums(
+            tuple(map(self._root, keys)),
+            tuple([found.sizes[i] for i in found.along]),
+            tuple([a for a in batch if a in own]),
+            tuple([a for a in batch if a in depends]),
             found.clips,
+            root,
         )
-        self.outputs.setdefault(("keyed", root, how), [])
-        return "keyed", root, how
 
-    @staticmethod
-    def _is_own(served: Served, axis: str) -> bool:
-        """Return True if an axis belongs to the reduction's result."""
-        return any(n == axis and i not in served.exit.bound for i, n in served.names.items())
-
-    def _term(
-        self, served: Served, piece: Piece, factor: int | None
-    ) -> tuple[WeightedTerm, tuple[str, ...]]:
+    def _term(self, served: Served, piece: Piece, factor: int | None) -> tuple[WeightedTerm, Names]:
         if piece.weights is None:
             return WeightedTerm(None, factor), ()
         g = self.t.graph
         number = self.tiles.operand(unwidened(g, piece.weights))
         features = tuple(str(a) for a in piece.weights.axes if a not in (*self.lead, COLUMN))
         attr = None if piece.after else node_of(g, served.exit.cls).attr
-        rounding = self._rounding(served.exit, g.classes[piece.weights.cls].dtype)
+        dtype = g.classes[piece.weights.cls].dtype
+        alike = all(g.classes[a.cls].dtype == dtype for a in served.exit.args)
+        # a product of f32 and half precision rounds neither operand
+        rounding = dtype if is_half(dtype) and alike else None
         return WeightedTerm(number, factor, rounding, precision_name(attr)), features
 
-    def _rounding(self, found: Exit, dtype: str) -> str | None:
-        """Return the dtype a tile is rounded to before weights multiply it, as in the program.
-
-        A product of f32 and half precision rounds neither operand.
-        """
-        classes = self.t.graph.classes
-        alike = all(classes[a.cls].dtype == dtype for a in found.args)
-        return dtype if is_half(dtype) and alike else None
-
-    def _place(self) -> list[Output]:
+    def _place(self) -> tuple[Output, ...]:
         """Return the outputs, and record for every reduction where its results are."""
-        exps = {root for kind, root, _ in self.outputs if kind == "exp"}
-        outputs: list[Output] = []
-        at: dict[tuple, int] = {}
-        for key, terms in self.outputs.items():
-            if key[0] != "max" or key[1] not in exps:
-                at[key] = len(outputs)
-                kind, root, places = key
-                outputs.append(_output(kind, root, places, tuple(terms)))
-        for root in exps:
-            at["max", root, 0] = at["exp", root, 0]  # the maximum is the first result of `exp`
-        for served, keys in self._keys:
-            served.places = [
-                ((at.get(key, 0), k), (at[key], 0) if key[:1] == ("exp",) else None, features)
-                for key, k, features in keys
-            ]
-        return outputs
+        exps = [o for o in self.outputs if isinstance(o, ExpSums)]
+        home: dict[Any, Output] = {Extremum("max", o.tile): o for o in exps}  # their first result
+        kept = [o for o in self.outputs if o not in home]
+        at: dict[Any, int] = {o: n for n, o in enumerate(kept)}
+        for cls, found in self.found.items():
+            for output, k, features in found:
+                number = at.get(home.get(output, output), 0)
+                shift = (number, 0) if isinstance(output, ExpSums) else None
+                self.served[cls].places.append(((number, k), shift, features))
+        terms = self.outputs.items()
+        return tuple(replace(o, terms=tuple(w)) if w else o for o, w in terms if o not in home)
 
     def _band(self) -> Band:
         """Return the band of columns read, from the tile program and known operands."""
-        ignored = {"exp": -math.inf, "max": -math.inf, "sum": 0.0, "across": 0.0, "keyed": 0.0}
-        if any(kind not in ignored for kind, _, _ in self.outputs):
-            return Band()  # these outputs depend on the column number
+        fills = [_fill(o) for o in self.outputs]
         tiles, batch = self.tiles, self.lead[:-1]
         known = [
             known_operand(self.t, n, tiles.inputs[n][0], tiles.operands[n].axes, batch)
             for n in tiles.reads
         ]
-        outputs = [(self.roots[root], ignored[kind]) for kind, root, _ in self.outputs]
+        roots = [self.roots[o.tile] for o in self.outputs]
+        outputs = [(r, f) for r, f in zip(roots, fills, strict=True) if f is not None]
+        if len(outputs) < len(fills):
+            return Band()  # some outputs depend on the column number
         return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
 
     def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
-        """Return the route.
-
-        Raises:
-            UsageError: the parts do not form a fold.
-        """
+        """Return the route; a UsageError is raised where the parts do not form a fold."""
         outputs = self._place()
         rows = row_algebra(around, self.served, self.tiles)
         tiles, roots = self.tiles, tuple(self.roots)
         fun = tile_function(tiles.steps, roots, self.t.primitives)
+        key = ("route", roots, key_of(tiles.steps))
         spec = FoldSpec(
             sizes=tuple(tiles.sizes.items()),
             batch=self.lead[:-1],
@@ -432,8 +397,8 @@ class FoldBuilder:
             col=COLUMN,
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
-            tile=Tile(fun, tuple(tiles.reads), key=tiles.key(roots), whole=tiles.whole),
-            outputs=tuple(outputs),
+            tile=Tile(fun, tuple(tiles.reads), key, whole=tiles.whole),
+            outputs=outputs,
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),
         )
@@ -441,21 +406,8 @@ class FoldBuilder:
         return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)
 
 
-def _output(kind: str, root: int, places: Any, terms: tuple[WeightedTerm, ...]) -> Output:
-    """Return an output of a fold; `places` is the k of a top-k, or describes a sum by key."""
-    match kind:
-        case "keyed":
-            keys, sizes, kept, varies, clips = places
-            return KeyedSums(keys, sizes, kept, varies, clips, root)
-        case "exp":
-            return ExpSums(terms, root)
-        case "sum":
-            return Sums(terms, root)
-        case "across":
-            return ColumnSums(terms, root)
-        case "top_k" | "sorted":
-            return TopK(places, root)
-        case "argmax" | "argmin":
-            return ArgExtremum(kind == "argmax", root)
-        case _:
-            return Extremum(kind, root)
+def _fill(output: Output) -> float | None:
+    """Return the tile value that leaves an output as it is, if there is one."""
+    if isinstance(output, ExpSums) or output == Extremum("max", output.tile):
+        return -math.inf
+    return 0.0 if isinstance(output, (Sums, ColumnSums, KeyedSums)) else None

@@ -7,27 +7,15 @@ reductions of a cluster that wait for the same earlier results and reduce in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Set
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, node_of, postorder
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import product
-from symjax_rewrite.ir.term import (
-    ADD,
-    CONCAT,
-    CONST,
-    CONTRACT,
-    LEAF,
-    MAP,
-    NATIVE,
-    REDUCE,
-    SLICE,
-    Ref,
-)
+from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     LEAST_DOT,
@@ -37,9 +25,16 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     explore,
     is_elementwise,
     is_test_like,
+    reads_twice,
 )
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, forms, reads, split_sum
-from symjax_rewrite.kernel_selection.folds.reductions import Exit, exit_of
+from symjax_rewrite.kernel_selection.folds.reductions import (
+    Exit,
+    Form,
+    exit_of,
+    forms,
+    reads,
+    split_sum,
+)
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
 
 _EXACT = {"max", "min"}  # independent of the order of reduction
@@ -62,8 +57,15 @@ class ClusterMember:
 
     @property
     def pairs(self) -> int:
-        """Return the number of elements of the tile."""
-        return prod(int(self.exit.sizes[i]) for i in self.space)  # pyright: ignore[reportArgumentType]
+        return prod(self.exit.sizes[i] for i in self.space)
+
+    def explored(self) -> PairwiseTile | None:
+        """Return the tile of the current pair, or None if it is too large."""
+        return explore(self.pair, filter(self.pair.holds, self.exit.args), self.exit.keys)
+
+    def makes_work(self) -> bool:
+        """Return True if the tile is more than sums of products, which algebraic rules handle."""
+        return self.exit.kind not in ("sum", "at") or self.tile.nonlinear
 
 
 @dataclass(slots=True)
@@ -82,8 +84,12 @@ class Cluster:
 
     @property
     def pairs(self) -> int:
-        """Return the number of elements of the largest tile."""
         return max(c.pairs for c in self.members)
+
+    def classes(self) -> tuple[set[int], set[int]]:
+        """Return the pairwise classes that tiles compute, and the classes that they read."""
+        inner = {r.cls for m in self.members for r in m.tile.inner}
+        return inner, {r.cls for m in self.members for r in m.tile.operands}
 
     def shared(self, c: ClusterMember) -> list[Ref]:
         """Return the pairwise references through which a member shares indices with others."""
@@ -104,138 +110,110 @@ class Scope(NamedTuple):
     sort_share: float = 0.0
 
 
-def _sorted_size(found: Exit) -> int:
-    """Return the length of the row whose sorted places a reduction keeps."""
-    return int(found.sizes[found.bound[0]])  # pyright: ignore[reportArgumentType]
+def _connected(links: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return, for each node of some links, one node that stands for all that are connected."""
+    parent: dict[Any, Any] = {}
+
+    def root(x: Any) -> Any:
+        parent.setdefault(x, x)
+        while parent[x] != x:
+            x = parent[x]
+        return x
+
+    for a, b in links:
+        parent[root(a)] = root(b)
+    return {x: root(x) for x in parent}
 
 
 def clusters(t: TermGraph, need: Needed, scope: Scope) -> list[Cluster]:
-    """Find the clusters of a program, in program order.
-
-    Args:
-        t: the lifted program.
-        need: its live set.
-        scope: limits and options of the search.
-    """
+    """Find the clusters of a program, in program order."""
     gone = frozenset(vanishing(t.graph, need))
     need = without(t.graph, need, gone) if gone else need
-    found: list[ClusterMember] = []
-    made: set[int] = set()  # reductions found so far; a tile reads only earlier ones
+    made: dict[int, ClusterMember] = {}  # found so far; a tile reads only earlier reductions
     for cls in need.order:
-        if _is_less(t, cls, 0 if scope.single else scope.least):
-            continue
         candidate = _candidate(t, cls, scope, gone, made)
         if candidate is not None:
-            found.append(candidate)
-            made.add(cls)
-    passed = {x for c in found for x in c.exit.through}
-    found = [c for c in found if c.exit.cls not in passed]
-    if not found:
-        return []
-    bare = [c for c in found if not any(c.tile.inner.values())]
-    found = [c for c in found if any(c.tile.inner.values())]
-    parent = list(range(len(found)))
-
-    def root(k: int) -> int:
-        while parent[k] != k:
-            k = parent[k]
-        return k
-
-    first: dict[int, int] = {}
+            made[cls] = candidate
+    passed = {x for c in made.values() for x in c.exit.through}
+    found = [c for cls, c in made.items() if cls not in passed]
+    heavy = {k: c for k, c in enumerate(found) if c.tile.heavy()}
+    group_of = _connected((k, ("class", r.cls)) for k, c in heavy.items() for r in c.tile.heavy())
+    groups: dict[Any, Cluster] = {}
+    for k, c in heavy.items():
+        groups.setdefault(group_of[k], Cluster()).members.append(c)
+    out = [c for c in groups.values() if any(m.makes_work() for m in c.members)]
     for k, c in enumerate(found):
-        for ref in c.tile.heavy():
-            other = root(first.setdefault(ref.cls, k))
-            parent[root(k)] = other
-    groups: dict[int, Cluster] = {}
-    for k, c in enumerate(found):
-        groups.setdefault(root(k), Cluster()).members.append(c)
-    out = [c for c in groups.values() if any(_makes_work(m) for m in c.members)]
-    for c in bare:
-        _join(out, c)
-    reaches = _reaches(t, need, out)
-    for number, cluster in enumerate(out):
+        if k not in heavy:
+            _join(out, c)
+    natives = [c for c in need.order if node_of(t.graph, c).op == NATIVE]
+    random = _after(need, [c for c in natives if _name(t, c).startswith(_RANDOM)])
+    for cluster in out:
         cluster.ids = _shared_indices(cluster)
         _turn(cluster)
-        cluster.reason = _refused(t, need, cluster, reaches, number)
+        cluster.reason = _refused(t, need, cluster, random)
     return out
+
+
+def _after(need: Needed, classes: Iterable[int]) -> set[int]:
+    """Return some classes and everything computed from them."""
+    return cone(classes, lambda cls: need.users.get(cls, ()))
 
 
 def _join(found: list[Cluster], c: ClusterMember) -> None:
     """Add a reduction of tests alone to a cluster that computes the same tests."""
     mine = {r.cls for r in c.tile.inner}
     for cluster in found:
-        if any(r.cls in mine for m in cluster.members for r in m.tile.inner):
+        if mine & cluster.classes()[0]:
             cluster.light |= mine
             cluster.members.append(c)
             return
 
 
-def _makes_work(c: ClusterMember) -> bool:
-    """Return True if a tile is more than sums of products, which the algebraic rules handle."""
-    return c.exit.kind not in ("sum", "at") or c.tile.nonlinear
-
-
-def _is_less(t: TermGraph, cls: int, least: int) -> bool:
-    """Return True if a class is no reduction, or has fewer elements than `least`."""
-    node = node_of(t.graph, cls)
-    if node.op not in (REDUCE, CONTRACT) or not node.bound:
-        return node.op in (LEAF, CONST, MAP, ADD)
-    space = product((*t.graph.classes[cls].sizes, *node.bound))
-    return isinstance(space, int) and space < least
-
-
 def _candidate(
-    t: TermGraph,
-    cls: int,
-    scope: Scope,
-    gone: frozenset[int],
-    made: set[int],
+    t: TermGraph, cls: int, scope: Scope, gone: frozenset[int], made: Container[int]
 ) -> ClusterMember | None:
-    info = t.graph.classes[cls]
-    if dtype_kind(info.dtype) not in "fiub":
+    if dtype_kind(t.graph.classes[cls].dtype) not in "fiub":
         return None
     found = exit_of(t, cls)
     if found is None or not all(isinstance(s, int) and s > 0 for s in found.sizes.values()):
         return None
     if not any(_may_open(t, a) for a in found.args):
         return None
-    size: Callable[[int], int] = lambda i: found.sizes[i]  # type: ignore[assignment,return-value] # noqa: E731
+    size, keyed = found.sizes.__getitem__, found.kind == "keyed"
+    if found.kind == "sorted" and found.places * scope.sort_share > size(found.bound[0]):
+        return None
+    if keyed and not scope.tables:
+        return None
     plain: ClusterMember | None = None  # products among the values pair their features too
-    if found.kind == "sorted" and found.places * scope.sort_share > _sorted_size(found):
-        return None
-    if found.kind == "keyed" and not scope.tables:
-        return None
     for column in sorted(found.bound, key=size, reverse=True):
         carried = {i for a in found.args if column in a.axes for i in a.axes} - {column}
-        if found.kind == "keyed":
+        if keyed:
             carried = carried.intersection(found.bound, *(k.axes for k in found.keys))
-        rows = sorted(carried, key=lambda i: (i in found.bound, -size(i), i))
-        for row in rows:
+        for row in sorted(carried, key=lambda i: (i in found.bound, -size(i), i)):
             pair = Pair(t, row, column, gone, made, tables=scope.tables)
             paired = _paired(found, pair, scope.least)
-            if paired is not None and _makes_work(paired):
+            if paired is not None and paired.makes_work():
                 return paired
             plain = plain or paired
-    may_be_alone = scope.single and found.kind != "keyed"
-    alone = _single(t, found, scope.least, gone, made) if may_be_alone else None
-    return alone if alone is not None and _makes_work(alone) else plain or alone
+    alone = _single(t, found, scope.least, gone, made) if scope.single and not keyed else None
+    return alone if alone is not None and alone.makes_work() else plain or alone
 
 
 def _single(
-    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: set[int]
+    t: TermGraph, found: Exit, least: int, gone: frozenset[int], made: Container[int]
 ) -> ClusterMember | None:
     """Return a member for a reduction over scores of one row, such as one decoder query."""
     if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
         return None
     (column,) = found.bound
-    if int(found.sizes[column]) < LEAST_DOT:  # pyright: ignore[reportArgumentType]
+    if found.sizes[column] < LEAST_DOT:
         return None  # components of a vector are written out
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
     space = min(spaces, key=len, default=None)
     if space is None or not all(space <= s for s in spaces):
         return None
     paired = _paired(found, Pair(t, None, column, gone, made, space), 0)
-    if paired is None or not paired.tile.dots:
+    if paired is None or not paired.tile.has_dot:
         return None
     widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
     return paired if widest >= least else None
@@ -249,12 +227,12 @@ def _may_open(t: TermGraph, ref: Ref) -> bool:
 def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     t = pair.t
     held = [a for a in found.args if pair.holds(a)]
-    if not all(map(pair.holds, found.keys)):
+    if not held or not all(map(pair.holds, found.keys)):
         return None
     space = tuple(sorted({i for a in (*held, *found.keys) for i in a.axes}))
-    if prod(int(found.sizes[i]) for i in space) < least:  # pyright: ignore[reportArgumentType]
+    if prod(found.sizes[i] for i in space) < least:
         return None
-    if not held or any(len(set(a.axes)) != len(a.axes) for a in held):
+    if any(map(reads_twice, held)):
         return None
     if any(b not in space for b in found.bound):
         return None
@@ -266,11 +244,15 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     if found.kind == "keyed" and any(i not in space for a in found.args for i in a.axes):
         return None
     made = ClusterMember(found, pair, tile, space)
-    read = [*tile.whole, *(r for r in tile.operands if pair.is_of_row(r))]
-    if made.pairs < max(elements(t, cls) for cls in (found.cls, *(r.cls for r in read))):
+    if pair.single is None:
+        of_row = [r for r in tile.operands if pair.row in r.axes]
+    else:
+        of_row = [r for r in tile.operands if pair.column not in r.axes]
+    read = {r.cls for r in (*tile.whole, *of_row)}
+    if made.pairs < max(elements(t, cls) for cls in {found.cls, *read}):
         return None
     whole = [r for r in tile.whole if dtype_kind(t.graph.classes[r.cls].dtype) == "f"]
-    if not tile.dots and any(len(r.axes) == len(space) for r in whole):
+    if not tile.has_dot and any(len(r.axes) == len(space) for r in whole):
         return None  # the value is already in memory
     if found.kind == "sum" and split_sum(pair, found) is None:
         return None
@@ -280,21 +262,15 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
 
 def _shared_indices(cluster: Cluster) -> dict[tuple[int, int], int]:
     """Return the number of the index at every (heavy class, slot), over the whole cluster."""
-    parent: dict[Any, Any] = {}
-
-    def root(x: Any) -> Any:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            x = parent[x]
-        return x
-
-    for k, c in enumerate(cluster.members):
-        for ref in cluster.shared(c):
-            for slot, i in enumerate(ref.axes):
-                if isinstance(i, int):
-                    parent[root((ref.cls, slot))] = root(("index", k, i))
-    number: dict[Any, int] = {}
-    return {x: number.setdefault(root(x), len(number)) for x in parent if not isinstance(x[0], str)}
+    links = (
+        (("index", k, i), (ref.cls, slot))
+        for k, c in enumerate(cluster.members)
+        for ref in cluster.shared(c)
+        for slot, i in enumerate(ref.axes)
+        if isinstance(i, int)
+    )
+    roots, number = _connected(links), {}
+    return {x: number.setdefault(r, len(number)) for x, r in roots.items() if x[0] != "index"}
 
 
 def _turn(cluster: Cluster) -> None:
@@ -308,16 +284,15 @@ def _turn(cluster: Cluster) -> None:
             continue
         row, column, *_ = direction(cluster, c)
         as_it_is, turned = (row, column) in others, (column, row) in others
-        axes = c.exit.keys[0].axes
         if as_it_is == turned:
+            axes = c.exit.keys[0].axes
             order = [i for i in axes if i in (c.pair.row, c.pair.column)]
             turned = order == [c.pair.column, c.pair.row]
         if turned:
-            c.pair = c.pair.of(c.pair.column, c.pair.row, None, c.pair.inside)
-            tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
+            c.pair = replace(c.pair, row=c.pair.column, column=c.pair.row, single=None)
+            tile, nonlinear = c.explored(), c.tile.nonlinear
             assert tile is not None  # the size does not depend on the direction
-            tile.nonlinear = c.tile.nonlinear
-            c.tile = tile
+            c.tile, tile.nonlinear = tile, nonlinear
 
 
 def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
@@ -332,26 +307,7 @@ def frame(cluster: Cluster, c: ClusterMember) -> dict[int, Any]:
     return {i: out.get(i, (c.exit.cls, i)) for i in c.space}
 
 
-def _reaches(t: TermGraph, need: Needed, found: list[Cluster]) -> dict[int, int]:
-    """Return for every class, as bits, the clusters it depends on; -1 marks random numbers."""
-    own: dict[int, int] = {}
-    for number, cluster in enumerate(found):
-        for c in cluster.members:
-            own[c.exit.cls] = own.get(c.exit.cls, 0) | 2 << number
-    out: dict[int, int] = {}
-    for cls in need.order:
-        node = node_of(t.graph, cls)
-        bits = own.get(cls, 0)
-        for a in node.args:
-            bits |= out.get(a.cls, 0)
-        if node.op == NATIVE and _name(t, cls).startswith(_RANDOM):
-            bits |= 1
-        out[cls] = bits
-    return out
-
-
 def _name(t: TermGraph, cls: int) -> str:
-    """Return the name of a class in a reason."""
     node = node_of(t.graph, cls)
     if node.op == MAP:
         return str(node.attr[0])
@@ -360,53 +316,50 @@ def _name(t: TermGraph, cls: int) -> str:
     return str(node.op)
 
 
-def _refused(
-    t: TermGraph, need: Needed, cluster: Cluster, reaches: dict[int, int], number: int
-) -> str:
-    """Return the reason to refuse a cluster, or an empty string."""
+def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> str:
+    """Return the reason to refuse a cluster, or an empty string.
+
+    random: classes that depend on random numbers.
+    """
     inner = {r.cls for c in cluster.members for r in c.tile.heavy()}
     exits = {c.exit.cls for c in cluster.members}
     passed = {x for c in cluster.members for x in c.exit.through}
     for cls in sorted(inner):
         if cls in need.outside:
             return "the pairwise term is itself a result"
-        allowed = inner | exits | passed
-        others = [u for u in need.users.get(cls, ()) if u not in allowed]
+        others = [u for u in need.users.get(cls, ()) if u not in inner | exits | passed]
         if others:
             return f"the pairwise term is also used by {_name(t, others[0])}"
     for cls in passed:
         if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
             return f"another result of {_name(t, cls)} over the pairwise term is used"
-    for c in cluster.members:
-        for ref in c.tile.whole:
-            if reaches[ref.cls] & 1:
-                return "the pairwise term depends on random numbers"
-    return _compared(t, cluster, lambda cls: bool(reaches[cls] & 2 << number))
+    if any(ref.cls in random for c in cluster.members for ref in c.tile.whole):
+        return "the pairwise term depends on random numbers"
+    return _compared(t, cluster, _after(need, exits))
 
 
-def _compared(t: TermGraph, cluster: Cluster, reaches: Callable[[int], bool]) -> str:
+def _compared(t: TermGraph, cluster: Cluster, after: set[int]) -> str:
     """Include in tiles the reductions they are compared with; return the reason if impossible.
 
     A term and its maximum computed by two kernels may differ by rounding. The maximum, and the
     count of elements equal to it, are therefore reduced in the kernel that compares, from tiles
-    that hold whole rows.
+    that hold whole rows. `after` are the classes computed from the cluster's reductions.
     """
-    jumps = {x for c in cluster.members for x in c.tile.compared if reaches(x)}
+    jumps = {x for c in cluster.members for x in c.tile.compared} & after
     if not jumps:
         return ""
-    name = _name(t, min(jumps))
-    reason = f"{name} compares the pairwise term with its own reduction"
+    reason = f"{_name(t, min(jumps))} compares the pairwise term with its own reduction"
     inside = _inside(t, cluster, jumps)
     if inside is None:
         return reason
     for c in cluster.members:
         if not c.tile.compared & jumps:
             continue
-        c.pair = c.pair.computing(inside)
-        tile = explore(c.pair, [a for a in c.exit.args if c.pair.holds(a)], c.exit.keys)
+        c.pair = replace(c.pair, inside=inside)
+        tile = c.explored()
         if tile is None or len(tile.along) != 1 or c.exit.kind == "at":
             return reason
-        if any(reaches(r.cls) and r.cls in inside for r in tile.operands):
+        if any(r.cls in after and r.cls in inside for r in tile.operands):
             return reason
         tile.nonlinear = True
         c.tile = tile
@@ -419,14 +372,14 @@ def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] |
     These are the reductions that discontinuous terms compare with, and those that count the terms.
     """
     exits = {c.exit.cls: c for c in cluster.members}
-    pairwise = {r.cls for c in cluster.members for r in c.tile.inner}
+    pairwise, operands = cluster.classes()
     counts = {
         cls
         for cls, c in exits.items()
         if c.tile.compared & jumps and all(is_test_like(t.graph, a.cls) for a in c.exit.args)
     }
     limits = {a.cls for x in jumps for a in node_of(t.graph, x).args} - pairwise
-    rows = {r.cls for c in cluster.members for r in c.tile.operands} - pairwise
+    rows = operands - pairwise
     compared = [_between(t, cls, exits.keys() | pairwise) for cls in limits]
     if not all(compared):
         return None
@@ -439,20 +392,17 @@ def _inside(t: TermGraph, cluster: Cluster, jumps: set[int]) -> frozenset[int] |
 
 def _between(t: TermGraph, cls: int, roots: Set[int]) -> set[int]:
     """Return a class and the classes below it that are elementwise in `roots`, with the roots."""
-    found: dict[int, bool] = {}
     first = min(roots, default=cls + 1)
 
-    def leads(cls: int) -> bool:
-        if cls < first:
-            return False
-        if cls not in found:
-            node = node_of(t.graph, cls)
-            below = [leads(a.cls) for a in node.args] if is_elementwise(node) else []
-            found[cls] = cls in roots or any(below)
-        return found[cls]
+    def operands(c: int) -> list[int]:
+        node = node_of(t.graph, c)
+        return [a.cls for a in node.args] if c >= first and is_elementwise(node) else []
 
-    leads(cls)
-    return {cls for cls, holds in found.items() if holds}
+    found: set[int] = set()
+    for c in postorder([cls], operands):
+        if c in roots or not found.isdisjoint(operands(c)):
+            found.add(c)
+    return found
 
 
 def schedule(t: TermGraph, need: Needed, taken: list[Cluster]) -> dict[int, int]:
@@ -496,27 +446,21 @@ def _levels(
     depth: dict[int, int] = {}
 
     def depth_of(cls: int) -> int:
-        found = depth.get(cls)
-        if found is None:  # a sum computed in the tile
-            found = max((depth_of(a.cls) for a in node_of(t.graph, cls).args), default=0)
-            depth[cls] = found
-        return found
+        if cls not in depth:  # a sum computed in the tile
+            depth[cls] = max((depth_of(a.cls) for a in node_of(t.graph, cls).args), default=0)
+        return depth[cls]
 
     for cls in need.order:
         m = members.get(cls)
         if m is None:
             depth[cls] = max((depth[a.cls] for a in node_of(t.graph, cls).args), default=0)
             continue
-        best: tuple[int, int, Form] | None = None
+        choices: list[tuple[int, int, Form]] = []
         for form in forms(m.pair, m.exit):
             read = reads(m.pair, form)
-            if read is None:
-                continue
-            level = max((depth_of(r.cls) for r in read), default=0)
-            level = max(level, least.get(cls, 0))
-            rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
-            if best is None or level < best[0]:
-                best = (level, max([level + 1, *rows]), form)
-        assert best is not None  # the written form always exists
-        m.level, depth[cls], m.form = best
+            if read is not None:
+                level = max([least.get(cls, 0), *(depth_of(r.cls) for r in read)])
+                rows = [depth_of(r.cls) for piece in form for r in piece.rows()]
+                choices.append((level, max([level + 1, *rows]), form))
+        m.level, depth[cls], m.form = min(choices, key=lambda choice: choice[0])
     return depth

@@ -9,20 +9,20 @@ the same graph. The routes decide which of the two classes is computed from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, class_operands, live_classes, node_of
+from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, live_classes, node_of
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, REDUCE, SLICE, Node, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.extremum_ties import opposed
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
+from symjax_rewrite.kernel_selection.folds.slices import entry_along, narrowed, sliced
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 
-_JOIN = {"max": "max", "min": "min", "and": "and", "or": "or"}
+_JOINED = {(REDUCE, monoid) for monoid in ("max", "min", "and", "or")}
 
 
 class Pieces(NamedTuple):
@@ -54,19 +54,15 @@ class Reread(OneClass):
     source: Ref
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before this class."""
-        del cls
         return [self.source.cls]
 
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value over the class's indices, and its slots."""
-        del cls
         array = emitter.array(self.source.cls)
         return array.data, tuple(self.source.axes[s] for s in array.slots)
 
 
 def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] | None:
-    """Restate reductions over concatenated scores; return None without any.
+    """Restate reductions over concatenated scores; return the new live set too, or None.
 
     least: minimum number of elements of the scores.
     """
@@ -76,7 +72,10 @@ def restated(t: TermGraph, need: Needed, least: int) -> tuple[Restated, Needed] 
     for joins in [*ways, set()] if sums else ways:
         found = _Restating(t, need, joins, sums)
         if all(found.visit(cls) for cls in need.order) and found.out.wanted:
-            return found.out, _needed(t, need, found.out)
+            to = found.out.to
+            outside = {to[c].cls if c in to else c for c in need.outside}
+            live = live_classes(outside, class_operands(t.graph))
+            return found.out, replace(live, known=need.known)
     return None
 
 
@@ -105,35 +104,32 @@ class _Restating:
     ) -> None:
         self.t, self.g, self.need, self.seeds, self.sums = t, t.graph, need, seeds, sums
         self.pieces: dict[int, Pieces] = {}
+        self.cuts: dict[tuple, Ref] = {}
         self.out = Restated()
 
     def visit(self, cls: int) -> bool:
         """Restate a class if necessary; return False if the concatenation must be materialised."""
-        node = node_of(self.g, cls)
+        node, c = node_of(self.g, cls), self.g.classes[cls]
         if cls in self.seeds:
             index, sizes = node.attr
             refs = tuple(self._moved(a) for a in node.args)
             self.pieces[cls] = Pieces(index, tuple(map(int, sizes)), refs)
         elif any(a.cls in self.pieces for a in node.args):
-            made = self._apart(cls, node)
-            if not made:
+            if not self._apart(cls, node):
                 return False
         elif cls in self.sums:
             self.out.to[cls] = self._multiplied_out(cls, node)
             self.out.joined.add(cls)
         elif any(a.cls in self.out.to for a in node.args):
             args = tuple(self._moved(a) for a in node.args)
-            c = self.g.classes[cls]
             self.out.to[cls] = self.g.add(node.op, node.attr, args, c.sizes, node.bound, c.dtype)
         return cls not in self.pieces or cls not in self.need.outside
 
     def _moved(self, ref: Ref) -> Ref:
-        """Return a reference to the restated class."""
         new = self.out.to.get(ref.cls)
         return ref if new is None else over(ref, new)
 
     def _multiplied_out(self, cls: int, node: Node) -> Ref:
-        """Distribute a sum over its terms."""
         c, made = self.g.classes[cls], []
         for factors in self.sums[cls]:
             args = tuple(self._moved(a) for a in factors)
@@ -151,15 +147,11 @@ class _Restating:
             return False
         ((index, sizes),) = found
         if is_elementwise(node) and index < node.out:
-            refs = self._each(cls, node, index, sizes)
-            self.pieces[cls] = Pieces(index, sizes, refs)
-            return True
-        joined = self._joined(cls, node, index, sizes)
-        if joined is None:
-            return False
-        self.out.to[cls] = joined
-        self.out.joined.add(cls)
-        return True
+            self.pieces[cls] = Pieces(index, sizes, self._each(cls, node, index, sizes))
+        elif (joined := self._joined(cls, node, index, sizes)) is not None:
+            self.out.to[cls] = joined
+            self.out.joined.add(cls)
+        return cls in self.pieces or cls in self.out.to
 
     def _each(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> tuple[Ref, ...]:
         """Apply a node to each part of its operands."""
@@ -182,96 +174,50 @@ class _Restating:
         if found is not None and ref.axes[found.along] == index:
             return over(ref, found.refs[k])
         ref = self._moved(ref)
-        return self._narrowed(ref, index, start, size) if index in ref.axes else ref
-
-    def _narrowed(self, ref: Ref, index: int, start: int, size: int) -> Ref:
-        """Slice one index of a reference without materialising a concatenation along it."""
-        node, of = node_of(self.g, ref.cls), self.g.classes[ref.cls]
-        if node.op == CONCAT and ref.axes[node.attr[0]] == index:
-            first = 0
-            for a, length in zip(node.args, node.attr[1], strict=True):
-                if (first, length) == (start, size):
-                    return over(ref, a)
-                first += length
-        if is_elementwise(node) and self._has_concat(ref.cls):
-            used = sorted(set(ref.axes))
-            local = {i: n for n, i in enumerate(used)}
-            args = [over(ref, a) for a in node.args]
-            cut = [self._narrowed(a, index, start, size) if index in a.axes else a for a in args]
-            sizes = dict(zip(ref.axes, of.sizes, strict=True)) | {index: size}
-            inner = tuple(Ref(a.cls, tuple(local[i] for i in a.axes)) for a in cut)
-            shape = tuple(sizes[i] for i in used)
-            made = self.g.add(node.op, node.attr, inner, shape, (), of.dtype)
-            return Ref(made.cls, tuple(used[i] for i in made.axes))
-        return self._cut(ref, {index: (start, 1)}, size)
+        return narrowed(self.g, ref, index, start, size, self._has_concat, self.cuts)
 
     def _has_concat(self, cls: int) -> bool:
         """Return True if an elementwise class reads concatenated classes."""
-        node = node_of(self.g, cls)
-        inside = is_elementwise(node) and any(self._has_concat(a.cls) for a in node.args)
-        return node.op == CONCAT or inside
 
-    def _cut(self, ref: Ref, entries: dict[int, Any], size: int) -> Ref:
-        """Return a slice of a reference: `size` elements of an index, or one element of it."""
-        of = self.g.classes[ref.cls]
-        attr = tuple(entries.get(i) for i in ref.axes)
-        used = sorted({i for i in ref.axes if not isinstance(entries.get(i), int)})
-        local = {i: n for n, i in enumerate(used)}
-        sizes = dict(zip(ref.axes, of.sizes, strict=True)) | dict.fromkeys(entries, size)
-        arg = Ref(ref.cls, tuple(local.get(i, -1) for i in ref.axes))
-        made = self.g.add(SLICE, attr, (arg,), tuple(sizes[i] for i in used), (), of.dtype)
-        return Ref(made.cls, tuple(used[i] for i in made.axes))
+        def operands(c: int) -> list[int]:
+            node = node_of(self.g, c)
+            return [a.cls for a in node.args] if is_elementwise(node) else []
+
+        return any(node_of(self.g, c).op == CONCAT for c in cone([cls], operands))
 
     def _joined(self, cls: int, node: Node, index: int, sizes: tuple[int, ...]) -> Ref | None:
         """Return a reduction or slice of a concatenation, from the results of the parts."""
         c = self.g.classes[cls]
         if node.op == SLICE:
             return self._part(node, sizes, c.sizes)
-        if index < node.out or node.op not in (REDUCE, CONTRACT):
-            return None
-        if node.op == REDUCE and node.attr not in _JOIN:
+        if index < node.out or (node.op != CONTRACT and (node.op, node.attr) not in _JOINED):
             return None
         refs = self._each(cls, node, index, sizes)
-        largest = refs[sizes.index(max(sizes))]
-        self.out.wanted.add(largest.cls)
+        self.out.wanted.add(refs[sizes.index(max(sizes))].cls)
         if node.op == CONTRACT:
-            ones = (1,) * len(refs)
-            return self.g.add(ADD, ones, refs, c.sizes, (), c.dtype)
-        join: Callable[[Ref, Ref], Ref] = lambda a, b: self.g.add(  # noqa: E731
-            MAP, (_JOIN[node.attr], ()), (a, b), c.sizes, (), c.dtype
-        )
+            return self.g.add(ADD, (1,) * len(refs), refs, c.sizes, (), c.dtype)
+
+        def join(a: Ref, b: Ref) -> Ref:
+            return self.g.add(MAP, (node.attr, ()), (a, b), c.sizes, (), c.dtype)
+
         return reduce(join, refs)
 
     def _part(self, node: Node, sizes: tuple[int, ...], shape: tuple[Dim, ...]) -> Ref | None:
         """Return a slice that equals one part, or reads one index of a part."""
         (arg,) = node.args
         found = self.pieces[arg.cls]
-        entry = node.attr[found.along]
-        others = [x for slot, x in enumerate(node.attr) if slot != found.along]
-        if any(x is not None for x in others):
+        entry = entry_along(node, found.along)
+        if entry is None or entry[1] != 1:
             return None
-        start, stride = entry if isinstance(entry, tuple) else (entry, 1)
-        out = arg.axes[found.along]
+        start, _, alone = entry
         first = 0
         for piece, size in zip(found.refs, sizes, strict=True):
-            whole = isinstance(entry, tuple) and (first, size) == (start, shape[out])
-            if stride == 1 and (whole or (out < 0 and first <= start < first + size)):
-                return over(arg, piece) if whole else self._place(arg, piece, start - first)
+            if alone and first <= start < first + size:
+                return over(arg, sliced(self.g, piece, found.along, start - first, 1))
+            if not alone and (first, size) == (start, shape[arg.axes[found.along]]):
+                return over(arg, piece)
             first += size
         return None
-
-    def _place(self, arg: Ref, piece: Ref, start: int) -> Ref:
-        """Return one index of a part."""
-        found = self.pieces[arg.cls]
-        if found.along not in piece.axes:
-            return over(arg, piece)
-        return over(arg, self._cut(piece, {found.along: start}, 1))
-
-
-def _needed(t: TermGraph, need: Needed, found: Restated) -> Needed:
-    """Return the live set after the new classes replace the old ones."""
-    outside = {found.to[c].cls if c in found.to else c for c in need.outside}
-    return replace(live_classes(outside, class_operands(t.graph)), known=need.known)
 
 
 def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]:
@@ -291,6 +237,4 @@ def rereads(found: Restated, routed: set[int], hidden: set[int]) -> list[Reread]
 
 
 def _inverse(old: int, new: Ref) -> Ref:
-    """Return the old class over the new class's indices."""
-    place = {i: n for n, i in enumerate(new.axes)}
-    return Ref(old, tuple(place[n] for n in range(len(new.axes))))
+    return Ref(old, tuple(map(new.axes.index, range(len(new.axes)))))

@@ -7,7 +7,6 @@ sums are never stored.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,14 +16,13 @@ import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.step_evaluation import handlers
-from symjax_rewrite.ir.dataflow import Needed, node_of
-from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
 from symjax_rewrite.ir.step_program import Step, StepProgram, key_of, place_in, pruned, run
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.reduction_forms import Form, Piece
-from symjax_rewrite.kernel_selection.folds.reductions import Exit
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements
+from symjax_rewrite.kernel_selection.folds.reductions import Exit, Form, Piece
 from symjax_rewrite.kernel_selection.folds.tile_program import TileBuilder, held_dtypes
 from symjax_rewrite.pallas_kernels.fold.spec import Epilogue
 from symjax_rewrite.pallas_kernels.monoid import shift_of
@@ -59,8 +57,8 @@ class Served:
 class Rows:
     """Values computed by a fold's epilogue.
 
-    exits: the returned values, in order. names: for each of them, the axis of each slot. inside:
-    every class computed on the way. axes: the axes of each result as it is stored.
+    exits: the returned values, in order. names: by value, the axis of each slot. inside: every
+    class computed on the way. axes: the axes of each result as it is stored.
     """
 
     epilogue: Epilogue
@@ -121,12 +119,10 @@ class _RowSteps(StepProgram):
         whole = whole and not any(piece.after for piece in served.form)
         if not whole or self.wide is not None:
             dtype = held_dtype(dtype)  # a value that is summed later is not rounded before
-        if found.kind in ("argmax", "argmin", "top_k", "sorted", "keyed"):
+        if not {piece.kind for piece in served.form} <= {"exp", "sum", "max", "min", "any", "all"}:
             return False
         made: list[int] = []
         for k, (piece, place) in enumerate(zip(served.form, served.places, strict=True)):
-            if piece.kind == "count":
-                return False
             scaled = self._scaled(piece, place, dtype)
             if scaled is None:
                 return False
@@ -150,11 +146,10 @@ class _RowSteps(StepProgram):
             return self.add("cast", None, (state,), dtype)
         terms = [self.value(r) for r, _ in piece.exponent]
         factors = [self.value(r) for r, _ in piece.factors]
-        if None in terms or None in factors:
-            return None
-        powers = tuple(p for _, p in piece.factors)
-        data = (place[1], tuple(c for _, c in piece.exponent), powers, piece.coefficient)
-        return self.add("scale", data, (state, *terms, *factors), dtype)  # pyright: ignore
+        steps: Any = (state, *terms, *factors)
+        coefficients, powers = (tuple(x for _, x in p) for p in (piece.exponent, piece.factors))
+        data = (place[1], coefficients, powers, piece.coefficient)
+        return None if None in steps else self.add("scale", data, steps, dtype)
 
     def follow(self, cls: int) -> bool:
         """Add a class that is elementwise in classes already added."""
@@ -170,22 +165,18 @@ class _RowSteps(StepProgram):
                     return False
         if len(names) < len(c.sizes) or len(set(names.values())) < len(names):
             return False
-        args = [self.value(a, names) for a in node.args]
+        args: list[Any] = [self.value(a, names) for a in node.args]
         if None in args:
             return False
-        self.number[cls] = self._applied(cls, args)  # pyright: ignore[reportArgumentType]
-        self.names[cls] = tuple(names[i] for i in range(len(c.sizes)))
-        return True
-
-    def _applied(self, cls: int, args: list[int]) -> int:
-        """Return the step of an elementwise class whose operands have steps."""
-        g = self.t.graph
-        node, dtype = node_of(g, cls), g.classes[cls].dtype
+        dtype = c.dtype
         if self.wide is not None:
-            wanted, held = held_dtypes(node, [g.classes[a.cls].dtype for a in node.args], dtype)
+            written = [self.t.graph.classes[a.cls].dtype for a in node.args]
+            wanted, held = held_dtypes(node, written, dtype)
             dtype = held_dtype(dtype) if cls in self.wide else held
             args = [self.cast(a, d) for a, d in zip(args, wanted, strict=True)]
-        return self.add("apply", (node.op, node.attr), tuple(args), dtype)
+        self.number[cls] = self.add("apply", (node.op, node.attr), tuple(args), dtype)
+        self.names[cls] = tuple(names[i] for i in range(len(c.sizes)))
+        return True
 
     def result(self, value: Value) -> int:
         """Return the step of a value that leaves the fold, in the dtype that it is stored in."""
@@ -196,10 +187,7 @@ class _RowSteps(StepProgram):
         return self.cast(step, held_dtype(dtype) if value in self.wide else dtype)
 
     def finish(self, used: list[int]) -> tuple[tuple[Step, ...], tuple[int, ...], list[Ref]]:
-        """Return the steps that `used` needs, their roots, and the references they read.
-
-        Steps that `used` does not need are dropped.
-        """
+        """Return the steps that `used` needs, their roots, and the references they read."""
         steps, roots = pruned(self.steps, used)
         numbers = [step.data for step in steps if step.kind == "read"]
         place = iter(range(len(numbers)))
@@ -207,33 +195,19 @@ class _RowSteps(StepProgram):
         return kept, roots, [self.reads[n] for n in numbers]
 
 
-def dependents(g: EGraph, need: Needed, roots: set[int]) -> set[int]:
-    """Return the needed classes that depend on any of `roots`, including the roots."""
-    found = set(roots)
-    for cls in need.order:
-        if any(a.cls in found for a in node_of(g, cls).args):
-            found.add(cls)
-    return found
-
-
 def row_algebra(
     around: FoldSurroundings, served: dict[int, Served], tiles: TileBuilder
 ) -> Rows | None:
     """Return the row algebra around a fold's reductions as its epilogue.
 
-    Args:
-        around: the program around it.
-        served: the reductions, by class.
-        tiles: the fold's operands; operands that the epilogue reads are added.
-
-    Returns:
-        None where some row algebra cannot be computed inside.
+    Operands that the epilogue reads are added to `tiles`. None where some row algebra cannot be
+    computed inside.
     """
     t, need = around.t, around.need
     lead, *others = {s.lead for s in served.values()}
     if others:
         return None  # sums over rows have no row for the epilogue
-    after = dependents(t.graph, need, set(served))
+    after = cone(served, lambda cls: need.users.get(cls, ()))
     program = _RowSteps(t, lead, after, around.late, tiles.wide)
     for cls in need.order:
         if cls in served:
@@ -249,29 +223,27 @@ def row_algebra(
     reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
     key = ("rows", key_of(steps), used)
-    names = {value: program.names[value] for value in exits}
-    return Rows(Epilogue(fun, axes, reads, key), exits, names, inside, axes)
+    return Rows(Epilogue(fun, axes, reads, key), exits, program.names, inside, axes)
 
 
 def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:
     """Return the classes inside the epilogue that an outside class reads."""
-
-    def leaves(cls: int) -> bool:
-        users = around.need.users.get(cls, ())
-        if cls in around.need.outside or cls in around.read:
-            return True
-        return any(u not in inside and u not in around.pairwise for u in users)
-
-    return [cls for cls in inside if leaves(cls)]
+    need, within = around.need, inside | around.pairwise
+    return [
+        c
+        for c in inside
+        if c in need.outside or c in around.read or not within.issuperset(need.users.get(c, ()))
+    ]
 
 
 def _kept(around: FoldSurroundings, program: _RowSteps, exits: set[int]) -> set[int]:
     """Return the classes inside the epilogue that make the fold's outputs smaller."""
 
     def weight(inside: set[int]) -> int:
-        classes = [around.t.graph.classes[c] for c in _exits(around, inside)]
+        classes = around.t.graph.classes
         return sum(
-            math.prod(int(str(s)) for s in c.sizes) * np.dtype(c.dtype).itemsize for c in classes
+            elements(around.t, c) * np.dtype(classes[c].dtype).itemsize
+            for c in _exits(around, inside)
         )
 
     inside = {v for v in program.number if isinstance(v, int)}
@@ -290,12 +262,9 @@ def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: 
     """Return the axes of a result in the order in which the program stores it last."""
     names = program.names[value]
     order = list(names)
-    for v in range(len(t.views) - 1, -1, -1):
-        view = t.views[v]
-        if view is not None and view.cls == value:
-            by_place = sorted(range(len(names)), key=lambda s: view.axes[s])
-            order = [names[s] for s in by_place]
-            break
+    view = next((w for w in reversed(t.views) if w is not None and w.cls == value), None)
+    if view is not None:
+        order = [names[s] for s in sorted(range(len(names)), key=view.axes.__getitem__)]
     if program.lead[-1] not in order:  # the single row
         order.insert(sum(a in program.lead for a in order), program.lead[-1])
     features = [a for a in names if a not in program.lead]
@@ -309,8 +278,6 @@ def _stored(t: TermGraph, program: _RowSteps, served: dict[int, Served], value: 
 def _function(
     steps: tuple[Step, ...], used: tuple[int, ...], primitives: dict[str, Any]
 ) -> Callable[[tuple, tuple], tuple]:
-    """Return the steps as a function of a fold's results and the values read."""
-
     def epilogue(results: tuple, values: tuple) -> tuple:
         def scale(data: tuple, args: list[Any], dtype: str) -> Any:
             return _scaled(data, args, results).astype(np.dtype(dtype))
@@ -341,11 +308,8 @@ def _scaled(data: tuple, args: list[Any], results: tuple) -> Any:
 def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:
     """Return e^(shift + Σ coefficient·term) · Π factor^power in a dtype; None where it is 1.
 
-    Args:
-        top: the maximum that exponentials were shifted by; None for no shift.
-        exponent: (term, coefficient) pairs.
-        factors: (factor, power) pairs.
-        dtype: of the result.
+    top: the maximum that exponentials were shifted by; None for no shift. exponent: (term,
+    coefficient) pairs. factors: (factor, power) pairs.
     """
     scale: Any = None
     if top is not None or exponent:
@@ -358,6 +322,6 @@ def row_scale(top: Any, exponent: list, factors: list, dtype: Any) -> Any:
         if power == -1:
             scale = (jnp.ones((), dtype) if scale is None else scale) / value
         else:
-            value = value ** (int(power) if power.denominator == 1 else float(power))
+            value **= int(power) if power.denominator == 1 else float(power)
             scale = value if scale is None else scale * value
     return scale

@@ -75,13 +75,9 @@ def page_seconds(device: Device, fresh: float) -> float:
 
 
 def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
-    """Return seconds of XLA's own `sort` or `top_k`.
+    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
 
-    Args:
-        name: of the primitive.
-        count: elements that are sorted, or searched.
-        places: of a top-k: k times the number of rows.
-        device: where it runs.
+    places: of a top-k: k times the number of rows.
     """
     folds = device.folds
     steps = (folds.sort if name == "sort" else folds.top_k) * count
@@ -140,26 +136,25 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     return math.inf if found is None else found[1]
 
 
-def _choice(t: TermGraph, cluster: Cluster) -> tuple[dict[int, Node], set[int], list[int]]:
-    """Return a cluster's nodes as written, its classes, and its reductions."""
+def _written(
+    t: TermGraph, cluster: Cluster
+) -> tuple[dict[int, Node], set[int], list[int], tuple[int, ...]]:
+    """Return a cluster's nodes as written, its terms, its reductions, and what it always writes.
+
+    It always writes the reductions, and the inputs of XLA's own routines.
+    """
     exits = sorted({m.exit.cls for m in cluster.members})
-    mine = {*exits, *(r.cls for m in cluster.members for r in m.tile.inner)}
-    mine |= {x for m in cluster.members for x in m.exit.through}
+    mine = {*exits, *cluster.classes()[0], *(x for m in cluster.members for x in m.exit.through)}
     reached = {a.cls for c in mine for a in node_of(t.graph, c).args}
-    return {c: node_of(t.graph, c) for c in mine | reached}, mine, exits
-
-
-def _roots(t: TermGraph, mine: set[int], exits: list[int]) -> tuple[int, ...]:
-    """Return the classes a cluster always writes: reductions, and inputs of XLA's own routines."""
-    native = [node_of(t.graph, c) for c in exits if node_of(t.graph, c).op == NATIVE]
-    return (*exits, *sorted({a.cls for n in native for a in n.args if a.cls in mine} - {*exits}))
+    choice = {c: node_of(t.graph, c) for c in mine | reached}
+    native = {a.cls for c in exits if choice[c].op == NATIVE for a in choice[c].args}
+    return choice, mine, exits, (*exits, *sorted((native & mine).difference(exits)))
 
 
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
-    choice, mine, exits = _choice(t, cluster)
+    choice, mine, _, roots = _written(t, cluster)
     model, folds = CostModel(device, lambda d: value(d, {})), device.folds
-    roots = _roots(t, mine, exits)
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
@@ -189,21 +184,20 @@ def _reduced(m: ClusterMember) -> int:
         return m.pairs
     out = min(m.exit.bound)
     mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
-    return math.prod(int(m.exit.sizes[i]) for i in mine)  # pyright: ignore[reportArgumentType]
+    return math.prod(m.exit.sizes[i] for i in mine)
 
 
 def _rows(m: ClusterMember) -> int:
     """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
-    return m.pairs // math.prod(int(m.exit.sizes[i]) for i in m.exit.bound)  # pyright: ignore[reportArgumentType]
+    return m.pairs // math.prod(m.exit.sizes[i] for i in m.exit.bound)
 
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written."""
-    choice, mine, exits = _choice(t, cluster)
+    choice, mine, exits, roots = _written(t, cluster)
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
-    roots = _roots(t, mine, exits)
     written = model.written(facts, roots, facts.keys() - mine)
     last: dict[int, int] = {}
     for c in reversed(order):
@@ -213,18 +207,13 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     held = [c for c in order if c in written and c not in exits]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
-    users = Counter(a.cls for c in order for a in node_of(t.graph, c).args)
-
-    def overwritten(c: int, x: int) -> bool:
-        """Return True if x can be computed in c's buffer.
-
-        It cannot if c is also reduced on the way to x.
-        """
-        return x in in_place and (x in roots or users[c] == 1)
+    users = Counter(a.cls for c in order for a in choice[c].args)
 
     def lives(c: int, x: int) -> bool:
+        # x is computed in c's buffer, unless c is also reduced on the way to x
+        overwritten = x in in_place and (x in roots or users[c] == 1)
         until = last.get(c, c)
-        return c <= x and (x < until or (x == until and (c == x or not overwritten(c, x))))
+        return c <= x and (x < until or (x == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
 
@@ -288,16 +277,15 @@ def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:
 
 def _steps(route: FoldRoute, blocks: Blocks, folds: FoldFacts) -> float:
     """Return the elementwise steps per pair of a fold."""
-    spec, unread = route.spec, Ref(-1, ())
-    steps = float(sum(kind == "hit" for kind, *_ in route.steps))
-    once = sum(kind == "lookup" for kind, *_ in route.steps) * folds.fold_lookup
+    spec, kinds = route.spec, Counter(kind for kind, *_ in route.steps)
+    once = kinds["lookup"] * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
-    steps += once / math.prod(spec.size[a] for a in held)
+    steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
     for kind, data, args, _ in route.steps:
         if kind == "apply":
             op, attr = data
-            steps += weight(Node(op, attr, (unread,) * len(args), 0, ()))
+            steps += weight(Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)

@@ -7,71 +7,55 @@ sums the values of pairs with equal keys.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.primitive_context import Groups
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, TAKE, Node, Ref
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONCAT,
+    CONST,
+    CONTRACT,
+    IOTA,
+    MAP,
+    TAKE,
+    Node,
+    Ref,
+    is_cast,
+    over,
+)
 from symjax_rewrite.ir.term_graph import TermGraph
 
 SCATTERS = ("scatter-add", "scatter_add", "scatter")
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """`table[.., place[..], ..]`, one element for each index of the result.
 
-    table: the operand, over the result's indices and `index`, of `size` elements. place: integers
-    over the result's indices. mode: `fill` (with `fill`, or NaN) or `clip` for integers out of
-    range.
+    table: the operand, over the result's indices and the bound index that places select. place:
+    integers over the result's indices. fill: value out of range; with None the nearest is read.
     """
 
     table: Ref
-    index: int
-    size: Dim
     place: Ref
-    mode: str
-    fill: Any
+    fill: Any = None
 
 
-class Hit(NamedTuple):
-    """`value` where index `along` is `place`, else zero; places are clipped below `limit`."""
-
-    along: int
-    place: Ref
-    value: Ref
-    limit: int | None
-
-
-def choice(node: Node, size: Dim) -> Choice | None:
-    """Return a gather that reads one element along one index, of `size` elements."""
+def choice(node: Node) -> Choice | None:
+    """Return a gather that reads one element along one index."""
     if node.op != TAKE or len(node.args) != 2 or len(node.bound) != 1:
         return None
     mode, fill, windows = node.attr
     table, place = node.args
     if any(w is not None for w in windows) or node.out not in table.axes:
         return None
-    value = None if fill is None else fill[0]
-    return Choice(table, node.out, size, place, "fill" if mode == "fill" else "clip", value)
+    return Choice(table, place, fill[0] if mode == "fill" else None)
 
 
-def hit(t: TermGraph, ref: Ref) -> Hit | None:
-    """Return a scatter into zeros of one element per row, over the reference's indices."""
-    found = _scatter(t, ref.cls, SCATTERS)
-    if found is None or len(found.along) != 1 or found.bound:
-        return None
-    view: Any = lambda r: Ref(r.cls, tuple([ref.axes[i] for i in r.axes]))  # noqa: E731
-    (along,), (place,) = found.along, found.places
-    limit = int(t.graph.classes[ref.cls].sizes[along]) if found.clips else None  # pyright: ignore[reportArgumentType]
-    return Hit(ref.axes[along], view(place), view(found.value), limit)
-
-
-@dataclass(frozen=True, slots=True)
-class Keyed:
+class Keyed(NamedTuple):
     """`out[.., k, ..] = Σ value` over the bound indices whose places are k.
 
     along: the result's indices that places determine. places: one reference of integers for each,
@@ -87,15 +71,22 @@ class Keyed:
     clips: bool
 
 
-def keyed(t: TermGraph, cls: int) -> Keyed | None:
-    """Return a scatter into zeros that adds."""
-    return _scatter(t, cls, SCATTERS[:2])
+def scattered(t: TermGraph, cls: int, sets: bool = True) -> Keyed | None:
+    """Return a scatter into zeros that adds; if `sets`, also one that has one place in each row."""
+    found = _scatter(t, cls, SCATTERS if sets else SCATTERS[:2])
+    return scattered(t, cls, sets=False) if sets and found is not None and found.bound else found
 
 
-def scattered(t: TermGraph, cls: int) -> Keyed | None:
-    """Return a scatter into zeros that adds, or that has one place in each row."""
-    found = _scatter(t, cls, SCATTERS)
-    return keyed(t, cls) if found is not None and found.bound else found
+def aligned(
+    t: TermGraph, v: int, out: int, axes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> dict[int, int] | None:
+    """Map positions of a value to positions of another, axis by axis; None if sizes differ."""
+    to: dict[int, int] = {}
+    for mine, theirs in axes:
+        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
+            return None
+        to.update(zip(mine, theirs, strict=True))
+    return to
 
 
 def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
@@ -109,11 +100,11 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
     if node.op != CONST or node.attr[0] != 0:
         return None
     d, out = e.eqn.params["dimension_numbers"], e.outvals[0]
-    shape, updates = _shape(t, out), _shape(t, u)
+    shape, updates = (t.program.avals[v].shape for v in (out, u))
     spread = [a for a in range(len(updates)) if a not in d.update_window_dims]
     windows = [a for a in range(len(shape)) if a not in
                (*d.inserted_window_dims, *d.operand_batching_dims)]  # fmt: skip
-    found = _free(t, w, d.scatter_dims_to_operand_dims, spread, t.positions[u], t.sizes[u])
+    found = _free(t, w, d.scatter_dims_to_operand_dims, spread, u)
     if found is None:
         return None
     free, mine = found  # maps axes of the result to axes of the updates
@@ -128,19 +119,16 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
     axes = [a for a in range(len(shape)) if a not in at]
     if sorted(mine) != axes or any(len(t.positions[out][a]) != 1 for a in at):
         return None
-    back: dict[int, int] = {}  # maps positions in the updates to indices of the result
-    for a, b in mine.items():
-        theirs, ours = t.positions[u][b], t.positions[out][a]
-        if [t.sizes[u][q] for q in theirs] != [t.sizes[out][q] for q in ours]:
-            return None
-        back.update(zip(theirs, ours, strict=True))
+    pairs = [(t.positions[u][b], t.positions[out][a]) for a, b in mine.items()]
+    back = aligned(t, u, out, pairs)  # from positions in the updates to indices of the result
+    if back is None:
+        return None
     loose = [q for q in range(len(t.sizes[u])) if q not in back]
     back.update({q: len(t.sizes[out]) + n for n, q in enumerate(loose)})
-    over: Any = lambda r: Ref(r.cls, tuple([back[i] for i in r.axes]))  # noqa: E731
     return Keyed(
         tuple([t.positions[out][a][0] for a in at]),
-        tuple([over(place) for place, _ in free]),
-        over(t.view(u)),
+        tuple([place.over(back) for place, _ in free]),
+        t.view(u).over(back),
         tuple([t.sizes[u][q] for q in loose]),
         "CLIP" in str(e.eqn.params["mode"]),
     )
@@ -149,14 +137,14 @@ def _scatter(t: TermGraph, cls: int, names: tuple[str, ...]) -> Keyed | None:
 def one_hot(t: TermGraph, ref: Ref) -> tuple[Ref, int] | None:
     """Return `(place, index)` of a reference that is 1 where place equals index, else 0."""
     node = node_of(t.graph, ref.cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
+    if not is_cast(node):
         return None
     test = node_of(t.graph, node.args[0].cls)
     if test.op != MAP or test.attr[0] != "eq":
         return None
-    sides = [Ref(a.cls, tuple([ref.axes[node.args[0].axes[i]] for i in a.axes])) for a in test.args]
+    sides = [over(over(ref, node.args[0]), a) for a in test.args]
     for place, number in (sides, sides[::-1]):
-        index = counts_along(t, number)
+        index = counts_along(t.graph, number)
         integer = dtype_kind(t.graph.classes[place.cls].dtype) in "iu"
         if index is not None and integer and index not in place.axes:
             return place, index
@@ -177,40 +165,27 @@ def is_counted(g: EGraph, cls: int) -> bool:
     return all(map(is_integer, cone([cls], operands)))
 
 
-def _shape(t: TermGraph, v: int) -> tuple[Any, ...]:
-    return tuple(t.program.avals[v].shape)
-
-
 def _free(
-    t: TermGraph,
-    w: int,
-    axes: tuple[int, ...],
-    spread: list[int],
-    positions: Groups,
-    sizes: tuple[Dim, ...],
+    t: TermGraph, w: int, axes: tuple[int, ...], spread: list[int], u: int
 ) -> tuple[list[tuple[Ref, int]], dict[int, int]] | None:
     """Return the index arrays that select, each with its axis; and the axes that are batched.
 
     An index array that counts up along an axis of the result only says that the two axes are
-    batched. `spread` are the axes of the result (or updates) that the arrays are broadcast over.
+    batched. `spread` are the axes of the updates u that the arrays are broadcast over.
     """
-    parts = _parts(t, w, len(axes))
+    parts, positions = _parts(t, w, len(axes)), t.positions[u]
     if parts is None:
         return None
-    groups = t.positions[w][:-1]
-    to: dict[int, int] = {}
-    for group, b in zip(groups, spread, strict=True):
-        theirs = positions[b]
-        if [t.sizes[w][q] for q in group] != [sizes[q] for q in theirs]:
-            return None
-        to.update(zip(group, theirs, strict=True))
+    to = aligned(t, w, u, zip(t.positions[w][:-1], [positions[b] for b in spread], strict=True))
+    if to is None:
+        return None
     free: list[tuple[Ref, int]] = []
     in_step: dict[int, int] = {}
     for part, axis in zip(parts, map(int, axes), strict=True):
         if any(i not in to for i in part.axes):
             return None
-        place = Ref(part.cls, tuple([to[i] for i in part.axes]))
-        counted = counts_along(t, place)
+        place = part.over(to)
+        counted = counts_along(t.graph, place)
         home = [b for b in spread if positions[b] == (counted,)]
         if counted is not None and home and home[0] not in in_step.values():
             in_step[axis] = home[0]
@@ -231,25 +206,23 @@ def _parts(t: TermGraph, w: int, count: int) -> list[Ref] | None:
     index, sizes = node.attr
     if view.axes[index] != last[0] or any(s != 1 for s in sizes):
         return None
-    return [Ref(a.cls, tuple([view.axes[i] for i in a.axes])) for a in node.args]
+    return [over(view, a) for a in node.args]
 
 
-def counts_along(t: TermGraph, ref: Ref) -> int | None:
+def counts_along(g: EGraph, ref: Ref) -> int | None:
     """Return the index that an integer reference enumerates, if there is one."""
-    g = t.graph
     node = node_of(g, ref.cls)
     if node.op == IOTA:
         return ref.axes[0]
     if node.op != MAP:
         return None
-    args = [Ref(a.cls, tuple([ref.axes[i] for i in a.axes])) for a in node.args]
-    if node.attr[0] == "convert_element_type":
-        return counts_along(t, args[0])
+    args = [over(ref, a) for a in node.args]
+    if is_cast(node):
+        return counts_along(g, args[0])
     if node.attr[0] == "select_n" and len(args) == 3:  # a wrapped negative index; none occurs here
         test = node_of(g, args[0].cls)
-        if test.op == MAP and test.attr[0] == "lt" and node_of(g, test.args[1].cls).op == CONST:
-            least = node_of(g, test.args[1].cls).attr[0]
-            tested = Ref(test.args[0].cls, tuple([args[0].axes[i] for i in test.args[0].axes]))
-            if least <= 0 and counts_along(t, tested) is not None:
-                return counts_along(t, args[1])
+        if test.op == MAP and test.attr[0] == "lt":
+            tested, least = over(args[0], test.args[0]), node_of(g, test.args[1].cls)
+            if least.op == CONST and least.attr[0] <= 0 and counts_along(g, tested) is not None:
+                return counts_along(g, args[1])
     return None

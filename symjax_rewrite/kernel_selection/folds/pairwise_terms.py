@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,11 +45,6 @@ COMPARISONS = frozenset(
 )
 
 
-def _over_slots(ref: Ref, value: Ref) -> Ref:
-    """Return a value over a class's slots and further names, over the indices a reference reads."""
-    return Ref(value.cls, tuple([i if isinstance(i, str) else ref.axes[i] for i in value.axes]))
-
-
 class At(NamedTuple):
     """One element of an axis, where a reference reads no index."""
 
@@ -83,10 +78,10 @@ class Opened(NamedTuple):
     kind: `apply` (a node of pairwise and other args; its attr is in `data`), `dot` (args: row and
     column operand, the tokens of the summed indices in `data`), `sum` (written out), `delta`,
     `hit` (a value at the selected column, else zero), `lookup` (a table and the integers it is
-    read at; a `Lookup` in `data`), `part` (single indices of another term), `pieces` (an
-    index and the parts joined along it; the start of each part but the first in `data`), `along` (a
-    reduced product; the monoid, and whether it is along rows, in `data`), `chosen` (the value at
-    the selected columns), or `leaf`.
+    read at; `data` is the value out of range, None for the nearest element), `part` (single indices
+    of another term), `pieces` (an index and the parts joined along it; the start of each part but
+    the first in `data`), `along` (a reduced product; the monoid, and whether it is along rows, in
+    `data`), `chosen` (the value at the selected columns), or `leaf`.
     """
 
     kind: str
@@ -94,17 +89,7 @@ class Opened(NamedTuple):
     data: Any = None
 
 
-class Lookup(NamedTuple):
-    """Lookup in a table: `fill` is returned out of range; with None the nearest index is read.
-
-    counted: for each of the integers, True if tiles compute it. Integers computed from
-    floating-point values are read as the program computed them, since rounding may change them.
-    """
-
-    fill: Any
-    counted: tuple[bool, ...]
-
-
+@dataclass(slots=True, eq=False)
 class Pair:
     """Terms as pairwise in the indices m and n of one reduction.
 
@@ -116,22 +101,20 @@ class Pair:
     columns.
     """
 
-    def __init__(
-        self,
-        t: TermGraph,
-        row: Any,
-        column: Any,
-        gone: frozenset[int],
-        made: set[int],
-        single: frozenset | None = None,
-        inside: frozenset[int] = frozenset(),
-        tables: bool = False,
-        chosen: tuple[int, Ref] | None = None,
-    ) -> None:
-        self.t, self.g, self.row, self.column, self.gone = t, t.graph, row, column, gone
-        self.made, self.single, self.inside, self.tables = made, single, inside, tables
-        self.chosen = chosen
-        self._fresh = 0
+    t: TermGraph
+    row: Any
+    column: Any
+    gone: frozenset[int] = frozenset()
+    made: Container[int] = ()
+    single: frozenset | None = None
+    inside: frozenset[int] = frozenset()
+    tables: bool = False
+    chosen: tuple[int, Ref] | None = None
+    _fresh: int = field(default=0, init=False)
+
+    @property
+    def g(self) -> EGraph:
+        return self.t.graph
 
     def holds(self, ref: Ref) -> bool:
         """Return True if a reference depends on both indices."""
@@ -139,44 +122,17 @@ class Pair:
             return self.column in ref.axes and self.single.issuperset(ref.axes)
         return self.row in ref.axes and self.column in ref.axes
 
-    def computing(self, inside: frozenset[int]) -> Pair:
-        """Return the same pair where tiles compute the row values in `inside` themselves."""
-        return self.of(self.row, self.column, self.single, inside)
-
-    def of(self, row: Any, column: Any, single: frozenset | None, inside: frozenset[int]) -> Pair:
-        """Return the same pair with other indices."""
-        kept = self.gone, self.made, single, inside, self.tables, self.chosen
-        return Pair(self.t, row, column, *kept)
-
-    def is_of_row(self, ref: Ref) -> bool:
-        """Return True if a reference depends on the row; without a row index, if it may."""
-        if self.single is not None:
-            return self.column not in ref.axes
-        return self.row in ref.axes
-
     def open(self, ref: Ref) -> Opened:
         """Return the computation of a reference that depends on both indices."""
         node = node_of(self.g, ref.cls)
         if reads_twice(ref) or self.g.classes[ref.cls].dtype[:7] == "complex":
             return Opened("leaf")
         if self.chosen is not None and ref.cls == self.chosen[0]:
-            return Opened("chosen", (_over_slots(ref, self.chosen[1]),))
-        if is_elementwise(node):
-            return self._elementwise(ref, node)
-        if node.op == DELTA:
-            return Opened("delta")
-        if node.op == CONTRACT:
-            return self._contraction(ref, node)
-        if node.op == SLICE:
-            return self._part(ref, node)
-        if node.op == CONCAT:
-            return self._pieces(ref, node)
-        if node.op == TAKE:
-            return self._take(ref, node)
-        if node.op == NATIVE:
-            hit = gather_patterns.hit(self.t, ref)
-            return Opened("leaf") if hit is None else self._hit(hit)
-        return Opened("leaf")
+            value = self.chosen[1]
+            axes = [i if isinstance(i, str) else ref.axes[i] for i in value.axes]
+            return Opened("chosen", (Ref(value.cls, tuple(axes)),))
+        opener = Pair._elementwise if is_elementwise(node) else _OPENERS.get(node.op)
+        return (opener and opener(self, ref, node)) or Opened("leaf")
 
     def reduced(self, ref: Ref) -> Opened:
         """Return the computation of a row value from rows of a tile or from row values."""
@@ -189,34 +145,34 @@ class Pair:
         return Opened("along", tuple([over(whole, a) for a in node.args]), (kind, of_row))
 
     def _elementwise(self, ref: Ref, node: Node) -> Opened:
-        kept = [k for k, a in enumerate(node.args) if a.cls not in self.gone]
-        if node.op != ADD or len(kept) in (0, len(node.args)):
-            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
-        attr = tuple([node.attr[k] for k in kept])
-        return Opened("apply", tuple([over(ref, node.args[k]) for k in kept]), attr)
+        args, attr = node.args, node.attr
+        kept = [k for k, a in enumerate(args) if a.cls not in self.gone]
+        if node.op == ADD and 0 < len(kept) < len(args):
+            args, attr = [args[k] for k in kept], tuple([attr[k] for k in kept])
+        return Opened("apply", tuple([over(ref, a) for a in args]), attr)
 
-    def _part(self, ref: Ref, node: Node) -> Opened:
+    def _part(self, ref: Ref, node: Node) -> Opened | None:
         """Open components of terms that the tile computes: `d[.., 0]` of differences of points."""
         (arg,) = node.args
         inner = node_of(self.g, arg.cls)
         computed = is_elementwise(inner) or inner.op in (CONTRACT, SLICE)
         if not computed or any(isinstance(entry, tuple) for entry in node.attr):
-            return Opened("leaf")
-        axes = [
-            At(entry) if entry is not None else ref.axes[i]
+            return None
+        axes: Any = [
+            ref.axes[i] if entry is None else At(entry)
             for entry, i in zip(node.attr, arg.axes, strict=True)
         ]
-        return Opened("part", (Ref(arg.cls, tuple(axes)),))  # pyright: ignore[reportArgumentType]
+        return Opened("part", (Ref(arg.cls, tuple(axes)),))
 
-    def _pieces(self, ref: Ref, node: Node) -> Opened:
+    def _pieces(self, ref: Ref, node: Node) -> Opened | None:
         """Open components that the tile computes and joins: `stack([dx * f, dy * f], -1)`."""
         along, sizes = node.attr
         index = ref.axes[along]
-        loose = all(along not in a.axes for a in node.args) and all(
-            isinstance(size, int) for size in sizes
-        )
-        if not loose or index in (self.row, self.column) or len(sizes) > MOST_PIECES:
-            return Opened("leaf")
+        loose = all(along not in a.axes for a in node.args)
+        if not loose or not all(isinstance(size, int) for size in sizes):
+            return None
+        if index in (self.row, self.column) or len(sizes) > MOST_PIECES:
+            return None
         starts = tuple(itertools.accumulate(sizes[:-1]))
         args = tuple([over(ref, a) for a in node.args])
         if isinstance(index, At):
@@ -224,40 +180,43 @@ class Pair:
         number = self.g.add(IOTA, None, (), (sum(sizes),), (), "int32")
         return Opened("pieces", (Ref(number.cls, (index,)), *args), starts)
 
-    def _hit(self, hit: gather_patterns.Hit) -> Opened:
-        args = (hit.place, hit.value)
-        if hit.along not in (self.row, self.column) or any(map(self.holds, args)):
-            return Opened("leaf")
-        return Opened("hit", args, (hit.along == self.row, hit.limit))
+    def _hit(self, ref: Ref, node: Node) -> Opened | None:
+        """Open a scatter into zeros of one element per row."""
+        found = gather_patterns.scattered(self.t, ref.cls)
+        if found is None or len(found.along) != 1 or found.bound:
+            return None
+        (slot,), (place,) = found.along, found.places
+        args = (over(ref, place), over(ref, found.value))
+        if ref.axes[slot] not in (self.row, self.column) or any(map(self.holds, args)):
+            return None
+        limit = self.g.classes[ref.cls].sizes[slot] if found.clips else None
+        return Opened("hit", args, (ref.axes[slot] == self.row, limit))
 
-    def _take(self, ref: Ref, node: Node) -> Opened:
+    def _take(self, ref: Ref, node: Node) -> Opened | None:
         """Open a table lookup at pairs of integers."""
         mode, fill, windows = node.attr
         if any(w is not None for w in windows):
-            return Opened("leaf")
+            return None
         _, (table, *places) = self._opened(ref, node)
         return self._lookup(ref, table, tuple(places), fill[0] if mode == "fill" else None)
 
-    def _lookup(self, ref: Ref, table: Ref, places: tuple[Ref, ...], fill: Any) -> Opened:
+    def _lookup(self, ref: Ref, table: Ref, places: tuple[Ref, ...], fill: Any) -> Opened | None:
         read = [i for i in table.axes if isinstance(i, tuple)]  # the tokens of the looked-up axes
-        shared = [i for i in table.axes if i not in read]
         if (
             not self.tables
             or self.single is not None
             or any(isinstance(i, tuple) for i in ref.axes)
-            or {self.row, self.column} & {*shared}
+            or {self.row, self.column} & {*table.axes}
             or len(read) != len(places)
             or 0 in self.g.classes[table.cls].sizes
             or reads_twice(table)
             or not all(map(self.holds, places))
         ):
-            return Opened("leaf")
+            return None
         order = sorted(range(len(places)), key=lambda k: table.axes.index(self._token(k)))
-        places = tuple([places[k] for k in order])
-        counted = tuple([gather_patterns.is_counted(self.g, p.cls) for p in places])
-        return Opened("lookup", (table, *places), Lookup(fill, counted))
+        return Opened("lookup", (table, *[places[k] for k in order]), fill)
 
-    def _token(self, k: int) -> tuple:
+    def _token(self, k: int) -> Any:
         """Return the token of an index that the last opened term sums over or looks up."""
         return ("sum", self._fresh, k)
 
@@ -265,10 +224,10 @@ class Pair:
         """Return the bound indices of a node, renumbered, and its operands over them."""
         self._fresh += 1
         tokens = [self._token(k) for k in range(len(node.bound))]
-        axes: list[Any] = [*ref.axes, *tokens]
-        return tokens, [Ref(a.cls, tuple([axes[i] for i in a.axes])) for a in node.args]
+        axes = [*ref.axes, *tokens]
+        return tokens, [a.over(axes) for a in node.args]
 
-    def _contraction(self, ref: Ref, node: Node) -> Opened:
+    def _contraction(self, ref: Ref, node: Node) -> Opened | None:
         tokens, args = self._opened(ref, node)
         for k, a in enumerate(args if len(args) == 2 and len(tokens) == 1 else ()):
             hot = gather_patterns.one_hot(self.t, a) if self.tables and self.holds(a) else None
@@ -284,10 +243,11 @@ class Pair:
             split = self._separable(factors, set(tokens))
             if split is not None:  # a sum of products becomes a dot that loses no digits
                 return Opened("dot", split, (tuple(tokens), "highest"))
-        if isinstance(count, int) and 0 < count <= UNROLL and ref.cls not in self.made:
-            unread = all(tokens[0] not in a.axes for a in args)
-            return Opened("leaf") if unread else Opened("sum", tuple(args), (tokens[0], count))
-        return Opened("leaf")
+        if not isinstance(count, int) or not 0 < count <= UNROLL or ref.cls in self.made:
+            return None
+        if all(tokens[0] not in a.axes for a in args):
+            return None
+        return Opened("sum", tuple(args), (tokens[0], count))
 
     def _separable(self, args: list[Ref], tokens: set) -> tuple[Ref, Ref] | None:
         """Return the row and column operand of a contraction, if it separates."""
@@ -305,110 +265,124 @@ class Pair:
         return left, right
 
 
+_OPENERS: dict[str, Callable[[Pair, Ref, Node], Opened | None]] = {
+    DELTA: lambda pair, ref, node: Opened("delta"),
+    CONTRACT: Pair._contraction,
+    SLICE: Pair._part,
+    CONCAT: Pair._pieces,
+    TAKE: Pair._take,
+    NATIVE: Pair._hit,
+}
+
+
 @dataclass(slots=True)
 class PairwiseTile:
     """Terms that the pairwise terms under a reduction are computed from.
 
-    inner: pairwise classes computed from others, by reference; heavy: the inner classes that
-    are more than tests of index numbers. operands: the leaves. whole: leaves that are pairwise
-    themselves. dots: number of summed features, for each contraction. nonlinear: True if some step
-    is no sum. compared: classes discontinuous in their operands. counts: how often
-    an index of a sum is written out; steps: the number of steps then. along: the indices that
-    row values are reduced along inside the tile; rows: row values computed inside the tile. looked:
-    table lookups.
+    inner: by reference, the pairwise terms computed from others; True for *heavy* terms, which are
+    more than tests of index numbers. operands: the leaves. whole: leaves that are pairwise
+    themselves. has_dot: some term is a contraction. nonlinear: some step is no sum. meets: some
+    term combines a row operand and a column operand. compared: classes discontinuous in their
+    operands. counts: how often an index of a sum is written out; steps: the number of steps then.
+    along: the indices that row values are reduced along inside the tile; rows: row values computed
+    inside the tile. looked: table lookups.
     """
 
     inner: dict[Ref, bool] = field(default_factory=dict)
     operands: list[Ref] = field(default_factory=list)
     whole: list[Ref] = field(default_factory=list)
-    dots: dict[int, int] = field(default_factory=dict)
+    has_dot: bool = False
     nonlinear: bool = False
     meets: bool = False
     compared: set[int] = field(default_factory=set)
-    maps: int = 0
     counts: dict[Any, int] = field(default_factory=dict)
     steps: int = 0
     along: set[Any] = field(default_factory=set)
     rows: set[Ref] = field(default_factory=set)
     looked: list[Ref] = field(default_factory=list)
 
-    def heavy(self) -> Iterator[Ref]:
-        """Yield the pairwise references that cost work."""
-        return (r for r, is_heavy in self.inner.items() if is_heavy)
+    def heavy(self) -> list[Ref]:
+        """Return the pairwise references that cost work."""
+        return [r for r, is_heavy in self.inner.items() if is_heavy]
 
 
-def explore(pair: Pair, refs: list[Ref], keys: Sequence[Ref] = ()) -> PairwiseTile | None:
+class _TooLargeError(Exception):
+    """The terms of a tile are too many."""
+
+
+def explore(pair: Pair, refs: Iterable[Ref], keys: Iterable[Ref] = ()) -> PairwiseTile | None:
     """Collect the pairwise terms under references and keys; None if the tile is too large."""
     tile = PairwiseTile()
-    for ref in refs:
-        if _visit(pair, tile, ref) is None:
-            return None
-    for key in keys:
-        if not visit_key(pair, tile, key, gather_patterns.is_counted(pair.g, key.cls)):
-            return None
+    try:
+        for ref in refs:
+            _visit(pair, tile, ref)
+        for key in keys:
+            _visit_key(pair, tile, key)
+    except _TooLargeError:
+        return None
     return tile
 
 
-def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool | None:
-    """Return True if a pairwise reference is heavy; None where the tile grows too large."""
+def _visit(pair: Pair, tile: PairwiseTile, ref: Ref) -> bool:
+    """Return True if a pairwise reference is heavy."""
     if ref in tile.inner:
         return tile.inner[ref]
     tile.steps += math.prod(tile.counts.get(i, 1) for i in ref.axes)
     if len(tile.inner) > LARGEST_TILE or tile.steps > MOST_STEPS:
-        return None
+        raise _TooLargeError
     found = pair.open(ref)
-    if found.kind == "sum":
-        tile.counts[found.data[0]] = found.data[1]
-    dtype = pair.g.classes[ref.cls].dtype
     if found.kind == "leaf":
         tile.whole.append(ref)
         return not is_test_like(pair.g, ref.cls)
-    heavy = False
-    tile.inner[ref] = heavy
-    if found.kind in ("dot", "hit", "chosen"):
-        tile.operands.extend(found.args)
-        tile.meets = heavy = True
-        if found.kind == "dot":
-            sizes = pair.g.classes[found.args[0].cls].sizes
-            at = zip(found.args[0].axes, sizes, strict=True)
-            tile.dots[ref.cls] = math.prod(int(s) for i, s in at if i in found.data[0])  # pyright: ignore[reportArgumentType]
-    if found.kind == "lookup":
-        heavy = tile.nonlinear = True
-        tile.looked.append(ref)
-        tile.operands.append(found.args[0])
-        for place, counted in zip(found.args[1:], found.data.counted, strict=True):
-            if not visit_key(pair, tile, place, counted):
-                return None
-    if found.kind == "sum":  # work, even if its terms are only tests
-        heavy = True
-    for arg in found.args if found.kind in ("apply", "sum", "part", "pieces") else ():
-        inside = _enter(pair, tile, arg)
-        if inside is None:
-            return None
-        heavy |= inside
-    node = node_of(pair.g, ref.cls)
+    tile.inner[ref] = heavy = False
+    match found.kind:
+        case "dot" | "hit" | "chosen":
+            tile.operands.extend(found.args)
+            tile.meets = heavy = True
+            tile.has_dot |= found.kind == "dot"
+        case "lookup":
+            heavy = tile.nonlinear = True
+            tile.looked.append(ref)
+            tile.operands.append(found.args[0])
+            for place in found.args[1:]:
+                _visit_key(pair, tile, place)
+        case "sum":
+            token, tile.counts[token] = found.data
+            heavy = True  # work, even if its terms are only tests
+    if found.kind in ("apply", "sum", "part", "pieces"):
+        for arg in found.args:
+            heavy |= _enter(pair, tile, arg)
     if found.kind == "apply":
-        both = sum(map(pair.holds, found.args))
-        tile.meets |= both == 0
-        is_map = node.op == MAP and node.attr[0] != "convert_element_type"
-        tile.nonlinear |= is_map or (node.op == CONTRACT and both > 1)
-        tile.maps += is_map and dtype_kind(dtype) == "f"
-        if node.op == MAP and node.attr[0] in COMPARISONS and not asks_whether_finite(pair.g, node):
-            tile.compared.add(ref.cls)
+        _note_applied(pair, tile, ref.cls, sum(map(pair.holds, found.args)))
     tile.inner[ref] = heavy
     return heavy
 
 
-def visit_key(pair: Pair, tile: PairwiseTile, place: Ref, counted: bool) -> bool:
-    """Visit the integers of a lookup or of a sum by key; return False if the tile is too large."""
-    if counted:
-        return _enter(pair, tile, place) is not None
-    tile.whole.append(place)
-    return True
+def _note_applied(pair: Pair, tile: PairwiseTile, cls: int, both: int) -> None:
+    """Record an elementwise class, `both` of whose operands are pairwise."""
+    node = node_of(pair.g, cls)
+    tile.meets |= both == 0
+    if node.op == MAP:
+        tile.nonlinear |= node.attr[0] != "convert_element_type"
+        if node.attr[0] in COMPARISONS and not _asks_whether_finite(pair.g, node):
+            tile.compared.add(cls)
+    tile.nonlinear |= node.op == CONTRACT and both > 1
 
 
-def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
-    """Return True if an operand of a pairwise term is heavy; None if the tile is too large."""
+def _visit_key(pair: Pair, tile: PairwiseTile, place: Ref) -> None:
+    """Visit the integers of a lookup or of a sum by key.
+
+    Integers computed from floating-point values are read as the program computed them, since
+    rounding may change them.
+    """
+    if gather_patterns.is_counted(pair.g, place.cls):
+        _enter(pair, tile, place)
+    else:
+        tile.whole.append(place)
+
+
+def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool:
+    """Return True if an operand of a pairwise term is heavy."""
     if pair.holds(arg):
         return _visit(pair, tile, arg)
     if arg in tile.rows:
@@ -418,9 +392,11 @@ def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
         found = pair.reduced(arg)
         if found.kind == "along":
             if not any(map(pair.holds, found.args)):
-                return None
+                raise _TooLargeError
             tile.along.add(pair.row if found.data[1] else pair.column)
-        return None if None in [_enter(pair, tile, a) for a in found.args] else True
+        for a in found.args:
+            _enter(pair, tile, a)
+        return True
     if node_of(pair.g, arg.cls).op == CONST:
         return False
     tile.operands.append(arg)
@@ -428,7 +404,7 @@ def _enter(pair: Pair, tile: PairwiseTile, arg: Ref) -> bool | None:
     return carries and not is_test_like(pair.g, arg.cls)
 
 
-def asks_whether_finite(g: EGraph, node: Node) -> bool:
+def _asks_whether_finite(g: EGraph, node: Node) -> bool:
     """Return True if a comparison tests for NaN or infinity, which rounding does not change."""
     if node.attr[0] == "is_finite" or (len(node.args) == 2 and node.args[0] == node.args[1]):
         return True

@@ -1,23 +1,54 @@
-"""Reductions of pairwise terms.
+"""Reductions of pairwise terms, and their forms as sums over tiles times row algebra.
 
-A reduction over columns (or rows, with the roles exchanged), a sum by key over both, or the
+A reduction is over columns (or rows, with the roles exchanged), a sum by key over both, or the
 selection of one column for each row.
+
+`Σ_n e^(t-r)·f·w` has several forms that are equal as real functions. The first is the sum as
+written. In others, terms that lack n are moved outside, under the fold's own shift; a sum among the
+factors is distributed where a term lacks n; or a factor `Σ_d a[m,d]·v[n,d]` is replaced by weights
+v, and a is applied afterwards (an n-ary contraction with its pairwise index eliminated first). The
+choice depends on the inputs that each form must wait for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import CONTRACT, IOTA, MAP, NATIVE, REDUCE, SLICE, TAKE, Node, Ref, over
+from symjax_rewrite.ir.products import is_half, is_moderate
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONTRACT,
+    IOTA,
+    NATIVE,
+    REDUCE,
+    SLICE,
+    TAKE,
+    Node,
+    Ref,
+    is_cast,
+    over,
+)
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds import gather_patterns
+from symjax_rewrite.ir.value_analysis import LogLinear, log_linear, sum_terms
+from symjax_rewrite.kernel_selection.folds.gather_patterns import (
+    Choice,
+    aligned,
+    choice,
+    one_hot,
+    scattered,
+)
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
+from symjax_rewrite.kernel_selection.folds.slices import added, entry_along, sizes_of
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
+Powers = tuple[tuple[Ref, Fraction], ...]
+ONE = Fraction(1)
 
 
 class ReadPart(NamedTuple):
@@ -44,8 +75,8 @@ class Exit:
     kind: str
     args: tuple[Ref, ...]
     bound: tuple[int, ...]
-    sizes: dict[int, Dim]
-    choice: gather_patterns.Choice | None = None
+    sizes: dict[int, Any]
+    choice: Choice | None = None
     places: int = 0  # k of a top-k, or number of sorted entries
     output: int = 0  # of a top-k or a sort: 0 for values, 1 for indices
     through: tuple[int, ...] = ()
@@ -54,17 +85,13 @@ class Exit:
     along: tuple[int, ...] = ()
     clips: bool = False
 
-    def reads(self) -> tuple[Ref, ...]:
-        """Return the references it is computed from."""
-        return (*self.args, *self.keys)
-
 
 def exit_of(t: TermGraph, cls: int) -> Exit | None:
     """Return the class as a reduction, or None."""
     g = t.graph
     node = node_of(g, cls)
     if node.op == NATIVE:
-        return _native_exit(t, cls, node)
+        return _native_exit(t, cls)
     if node.op == SLICE:
         return _sorted_exit(t, cls, node)
     if node.op == CONTRACT and not node.bound:
@@ -74,13 +101,12 @@ def exit_of(t: TermGraph, cls: int) -> Exit | None:
     sizes = dict(enumerate((*g.classes[cls].sizes, *node.bound)))
     bound = tuple(range(node.out, node.out + len(node.bound)))
     if node.op == TAKE:
-        found = gather_patterns.choice(node, node.bound[0])
+        found = choice(node)
         return found and Exit(cls, "at", (found.table,), bound, sizes, choice=found)
     if node.op == CONTRACT:
         return _keyed_product(t, cls, node, sizes) or Exit(cls, "sum", node.args, bound, sizes)
     kind = _MONOIDS.get(str(node.attr))
-    dtype = g.classes[cls].dtype
-    if kind is None or (kind in ("any", "all") and dtype != "bool"):
+    if kind is None or (kind in ("any", "all") and g.classes[cls].dtype != "bool"):
         return None
     return Exit(cls, kind, node.args, bound, sizes)
 
@@ -95,96 +121,80 @@ def _diagonal(g: EGraph, cls: int, node: Node) -> Exit | None:
     axes[len(axes) - 1 - axes[::-1].index(twice[0])] = node.out
     place = g.add(IOTA, None, (), (size,), (), "int32")
     table = Ref(node.args[0].cls, tuple(axes))
-    chosen = gather_patterns.Choice(
-        table, node.out, size, Ref(place.cls, (twice[0],)), "clip", None
-    )
     sizes = dict(enumerate((*g.classes[cls].sizes, size)))
+    chosen = Choice(table, place.over((twice[0],)))
     return Exit(cls, "at", (table,), (node.out,), sizes, choice=chosen)
 
 
-def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Dim]) -> Exit | None:
+def _keyed_product(t: TermGraph, cls: int, node: Node, sizes: dict[int, Any]) -> Exit | None:
     """Return `Σ [key[i, j] = n]·x[i, j, ..]` as a sum by key."""
     for k, a in enumerate(node.args):
-        found = gather_patterns.one_hot(t, a)
+        found = one_hot(t, a)
         rest = node.args[:k] + node.args[k + 1 :]
         if found is None or found[1] >= node.out or not rest:
             continue
         key, along = found
         if sum(i >= node.out for i in key.axes) > 1 and all(along not in r.axes for r in rest):
-            return _by_key(t, cls, rest, sizes, ((along,), (key,), False))
+            return _by_key(t, Exit(cls, "keyed", rest, (), sizes, keys=(key,), along=(along,)))
     return None
 
 
-def _by_key(
-    t: TermGraph,
-    cls: int,
-    args: tuple[Ref, ...],
-    sizes: dict[int, Dim],
-    keyed: tuple[tuple[int, ...], tuple[Ref, ...], bool],
-) -> Exit:
+def _by_key(t: TermGraph, found: Exit) -> Exit:
     """Return a sum by key; a summand that is itself a sum is merged into it."""
-    along, keys, clips = keyed
-    through: tuple[int, ...] = ()
-    while len(args) == 1 and (inner := _summed(t.graph, args[0], sizes)) is not None:
-        args, sizes, passed = inner
-        through += passed
-    bound = tuple(range(len(t.graph.classes[cls].sizes), len(sizes)))
-    return Exit(cls, "keyed", args, bound, sizes, None, 0, 0, through, None, keys, along, clips)
+    while len(found.args) == 1 and (inner := _summed(t.graph, found.args[0], found.sizes)):
+        found.args, found.sizes, passed = inner
+        found.through += passed
+    found.bound = tuple(range(len(t.graph.classes[found.cls].sizes), len(found.sizes)))
+    return found
 
 
 def _summed(
-    g: EGraph, ref: Ref, sizes: dict[int, Dim]
-) -> tuple[tuple[Ref, ...], dict[int, Dim], tuple[int, ...]] | None:
+    g: EGraph, ref: Ref, sizes: dict[int, Any]
+) -> tuple[tuple[Ref, ...], dict[int, Any], tuple[int, ...]] | None:
     """Return the summand of a sum behind casts, its further indices, and the classes between."""
     passed = []
     node = node_of(g, ref.cls)
-    while node.op == MAP and node.attr[0] == "convert_element_type":
+    while is_cast(node):
         passed.append(ref.cls)
         ref = over(ref, node.args[0])
         node = node_of(g, ref.cls)
     kinds = {dtype_kind(g.classes[c].dtype) for c in (*passed, ref.cls)}
     if node.op != CONTRACT or not node.bound or kinds != {"f"}:
         return None
-    count = len(sizes)
-    sizes = {**sizes, **{count + n: size for n, size in enumerate(node.bound)}}
-    whole: Any = Ref(ref.cls, (*ref.axes, *range(count, len(sizes))))
+    whole = Ref(ref.cls, (*ref.axes, *range(len(sizes), len(sizes) + len(node.bound))))
+    sizes = sizes | dict(zip(whole.axes[node.out :], node.bound, strict=True))
     return tuple([over(whole, a) for a in node.args]), sizes, (*passed, ref.cls)
 
 
-def _native_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
+def _native_exit(t: TermGraph, cls: int) -> Exit | None:
     if cls not in t.made_by:
         return None
     number, output = t.made_by[cls]
     e = t.program.equations[number]
-    scattered = gather_patterns.keyed(t, cls)
-    if scattered is not None:
-        sizes = dict(enumerate((*t.graph.classes[cls].sizes, *scattered.bound)))
-        keyed = scattered.along, scattered.places, scattered.clips
-        return _by_key(t, cls, (scattered.value,), sizes, keyed) if scattered.bound else None
+    found = scattered(t, cls, sets=False)
+    if found is not None:
+        sizes = dict(enumerate((*t.graph.classes[cls].sizes, *found.bound)))
+        keys, along, clips = found.places, found.along, found.clips
+        keyed = Exit(cls, "keyed", (found.value,), (), sizes, keys=keys, along=along, clips=clips)
+        return _by_key(t, keyed) if found.bound else None
     if e.name not in ("argmax", "argmin", "top_k") or not isinstance(e.invals[0], int):
         return None
-    v, out = e.invals[0], e.outvals[output]
+    v, out, is_top_k = e.invals[0], e.outvals[output], e.name == "top_k"
     groups, out_groups = t.positions[v], t.positions[out]
-    axes = e.eqn.params["axes"] if e.name != "top_k" else (e.eqn.params["axis"],)
+    axes = (e.eqn.params["axis"],) if is_top_k else e.eqn.params["axes"]
     axis = int(axes[0]) % len(groups)
-    if len(axes) != 1 or len(groups[axis]) != 1:
+    if len(axes) != 1 or len(groups[axis]) != 1 or (is_top_k and not out_groups[axis]):
         return None
     rows = [a for a in range(len(groups)) if a != axis]
-    kept = out_groups if e.name != "top_k" else [out_groups[a] for a in rows]
-    index = len(t.sizes[out])
-    to = {groups[axis][0]: index}
-    for a, group in zip(rows, kept, strict=True):
-        mine, theirs = groups[a], group
-        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
-            return None
-        to.update(zip(mine, theirs, strict=True))
-    view = t.view(v)
-    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
-    sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][groups[axis][0]]}
-    places = int(e.eqn.params["k"]) if e.name == "top_k" else 0
-    if places and not out_groups[axis]:
+    kept = [out_groups[a] for a in rows] if is_top_k else out_groups
+    to = aligned(t, v, out, zip([groups[a] for a in rows], kept, strict=True))
+    if to is None:
         return None
-    return Exit(cls, e.name, (arg,), (index,), sizes, None, places, output)
+    index, position = len(t.sizes[out]), groups[axis][0]
+    sizes = {**dict(enumerate(t.sizes[out])), index: t.sizes[v][position]}
+    arg = t.view(v).over(to | {position: index})
+    places = int(e.eqn.params["k"]) if is_top_k else 0
+    return Exit(cls, e.name, (arg,), (index,), sizes, places=places, output=output)
 
 
 def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
@@ -202,25 +212,29 @@ def _sorted_exit(t: TermGraph, cls: int, node: Node) -> Exit | None:
     if output and not _counts_along_axis(t, e.invals[1], axis):
         return None
     along, column = t.positions[out][axis][0], len(t.graph.classes[cls].sizes)
-    entries, to = dict(enumerate(node.attr)), {t.positions[v][axis][0]: column}
-    entry = entries.pop(along)
-    if entry is None or any(x is not None for x in entries.values()):
+    entry = entry_along(node, along)
+    to = aligned(t, v, out, zip(t.positions[v], t.positions[out], strict=True))
+    if entry is None or to is None:
         return None
-    for mine, theirs in zip(t.positions[v], t.positions[out], strict=True):
-        if [t.sizes[v][q] for q in mine] != [t.sizes[out][q] for q in theirs]:
-            return None
-        to.update({q: sort.axes[p] for q, p in zip(mine, theirs, strict=True) if p != along})
-    sizes = {**dict(enumerate(t.graph.classes[cls].sizes)), column: t.sizes[out][along]}
-    kept = sort.axes[along] if isinstance(entry, tuple) else None
-    start, stride = entry if isinstance(entry, tuple) else (entry, 1)
-    count, size = 1 if kept is None else sizes[kept], sizes[column]
-    if not isinstance(count, int) or not isinstance(size, int) or not count or stride < 1:
+    start, stride, alone = entry
+    sizes: dict[int, Any] = dict(enumerate(t.graph.classes[cls].sizes))
+    count, sizes[column] = 1 if alone else sizes[sort.axes[along]], t.sizes[out][along]
+    if not isinstance(count, int) or not isinstance(sizes[column], int):
         return None
-    places = start + stride * (count - 1) + 1
-    part = ReadPart(start, stride, kept)
-    view = t.view(v)
-    arg = Ref(view.cls, tuple([to[i] for i in view.axes]))
-    return Exit(cls, "sorted", (arg,), (column,), sizes, None, places, output, (sort.cls,), part)
+    if not count or stride < 1:
+        return None
+    arg = t.view(v).over({q: column if p == along else sort.axes[p] for q, p in to.items()})
+    return Exit(
+        cls,
+        "sorted",
+        (arg,),
+        (column,),
+        sizes,
+        places=start + stride * (count - 1) + 1,
+        output=output,
+        through=(sort.cls,),
+        part=ReadPart(start, stride, None if alone else sort.axes[along]),
+    )
 
 
 def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
@@ -229,3 +243,189 @@ def _counts_along_axis(t: TermGraph, v: Any, axis: int) -> bool:
         return False
     view = t.view(v)
     return node_of(t.graph, view.cls).op == IOTA and view.axes == t.positions[v][axis]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Term of a reduction's value: row algebra times one result of a fold.
+
+    kind: the fold's operation (`exp`: Σ e^tile·product·weights; `count`: no operation, the number
+    of columns is in the coefficient). tile: its tile. product: other factors of the summand.
+    weights: a column operand. after: a row operand, summed with the features of the weights.
+    coefficient, factors, exponent: the row algebra. keys: integers that a sum by key sums at.
+    """
+
+    kind: str
+    tile: Ref | None
+    product: Powers = ()
+    weights: Ref | None = None
+    after: Ref | None = None
+    coefficient: float = 1.0
+    factors: Powers = ()
+    exponent: tuple[tuple[Ref, float], ...] = ()
+    keys: tuple[Ref, ...] = ()
+
+    def pairwise(self) -> list[Ref]:
+        """Return the references that the tile reads."""
+        product = [r for r, _ in self.product]
+        return [self.tile, *product] if self.tile else product
+
+    def rows(self) -> list[Ref]:
+        """Return the references that the row algebra reads."""
+        refs = [r for r, _ in self.factors] + [r for r, _ in self.exponent]
+        return [*refs, self.after] if self.after else refs
+
+
+Form = tuple[Piece, ...]
+
+
+def forms(pair: Pair, found: Exit) -> list[Form]:
+    """Return the forms of a reduction, the written form first."""
+    g = pair.g
+    if found.kind == "keyed":
+        product = tuple([(r, ONE) for r in found.args])
+        return [(Piece("keyed", None, product, keys=found.keys),)]
+    if found.kind != "sum":
+        tile = _joined(g, sum_terms(g, found.args[0], 1.0))
+        return [(Piece(found.kind, tile or found.args[0]),)]
+    split = split_sum(pair, found)
+    if split is None:
+        return []
+    weights, rest = split
+    written: Form = (Piece("sum", None, tuple((r, ONE) for r in rest), weights),)
+    if dtype_kind(g.classes[found.cls].dtype) != "f" or pair.inside:
+        return [written]  # compared terms keep the form of the counts they are compared in
+    apart = _log_form(pair, found, weights, rest)
+    return [written] if apart is None else [written, apart]
+
+
+def split_sum(pair: Pair, found: Exit) -> tuple[Ref | None, list[Ref]] | None:
+    """Return the operand that depends on the column alone, and the other operands."""
+    weights: Ref | None = None
+    rest: list[Ref] = []
+    tiled = {i for a in found.args if pair.holds(a) for i in a.axes}
+    for arg in found.args:
+        if pair.column not in arg.axes or pair.holds(arg):
+            rest.append(arg)
+        elif weights is None and len(set(arg.axes)) == len(arg.axes):
+            weights = arg
+        else:
+            return None
+    loose = {i for r in rest for i in r.axes} - tiled
+    return None if loose or not rest else (weights, rest)
+
+
+def _by_column(pair: Pair, items: Iterable[tuple[Ref, Any]]) -> tuple[tuple, tuple]:
+    """Return the items whose references depend on the column, and the other items."""
+    items = tuple(items)
+    inside = tuple(x for x in items if pair.column in x[0].axes)
+    return inside, tuple(x for x in items if x not in inside)
+
+
+def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> Form | None:
+    g = pair.g
+    form, scale = LogLinear((), ()), 1.0
+    for arg in rest:
+        coefficient, ref, _ = _unscaled(g, arg)
+        scale *= coefficient
+        form = form.times(log_linear(g, ref.cls).over(ref.axes))
+    inside, outside = _by_column(pair, form.exponent)
+    if len(inside) > 1:
+        return None  # e^a·e^b as e^(a+b) loses b beside a large a under any shift
+    if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
+        return None  # outside of the sum, its range would change
+    tile = _joined(g, inside)
+    if inside and (tile is None or not pair.holds(tile)):
+        return None
+    product, rows = _by_column(pair, form.factors)
+    if any(abs(p) != 1 for _, p in product):
+        return None
+    piece = Piece("exp" if tile else "sum", tile, product, weights, None, scale, rows, outside)
+    pieces = [_eliminated(pair, p) for p in _distributed(pair, piece, found)]
+    if any(p.kind != "count" and not any(map(pair.holds, p.pairwise())) for p in pieces):
+        return None
+    return tuple(pieces)
+
+
+def _distributed(pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
+    """Yield the term with one sum among its factors distributed, where a part is row algebra."""
+    for k, (ref, power) in enumerate(piece.product):
+        columns, rows = _by_column(pair, sum_terms(pair.g, ref, 1.0))
+        kept = _joined(pair.g, columns) if power == 1 and rows else None
+        if kept is None:
+            continue
+        others = piece.product[:k] + piece.product[k + 1 :]
+        yield replace(piece, product=(*others, (kept, ONE)))
+        alone = not others and piece.tile is None and piece.weights is None
+        kind, many = ("count", found.sizes[pair.column]) if alone else (piece.kind, 1)
+        for row, c in rows:
+            factors, times = (*piece.factors, (row, ONE)), piece.coefficient * c * many
+            yield replace(piece, kind=kind, product=others, factors=factors, coefficient=times)
+        return
+    yield piece
+
+
+def _eliminated(pair: Pair, piece: Piece) -> Piece:
+    """Replace a small contraction among the factors by weights and a later row operand.
+
+    Not where the product is kept in f32, as its factors would be rounded. Nor where other readers
+    round it, since terms that cancel must round alike.
+    """
+    classes = pair.g.classes
+    for k, (ref, power) in enumerate(piece.product if piece.weights is None else ()):
+        scale, inner, narrow = _unscaled(pair.g, ref)
+        if power != 1 or narrow or not pair.holds(inner):
+            continue
+        found = pair.open(inner)
+        others = piece.product[:k] + piece.product[k + 1 :]
+        if found.kind != "dot" or not (others or piece.tile):
+            continue
+        if not any(is_half(classes[a.cls].dtype) for a in found.args):
+            (after, weights), times = found.args, piece.coefficient * scale
+            return replace(piece, product=others, weights=weights, after=after, coefficient=times)
+    return piece
+
+
+def reads(pair: Pair, form: Form) -> list[Ref] | None:
+    """Return the references that must be computed before the fold of a form runs."""
+    out: list[Ref] = []
+    for piece in form:
+        refs = piece.pairwise()
+        tile = explore(pair, filter(pair.holds, refs), piece.keys)
+        if tile is None:
+            return None
+        out += [*tile.operands, *tile.whole, *(r for r in refs if not pair.holds(r))]
+        out += [piece.weights] if piece.weights else []
+    return out
+
+
+def _unscaled(g: EGraph, ref: Ref) -> tuple[float, Ref, bool]:
+    """Return a reference as a number times another; casts between floating types are ignored.
+
+    The third result is True if a half precision lies between the two.
+    """
+    scale, narrow = 1.0, False
+    while True:
+        node = node_of(g, ref.cls)
+        one = node.op == ADD and len(node.args) == 1 and not isinstance(node.attr[0], complex)
+        if not (one or is_cast(node)) or dtype_kind(g.classes[node.args[0].cls].dtype) != "f":
+            return scale, ref, narrow
+        scale *= float(node.attr[0]) if one else 1.0
+        narrow |= is_half(g.classes[ref.cls].dtype)
+        ref = over(ref, node.args[0])
+
+
+def _joined(g: EGraph, terms: Sequence[tuple[Ref, float]]) -> Ref | None:
+    """Return the sum of the terms as one class, so that equal tiles share an e-class."""
+    if not terms:
+        return None
+    dtype = g.classes[terms[0][0].cls].dtype
+    if any(g.classes[r.cls].dtype != dtype for r, _ in terms) or dtype_kind(dtype) != "f":
+        return None
+    if any(not isinstance(c, (int, float)) for _, c in terms):
+        return None
+    if len(terms) == 1 and terms[0][1] == 1:
+        return terms[0][0]
+    refs, coefficients = zip(*terms, strict=True)
+    numbers = tuple(int(c) if c == int(c) else c for c in coefficients)
+    return added(g, ADD, numbers, refs, sizes_of(g, refs), dtype)

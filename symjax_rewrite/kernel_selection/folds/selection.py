@@ -1,6 +1,6 @@
 """Selection of folds: reductions over pairwise terms become folds, which never store the terms.
 
-`pairwise_terms` and `clustering` find candidates in the whole program's terms. `reduction_forms`
+`pairwise_terms` and `clustering` find candidates in the whole program's terms. `reductions`
 writes a reduction in terms of a fold's results. `builder` and `gathered_columns` emit. This module
 decides.
 """
@@ -20,7 +20,7 @@ from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece, named
+from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder, FoldRoute, name_piece
 from symjax_rewrite.kernel_selection.folds.clustering import (
     Cluster,
     ClusterMember,
@@ -39,16 +39,13 @@ from symjax_rewrite.kernel_selection.folds.fold_price import (
     reorders,
 )
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
-from symjax_rewrite.kernel_selection.folds.sparse_reductions import (
-    SparseRoute,
-)
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.usage_records import RouteUse
 
-Route = FoldRoute | ChoiceRoute | SparseRoute | Reread | WideRow
+Route = FoldRoute | ChoiceRoute | Reread | WideRow
 
 
 def known_kernels(kernels: str) -> str:
@@ -69,16 +66,13 @@ class Folds:
     name = "fold"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the reductions over pairs that a fold computes."""
         kernels = context.options.kernels
         if kernels == "off" or not context.reorders():
             return
         terms = context.terms(program)
-        t, need = terms.t, terms.need
-        if t.dim_env:
-            return
         least = context.device.folds.least_pairs if kernels == "auto" else 0
-        yield from _FoldSelection(kernels, context.device).found(t, need, least)
+        if not terms.t.dim_env:
+            yield from _FoldSelection(kernels, context.device).found(terms.t, terms.need, least)
 
 
 class _FoldSelection:
@@ -104,18 +98,17 @@ class _FoldSelection:
         if not changed.wanted <= routed:
             return _each(t, *made)
         hidden = routed - {c for r in routes for c in r.gives()}
-        return _together(t, [*routes, *rereads(changed, routed, hidden)], uses)
+        together = [*routes, *rereads(changed, routed, hidden)]
+        taken = [use for use in uses if use.taken]
+        return [*refusals(uses), *candidates(t, "fold", [(together, taken)])]
 
     def _find(
         self, t: TermGraph, need: Needed, least: int
     ) -> tuple[list[list[Route]], list[RouteUse]]:
         """Return the folds of each cluster, empty where it is refused, and its report entries."""
         single = self.kernels != "auto" or self.device.folds.single_rows
-        found = clusters(
-            t, need, Scope(least, single, self._streams(), self.device.folds.least_of_sort)
-        )
-        if not found:
-            return [], []
+        scope = Scope(least, single, self._streams(), self.device.folds.least_of_sort)
+        found = clusters(t, need, scope)
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
             for cluster in found:
                 cluster.reason = "several devices: XLA might gather a fold's operands"
@@ -124,7 +117,7 @@ class _FoldSelection:
             # Terms of refused clusters are materialised, so that other folds need more.
             made = self._decided(t, need, found)
         groups = [made.get(number, []) for number in range(len(found))]
-        return groups, [_use(t, c, group) for c, group in zip(found, groups, strict=True)]
+        return groups, [*map(partial(_use, t), found, groups)]
 
     def _decided(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
@@ -135,10 +128,10 @@ class _FoldSelection:
         """
         asked = {n: c for n, c in enumerate(found) if not c.reason}
         depth = schedule(t, need, [*asked.values()])
-        wide = wide_rows(t, need, [*asked.values()])
+        wide, narrow = wide_rows(t, need, asked)
         drafts = {
-            n: Draft(t, c, depth, self._streams(), None if n in wide.narrow else wide.rows)
-            for n, c in zip(asked, asked.values(), strict=True)
+            n: Draft(t, c, depth, self._streams(), None if n in narrow else wide)
+            for n, c in asked.items()
         }
         read = Counter(c for d in drafts.values() for each in d.reads() for c in each)
         read.update(also)
@@ -157,7 +150,7 @@ class _FoldSelection:
             return {}
         folds = [r for routes in made.values() for r in routes]
         computed = {c for r in folds for c in r.classes()}
-        rows = [WideRow(t, c) for c in sorted(wide.rows - computed)]
+        rows = [WideRow(t, c) for c in sorted(wide - computed)]
         hidden = computed - {c for r in folds for c in r.gives()}
         wanted = hidden & classes_read(t, [*folds, *rows])
         if not wanted <= also:
@@ -193,15 +186,8 @@ class _FoldSelection:
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
-    """Return a candidate for each cluster that becomes folds."""
     taken = [(group, [use]) for group, use in zip(groups, uses, strict=True) if group]
     return [*refusals(uses), *candidates(t, "fold", taken)]
-
-
-def _together(t: TermGraph, routes: list[Route], uses: list[RouteUse]) -> list[Found]:
-    """Return one candidate for all folds of restated scores."""
-    taken = [use for use in uses if use.taken]
-    return [*refusals(uses), *candidates(t, "fold", [(routes, taken)])]
 
 
 def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
@@ -210,25 +196,18 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
     A value materialised for one fold and recomputed inside another is rounded in two ways. Softmax
     weights from one rounding and their sum from the other would not add up to one.
     """
-    inner, read = _pairs(taken)
+    inner, read = taken.classes()
     for other in found:
         if other is taken or other.reason:
             continue
-        inner_of_other, read_by_other = _pairs(other)
+        inner_of_other, read_by_other = other.classes()
         if inner & read_by_other:
             other.reason = "it reads a pairwise term that another fold does not store"
         elif read & inner_of_other:
             other.reason = "another fold reads the pairwise term it would not store"
 
 
-def _pairs(cluster: Cluster) -> tuple[set[int], set[int]]:
-    """Return the pairwise classes a cluster never materialises, and its tiles' operands."""
-    inner = {r.cls for m in cluster.members for r in m.tile.inner}
-    return inner, {r.cls for m in cluster.members for r in m.tile.operands}
-
-
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
-    """Return the report entry of a cluster."""
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     reason = cluster.reason or f"{cluster.pairs} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
@@ -236,7 +215,11 @@ def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
 
 
 class Draft:
-    """Folds of a cluster before their epilogues, which depend on the reads of all other folds."""
+    """Folds of a cluster before their epilogues, which depend on the reads of all other folds.
+
+    choices: the reductions that select a column. builders: the folds, with the number of folds that
+    precede each.
+    """
 
     def __init__(
         self,
@@ -247,34 +230,30 @@ class Draft:
         wide: frozenset[int] | None,
     ) -> None:
         self.t, self.cluster, self.depth = t, cluster, depth
+        self.choices = [_choice(t, m, wide) for m in cluster.members if m.exit.kind == "at"]
         groups: dict[tuple, list[ClusterMember]] = {}
-        self.choices: list[ChoiceRoute] = []
         for m in cluster.members:
-            if m.exit.kind == "at":
-                self.choices.append(_choice(t, m, wide))
-                continue
-            groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
+            if m.exit.kind != "at":
+                groups.setdefault((m.level, *direction(cluster, m)), []).append(m)
         turned = _turned(groups) if both_ways else {}
         self.builders = [
-            _fold(t, cluster, group, groups.get(turned.get(key, ()), []), wide)
+            (key[0], _fold(t, cluster, group, groups.get(turned.get(key, ()), []), wide))
             for key, group in groups.items()
             if key not in turned.values()
         ]
-        self.levels = [key[0] for key in groups if key not in turned.values()]
 
     def reads(self) -> list[set[int]]:
         """Return the classes that each fold and each column selection reads."""
-        return [*(b.reads() for b in self.builders), *(set(c.needs(c.cls)) for c in self.choices)]
+        return [
+            *(b.reads() for _, b in self.builders),
+            *(set(c.needs(c.cls)) for c in self.choices),
+        ]
 
     def finish(self, kernels: str, need: Needed, read: Counter[int]) -> list[FoldRoute]:
-        """Return the folds; their epilogues return the classes in `read` that they compute.
-
-        Raises:
-            UsageError: the parts of some fold do not fit.
-        """
+        """Return the folds; their epilogues return the classes in `read` that they compute."""
         pairwise = self._never_made(read)
         out: list[FoldRoute] = []
-        for builder, level in zip(self.builders, self.levels, strict=True):
+        for level, builder in self.builders:
             elsewhere = set(read - Counter(builder.reads()))
             late = {c for c, before in self.depth.items() if before > level}
             around = FoldSurroundings(self.t, need, pairwise, elsewhere, late)
@@ -283,7 +262,7 @@ class Draft:
 
     def _never_made(self, read: Counter[int]) -> set[int]:
         """Return the pairwise classes that neither a fold nor an operand of a fold reads."""
-        inner = {r.cls for m in self.cluster.members for r in m.tile.inner}
+        inner, _ = self.cluster.classes()
         operands = class_operands(self.t.graph)
         whole = [cls for cls in inner if cls in read]
         return inner - cone(whole, lambda cls: [a for a in operands(cls) if a in inner])
@@ -323,37 +302,33 @@ def _fold(
 
     The candidates in `turned` reduce in the other direction than the group.
     """
-    first = frame(cluster, group[0])
-    pair = group[0].pair
+    first, pair, found = frame(cluster, group[0]), group[0].pair, group[0].exit
     name = {first.get(pair.row): ROW, first[pair.column]: COLUMN}
     for i in group[0].space:
-        if first[i] not in name:
-            name[first[i]] = f"b{len(name) - 2}"
-    lead = (*(n for n in name.values() if n not in (ROW, COLUMN)), ROW)
-    sizes = {name[first[i]]: int(group[0].exit.sizes[i]) for i in group[0].space}  # pyright: ignore[reportArgumentType]
-    builder = FoldBuilder(t, lead, {ROW: 1, **sizes}, pair, wide)
-    across = (*lead[:-1], COLUMN)
+        name.setdefault(first[i], f"b{len(name) - 2}")
+    batch = tuple(n for n in name.values() if n not in (ROW, COLUMN))
+    sizes = {name[first[i]]: found.sizes[i] for i in group[0].space}
+    tiles = TileBuilder(t, pair, sizes={ROW: 1, **sizes}, wide=wide)
+    builder = FoldBuilder(t, (*batch, ROW), tiles)
     for m in (*group, *turned):
         ids = frame(cluster, m)
-        names = {i: name[ids[i]] for i in m.space}
-        form = tuple(name_piece(p, names) for p in m.form)
-        full: dict[int, Any] = dict(names)
+        full: dict[int, Any] = {i: name[ids[i]] for i in m.space}
+        form = tuple(name_piece(p, full) for p in m.form)
         for before, after in zip(m.form, form, strict=True):
             if before.weights is not None and after.weights is not None:
                 full.update(zip(before.weights.axes, after.weights.axes, strict=True))
-        builder.add(Served(m.exit, form, full, lead if m in group else across))
+        builder.add(Served(m.exit, form, full, (*batch, ROW if m in group else COLUMN)))
     return builder
 
 
 def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> ChoiceRoute:
-    """Return the route of a reduction that selects a column for each row."""
     choice = m.exit.choice
     assert choice is not None
     count = len(t.graph.classes[m.exit.cls].sizes)
-    names: dict[int, Any] = {i: f"b{i}" for i in range(count)}
-    names[m.pair.row], names[m.pair.column] = ROW, COLUMN
-    sizes = {name: int(m.exit.sizes[i]) for i, name in names.items()}  # pyright: ignore[reportArgumentType]
+    names: dict[Any, Any] = {i: f"b{i}" for i in range(count)}
+    names |= {m.pair.row: ROW, m.pair.column: COLUMN}
+    sizes = {name: m.exit.sizes[i] for i, name in names.items()}
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
-    root = builder.build(named(choice.table, names))
-    columns = Columns(builder, tuple(names[i] for i in range(count)))
-    return ChoiceRoute(m.exit.cls, choice, columns, root)
+    root = builder.build(choice.table.over(names))
+    columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))
+    return ChoiceRoute(m.exit.cls, columns, root, choice.fill)

@@ -6,8 +6,8 @@ that rows and columns share, `At(k)` for one element of an axis that is written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,9 +21,10 @@ from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half
-from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, key_of, place_in, run
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, over
+from symjax_rewrite.ir.step_program import Handlers, Step, StepProgram, place_in, run
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, IOTA, MAP, Node, Ref, is_cast, over
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.kernel_selection.folds.gather_patterns import is_counted
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
     COMPARISONS,
     At,
@@ -62,22 +63,22 @@ class TileBuilder(StepProgram):
     pair: Pair = field(init=False)
 
     def __post_init__(self) -> None:
-        like, space = self.like, frozenset(self.sizes)
-        self.pair = like.of(ROW, COLUMN, None if like.single is None else space, like.inside)
+        single = None if self.like.single is None else frozenset(self.sizes)
+        self.pair = replace(self.like, row=ROW, column=COLUMN, single=single)
 
     def build(self, ref: Ref) -> int:
         """Return the number of the step that computes a reference."""
-        found = self.number.get(ref)
-        if found is None:
-            found = self.number[ref] = self._build(ref)
-        return found
+        if ref not in self.number:
+            self.number[ref] = self._build(ref)
+        return self.number[ref]
 
-    def product(self, factors: list[tuple[Ref, Fraction]]) -> int:
+    def product(self, factors: Iterable[tuple[Ref, Fraction]]) -> int:
         """Return the step that multiplies factors to powers of 1 or -1."""
         made = [self._power(self.build(ref), power) for ref, power in factors]
         if len(made) == 1:
             return made[0]
-        return self._times(None, made, self._widest(made))
+        dtypes = [np.dtype(self.steps[s].dtype) for s in made]
+        return self._times(None, made, self._held(str(jnp.result_type(*dtypes))))
 
     def _times(self, data: Any, factors: Sequence[int], dtype: str) -> int:
         """Return the product of factors, where a unit matrix selects the diagonal.
@@ -89,36 +90,26 @@ class TileBuilder(StepProgram):
         if len(rest) in (0, len(factors)):
             return self.add(*product)
         value = rest[0] if len(rest) == 1 else self.add(*product)
-        return self.add("diagonal", None, (self._cast(value, dtype),), dtype)
+        return self.add("diagonal", None, (self.cast(value, dtype),), dtype)
 
     def ranked(self, step: int) -> int:
         """Return the step that maps each value to an integer in sort order."""
-        dtype = np.dtype(self.steps[step].dtype)
-        made = jax.eval_shape(ranks, jax.ShapeDtypeStruct((), dtype))
-        return self.add("rank", None, (step,), str(made.dtype))
+        value = jax.ShapeDtypeStruct((), np.dtype(self.steps[step].dtype))
+        return self.add("rank", None, (step,), str(jax.eval_shape(ranks, value).dtype))
 
     def _power(self, step: int, power: Fraction) -> int:
         if power == 1:
             return step
         dtype = self._held(self.steps[step].dtype)
-        return self.add("apply", (MAP, ("reciprocal", ())), (self._cast(step, dtype),), dtype)
-
-    def _widest(self, steps: list[int]) -> str:
-        dtypes = [np.dtype(self.steps[s].dtype) for s in steps]
-        return self._held(str(jnp.result_type(*dtypes)))
+        return self.add("apply", (MAP, ("reciprocal", ())), (self.cast(step, dtype),), dtype)
 
     def _held(self, dtype: str) -> str:
         """Return the dtype in which tiles hold values of a dtype."""
         return dtype if self.wide is None else held_dtype(dtype)
 
     def dtype_of(self, cls: int) -> str:
-        """Return the dtype in which a class is read."""
         dtype = self.t.graph.classes[cls].dtype
         return held_dtype(dtype) if cls in (self.wide or ()) else dtype
-
-    def as_written(self, step: int, cls: int) -> int:
-        """Return a step rounded as the program rounds a class."""
-        return self._cast(step, self.t.graph.classes[cls].dtype)
 
     def _build(self, ref: Ref) -> int:
         g = self.t.graph
@@ -127,41 +118,44 @@ class TileBuilder(StepProgram):
             return self.add("const", node.attr[0], (), dtype)
         if node.op == IOTA and ref.axes[0] in (ROW, COLUMN):
             return self.add("index", ref.axes[0] == ROW, (), dtype)
-        if ref.cls in self.pair.inside and not self.pair.holds(ref):
-            found = self.pair.reduced(ref)
-        elif not self.pair.holds(ref):
-            if not self._narrow(ref, len(ref.axes)) or not is_elementwise(node):
-                return self._read(ref, dtype)
-            found = Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
-        else:
-            found = self.pair.open(ref)
-        held = self._held(dtype)
-        if found.kind == "apply":
-            return self._applied(node, found, dtype)
-        if found.kind == "dot":
-            return self.add("dot", self._contraction(found, held), (), held)
-        if found.kind == "sum":
-            return self._written_out(found, held)
-        if found.kind == "along":
-            return self._along(found, held)
-        if found.kind in ("hit", "pieces"):
-            place, *values = found.args
-            args = [self._cast(self.build(a), held) for a in values]
-            return self.add(found.kind, found.data, (self.build(place), *args), held)
-        if found.kind == "delta":
-            return self.add("delta", None, (), dtype)
-        if found.kind == "lookup":
-            return self._lookup(found, dtype)
-        if found.kind in ("part", "chosen"):
-            return self.build(found.args[0])
+        found, held = self._opened(ref, node), self._held(dtype)
+        match found.kind:
+            case "apply":
+                return self._applied(node, found, dtype)
+            case "dot":
+                return self.add("dot", self._contraction(found, held), (), held)
+            case "sum":
+                return self._written_out(found, held)
+            case "along":
+                return self._along(found, held)
+            case "hit" | "pieces":
+                place, *values = found.args
+                args = [self.cast(self.build(a), held) for a in values]
+                return self.add(found.kind, found.data, (self.build(place), *args), held)
+            case "delta":
+                return self.add("delta", None, (), dtype)
+            case "lookup":
+                return self._lookup(found, dtype)
+            case "part" | "chosen":
+                return self.build(found.args[0])
         return self._read(ref, dtype)
+
+    def _opened(self, ref: Ref, node: Node) -> Opened:
+        """Return the computation of a reference; terms of one index are computed where small."""
+        if self.pair.holds(ref):
+            return self.pair.open(ref)
+        if ref.cls in self.pair.inside:
+            return self.pair.reduced(ref)
+        if is_elementwise(node) and self._narrow(ref, len(ref.axes)):
+            return Opened("apply", tuple([over(ref, a) for a in node.args]), node.attr)
+        return Opened("leaf")
 
     def _applied(self, node: Node, found: Opened, dtype: str) -> int:
         args = [self.build(a) for a in found.args]
         if self.wide is not None:
             wanted = [self.t.graph.classes[a.cls].dtype for a in found.args]
             wanted, dtype = held_dtypes(node, wanted, dtype)
-            args = [self._cast(a, d) for a, d in zip(args, wanted, strict=True)]
+            args = [self.cast(a, d) for a, d in zip(args, wanted, strict=True)]
         if node.op == CONTRACT:
             return self._times(found.data, args, dtype)
         return self.add("apply", (node.op, found.data), tuple(args), dtype)
@@ -169,14 +163,14 @@ class TileBuilder(StepProgram):
     def _lookup(self, found: Opened, dtype: str) -> int:
         table, *places = found.args
         name = {i: feature(table.cls, s) for s, i in enumerate(table.axes) if isinstance(i, tuple)}
-        made = [self.key_of(p, c) for p, c in zip(places, found.data.counted, strict=True)]
-        data = (self._place_of(_renamed(table, name)), len(places), found.data.fill)
+        made = [self.key_of(place) for place in places]
+        data = (self._place_of(_renamed(table, name)), len(places), found.data)
         held = self.t.graph.classes[table.cls].dtype
-        return self._cast(self.add("lookup", data, tuple(made), held), dtype)
+        return self.cast(self.add("lookup", data, tuple(made), held), dtype)
 
-    def key_of(self, place: Ref, counted: bool) -> int:
+    def key_of(self, place: Ref) -> int:
         """Return the step of integers that a lookup or a sum by key reads."""
-        if counted:
+        if is_counted(self.t.graph, place.cls):
             return self.build(place)
         return self._read(place, self.t.graph.classes[place.cls].dtype)
 
@@ -194,19 +188,18 @@ class TileBuilder(StepProgram):
     def _read(self, ref: Ref, dtype: str) -> int:
         stored = self._stored(ref)
         if stored is not None:  # the kernel widens integers
-            return self._cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
+            return self.cast(self._read(stored, self.t.graph.classes[stored.cls].dtype), dtype)
         dtype = self.dtype_of(ref.cls)
         return self.add("value", self._place_of(ref), (), dtype)
 
     def _place_of(self, ref: Ref) -> int:
-        """Return the position of an operand among the tile's operands."""
         return place_in(self.reads, self.operand(ref))
 
     def _stored(self, ref: Ref) -> Ref | None:
         """Return the integers that an exact cast widens."""
         g = self.t.graph
         node = node_of(g, ref.cls)
-        if node.op != MAP or node.attr[0] != "convert_element_type":
+        if not is_cast(node):
             return None
         arg = over(ref, node.args[0])
         wide, narrow = (g.classes[c].dtype for c in (ref.cls, arg.cls))
@@ -218,20 +211,17 @@ class TileBuilder(StepProgram):
 
         of_row: the operand is the row operand of a contraction, so a single row gets its axis here.
         """
-        g = self.t.graph
-        sizes = g.classes[ref.cls].sizes
-        names = tuple([a for a in ref.axes if not isinstance(a, At)])
-        for name, size in zip(ref.axes, sizes, strict=True):
+        axes: tuple[Any, ...] = ref.axes
+        sizes: tuple[Any, ...] = self.t.graph.classes[ref.cls].sizes
+        names = tuple([a for a in axes if not isinstance(a, At)])
+        for name, size in zip(axes, sizes, strict=True):
             if not isinstance(name, At):
-                self.sizes.setdefault(str(name), int(size))  # pyright: ignore[reportArgumentType]
+                self.sizes.setdefault(name, int(size))
         added = (ROW,) if of_row and self.pair.single is not None else ()
-        entry = (ref.cls, (*ref.axes, *added))
-        spec = Operand((*names, *added), self.dtype_of(ref.cls))  # pyright: ignore[reportArgumentType]
-        if entry in self.inputs:
-            return self.inputs.index(entry)
-        self.inputs.append(entry)
-        self.operands.append(spec)
-        return len(self.inputs) - 1
+        number = place_in(self.inputs, (ref.cls, (*ref.axes, *added)))
+        if number == len(self.operands):
+            self.operands.append(Operand((*names, *added), self.dtype_of(ref.cls)))
+        return number
 
     def _contraction(self, found: Opened, dtype: str) -> int:
         tokens, attr = found.data
@@ -250,34 +240,27 @@ class TileBuilder(StepProgram):
         wide = "float32" if is_half(dtype) else dtype
         terms = []
         for k in range(count):
-            at = [
-                Ref(a.cls, tuple([At(k) if i == token else i for i in a.axes]))  # pyright: ignore[reportArgumentType]
-                for a in found.args
-            ]
-            made = [self._cast(self.build(a), wide) for a in at]
+            at = [_renamed(a, {token: At(k)}) for a in found.args]
+            made = [self.cast(self.build(a), wide) for a in at]
             product = ("apply", (CONTRACT, None), tuple(made), wide)
             terms.append(made[0] if len(made) == 1 else self.add(*product))
         total = self.add("apply", (ADD, (1,) * count), tuple(terms), wide)
-        return self._cast(total, dtype)
+        return self.cast(total, dtype)
 
     def _along(self, found: Opened, dtype: str) -> int:
         """Return a row value from whole rows of the tile."""
         monoid, of_row = found.data
         wide = "float32" if is_half(dtype) and monoid == "sum" else dtype
-        args = [self._cast(self.build(a), wide) for a in found.args]
+        args = [self.cast(self.build(a), wide) for a in found.args]
         product = args[0] if len(args) == 1 else self._times(None, args, wide)
         self.whole = ROW if of_row else COLUMN
-        return self._cast(self.add("along", (monoid, of_row), (product,), wide), dtype)
+        return self.cast(self.add("along", (monoid, of_row), (product,), wide), dtype)
 
-    def _cast(self, step: int, dtype: str) -> int:
+    def cast(self, step: int, dtype: str) -> int:
         if self.steps[step].dtype == dtype:
             return step
         cast = (MAP, ("convert_element_type", (("new_dtype", dtype),)))
         return self.add("apply", cast, (step,), dtype)
-
-    def key(self, roots: tuple[int, ...]) -> tuple:
-        """Return a key that is equal for equal tile programs."""
-        return ("route", roots, key_of(self.steps))
 
 
 def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str], str]:
@@ -285,17 +268,12 @@ def held_dtypes(node: Node, dtypes: Sequence[str], dtype: str) -> tuple[list[str
 
     Half precision is held in f32. A cast rounds as written. A comparison compares the rounded
     values of the program, since rounded values may tie where unrounded values do not.
-
-    Args:
-        node: the node.
-        dtypes: of its operands, as the program has them.
-        dtype: of its result.
     """
     name = node.attr[0] if node.op == MAP else ""
     if name in COMPARISONS or dtype_kind(dtype) != "f":
         return [*dtypes], dtype
     held = [held_dtype(d) for d in dtypes]
-    return held, dtype if name == "convert_element_type" else held_dtype(dtype)
+    return held, dtype if is_cast(node) else held_dtype(dtype)
 
 
 def feature(cls: int, slot: int) -> str:
@@ -310,7 +288,7 @@ def _renamed(ref: Ref, name: dict[Any, Any]) -> Ref:
 def unwidened(g: EGraph, ref: Ref) -> Ref:
     """Return the half-precision value that a cast to f32 widens: products with it are the same."""
     node = node_of(g, ref.cls)
-    if node.op != MAP or node.attr[0] != "convert_element_type":
+    if not is_cast(node):
         return ref
     arg = node.args[0]
     if g.classes[ref.cls].dtype != "float32" or not is_half(g.classes[arg.cls].dtype):
@@ -342,15 +320,7 @@ def tile_function(
 def tile_handlers(
     dots: Any, values: Any, i: Any, j: Any, primitives: Mapping[str, Any]
 ) -> Handlers:
-    """Return handlers of a tile's steps, whose values broadcast.
-
-    Args:
-        dots: the contractions.
-        values: the operands read.
-        i: row numbers.
-        j: column numbers.
-        primitives: those that the program brings, by name.
-    """
+    """Return handlers of a tile's steps, whose values broadcast; i: row, j: column numbers."""
 
     def only(here: Any, value: Any) -> Any:
         return jnp.where(here, value, jnp.zeros((), value.dtype))
@@ -366,10 +336,6 @@ def tile_handlers(
             piece = jnp.where(place >= start, other, piece)
         return piece
 
-    def lookup(data: tuple, args: list[Any], dtype: str) -> Any:
-        place, count, fill = data
-        return looked_up(values[place], args[:count], fill)
-
     return handlers(
         primitives,
         index=lambda of_row, args, dtype: (i if of_row else j).astype(np.dtype(dtype)),
@@ -381,11 +347,11 @@ def tile_handlers(
         along=lambda data, args, dtype: _reduced(data, args[0], i, j),
         hit=hit,
         pieces=pieces,
-        lookup=lookup,
+        lookup=lambda data, args, dtype: _looked_up(values[data[0]], args[: data[1]], data[2]),
     )
 
 
-def looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
+def _looked_up(table: Any, places: Sequence[Any], fill: Any) -> Any:
     """Return a table `[lead.., 1, 1, k..]` at integers `[lead.., m, n]`, one array for each k.
 
     fill: returned out of range; with None the nearest index is read.

@@ -9,19 +9,18 @@ rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.codegen.emission import Array
-from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.dataflow import Needed, cone, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import held_dtype, is_half
-from symjax_rewrite.ir.term import ADD, DELTA, MAP, Node
+from symjax_rewrite.ir.term import ADD, DELTA, MAP, is_cast
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -34,18 +33,10 @@ from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
 _CHOICES = ("select_n", "max", "min", "clamp", "convert_element_type")  # their result is an operand
 
 
-class Wide(NamedTuple):
-    """Row values that are held in f32.
-
-    rows: their classes. narrow: numbers of clusters in which everything rounds as it is written.
-    """
-
-    rows: frozenset[int]
-    narrow: frozenset[int]
-
-
-def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
-    """Find the row values that the folds of some clusters exchange in f32.
+def wide_rows(
+    t: TermGraph, need: Needed, found: Mapping[int, Cluster]
+) -> tuple[frozenset[int], set[int]]:
+    """Return the row values that folds exchange in f32, and the clusters that round as written.
 
     Exponentials are shifted by a maximum. The program may read this maximum in half precision
     beside sums of these exponentials. Both must use the same shift, so the tiles of such a cluster
@@ -53,15 +44,12 @@ def wide_rows(t: TermGraph, need: Needed, found: Sequence[Cluster]) -> Wide:
     """
     narrow: set[int] = set()
     while True:
-        members = [m for n, c in enumerate(found) if n not in narrow for m in c.members]
+        held = {n: c for n, c in found.items() if n not in narrow}
+        members = [m for c in held.values() for m in c.members]
         rows = _rows(t, need, members)
-        read = {
-            n
-            for n, c in enumerate(found)
-            if n not in narrow and _reads_shift(t.graph, need, c, rows, members)
-        }
+        read = {n for n, c in held.items() if _reads_shift(t.graph, need, c, rows, members)}
         if not read:
-            return Wide(rows, frozenset(narrow))
+            return rows, narrow
         narrow |= read
 
 
@@ -71,10 +59,11 @@ def _rows(t: TermGraph, need: Needed, members: Sequence[ClusterMember]) -> froze
     pairwise = _pairwise(members)
     rows: set[int] = set()
     for cls in need.order:
-        m = exits.get(cls)
-        if (m is not None and _is_row(t.graph, m)) or (
-            m is None and cls not in pairwise and _follows(t, cls, rows, exits)
-        ):
+        if cls in exits:
+            wide = _is_row(t.graph, exits[cls])
+        else:
+            wide = cls not in pairwise and _follows(t, cls, rows, exits)
+        if wide:
             rows.add(cls)
     return frozenset(rows)
 
@@ -94,23 +83,16 @@ def _follows(t: TermGraph, cls: int, rows: set[int], exits: dict[int, ClusterMem
     """Return True if a class is elementwise in wide row values, and no larger than they are."""
     g = t.graph
     node, dtype = node_of(g, cls), g.classes[cls].dtype
-    if not is_elementwise(node) or dtype_kind(dtype) != "f" or _jumps(node):
+    if not is_elementwise(node) or dtype_kind(dtype) != "f":
         return False
+    if node.op == MAP and node.attr[0] in (*COMPARISONS, "reduce_precision"):
+        return False  # it compares, or is a cast written in the program
     if any(node_of(g, a.cls).op == DELTA for a in node.args):
         return False
-    if _is_cast(node) and is_half(dtype):
+    if is_cast(node) and is_half(dtype):
         return _would_be_half(g, node.args[0].cls, rows, exits)
     size = max((elements(t, a.cls) for a in node.args if a.cls in rows), default=0)
     return size > 0 and elements(t, cls) <= size
-
-
-def _jumps(node: Node) -> bool:
-    """Return True if a node compares, or is a cast written in the program."""
-    return node.op == MAP and node.attr[0] in (*COMPARISONS, "reduce_precision")
-
-
-def _is_cast(node: Node) -> bool:
-    return node.op == MAP and node.attr[0] == "convert_element_type"
 
 
 def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, ClusterMember]) -> bool:
@@ -121,18 +103,15 @@ def _would_be_half(g: EGraph, cls: int, rows: set[int], exits: dict[int, Cluster
         node = node_of(g, cls)
     if cls in exits:
         return _is_sum_of_halves(g, exits[cls])
-    if not _is_cast(node):
-        return False
-    inner = node.args[0].cls
-    return inner in rows and is_half(g.classes[inner].dtype)
+    arg = node.args[0].cls if is_cast(node) else -1
+    return arg in rows and is_half(g.classes[arg].dtype)
 
 
 def _is_sum_of_halves(g: EGraph, m: ClusterMember) -> bool:
-    """Return True for a sum of half-precision values in f32."""
     if m.exit.kind != "sum":
         return False
     nodes = [node_of(g, a.cls) for a in m.exit.args]
-    return all(_is_cast(n) and is_half(g.classes[n.args[0].cls].dtype) for n in nodes)
+    return all(is_cast(n) and is_half(g.classes[n.args[0].cls].dtype) for n in nodes)
 
 
 def _reads_shift(
@@ -145,21 +124,20 @@ def _reads_shift(
     """Return True if a cluster's maximum is read in half precision outside of folds."""
     shifts = {m.exit.cls for m in cluster.members if m.exit.kind in ("max", "min")} & rows
     held = rows | _pairwise(members)
-    stack = [*shifts]
-    while stack:
-        cls = stack.pop()
-        if not is_half(g.classes[cls].dtype):
-            continue
-        if cls in need.outside:
-            return True
-        for user in need.users.get(cls, ()):
-            node = node_of(g, user)
-            if user not in held and dtype_kind(g.classes[user].dtype) == "f":
-                return True
-            if user in rows and node.op == MAP and node.attr[0] in _CHOICES and user not in shifts:
-                shifts.add(user)
-                stack.append(user)
-    return False
+
+    def users(cls: int) -> list[int]:
+        return need.users.get(cls, []) if is_half(g.classes[cls].dtype) else []
+
+    def passes(cls: int) -> bool:
+        """Return True if a class returns one of its operands."""
+        node = node_of(g, cls)
+        return cls in rows and node.op == MAP and node.attr[0] in _CHOICES
+
+    found = cone(shifts, lambda cls: filter(passes, users(cls)))
+    if any(cls in need.outside and is_half(g.classes[cls].dtype) for cls in found):
+        return True
+    readers = {u for cls in found for u in users(cls)} - held
+    return any(dtype_kind(g.classes[u].dtype) == "f" for u in readers)
 
 
 @dataclass(slots=True)
@@ -170,27 +148,20 @@ class WideRow(OneClass):
     cls: int
 
     def needs(self, cls: int) -> list[int]:
-        """Return the classes that must be computed before this class."""
         return [a.cls for a in node_of(self.t.graph, cls).args]
 
+    def wide_classes(self) -> set[int]:
+        return {self.cls}
+
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value over the class's indices, and its slots."""
         data, slots = emitter.wide_array(cls)
         return data.astype(np.dtype(self.t.graph.classes[cls].dtype)), slots
 
-    def wide_classes(self) -> set[int]:
-        """Return the class, which is available in f32."""
-        return {self.cls}
-
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
-        """Return the value in f32, and its slots."""
         g = self.t.graph
         node, dtype = node_of(g, cls), held_dtype(g.classes[cls].dtype)
-        operands = [emitter.operand(a, _widened(emitter.wide_array(a.cls))) for a in node.args]
+        arrays = [emitter.wide_array(a.cls) for a in node.args]
+        widened = [x._replace(data=x.data.astype(held_dtype(str(x.data.dtype)))) for x in arrays]
+        operands = [emitter.operand(a, x) for a, x in zip(node.args, widened, strict=True)]
         sizes = term_lowering.jax_sizes(g.classes[cls].sizes, emitter.env)
         return term_lowering.lower_node(node, operands, sizes, dtype, self.t.primitives)
-
-
-def _widened(array: Array) -> Array:
-    dtype = str(array.data.dtype)
-    return array._replace(data=array.data.astype(np.dtype(held_dtype(dtype))))

@@ -169,6 +169,23 @@ def test_a_maximum_that_leaves_belongs_to_its_sum(widened):
     assert error <= 1.1 * usual, (error, usual)
 
 
+def test_a_refused_term_does_not_change_the_rounding_of_a_fold():
+    """The fold rounds as written, since its maximum leaves; so it does beside other terms."""
+
+    def parts(q, k):
+        scores = q @ k.T * 8
+        shift = scores.max(-1)
+        return shift, jnp.exp((scores - shift[:, None]).astype(F32)).sum(-1)
+
+    def beside(q, k):
+        kept = jnp.tanh(q @ q.T)
+        return kept, jnp.exp(-kept).sum(-1), *parts(q, k)
+
+    q, k, *_ = inputs(300, "bfloat16")
+    alone, ours = (sym_optimize(f, kernels="always")(q, k) for f in (parts, beside))
+    np.testing.assert_array_equal(ours[-1], alone[-1])
+
+
 @pytest.mark.parametrize("fill", [-np.inf, -1e30, "least"])
 def test_rows_without_keys_are_as_written(fill):
     def masked(q, k, v, seen):

@@ -1,0 +1,91 @@
+"""Terms added over any indices, and slices of terms that do not materialise the whole terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from symjax_rewrite.ir.dataflow import node_of
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.term import CONCAT, SLICE, Node, Ref, over
+from symjax_rewrite.kernel_selection.folds.pairwise_terms import is_elementwise
+
+MOST_DEPTH = 64  # limit on elementwise steps in a chain computed at sliced indices
+
+
+def sizes_of(g: EGraph, refs: Sequence[Ref]) -> dict[Any, Any]:
+    """Return the size of each index that references read."""
+    return {i: s for r in refs for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
+
+
+def added(
+    g: EGraph, op: str, attr: Any, refs: Sequence[Ref], sizes: Mapping[Any, Any], dtype: str
+) -> Ref:
+    """Add a node without bound indices; return its value over the indices of its operands."""
+    used = sorted({i for r in refs for i in r.axes if i in sizes}, key=str)
+    local = {i: n for n, i in enumerate(used)}
+    args = tuple([Ref(r.cls, tuple([local.get(i, -1) for i in r.axes])) for r in refs])
+    made = g.add(op, attr, args, tuple([sizes[i] for i in used]), (), dtype)
+    return made.over(used)
+
+
+def sliced(g: EGraph, ref: Ref, index: int, entry: Any, size: int) -> Ref:
+    """Return `size` elements of an index from `(start, stride)` on, or the element `entry`."""
+    if index not in ref.axes:
+        return ref
+    sizes = sizes_of(g, [ref]) | {index: size}
+    if isinstance(entry, int):
+        del sizes[index]
+    attr = tuple([entry if i == index else None for i in ref.axes])
+    return added(g, SLICE, attr, [ref], sizes, g.classes[ref.cls].dtype)
+
+
+def narrowed(
+    g: EGraph,
+    ref: Ref,
+    index: int,
+    start: int,
+    size: int,
+    opens: Callable[[int], bool],
+    known: dict[tuple, Ref],
+    depth: int = 0,
+) -> Ref:
+    """Slice one index of a reference without materialising a concatenation along it.
+
+    opens: returns True for elementwise classes that read sliced operands instead. known: slices
+    that were made before. depth: number of classes that were opened on the way.
+    """
+    if index not in ref.axes:
+        return ref
+    key = (ref, index, start, size)
+    if key not in known:
+        node = node_of(g, ref.cls)
+        part = _part_of(node, ref, index, start, size)
+        if part is None and is_elementwise(node) and depth < MOST_DEPTH and opens(ref.cls):
+            refs = [
+                narrowed(g, over(ref, a), index, start, size, opens, known, depth + 1)
+                for a in node.args
+            ]
+            sizes = sizes_of(g, [ref]) | {index: size}
+            part = added(g, node.op, node.attr, refs, sizes, g.classes[ref.cls].dtype)
+        known[key] = part or sliced(g, ref, index, (start, 1), size)
+    return known[key]
+
+
+def _part_of(node: Node, ref: Ref, index: int, start: int, size: int) -> Ref | None:
+    """Return the operand of a concatenation that is exactly a slice of it."""
+    if node.op == CONCAT and ref.axes[node.attr[0]] == index:
+        first = 0
+        for a, length in zip(node.args, node.attr[1], strict=True):
+            if (first, length) == (start, size):
+                return over(ref, a)
+            first += length
+    return None
+
+
+def entry_along(node: Node, slot: int) -> tuple[int, int, bool] | None:
+    """Return (start, stride, True if one element alone) of a slice along one slot; else None."""
+    entry = node.attr[slot]
+    if entry is None or any(x is not None for k, x in enumerate(node.attr) if k != slot):
+        return None
+    return (*entry[:2], False) if isinstance(entry, tuple) else (entry, 1, True)
