@@ -203,21 +203,14 @@ def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[
     if not shifts:
         return None
     kept = [p for p in parts if p not in shifts]
-    out = opened(*kept[0]) if len(kept) == 1 else {_joined(g, kept): 1.0}
+    if len(kept) == 1:
+        out = opened(*kept[0])
+    else:
+        args, coefficients = zip(*kept, strict=True)
+        out = {g.apply(ADD, coefficients, args, g.classes[args[0].cls].dtype): 1.0}
     for term, c in shifts:
         out[term] = out.get(term, 0.0) + c
     return out
-
-
-def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
-    """Return the sum of some terms as a class of its own."""
-    # Index names may be of several types here.
-    used = sorted({i for r, _ in parts for i in r.axes}, key=str)
-    size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
-    args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
-    sizes, dtype = tuple(size_of[i] for i in used), g.classes[parts[0][0].cls].dtype
-    found = g.add(ADD, tuple(c for _, c in parts), args, sizes, (), dtype)
-    return found.over(used)
 
 
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:

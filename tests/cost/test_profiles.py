@@ -46,9 +46,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "MOST_STEPS": SEARCH,
     },
     "kernel_selection.folds.sparse_reductions": {"MOST_CUT": SEARCH, "MOST_ELEMENTS": EXACT},
-    "kernel_selection.folds.vanishing_gradients": dict.fromkeys(
-        ("MAX_TERMS", "MAX_DEPTH", "MOST_FLAT"), SEARCH
-    ),
+    "kernel_selection.folds.vanishing_gradients": {
+        "POINTS": SEARCH,
+        "MOST_ELEMENTS": SEARCH,
+        "STEEPEST": NUMERICS,
+        "NOISE": NUMERICS,
+    },
     "kernel_selection.mask_bounds": {"SCAN_LIMIT": SEARCH, "LOW": NUMERICS, "INTEGERS": EXACT},
     "kernel_selection.norms.epilogue": {"MAX_INSIDE": SEARCH},
     "kernel_selection.norms.normalized_operand": dict.fromkeys(

@@ -66,7 +66,7 @@ def forms(pair: Pair, found: Exit) -> list[Form]:
         product = tuple([(r, ONE) for r in found.args])
         return [(Piece("keyed", None, product, keys=found.keys),)]
     if found.kind != "sum":
-        tile = _joined(g, sum_terms(g, found.args[0], 1.0), found)
+        tile = _joined(g, sum_terms(g, found.args[0], 1.0))
         return [(Piece(found.kind, tile or found.args[0]),)]
     split = split_sum(pair, found)
     if split is None:
@@ -108,7 +108,7 @@ def _log_form(pair: Pair, found: Exit, weights: Ref | None, rest: list[Ref]) -> 
         return None  # e^a·e^b as e^(a+b) loses b beside a large a under any shift
     if not inside and not is_moderate(scale, g.classes[found.cls].dtype):
         return None  # outside of the sum, its range would change
-    tile = _joined(g, inside, found) if inside else None
+    tile = _joined(g, inside) if inside else None
     if inside and (tile is None or not pair.holds(tile)):
         return None
     product = tuple(x for x in form.factors if pair.column in x[0].axes)
@@ -130,7 +130,7 @@ def _distributed(g: EGraph, pair: Pair, piece: Piece, found: Exit) -> Iterator[P
         if power != 1 or not rows or len(rows) == len(terms):
             continue
         others = piece.product[:k] + piece.product[k + 1 :]
-        kept = _joined(g, [x for x in terms if pair.column in x[0].axes], found)
+        kept = _joined(g, [x for x in terms if pair.column in x[0].axes])
         if kept is None:
             continue
         yield replace(piece, product=(*others, (kept, ONE)))
@@ -202,7 +202,7 @@ def _is_narrowed(g: EGraph, ref: Ref, inner: Ref) -> bool:
     return False
 
 
-def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | None:
+def _joined(g: EGraph, terms: list[tuple[Ref, float]]) -> Ref | None:
     """Return the sum of the terms as one class, so that equal tiles share an e-class."""
     if not terms:
         return None
@@ -213,11 +213,5 @@ def _joined(g: EGraph, terms: list[tuple[Ref, float]], found: Exit) -> Ref | Non
         return None
     if len(terms) == 1 and terms[0][1] == 1:
         return terms[0][0]
-    used = sorted({i for r, _ in terms for i in r.axes}, key=str)
-    local = {i: n for n, i in enumerate(used)}
-    size_of = {i: s for r, _ in terms for i, s in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
-    args = tuple(Ref(r.cls, tuple(local[i] for i in r.axes)) for r, _ in terms)
     coefficients = tuple(int(c) if c == int(c) else c for _, c in terms)
-    sizes = tuple(size_of[i] for i in used)
-    ref = g.add(ADD, coefficients, args, sizes, (), dtype)
-    return Ref(ref.cls, tuple(used[i] for i in ref.axes))
+    return g.apply(ADD, coefficients, [r for r, _ in terms], dtype)
