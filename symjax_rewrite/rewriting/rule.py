@@ -24,6 +24,7 @@ from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
+from symjax_rewrite.rewriting.laws import Sides
 
 ASSOCIATIVITY = "associativity"
 DISTRIBUTIVITY = "distributivity"
@@ -92,6 +93,10 @@ class RuleContext:
             return False
         return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
 
+    def has(self, cls: int, op: str) -> bool:
+        """Return True if a class has a node of some kind."""
+        return any(n.op == op for n in self.g.classes[cls].nodes)
+
     def is_whole(self, cls: int) -> bool:
         """Return True if a sum would lose digits if another sum or product opened it."""
         g = self.g
@@ -122,32 +127,21 @@ Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """The two sides of a law as JAX functions of the same arguments.
-
-    shapes: one word per argument, one letter per axis, as of a specimen: `n!9` are indices, `*do`
-    is frozen; r and s are small. both: a function of arrays that returns (left, right). kinds: of
-    dtypes for which it holds: float, complex, int, or Float of at least 32 bits.
-    """
-
-    shapes: str
-    both: Callable[..., tuple[Any, Any]]
-    kinds: str = "fci"
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Return the shapes of the arguments, one word each."""
-        return tuple(self.shapes.split(","))
-
-
-@dataclass(frozen=True, slots=True)
 class Axiom:
     """A law of the calculus.
 
-    name: its name in mathematics. law: the equations as text, separated by `;`. sides: the same
-    equations as programs. property: one of the six properties. on: kinds of nodes it applies to.
-    needs: kinds of nodes, one of which the e-graph must hold for the law to apply. numerics: the
-    level it needs.
+    name: its name in mathematics.
+    law: the equations as text, separated by `;`.
+    property: one of `PROPERTIES`.
+    on: kinds of nodes that the function receives.
+    apply: the function `(context, class, node) -> equal references`.
+    numerics: the level it needs (`exact`, `reassoc`, `finite`, `cancels`).
+    source: its source, if it is not arithmetic.
+    again: True if it reads every node of its operands, so that new nodes matter.
+    everywhere: True if it also applies to products that their user opens anyway.
+    not_after: rules whose results it would only undo.
+    needs: kinds of nodes, one of which the e-graph must hold for the law to apply.
+    sides: the equations as programs, which `check_rule` compares.
     """
 
     name: str
@@ -160,7 +154,7 @@ class Axiom:
     again: bool = False
     everywhere: bool = False
     not_after: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
     sides: tuple[Sides, ...] = ()
 
     def reason(self, cls: int) -> Justification:
@@ -169,55 +163,24 @@ class Axiom:
 
 
 def axiom(
-    law: str,
-    *,
-    property: str,
-    on: tuple[str, ...],
-    numerics: str = "reassoc",
-    source: str = "",
-    again: bool = False,
-    everywhere: bool = False,
-    not_after: tuple[str, ...] = (),
-    needs: tuple[str, ...] = (),
-    sides: tuple[Sides, ...] = (),
+    *laws: str | Sides, property: str, on: tuple[str, ...], **options: Any
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
     Args:
-        law: the equation, as text.
+        laws: the equations: text that `check_rule` evaluates (`laws.law`), or text alone.
         property: one of `PROPERTIES`.
         on: kinds of nodes that the function receives.
-        numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
-        source: the source of the law, if it is not arithmetic.
-        again: True if it reads every node of its operands, so that new nodes matter.
-        everywhere: True if it also applies to products that their user opens anyway.
-        not_after: rules whose results it would only undo.
-        needs: kinds of nodes without any of which the law cannot apply.
-        sides: both sides of each equation of the law as programs, which `check_rule` compares.
+        options: further fields of `Axiom`.
 
     Raises:
         RuleError: the property or the numerics level is unknown.
     """
     _check_properties((property,))
-    _check_level(numerics)
-
-    def make(apply: Apply) -> Axiom:
-        return Axiom(
-            apply.__name__,
-            law,
-            property,
-            on,
-            apply,
-            numerics,
-            source,
-            again,
-            everywhere,
-            not_after,
-            frozenset(needs),
-            sides,
-        )
-
-    return make
+    _check_level(options.get("numerics", "reassoc"))
+    text = "; ".join([x if isinstance(x, str) else x.text for x in laws])
+    sides = tuple(x for x in laws if isinstance(x, Sides))
+    return lambda apply: Axiom(apply.__name__, text, property, on, apply, sides=sides, **options)
 
 
 @dataclass(frozen=True, slots=True)

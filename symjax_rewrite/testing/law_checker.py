@@ -1,6 +1,6 @@
 """The check of an axiom against its stated laws.
 
-Each side of a law is a JAX function (`rewriting.rule.Sides`). The sides must have equal values at
+Each side of a law is a JAX function (`rewriting.laws.Sides`). The sides must have equal values at
 random arguments. The axiom must fire on the left side. The cheapest form that the axiom makes of
 the left side must not cost more than the right side as written.
 """
@@ -18,7 +18,8 @@ from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
-from symjax_rewrite.rewriting.rule import Axiom, Sides, line_of
+from symjax_rewrite.rewriting.laws import Sides
+from symjax_rewrite.rewriting.rule import Axiom, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 from symjax_rewrite.testing.rule_examples import Sizes, Specimen, arguments, size_tables
@@ -40,7 +41,7 @@ def check_laws(rule: Axiom) -> int:
         raise RuleError(
             f"axiom {rule.name!r} states {stated} laws",
             where=line_of(rule),
-            expected="sides=(...) with the two sides of each, in order",
+            expected="law(...) or Sides(...) for each, in order",
             got=f"{len(rule.sides)} pairs of sides",
         )
     for law in rule.sides:
