@@ -191,7 +191,7 @@ def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> b
 
 
 def _distributed(r: RightSide, p: Product, k: int, total: Node) -> Ref | None:
-    terms, coefficients = [], []
+    terms = []
     for coefficient, arg in zip(total.attr, total.args, strict=True):
         inner = flattest(r.g, arg.cls)
         inner = inner._replace(coefficient=inner.coefficient * coefficient)
@@ -200,9 +200,8 @@ def _distributed(r: RightSide, p: Product, k: int, total: Node) -> Ref | None:
         ref = r.ordered(parted[1]) if parted else None
         if parted is None or ref is None:
             return None
-        terms.append(ref)
-        coefficients.append(parted[0])
-    return r.sum(coefficients, terms)
+        terms.append((parted[0], ref))
+    return r.sum(*terms)
 
 
 def splice(p: Product, k: int, at: Ref, inner: Product) -> Product:
@@ -244,7 +243,7 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         return
     if any(v == 0 for v in terms.values()) or (is_half(dtype) and len(terms) < len(node.args)):
         return
-    yield RightSide.of(ctx, flatten_sum, cls).sum(terms.values(), terms)
+    yield RightSide.of(ctx, flatten_sum, cls).sum(*terms.pairs())
 
 
 class _Terms(dict[Ref, Any]):
@@ -261,6 +260,10 @@ class _Terms(dict[Ref, Any]):
             return False
         self[ref] = old + k
         return True
+
+    def pairs(self) -> Iterator[tuple[Any, Ref]]:
+        """Yield the coefficients and the terms."""
+        return ((k, ref) for ref, k in self.items())
 
 
 def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
@@ -302,7 +305,7 @@ def _inner_terms(
         return opened
     if len(exact) == len(opened):
         return None
-    rest = RightSide.of(ctx, flatten_sum, arg.cls).sum(*zip(*exact, strict=True))
+    rest = RightSide.of(ctx, flatten_sum, arg.cls).sum(*exact)
     return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]
 
 
@@ -389,7 +392,8 @@ def _shared_factors(terms: list[_Term], out: int) -> Iterator[tuple[list[_Term],
 def _anchored(terms: list[_Term], anchor: int, out: int) -> Iterator[tuple[list[_Term], Match]]:
     """Yield the terms that share a factor of the first term, with every set of shared factors."""
     lead, *others = terms
-    group, maps, shared = [lead], list[Renaming](), [(anchor,)]
+    group, maps = [lead], list[Renaming]()
+    shared: list[tuple[int, ...]] = [(anchor,)]
     for t in others:
         found = _find(t, lead.factors[anchor], (), {}, out)
         if found is not None:
@@ -458,8 +462,7 @@ def _factored(r: RightSide, node: Node, group: list[_Term], shared: Match) -> Re
     others = [k for k in range(len(node.args)) if k not in inside]
     if not others:
         return r.scaled(power, product)
-    terms = (product, *(node.args[k] for k in others))
-    return r.sum((power, *(node.attr[k] for k in others)), terms)
+    return r.sum((power, product), *((node.attr[k], node.args[k]) for k in others))
 
 
 def _is_made(ctx: RuleContext, rest: Ref) -> bool:
@@ -498,7 +501,7 @@ def _remainder(
         r.refuse(f"weights stored differently ({', '.join(sorted(storages))})")
         return None
     total = _Terms(r.dtype)
-    return r.sum(total.values(), total) if all(total.put(*term) for term in terms) else None
+    return r.sum(*total.pairs()) if all(total.put(*term) for term in terms) else None
 
 
 def _left_over(

@@ -49,8 +49,11 @@ def fold_scale(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     if found is None or total is None:
         return
     (x, scales, p), r = found, RightSide.of(ctx, fold_scale, cls)
-    terms = [r.term(CONTRACT, (*scales, arg.over(x.axes)), attr=p.precision) for arg in total.args]
-    yield r.sum([k * p.coefficient for k in total.attr], terms)
+    terms = []
+    for k, arg in zip(total.attr, total.args, strict=True):
+        made = r.term(CONTRACT, (*scales, arg.over(x.axes)), attr=p.precision)
+        terms.append((k * p.coefficient, made))
+    yield r.sum(*terms)
 
 
 @axiom(
@@ -65,8 +68,8 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     rest = [t for t in terms if not ctx.frozen(t[1].cls)]
     if len(frozen) > 1 and rest:
         r = RightSide.of(ctx, fold_shift, cls)
-        shift = r.sum(*zip(*frozen, strict=True))
-        yield r.sum(*zip(*rest, (1, shift), strict=True))
+        shift = r.sum(*frozen)
+        yield r.sum(*rest, (1, shift))
 
 
 @axiom(

@@ -210,7 +210,7 @@ def _pieces(r: RightSide, p: Product, k: int, inner: Node, index: int) -> Ref | 
     if index < p.out:
         return r.term(CONCAT, refs, (index, blocks), out=r.out)
     terms = [ref for ref in refs if not r.ctx.is_zero(ref.cls)] or refs[:1]
-    return terms[0] if len(terms) == 1 else r.sum((1,) * len(terms), terms)
+    return terms[0] if len(terms) == 1 else r.sum(*((1, t) for t in terms))
 
 
 class _Block:

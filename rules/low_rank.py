@@ -248,15 +248,15 @@ class _Solve:
         if w is None or taken is None:
             return None
         there = right.moved(self.summed, free)
-        rest = _whole(self.r, (1, -form.coefficient), (there, taken))
+        rest = _whole(self.r, (1, there), (-form.coefficient, taken))
         first = self.r.term(CONTRACT, (rest, *_at(free, self.inverse))) if self.inverse else rest
         first = self.r.scaled(1 / form.scale, first)
         read = self.thin.product((self.right, first.moved(free, self.summed)), (self.summed,))
         if read is None:
             return None
-        correction = self._solved(_whole(self.thin, (1, -1), (w, read)))
+        correction = self._solved(_whole(self.thin, (1, w), (-1, read)))
         last = self._spread(correction, form.coefficient * self.scale)
-        return None if last is None else _whole(self.r, (1, 1), (first, last))
+        return None if last is None else _whole(self.r, (1, first), (1, last))
 
     def _solved(self, right: Ref | None) -> Ref | None:
         """Return S⁻¹·right over the outputs, in which `free` indexes the rank."""
@@ -286,14 +286,14 @@ class _Solve:
         if self.number and form.diagonal:
             one = r.term(CONTRACT, (one, *form.diagonal))
         small = form.scale if self.number else 1
-        return r.sum((small, form.coefficient * self.scale), (one, made))
+        return r.sum((small, one), (form.coefficient * self.scale, made))
 
 
-def _whole(r: RightSide, coefficients: tuple[Any, ...], terms: tuple[Ref, ...]) -> Ref:
+def _whole(r: RightSide, *terms: tuple[Any, Ref]) -> Ref:
     """Return a sum whose terms nearly cancel, and record that no rule may open it.
 
     Opening the sum would lose the digits that the refinement gains.
     """
-    made = r.sum(coefficients, terms)
+    made = r.sum(*terms)
     r.ctx.whole.add(made.cls)
     return made

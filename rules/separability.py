@@ -69,9 +69,13 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         return
     su, sv = shifted
     summed = [i for i in r.sizes if i >= p.out]
-    terms = [r.product(x, summed, precision=p.precision) for x in ((su, su), (sv, sv), (su, sv))]
-    if None not in terms:
-        yield r.sum((scale, scale, -2 * scale), [t for t in terms if t is not None])
+    terms = []
+    for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
+        ref = r.product(factors, summed, precision=p.precision)
+        if ref is None:
+            return
+        terms.append((k, ref))
+    yield r.sum(*terms)
 
 
 def _shifted(
@@ -81,8 +85,8 @@ def _shifted(
     n, m = (product([r.sizes[i] for i in only]) for only in (only_u, right[1]))
     if not (isinstance(n, int) and isinstance(m, int) and n and m):
         return None
-    mean = r.sum((1 / n,), (r.term(CONTRACT, (u,), summed=only_u),))
-    sides = [r.sum((1, -1), (x, mean)) for x in (u, right[0])]
+    mean = r.sum((1 / n, r.term(CONTRACT, (u,), summed=only_u)))
+    sides = [r.sum((1, x), (-1, mean)) for x in (u, right[0])]
     # Scaled after the shift: far from zero a product rounds away what the shift leaves.
     scaled = [r.inside(scale, x) for x in sides]
     r.ctx.whole.update([x.cls for x in (*sides, *scaled)])

@@ -58,13 +58,14 @@ class RightSide:
         dtype = more.pop("dtype", self.dtype)
         return self.g.term(op, args, self.sizes, dtype, self.why, attr=attr, **more)
 
-    def sum(self, coefficients: Iterable[Any], terms: Iterable[Ref]) -> Ref:
+    def sum(self, *terms: tuple[Any, Ref]) -> Ref:
         """Return Σ coefficient·term."""
-        return self.term(ADD, tuple(terms), tuple(coefficients))
+        coefficients, refs = zip(*terms, strict=True)
+        return self.term(ADD, refs, coefficients)
 
     def scaled(self, k: Any, ref: Ref) -> Ref:
         """Return k·ref."""
-        return ref if k == 1 else self.sum((k,), (ref,))
+        return ref if k == 1 else self.sum((k, ref))
 
     def inside(self, k: Any, ref: Ref) -> Ref:
         """Return k·ref as a multiple of the whole class."""

@@ -103,7 +103,11 @@ class _Apart(NamedTuple):
             return None
         (k,) = places
         parts = self.parts(args[k])
-        return parts and {along: (*args[:k], x, *args[k + 1 :]) for along, x in parts.items()}
+        return (
+            None
+            if parts is None
+            else {along: (*args[:k], x, *args[k + 1 :]) for along, x in parts.items()}
+        )
 
     def parts(self, ref: Ref) -> dict[Along, Ref] | None:
         """Split a term into a sum, by the index that the ties in each part are taken along."""
@@ -116,12 +120,18 @@ class _Apart(NamedTuple):
         dtype = self.g.classes[args[-1].cls].dtype
         if inner.op == ADD:
             groups = self.groups(inner, args)
-            term = lambda pairs: self.g.apply(ADD, *zip(*pairs, strict=True), dtype)  # noqa: E731
-            return groups and {along: term(pairs) for along, pairs in groups.items()}
+            term = lambda k, refs: self.g.apply(ADD, k, refs, dtype)  # noqa: E731
+            return (
+                None
+                if groups is None
+                else {k: term(*zip(*p, strict=True)) for k, p in groups.items()}
+            )
         if not (is_product(inner) or self.is_linear(inner, args)):
             return None
         split, made = self.split(args), (inner.op, inner.attr)
-        return split and {k: self.g.apply(*made, factors, dtype) for k, factors in split.items()}
+        if split is None:
+            return None
+        return {k: self.g.apply(*made, factors, dtype) for k, factors in split.items()}
 
     def groups(self, inner: Node, args: tuple[Ref, ...]) -> dict[Along, list] | None:
         """Return the terms of a sum by their ties; terms without ties join those of another."""

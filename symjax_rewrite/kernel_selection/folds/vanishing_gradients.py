@@ -12,8 +12,9 @@ for the index.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,12 +115,8 @@ class _Samples:
 
     def _computed(self, cls: int, node: Node) -> _Sample:
         if node.op == ADD:
-            parts = [
-                (k, self._read(a, node.out)) for k, a in zip(node.attr, node.args, strict=True)
-            ]
-            return _Sample(
-                sum(k * x.value for k, x in parts), sum(abs(k) * x.size for k, x in parts)
-            )
+            values, sizes = zip(*[self._read(a, node.out) for a in node.args], strict=True)
+            return _Sample(_sum(node.attr, values), _sum(map(abs, node.attr), sizes))
         if node.op == CONTRACT:
             return _Sample(*(self._contracted(node, which) for which in (0, 1)))
         below = self._read(node.args[-1], node.out)
@@ -153,6 +150,10 @@ class _Samples:
             some = np.random.default_rng(len(self.weights)).uniform(0.5, 1.5, POINTS)
             self.weights[size] = some / POINTS
         return self.weights[size]
+
+
+def _sum(coefficients: Iterable[Any], arrays: Iterable[np.ndarray]) -> Any:
+    return sum(k * x for k, x in zip(coefficients, arrays, strict=True))
 
 
 def without(g: EGraph, need: Needed, gone: frozenset[int]) -> Needed:
