@@ -284,15 +284,18 @@ def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...])
         taken.add(each.name)
 
 
-def _law(rule: Axiom | Lemma) -> str:
-    """Return the law of an axiom, or the shapes of a lemma's arguments."""
-    return rule.law if isinstance(rule, Axiom) else ",".join(rule.shapes)
+def _row(each: Any) -> tuple[str, str, str]:
+    """Return name, property and law of a rule (a lemma's shapes), or a pass and its docstring."""
+    if isinstance(each, Axiom):
+        return each.name, each.property, each.law
+    if isinstance(each, Lemma):
+        return each.name, each.property, ",".join(each.shapes)
+    return each.name, "pass", (type(each).__doc__ or "").strip().partition("\n")[0]
 
 
-def _summary(each: Pass) -> str:
-    """Return the first line of a pass's docstring."""
-    lines = (type(each).__doc__ or "").strip().splitlines()
-    return lines[0] if lines else ""
+def _union(a: tuple, b: tuple) -> tuple:
+    """Return the elements of two tuples, each object once."""
+    return tuple({id(x): x for x in (*a, *b)}.values())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -339,8 +342,7 @@ class RulePack:
 
     def __repr__(self) -> str:
         lines = [f"RulePack {self.name!r}: {len(self.rules)} rules"]
-        rows = [(r.name, r.property, _law(r)) for r in self.rules]
-        rows += [(p.name, "pass", _summary(p)) for p in self.added]
+        rows = [_row(each) for each in (*self.rules, *self.added)]
         widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
         lines += [f"  {n:{widths[0]}}  {p:{widths[1]}}  {law}".rstrip() for n, p, law in rows]
         if self.without:
@@ -350,12 +352,9 @@ class RulePack:
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):
             return NotImplemented
-        known = {id(r) for r in self.rules}
-        more = tuple(r for r in other.rules if id(r) not in known)
         without = tuple(p for p in PASSES if p in (*self.without, *other.without))
-        mine = {id(p) for p in self.added}
-        added = self.added + tuple(p for p in other.added if id(p) not in mine)
-        return RulePack(f"{self.name}+{other.name}", self.rules + more, without, added)
+        rules, added = _union(self.rules, other.rules), _union(self.added, other.added)
+        return RulePack(f"{self.name}+{other.name}", rules, without, added)
 
     def __sub__(self, names: str | Iterable[str]) -> RulePack:
         gone = {names} if isinstance(names, str) else set(names)
