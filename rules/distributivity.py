@@ -7,24 +7,22 @@ from dataclasses import replace
 from itertools import combinations, count
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import cone
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.products import (
-    Product,
-    expand_node,
-    flattest,
-    is_half,
-    is_ring,
-    product_node,
-    with_scale,
-)
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, INVERSE, MAP, Axes, Node, Ref
-from symjax_rewrite.ir.value_analysis import nonnegative
+from symjax_rewrite.ir.products import Product, expand_node, flattest, is_half, is_ring, with_scale
+from symjax_rewrite.ir.term import ADD, CONTRACT, INVERSE, MAP, Axes, Node, Ref
 from symjax_rewrite.rewriting.laws import law
-from symjax_rewrite.rewriting.product_trees import count_unread, read_deltas
+from symjax_rewrite.rewriting.product_trees import count_unread
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, axiom
 from symjax_rewrite.rewriting.scales import apart, shared_power
+from symjax_rewrite.rules.cancellation import (
+    cannot_cancel,
+    is_rounded,
+    is_safe,
+    keeps_its_size,
+    moves_rows,
+    sum_node,
+)
 
 MAX_SHARED = 4  # common factors of which every subset is tried
 MOST_OPENED = 256  # sums within one term of a sum
@@ -40,8 +38,7 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Distribute a contraction over a sum, if all terms but one are rounded products.
 
     The error of the distributed form is then that of the written form. If terms cancel, the
-    remainder of the computed terms already has an error of this size (see `_is_safe`). LoRA is such
-    a case.
+    remainder of the computed terms already has an error of this size. LoRA is such a case.
     """
     dtype = ctx.g.classes[cls].dtype
     p = expand_node(ctx.g, cls, node, lambda d: False)
@@ -52,124 +49,14 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         if not _is_useful(ctx, cls, p, f, total):
             continue
         exact = not is_half(dtype)  # a mean in bfloat16 loses more than the product
-        steady = exact and _moves_rows(p, f) and _keeps_its_size(ctx, total)
+        steady = exact and moves_rows(p, f) and keeps_its_size(ctx, total)
         often = sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(dtype)
         if often and not steady:
             ctx.refuse("distribute", "squares of sums cancel", cls)
-        elif not steady and not _is_safe(ctx, f.cls, total):
+        elif not steady and not is_safe(ctx, f.cls, total):
             ctx.refuse("distribute", "terms of unknown sign may cancel", cls)
         elif (ref := _distributed(RightSide.of(ctx, distribute, cls), p, k, total)) is not None:
             yield ref
-
-
-def sum_node(ctx: RuleContext, cls: int) -> Node | None:
-    """Return the flattest sum of at least two terms in a class; None if it must stay whole."""
-    if ctx.is_whole(cls):
-        return None
-    sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
-    return max(sums, key=lambda n: len(n.args), default=None)
-
-
-def _is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:
-    """Return True if the terms have one sign, or all but one contract over the full index space.
-
-    The other term may be broadcast over indices it does not read (one weight, many adapters).
-    """
-    if _cannot_cancel(ctx, cls, total):
-        return True
-    sizes = ctx.g.classes[cls].sizes
-    rounded = [a for a in total.args if _is_rounded(ctx, a.cls)]
-    if any(len(set(a.axes)) < len(sizes) for a in rounded):
-        return False
-    return len(total.args) - len(rounded) <= 1 and not _share_products(ctx, rounded, total.args)
-
-
-def _share_products(ctx: RuleContext, rounded: list[Ref], terms: tuple[Ref, ...]) -> bool:
-    """Return True if a product opened for one term is computed for another term too.
-
-    As written, both terms read one rounded value of the product. Terms that cancel then do so for
-    any rounding error of that value (`1/p − p·p⁻²` is 0). Distributed, the opened product has a
-    rounding error of its own. A product and its transpose (P + Pᵀ) read other elements of it, and
-    both are opened.
-    """
-
-    def factors(cls: int) -> list[int]:
-        node = product_node(ctx.g, cls)
-        return [ctx.g.find(a).cls for a in node.args] if node else []
-
-    def operands(cls: int) -> list[int]:
-        return [ctx.g.find(a).cls for a in ctx.g.classes[cls].first.args]
-
-    for a in rounded:
-        opened = {c for c in cone([a.cls], factors) if product_node(ctx.g, c)}
-        if any(opened & cone([b.cls], operands) for b in terms if b.cls != a.cls):
-            return True
-    return False
-
-
-def _cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:
-    """Return True if the terms of a sum have one sign, or if the numerics level permits it."""
-    if ctx.permits("cancels", ctx.g.classes[cls].dtype):
-        return True
-    signs = {_is_positive(k) for k in total.attr}
-    return len(signs) == 1 and all(nonnegative(ctx.g, a.cls) for a in total.args)
-
-
-def _moves_rows(p: Product, f: Ref) -> bool:
-    """Return True if a product is a matrix f times an operand, and keeps the operand's size.
-
-    A trace of products does not: a small result of f may be multiplied before the sum.
-    """
-    if len(p.factors) != 2 or len(p.bound) != 1 or len(set(f.axes)) != len(f.axes):
-        return False
-    other = next((x for x in p.factors if x is not f), f)
-    free = [i for i in f.axes if i < p.out]
-    return p.out in f.axes and p.out in other.axes and not set(free) & set(other.axes)
-
-
-def _keeps_its_size(ctx: RuleContext, total: Node) -> bool:
-    """Return True if a sum of numbers and deltas is at least half its terms: I − 11ᵀ/n, n > 2."""
-    steady, deltas = [], []
-    for k, a in zip(total.attr, total.args, strict=True):
-        value = _number_of(ctx, a.cls)
-        if value is None or isinstance(k, complex):
-            return False
-        (deltas if value[1] else steady).append(k * value[0])
-    if len(deltas) > MAX_SHARED:
-        return False
-    sums = [(*steady, *met) for n in range(len(deltas) + 1) for met in combinations(deltas, n)]
-    return all(abs(sum(values)) >= 0.5 * sum(map(abs, values)) for values in sums)
-
-
-def _number_of(ctx: RuleContext, cls: int) -> tuple[float, bool] | None:
-    """Return the one number of a class, and True if it is only on a diagonal; or None."""
-    for node in ctx.g.classes[cls].nodes:
-        if node.op == DELTA:
-            return 1.0, True
-        if node.op == CONST and isinstance(node.attr[0], (int, float)):
-            return float(node.attr[0]), False
-    return None
-
-
-def _is_rounded(ctx: RuleContext, cls: int) -> bool:
-    """Return True if a class is a sum of products, whose rounding error is relative to its size.
-
-    An outer product counts as a sum of products of rank one. A selection of single values (a
-    diagonal, one-hot labels) rounds nothing. A diagonal between two matrices scales the summed
-    terms.
-    """
-    p = read_deltas(ctx, flattest(ctx.g, cls))
-    thin = len(p.factors) > 1 and ctx.elements(cls) > sum(ctx.elements(f.cls) for f in p.factors)
-    return (bool(p.bound) or thin) and not any(_picks(ctx, f.cls) for f in p.factors)
-
-
-def _picks(ctx: RuleContext, cls: int) -> bool:
-    for n in ctx.g.classes[cls].nodes:
-        if n.op == DELTA:
-            return True
-        if n.op == MAP and n.args and ctx.g.classes[n.args[0].cls].dtype == "bool":
-            return True
-    return False
 
 
 def _is_useful(ctx: RuleContext, cls: int, p: Product, f: Ref, total: Node) -> bool:
@@ -231,13 +118,13 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     a − b is exact for close a and b, and the rounded a + x·W is not.
     """
     g, dtype = ctx.g, ctx.g.classes[cls].dtype
-    terms = _Terms(dtype)
+    terms = _Terms()
     for coefficient, arg in zip(node.attr, node.args, strict=True):
         arg = g.find(arg)
         if ctx.is_zero(arg.cls) and len(node.args) > 1:
             continue
         for k, ref in _all_terms(ctx, arg, dtype):
-            if not terms.put(ref, k * coefficient):
+            if not terms.put(ref, k * coefficient, is_ring(dtype)):
                 return
     if not terms or (len(terms) == len(node.args) and set(terms) == set(node.args)):
         return
@@ -249,17 +136,16 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 class _Terms(dict[Ref, Any]):
     """The terms of a sum with their coefficients; equal terms of one sign are counted."""
 
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def put(self, ref: Ref, k: Any) -> bool:
+    def put(self, ref: Ref, k: Any, ring: bool) -> bool:
         """Add a term; return False if it might cancel an equal term."""
         old = self.get(ref, 0)
-        if ref in self and not _same_sign(old, k, self.dtype):
-            return False
+        if any(isinstance(x, complex) for x in (old, k)):
+            counted = old == k
+        else:
+            counted = ring or (old > 0) == (k > 0)
+        counted = counted or ref not in self
         self[ref] = old + k
-        return True
+        return counted
 
     def pairs(self) -> Iterator[tuple[Any, Ref]]:
         """Yield the coefficients and the terms."""
@@ -290,16 +176,17 @@ def _inner_terms(
     ctx: RuleContext, arg: Ref, dtype: str, scale: Any
 ) -> list[tuple[Any, Ref]] | None:
     """Return the terms of a nested sum over its slots; None if `scale` might make them infinite."""
-    inner = _inner_sum(ctx, arg, dtype)
-    if inner is None:
+    closed = ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype
+    inner = next((n for n in ctx.g.classes[arg.cls].nodes if n.op == ADD), None)
+    if closed or inner is None:
         return None
     opened = list(zip(inner.attr, inner.args, strict=True))
-    if _cannot_cancel(ctx, arg.cls, inner):
+    if cannot_cancel(ctx, arg.cls, inner):
         return opened
     if abs(scale) > 1 and dtype_kind(dtype) == "f" and len(opened) > 1:
         return None
     exact = [
-        (k, a) for k, a in opened if not (_is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
+        (k, a) for k, a in opened if not (is_rounded(ctx, a.cls) or ctx.frozen(a.cls))
     ]  # frozen terms are folded into one constant
     if len(exact) <= 1:
         return opened
@@ -307,22 +194,6 @@ def _inner_terms(
         return None
     rest = RightSide.of(ctx, flatten_sum, arg.cls).sum(*exact)
     return [(1, rest), *((k, a) for k, a in opened if (k, a) not in exact)]
-
-
-def _inner_sum(ctx: RuleContext, arg: Ref, dtype: str) -> Node | None:
-    if ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype:
-        return None
-    return next((n for n in ctx.g.classes[arg.cls].nodes if n.op == ADD), None)
-
-
-def _same_sign(a: Any, b: Any, dtype: str) -> bool:
-    if isinstance(a, complex) or isinstance(b, complex):
-        return a == b
-    return is_ring(dtype) or (a > 0) == (b > 0)
-
-
-def _is_positive(coefficient: Any) -> bool:
-    return not isinstance(coefficient, complex) and coefficient > 0
 
 
 @axiom(
@@ -344,7 +215,8 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         inner = flattest(ctx.g, arg.cls)
         if ctx.g.classes[arg.cls].dtype != r.dtype or not inner.bound:
             continue
-        if _reads_inverse(ctx, inner) and not ctx.permits("cancels", r.dtype):
+        solved = any(ctx.has(f.cls, INVERSE) for f in inner.factors)
+        if solved and not ctx.permits("cancels", r.dtype):
             ctx.refuse("factor", "a solve magnifies what the sum before it is rounded by", cls)
             continue
         bound = {next(fresh): size for size in inner.bound}
@@ -359,11 +231,6 @@ def factor(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
             ref = _factored(r, node, group, shared)
             if ref is not None:
                 yield ref
-
-
-def _reads_inverse(ctx: RuleContext, p: Product) -> bool:
-    """Return True if a factor of a product is the inverse of a matrix."""
-    return any(n.op == INVERSE for f in p.factors for n in ctx.g.classes[f.cls].nodes)
 
 
 class _Term(NamedTuple):
@@ -500,8 +367,8 @@ def _remainder(
     if len(storages) > 1:
         r.refuse(f"weights stored differently ({', '.join(sorted(storages))})")
         return None
-    total = _Terms(r.dtype)
-    return r.sum(*total.pairs()) if all(total.put(*term) for term in terms) else None
+    total, ring = _Terms(), is_ring(r.dtype)
+    return r.sum(*total.pairs()) if all(total.put(*term, ring) for term in terms) else None
 
 
 def _left_over(

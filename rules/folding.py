@@ -17,7 +17,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
-from symjax_rewrite.rules.distributivity import sum_node
+from symjax_rewrite.rules.cancellation import sum_node
 
 
 def _scaled_by_frozen(
