@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import nn
 
-from symjax_rewrite.ir.primitives import dtype_kind, holds
+from symjax_rewrite.ir.index_tests import index_of, indicated
+from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import expand_node, flattest, is_half
 from symjax_rewrite.ir.term import (
-    ADD,
     CONCAT,
-    CONST,
     CONTRACT,
     CUMSUM,
     DELTA,
@@ -77,67 +76,13 @@ def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
                 yield found
 
 
-class Test(NamedTuple):
-    """A factor `[left kind right]`, both sides over the product's indices; negated or not."""
-
-    left: Ref
-    kind: str
-    right: Ref
-    negated: bool
-
-
-def tests(ctx: RuleContext, f: Ref) -> Iterator[Test]:
-    """Yield the comparisons of which a factor is the indicator."""
-    for outer in ctx.g.classes[f.cls].nodes:
-        negated = _is_negated(ctx, outer)
-        if negated is None:
-            continue
-        for inner in ctx.g.classes[outer.args[0].cls].nodes:
-            if inner.op == MAP and inner.attr[0] in ("eq", "ge", "gt", "le", "lt"):
-                axes = [f.axes[i] for i in outer.args[0].axes]
-                left, right = (a.over(axes) for a in inner.args)
-                yield Test(left, inner.attr[0], right, negated)
-
-
-def _is_negated(ctx: RuleContext, outer: Node) -> bool | None:
-    """Return False for an indicator of a condition, True for one of its negation, else None."""
-    if outer.op != MAP:
-        return None
-    if outer.attr[0] == "convert_element_type":
-        return None if ctx.g.classes[outer.args[0].cls].dtype != "bool" else False
-    if outer.attr[0] != "select_n" or len(outer.args) != 3:
-        return None
-    cases = [_number(ctx, a.cls) for a in outer.args[1:]]
-    return False if cases == [0, 1] else True if cases == [1, 0] else None
-
-
-def _number(ctx: RuleContext, cls: int) -> Any:
-    return next((n.attr[0] for n in ctx.g.classes[cls].nodes if n.op == CONST), None)
-
-
-def _index(ctx: RuleContext, ref: Ref) -> tuple[int, int] | None:
-    """Return `(index, offset)` of a value that is an index plus a constant, or None."""
-    for n in ctx.g.classes[ref.cls].nodes:
-        if n.op == IOTA:
-            return ref.axes[0], 0
-        if n.op == ADD and n.attr == (1, 1) and len(n.args) == 2:
-            offset = next((_number(ctx, a.cls) for a in n.args if not a.axes), None)
-            base = next((a for a in n.args if a.axes), None)
-            if base is None or not isinstance(offset, int):
-                continue
-            c = ctx.g.classes[base.cls]
-            if any(m.op == IOTA for m in c.nodes) and holds(c.dtype, offset, c.sizes[0]):
-                return ref.axes[base.axes[0]], offset
-    return None
-
-
 def one_hot_of(ctx: RuleContext, f: Ref) -> tuple[Ref, int] | None:
     """Return `(x, v)` of a factor `[x = v]`, an integer value and an index; or None."""
-    for test in tests(ctx, f):
+    for test in indicated(ctx.g, f):
         if test.kind != "eq" or test.negated:
             continue
         for label, other in ((test.left, test.right), (test.right, test.left)):
-            found = _index(ctx, other)
+            found = index_of(ctx.g, other)
             if found and not found[1] and dtype_kind(ctx.g.classes[label.cls].dtype) in "iu":
                 return label, found[0]
     return None
@@ -161,8 +106,8 @@ def _identity_rows(ctx: RuleContext, f: Ref) -> tuple[Ref, int, Any] | None:
 
 def triangle_of(ctx: RuleContext, f: Ref) -> tuple[int, int, int] | None:
     """Return `(i, j, b)` of a factor `[i ≥ j + b]` in two indices, in any spelling; or None."""
-    for test in tests(ctx, f):
-        left, right = _index(ctx, test.left), _index(ctx, test.right)
+    for test in indicated(ctx.g, f):
+        left, right = index_of(ctx.g, test.left), index_of(ctx.g, test.right)
         if left is None or right is None or test.kind == "eq":
             continue
         (i, a), (j, b) = left, right

@@ -14,6 +14,7 @@ from typing import Any
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.index_tests import is_condition, is_indicator
 from symjax_rewrite.ir.primitives import RING, dtype_kind
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import (
@@ -75,40 +76,6 @@ class Region:
     leaves: list[int] = field(default_factory=list)
     local: dict[int, int] = field(default_factory=dict)
     tags: dict[int, tuple] = field(default_factory=dict)
-
-
-def is_test(g: EGraph, cls: int) -> bool:
-    """Return True if a class compares integers with an index: `x == i`, `i >= j`."""
-    node = node_of(g, cls)
-    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):
-        return False
-    return any(is_index(g, a.cls) for a in node.args)
-
-
-def is_index(g: EGraph, cls: int) -> bool:
-    """Return True if a class is an index, or an index and a constant."""
-    node = node_of(g, cls)
-    if node.op == ADD and len(node.args) == 2 and node.attr == (1, 1):
-        return {node_of(g, a.cls).op for a in node.args} == {IOTA, CONST}
-    return node.op == IOTA
-
-
-def is_indicator(g: EGraph, cls: int) -> bool:
-    """Return True if a class is 1 where an index test holds and 0 elsewhere."""
-    node = node_of(g, cls)
-    if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
-        return False
-    if node.attr[0] == "convert_element_type":
-        return True
-    cases = [node_of(g, a.cls) for a in node.args[1:]]
-    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):
-        return False
-    return [c.attr[0] for c in cases] in ([0, 1], [1, 0])
-
-
-def is_condition(g: EGraph, cls: int) -> bool:
-    """Return True if a class is part of an indicator; such classes are copied into every region."""
-    return is_indicator(g, cls) or is_test(g, cls) or is_index(g, cls)
 
 
 def find_regions(
