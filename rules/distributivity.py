@@ -368,7 +368,7 @@ def _remainder(
         r.refuse(f"weights stored differently ({', '.join(sorted(storages))})")
         return None
     total, ring = _Terms(), is_ring(r.dtype)
-    return r.sum(*total.pairs()) if all(total.put(*term, ring) for term in terms) else None
+    return r.sum(*total.pairs()) if all(total.put(ref, k, ring) for ref, k in terms) else None
 
 
 def _left_over(
