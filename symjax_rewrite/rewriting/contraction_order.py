@@ -82,7 +82,7 @@ def best_order(
     groups: dict[tuple[int, bool], list[int]] = {}
     for k, mask in enumerate(factors):
         groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
-    search = _Search(factors, out, cost_of, pairs, free, repeats)
+    search = _Orders(factors, out, cost_of, pairs, free, repeats)
     if len(groups) == len(factors):
         return search.order()
     # Factors over the same indices are multiplied first, because the result is no larger than they
@@ -93,8 +93,8 @@ def best_order(
 
 
 def _multiplied(
-    groups: dict[tuple[int, bool], list[int]], search: _Search
-) -> tuple[list[Tree], _Search, float]:
+    groups: dict[tuple[int, bool], list[int]], search: _Orders
+) -> tuple[list[Tree], _Orders, float]:
     """Return each group's tree, the search for an order of the groups, and the trees' cost."""
     trees: list[Tree] = []
     masks, cost, free = [], 0.0, 0
@@ -117,7 +117,7 @@ def _put(tree: Tree, leaves: list[Tree]) -> Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _Orders:
     """The arguments of `best_order`."""
 
     factors: Sequence[int]
