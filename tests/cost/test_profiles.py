@@ -74,6 +74,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
+    "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"OLDEST_GPU": SHAPE, "MOST_ELEMENTS": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
