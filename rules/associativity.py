@@ -12,30 +12,28 @@ from collections.abc import Iterator
 
 from symjax_rewrite.ir.products import Product, expand_node, is_half
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
-from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axiom
+from symjax_rewrite.rewriting.laws import law
+from symjax_rewrite.rewriting.right_side import RightSide
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
 
 
 @axiom(
-    "Σj (Σk a·b)·c = Σk a·(Σj b·c)",
+    law("(a·b)·c = a·(b·c)", a="ij", b="jk", c="kr"),
     property=ASSOCIATIVITY,
     on=(CONTRACT, ADD),
     source="Godbole 1973 (optimal matrix chains)",
-    sides=(Sides("ij,jk,kr", lambda a, b, c: ((a @ b) @ c, a @ (b @ c))),),
 )
 def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Find the cheapest order of the flattened product; shared factors may stay unopened."""
     if node.op == ADD and len(node.args) != 1:
         return
-    c = ctx.g.classes[cls]
-    seen: set[Product] = set()
+    r, seen = RightSide.of(ctx, contraction_order, cls), set[Product]()
     for may_open in openers(ctx, cls):
         p = expand_node(ctx.g, cls, node, may_open)
         if p in seen or not _worth(ctx, p, node):
             continue
         seen.add(p)
-        ref = order_product(ctx, p, c.sizes, c.dtype, contraction_order.reason(cls))
-        if ref is not None:
+        if (ref := r.ordered(p)) is not None:
             yield ref
 
 

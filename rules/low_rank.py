@@ -13,19 +13,17 @@ w.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-from jax.numpy import linalg
-
 from symjax_rewrite.ir.egraph import Justification
-from symjax_rewrite.ir.products import Product, contract, expand_node, flattest, scaled
+from symjax_rewrite.ir.products import Product, expand_node, flattest
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
-from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, Sides, axiom
-from symjax_rewrite.rules.inverses import reciprocal
+from symjax_rewrite.rewriting.laws import law
+from symjax_rewrite.rewriting.right_side import RightSide
+from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
 
 
 class LowRank(NamedTuple):
@@ -49,32 +47,17 @@ class LowRank(NamedTuple):
         return self._replace(left=left, right=right)
 
 
-def _updated(u: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Return d, the solution of (d·I + U·Uᵀ)·z = b, and the small matrix d·I + Uᵀ·U."""
-    d = 1 + jnp.sum(u * u)
-    large = d * jnp.eye(len(u), dtype=u.dtype) + u @ u.T
-    return d, linalg.solve(large, b), d * jnp.eye(u.shape[1], dtype=u.dtype) + u.T @ u
-
-
-def _refined(u: Any, b: Any) -> tuple[Any, Any]:
-    """Return both sides of Woodbury's law, the right one with a step of refinement."""
-    d, wanted, small = _updated(u, b)
-    w = linalg.solve(small, u.T @ b)
-    z = (b - u @ w) / d
-    return wanted, z + u @ linalg.solve(small, w - u.T @ z)
-
-
-def _read_through(u: Any, b: Any) -> tuple[Any, Any]:
-    _, z, small = _updated(u, b)
-    return u.T @ z, linalg.solve(small, u.T @ b)
-
-
 @axiom(
-    "(d + c·U·Vᵀ)⁻¹·b = (b − c·U·w)/d,  w = (I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d",
+    law(
+        "solve(d*I(u) + u·uᵀ, b) = z + u·solve(S, w − uᵀ·z), where d = 1 + Σ(u*u)"
+        " and S = d*I(uᵀ) + uᵀ·u and w = solve(S, uᵀ·b) and z = (b − u·w)/d",
+        kinds="F",
+        u="ir",
+        b="is",
+    ),
     property=ASSOCIATIVITY,
     on=(SOLVE,),
     source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
-    sides=(Sides("ir,is", _refined, "F"),),
 )
 def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a solve with a diagonal plus a low-rank product as a solve of the size of the rank.
@@ -83,8 +66,7 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     the large matrix. The refinement then converges wherever elimination succeeds. With any other
     diagonal it may not converge (a diagonal with a zero has no inverse), so the level is `cancels`.
     """
-    why = low_rank_solve.reason(cls)
-    for solve in _solves(ctx, cls, node, why):
+    for solve in _solves(ctx, cls, node, low_rank_solve.reason(cls)):
         right = ctx.g.find(node.args[1])
         ref = solve.through_left(right) or solve.refined(right)
         if ref is not None:
@@ -93,50 +75,47 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom(
-    "Vᵀ·(d + c·U·Vᵀ)⁻¹·b = (I + c·Vᵀ·U/d)⁻¹·Vᵀ·b/d",
+    law(
+        "uᵀ·solve(d*I(u) + u·uᵀ, b) = solve(d*I(uᵀ) + uᵀ·u, uᵀ·b), where d = 1 + Σ(u*u)",
+        kinds="F",
+        u="ir",
+        b="is",
+    ),
     property=ASSOCIATIVITY,
     on=(CONTRACT,),
     again=True,
     needs=(SOLVE,),
     source="push-through identity: Henderson & Searle 1981",
-    sides=(Sides("ir,is", _read_through, "F"),),
 )
 def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a solve read through its own low-rank factor as a solve of the size of the rank."""
-    g, seen = ctx.g, set[Product]()
-    for may_open in (lambda d: False, lambda d: not _solve_nodes(ctx, d)):
-        p = expand_node(g, cls, node, may_open)
+    seen = set[Product]()
+    for may_open in (lambda d: False, lambda d: not ctx.has(d, SOLVE)):
+        p = expand_node(ctx.g, cls, node, may_open)
         if not p.bound or p in seen:
             continue
         seen.add(p)
-        factors = tuple(g.find(f) for f in p.factors)
-        for k, f in enumerate(factors):
-            for inner in _solve_nodes(ctx, f.cls):
-                yield from _read_out(ctx, cls, p._replace(factors=factors), k, inner)
-
-
-def _solve_nodes(ctx: RuleContext, cls: int) -> list[Node]:
-    return [n for n in ctx.g.classes[cls].nodes if n.op == SOLVE]
+        p = p._replace(factors=tuple(map(ctx.g.find, p.factors)))
+        for k, f in enumerate(p.factors):
+            for inner in [n for n in ctx.g.classes[f.cls].nodes if n.op == SOLVE]:
+                yield from _read_out(ctx, cls, p, k, inner)
 
 
 def _read_out(ctx: RuleContext, cls: int, p: Product, k: int, node: Node) -> Iterator[Ref]:
     """Yield the product with `Σ_q right(q, m)·solve(q, …)` replaced by the small solution at m."""
-    f, why = p.factors[k], low_rank_readout.reason(cls)
-    for solve in _solves(ctx, f.cls, node, why):
+    f, r = p.factors[k], RightSide.of(ctx, low_rank_readout, cls)
+    for solve in _solves(ctx, f.cls, node, r.why):
         q = f.axes[solve.free]
         readers = [j for j, x in enumerate(p.factors) if q in x.axes]
         if q < p.out or f.axes.count(q) != 1 or len(readers) != 2:
             continue
-        other = p.factors[sum(readers) - k]
-        m = _index_beside(other, solve.form.right, 1, q)
+        m = _index_beside(p.factors[sum(readers) - k], solve.form.right, 1, q)
         w = None if m is None else solve.small_solution(ctx.g.find(node.args[1]))
         if m is None or w is None:
             continue
         read = dict(enumerate(f.axes)) | {solve.free: m}
         rest = [x for j, x in enumerate(p.factors) if j not in readers]
-        made = p._replace(factors=(w.over(read), *rest)).without(q)
-        c = ctx.g.classes[cls]
-        ref = order_product(ctx, made, c.sizes, c.dtype, why)
+        ref = r.ordered(p._replace(factors=(w.over(read), *rest)).without(q))
         if ref is not None:
             yield ref
 
@@ -151,7 +130,7 @@ def _index_beside(f: Ref, side: Ref, slot: int, index: int) -> int | None:
 
 def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Iterator[_Solve]:
     """Yield the solves with a diagonal plus a low-rank product equal to a node, where safe."""
-    matrix, c = ctx.g.find(node.args[0]), ctx.g.classes[cls]
+    matrix, r = ctx.g.find(node.args[0]), RightSide.of(ctx, why, cls)
     if len(node.bound) != 1 or len(set(matrix.axes)) != 2 or matrix.axes.count(node.out) != 1:
         return
     for found in low_rank_forms(ctx, matrix.cls):
@@ -159,26 +138,24 @@ def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Itera
             continue  # a matrix without rows needs no elimination
         form = found if matrix.axes[0] == node.out else found.transposed()
         safe = not any(f.axes for f in form.diagonal) and _is_symmetric(form)
-        if not safe and not ctx.permits("cancels", c.dtype):
-            ctx.refuse(why.rule, "the difference may cancel", cls)
-            continue
-        free = next(i for i in matrix.axes if i != node.out)
-        yield _Solve(ctx, c.sizes, c.dtype, node, form, free, why)
+        if safe or ctx.permits("cancels", r.dtype):
+            yield _Solve(r, node, form, next(i for i in matrix.axes if i != node.out))
+        else:
+            r.refuse("the difference may cancel")
 
 
 def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:
     """Yield the forms of a matrix as a diagonal plus one product."""
-    g = ctx.g
-    for total in list(g.classes[matrix].nodes):
+    for total in list(ctx.g.classes[matrix].nodes):
         if total.op != ADD or len(total.args) != 2:
             continue
         for k in (0, 1):
             diagonal = _diagonal(ctx, total.args[k])
             if diagonal is None:
                 continue
-            for coefficient, left, right, rank in _products(ctx, total.args[1 - k]):
+            for c, left, right, rank in _products(ctx, total.args[1 - k]):
                 scale, factors = diagonal
-                c = total.attr[1 - k] * coefficient
+                c = total.attr[1 - k] * c
                 yield LowRank(total.attr[k] * scale, factors, c, left, right, rank)
 
 
@@ -186,26 +163,28 @@ def _diagonal(ctx: RuleContext, term: Ref) -> tuple[Any, tuple[Ref, ...]] | None
     p = flattest(ctx.g, term.cls)
     if p.bound or set(term.axes) != {0, 1}:
         return None
-    delta = [f for f in p.factors if any(n.op == DELTA for n in ctx.g.classes[f.cls].nodes)]
-    rest = tuple(Ref(f.cls, (0,) * len(f.axes)) for f in p.factors if f not in delta)
+    delta = [f for f in p.factors if ctx.has(f.cls, DELTA)]
+    rest = tuple(_at(0, [f for f in p.factors if f not in delta]))
     if len(delta) != 1 or any(len(f.axes) > 1 for f in rest):
         return None
     return p.coefficient, rest
 
 
+def _at(index: int, factors: Iterable[Ref]) -> Iterator[Ref]:
+    """Yield factors, all of whose indices are read at one index."""
+    return (Ref(f.cls, (index,) * len(f.axes)) for f in factors)
+
+
 def _products(ctx: RuleContext, term: Ref) -> Iterator[tuple[Any, Ref, Ref, Dim]]:
     """Yield a term as `coefficient·Σ_k left(0, k)·right(1, k)`, once for each such node of it."""
-    g = ctx.g
-    for node in list(g.classes[term.cls].nodes):
+    for node in list(ctx.g.classes[term.cls].nodes):
         if node.op == ADD and len(node.args) == 1:
-            inner = g.find(node.args[0])
-            over = inner.over(term.axes)
-            for k, left, right, rank in _products(ctx, over):
+            inner = ctx.g.find(node.args[0]).over(term.axes)
+            for k, left, right, rank in _products(ctx, inner):
                 yield node.attr[0] * k, left, right, rank
         if node.op != CONTRACT or len(node.args) != 2 or len(node.bound) != 1:
             continue
-        to = [*term.axes, 2]
-        sides = [a.over(to) for a in map(g.find, node.args)]
+        sides = [ctx.g.find(a).over([*term.axes, 2]) for a in node.args]
         sides.sort(key=lambda f: 1 in f.axes)
         if set(sides[0].axes) == {0, 2} and set(sides[1].axes) == {1, 2}:
             yield 1, sides[0], sides[1], node.bound[0]
@@ -217,136 +196,104 @@ def _is_symmetric(form: LowRank) -> bool:
 
 
 class _Solve:
-    """Builds one solve; `free` is the output index of the result, `node.out` the summed index.
+    """Builds one solve; `free` is the output index of the result, `summed` the summed index.
 
     The small matrix is `small·I + c·Vᵀ·weight·U`. If the diagonal is a number, `small` is this
     number and there are no weights, so a small number causes no overflow. For any other diagonal,
-    `small` is 1 and the weight is 1/d.
+    `small` is 1 and the weight is 1/d. The indices k and l are of the rank, and so is `free` in the
+    terms of `thin`.
     """
 
-    def __init__(
-        self,
-        ctx: RuleContext,
-        sizes: tuple[Dim, ...],
-        dtype: str,
-        node: Node,
-        form: LowRank,
-        free: int,
-        why: Justification,
-    ) -> None:
-        self.ctx, self.sizes, self.dtype, self.why = ctx, sizes, dtype, why
-        self.form, self.free, self.summed, self.n = form, free, node.out, node.bound[0]
-        self.thin = tuple(form.rank if i == free else s for i, s in enumerate(sizes))
-        self.inverse = tuple(reciprocal(ctx, f, dtype, why) for f in form.diagonal)
+    def __init__(self, r: RightSide, node: Node, form: LowRank, free: int) -> None:
+        self.form, self.free, self.summed = form, free, node.out
+        self.k, self.l = node.out + 1, node.out + 2
+        sizes = {**r.sizes, self.summed: node.bound[0], self.k: form.rank, self.l: form.rank}
+        self.r = replace(r, sizes=sizes)
+        self.thin = replace(r, sizes={**sizes, free: form.rank})
+        self.inverse = tuple(r.map("reciprocal", f) for f in form.diagonal)
         self.number = not any(f.axes for f in form.diagonal)
         self.weight = () if self.number else self.inverse
         self.scale = 1 if self.number else 1 / form.scale
-        self.left = form.left.over({0: free, 2: self.summed})
+        self.left = form.left.over({0: free, 2: self.k})
         self.right = form.right.over({1: self.summed, 2: free})
 
     def small_solution(self, right: Ref) -> Ref | None:
         """Return w = S⁻¹·Vᵀ·weight·b over the outputs, in which `free` indexes the rank."""
-        factors = (self.right, *self._at(self.weight, self.summed), right)
-        return self._solved(self._product(factors, self.thin, (self.n,), self.scale))
+        factors = (self.right, *_at(self.summed, self.weight), right)
+        return self._solved(self.thin.product(factors, (self.summed,), self.scale))
 
     def through_left(self, right: Ref) -> Ref | None:
         """Return weight·U·S⁻¹·x, if the right-hand side is the product U·x; else None."""
-        inner = flattest(self.ctx.g, right.cls)
-        here = len(self.sizes) + 1
-        to = [*right.axes, *range(here, here + len(inner.bound))]
-        factors = [f.over(to) for f in inner.factors]
-        readers = [f for f in factors if self.summed in f.axes]
-        m = _index_beside(readers[0], self.form.left, 0, self.summed) if len(readers) == 1 else None
+        inner = flattest(self.r.g, right.cls)
+        bound = dict(enumerate(inner.bound, self.l + 1))
+        factors = [f.over([*right.axes, *bound]) for f in inner.factors]
+        reader, *more = [f for f in factors if self.summed in f.axes]
+        m = None if more else _index_beside(reader, self.form.left, 0, self.summed)
         if m is None or m == self.free:
             return None
-        rest = [f for f in factors if f is not readers[0]]
-        if m < self.summed:  # U itself, or U with scaled columns: x is the identity
-            square = (self.form.rank, self.form.rank)
-            delta = self.ctx.g.add(DELTA, None, (), square, (), self.dtype, self.why)
-            rest.append(delta.over((self.free, m)))
-        index = {i: i - (i > self.summed) - (i > m > self.summed) for i in range(here + len(to))}
-        index[m] = self.free if m > self.summed else m
-        over = tuple(f.over(index) for f in rest)
-        bound = tuple(s for i, s in enumerate(inner.bound, here) if i != m)
-        if not over:
+        thin = replace(self.thin, sizes={**self.thin.sizes, **bound})
+        rest = [f.moved(m, self.free) if m in bound else f for f in factors if f is not reader]
+        if m not in bound:  # U itself, or U with scaled columns: x is the identity
+            rest.append(thin.delta(self.free, m))
+        if not rest:
             return None
-        t = self._solved(self._product(over, self.thin, bound, inner.coefficient))
-        return self._spread(t, self.scale)
+        t = thin.product(rest, [i for i in bound if i != m], inner.coefficient)
+        return self._spread(self._solved(t), self.scale)
 
     def refined(self, right: Ref) -> Ref | None:
         """Return the result over the outputs: the difference, and one correction of it."""
-        g, form = self.ctx.g, self.form
+        form, free = self.form, self.free
         w = self.small_solution(right)
-        there = right.moved(self.summed, self.free)
-        taken = (
-            self._product((self.left, self._thin(w)), self.sizes, (form.rank,), 1) if w else None
-        )
+        taken = w and self.r.product((self.left, w.moved(free, self.k)), (self.k,))
         if w is None or taken is None:
             return None
-        rest = self._whole((1, -form.coefficient), (there, taken), self.sizes)
-        first = self._product((rest, *self._at(self.inverse, self.free)), self.sizes, (), 1)
-        assert first is not None
-        first = scaled(g, first, 1 / form.scale, self.sizes, self.why)
-        again = (self.right, first.moved(self.free, self.summed))
-        read = self._product(again, self.thin, (self.n,), 1)
+        there = right.moved(self.summed, free)
+        rest = _whole(self.r, (1, there), (-form.coefficient, taken))
+        first = self.r.term(CONTRACT, (rest, *_at(free, self.inverse))) if self.inverse else rest
+        first = self.r.scaled(1 / form.scale, first)
+        read = self.thin.product((self.right, first.moved(free, self.summed)), (self.summed,))
         if read is None:
             return None
-        correction = self._solved(self._whole((1, -1), (w, read), self.thin))
+        correction = self._solved(_whole(self.thin, (1, w), (-1, read)))
         last = self._spread(correction, form.coefficient * self.scale)
-        return None if last is None else self._whole((1, 1), (first, last), self.sizes)
-
-    def _whole(self, attr: tuple[Any, ...], terms: tuple[Ref, ...], sizes: tuple[Dim, ...]) -> Ref:
-        """Return a sum whose terms nearly cancel, and record that no rule may open it.
-
-        Opening the sum would lose the digits that the refinement gains.
-        """
-        made = self.ctx.g.add(ADD, attr, terms, sizes, (), self.dtype, self.why)
-        self.ctx.whole.add(made.cls)
-        return made
+        return None if last is None else _whole(self.r, (1, first), (1, last))
 
     def _solved(self, right: Ref | None) -> Ref | None:
         """Return S⁻¹·right over the outputs, in which `free` indexes the rank."""
-        inner = self._small()
-        if inner is None or right is None:
+        small = self._small()
+        if small is None or right is None:
             return None
-        small = inner.over((self.summed, self.free))
-        args, rank = (small, self._thin(right)), self.form.rank
-        return self.ctx.g.add(SOLVE, None, args, self.thin, (rank,), self.dtype, self.why)
+        args = (small.moved(self.l, self.free), right.moved(self.free, self.k))
+        return self.thin.term(SOLVE, args, out=self.thin.out, summed=(self.k,))
 
     def _spread(self, t: Ref | None, k: Any) -> Ref | None:
         """Return k·weight·U·t over the outputs."""
         if t is None:
             return None
-        factors = (self.left, self._thin(t), *self._at(self.weight, self.free))
-        return self._product(factors, self.sizes, (self.form.rank,), k)
+        factors = (self.left, t.moved(self.free, self.k), *_at(self.free, self.weight))
+        return self.r.product(factors, (self.k,), k)
 
     def _small(self) -> Ref | None:
         """Return small·I + c·Vᵀ·weight·U over (k, l)."""
-        g, form = self.ctx.g, self.form
-        square = (form.rank, form.rank)
-        left, right = form.left.over({0: 2, 2: 1}), form.right.over({1: 2, 2: 0})
-        made = self._product((right, *self._at(self.weight, 2), left), square, (self.n,), 1)
-        one = g.add(DELTA, None, (), square, (), self.dtype, self.why)
+        form, r = self.form, self.r
+        left = form.left.over({0: self.summed, 2: self.l})
+        right = form.right.over({1: self.summed, 2: self.k})
+        factors = (right, *_at(self.summed, self.weight), left)
+        made = r.product(factors, (self.summed,), out=(self.k, self.l))
         if made is None:
             return None
+        one = r.delta(self.k, self.l)
         if self.number and form.diagonal:
-            one = contract(
-                g, Product(1, (one, *form.diagonal), 2, ()), square, self.dtype, self.why
-            )
-        k = (form.scale if self.number else 1, form.coefficient * self.scale)
-        return g.add(ADD, k, (one, made), square, (), self.dtype, self.why)
+            one = r.term(CONTRACT, (one, *form.diagonal))
+        small = form.scale if self.number else 1
+        return r.sum((small, one), (form.coefficient * self.scale, made))
 
-    def _thin(self, ref: Ref) -> Ref:
-        return ref.moved(self.free, self.summed)
 
-    @staticmethod
-    def _at(factors: tuple[Ref, ...], index: int) -> tuple[Ref, ...]:
-        return tuple(Ref(f.cls, (index,) * len(f.axes)) for f in factors)
+def _whole(r: RightSide, *terms: tuple[Any, Ref]) -> Ref:
+    """Return a sum whose terms nearly cancel, and record that no rule may open it.
 
-    def _product(
-        self, factors: tuple[Ref, ...], sizes: tuple[Dim, ...], bound: tuple[Dim, ...], k: Any
-    ) -> Ref | None:
-        p = Product(k, factors, len(sizes), bound)
-        if not bound:
-            return contract(self.ctx.g, p, sizes, self.dtype, self.why)
-        return order_product(self.ctx, p, sizes, self.dtype, self.why)
+    Opening the sum would lose the digits that the refinement gains.
+    """
+    made = r.sum(*terms)
+    r.ctx.whole.add(made.cls)
+    return made

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import jax.numpy as jnp
-
-from symjax_rewrite.ir.egraph import Justification
-from symjax_rewrite.ir.products import Product, expand, is_half, is_ring
+from symjax_rewrite.ir.products import expand, is_half, is_ring
+from symjax_rewrite.ir.sizes import product
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
-from symjax_rewrite.rewriting.product_trees import order_product
-from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, Sides, axiom
-from symjax_rewrite.rewriting.scales import scaled_factor
-from symjax_rewrite.rules.distributivity import sum_node
-
-
-def _distances(u: Any, v: Any) -> tuple[Any, Any]:
-    """Return both sides of the law, for one u against every v."""
-    mean = jnp.mean(v, 0)
-    a, b = u - mean, v - mean
-    left = jnp.sum((u[:, None] - v) ** 2, (1, 2))
-    return left, len(v) * jnp.sum(a**2, 1) + jnp.sum(b**2) - 2 * a @ jnp.sum(b, 0)
+from symjax_rewrite.rewriting.laws import law
+from symjax_rewrite.rewriting.right_side import RightSide
+from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
+from symjax_rewrite.rules.cancellation import sum_node
 
 
 @axiom(
-    "Σⱼ (uᵢ−vⱼ)² = |J|·(uᵢ−μ)² + Σ (vⱼ−μ)² − 2·(uᵢ−μ)·Σ (vⱼ−μ),  μ = mean v; also summed over i",
+    law(
+        "Σ((u[:, None] − v)**2, (1, 2)) = len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
+        " − 2*(u − μ)·Σ(v − μ, 0), where μ = mean(v, 0)",
+        kinds="F",
+        u="nd",
+        v="md",
+    ),
+    law(
+        "Σ((u[:, None] − v)**2) = Σ(len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
+        " − 2*(u − μ)·Σ(v − μ, 0)), where μ = mean(v, 0)",
+        kinds="F",
+        u="nd",
+        v="md",
+    ),
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
-    sides=(
-        Sides("nd,md", _distances, "F"),
-        Sides("nd,md", lambda u, v: tuple(map(jnp.sum, _distances(u, v))), "F"),
-    ),
 )
 def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Separate sums of squared differences over all pairs, or all partners, shifted by a mean.
@@ -42,77 +40,54 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     that of a side that is summed, so the last term is close to zero and nothing cancels. With
     weights the last term would not be close to zero, so a weighted sum is not rewritten.
     """
-    c = ctx.g.classes[cls]
+    dtype = ctx.g.classes[cls].dtype
     if node.op == ADD and len(node.args) != 1:
         return
-    if is_half(c.dtype) or is_ring(c.dtype) or c.dtype.startswith("complex"):
+    if is_half(dtype) or is_ring(dtype) or dtype.startswith("complex"):
         return
     p = expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
     if len(p.factors) != 2 or p.factors[0] != p.factors[1]:
         return
-    d = p.factors[0]
-    total = sum_node(ctx, d.cls)
+    total = sum_node(ctx, p.factors[0].cls)
     if total is None or len(total.args) != 2 or sum(total.attr) != 0:
         return
-    u, v = (a.over(d.axes) for a in total.args)
-    if len(set(u.axes)) != len(u.axes) or len(set(v.axes)) != len(v.axes):
+    u, v = (a.over(p.factors[0].axes) for a in total.args)
+    if any(len(set(x.axes)) != len(x.axes) for x in (u, v)):
         return
-    only_u = [i for i in u.axes if i not in v.axes]
-    only_v = [i for i in v.axes if i not in u.axes]
-    if not only_u or not only_v:
+    own = [(x, [i for i in x.axes if i not in y.axes]) for x, y in ((u, v), (v, u))]
+    if not all(only for _, only in own):
         return
-    summed, other = (v, only_v), (u, only_u)
-    if any(i < p.out for i in only_v):
-        summed, other = other, summed
-    if any(i < p.out for i in summed[1]):
+    left, right = own if any(i < p.out for i in own[1][1]) else own[::-1]
+    if any(i < p.out for i in left[1]):
         return  # every distance is an output
     scale, inside = total.attr[0] ** 2 * p.coefficient, 1.0
     if abs(scale) < 1:  # the squares of the scaled values may be infinite
         scale, inside = math.copysign(1, scale), math.sqrt(abs(scale))
-    yield from _separated(ctx, cls, p, summed, other, (scale, inside))
-
-
-def _mean(ctx: RuleContext, total: Ref, count: int, dtype: str, why: Justification) -> Ref:
-    """Return the mean of one side, by which both are shifted."""
-    return ctx.g.apply(ADD, (1 / count,), (total,), dtype, why)
-
-
-def _separated(
-    ctx: RuleContext, cls: int, p: Product, left: tuple, right: tuple, scales: tuple[float, float]
-) -> Iterator[Ref]:
-    """Return the sums over each side.
-
-    One of the two scales multiplies the squares, and the other multiplies the shifted values.
-    """
-    c = ctx.g.classes[cls]
-    (u, only_u), (v, only_v) = left, right
-    scale, inside = scales
-    why = pairwise_squares.reason(cls)
-    sizes = (*c.sizes, *p.bound)
-    n_u, n_v = (_whole(sizes[i] for i in only) for only in (only_u, only_v))
-    if not n_u or not n_v:
+    r = RightSide.of(ctx, pairwise_squares, cls, p.bound)
+    shifted = _shifted(r, left[0], left[1], right, inside)
+    if shifted is None:
         return
-    total = ctx.g.term(CONTRACT, (u,), sizes, c.dtype, why, summed=only_u)
-    mean = _mean(ctx, total, n_u, c.dtype, why)
-    su, sv = (ctx.g.apply(ADD, (1, -1), (a, mean), c.dtype, why) for a in (u, v))
-    ctx.whole.update((su.cls, sv.cls))
-    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
-    su, sv = (scaled_factor(ctx.g, a, inside, why) for a in (su, sv))
-    ctx.whole.update((su.cls, sv.cls))
+    su, sv = shifted
+    summed = [i for i in r.sizes if i >= p.out]
     terms = []
-    for factors in ((su, su), (sv, sv), (su, sv)):
-        q = Product(1, factors, p.out, p.bound, p.precision)
-        ref = order_product(ctx, q, c.sizes, c.dtype, why)
+    for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
+        ref = r.product(factors, summed, precision=p.precision)
         if ref is None:
             return
-        terms.append(ref)
-    yield ctx.g.add(ADD, (scale, scale, -2 * scale), tuple(terms), c.sizes, (), c.dtype, why)
+        terms.append((k, ref))
+    yield r.sum(*terms)
 
 
-def _whole(sizes) -> int:
-    out = 1
-    for s in sizes:
-        if not isinstance(s, int):
-            return 0
-        out *= s
-    return out
+def _shifted(
+    r: RightSide, u: Ref, only_u: list[int], right: tuple[Ref, list[int]], scale: float
+) -> list[Ref] | None:
+    """Return both sides less the mean of the first, times a number."""
+    n, m = (product([r.sizes[i] for i in only]) for only in (only_u, right[1]))
+    if not (isinstance(n, int) and isinstance(m, int) and n and m):
+        return None
+    mean = r.sum((1 / n, r.term(CONTRACT, (u,), summed=only_u)))
+    sides = [r.sum((1, x), (-1, mean)) for x in (u, right[0])]
+    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
+    scaled = [r.inside(scale, x) for x in sides]
+    r.ctx.whole.update([x.cls for x in (*sides, *scaled)])
+    return scaled

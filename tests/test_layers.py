@@ -41,6 +41,8 @@ ALSO = {"pallas_kernels": PROFILES}
 # A rule is a law with conditions: the search is no matter of its own.
 RULES_MAY_IMPORT = (
     "rewriting.rule",
+    "rewriting.laws",
+    "rewriting.right_side",
     "rewriting.contraction_order",
     "rewriting.product_trees",
     "rewriting.scales",

@@ -133,20 +133,18 @@ class AxisMap:
         if name in ELEMENTWISE:
             axes[e.outvals[0]] = self._elementwise(e)
         else:
-            row = _OUTPUTS.get(name)
-            made: Axes | None = None
-            if row is not None and all(isinstance(v, int) for v in e.invals[:1]):
-                ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
-                made = row(self, e.eqn.params, ins)
+            ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
+            known = not e.invals or isinstance(e.invals[0], int)
+            row, relate = _OUTPUTS.get(name), _CONSTRAINTS.get(name)
+            made = row(self, e.eqn.params, ins) if row and known else None
             if made is not None:
                 axes[e.outvals[0]] = made
             else:
-                for v in e.outvals:
-                    axes[v] = self._fresh(v)
-                relate = _CONSTRAINTS.get(name)
-                if relate is not None and isinstance(e.invals[0], int):
-                    ins = [axes[v] if isinstance(v, int) else () for v in e.invals]
-                    relate(self, e.eqn.params, ins, [axes[v] for v in e.outvals])
+                outs = [self._fresh(v) for v in e.outvals]
+                for v, fresh in zip(e.outvals, outs, strict=True):
+                    axes[v] = fresh
+                if relate and known:
+                    relate(self, e.eqn.params, ins, outs)
         if e.same_as:
             for v, same in zip(e.outvals, e.same_as, strict=True):
                 if isinstance(same, int):
@@ -195,8 +193,8 @@ def _dot_general(m: AxisMap, p: dict, ins: list[Axes]) -> Axes | None:
     return tuple(out)
 
 
-def _transpose(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
-    return tuple([ins[0][i] for i in p["permutation"]])
+def _reduce(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
+    return tuple([a for i, a in enumerate(ins[0]) if i not in p["axes"]])
 
 
 def _squeeze(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
@@ -204,24 +202,14 @@ def _squeeze(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
     return tuple([a for i, a in enumerate(ins[0]) if i not in gone])
 
 
-def _reduce(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
-    return tuple([a for i, a in enumerate(ins[0]) if i not in p["axes"]])
-
-
-def _first(m: AxisMap, p: dict, ins: list[Axes]) -> Axes:
-    return ins[0]
-
-
+_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
+_PREFIXES = "cumsum cumprod cummax cummin cumlogsumexp"
 _OUTPUTS: dict[str, Callable[[AxisMap, dict, list[Axes]], Axes | None]] = {
     "dot_general": _dot_general,
-    "transpose": _transpose,
+    "transpose": lambda m, p, ins: tuple([ins[0][i] for i in p["permutation"]]),
     "squeeze": _squeeze,
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _first),
-    **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        _reduce,
-    ),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(_PREFIXES.split(), lambda m, p, ins: ins[0]),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
 }
 
 
@@ -251,11 +239,7 @@ def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:
         return  # the axis is empty
     pieces, whole = (ins, outs[0]) if len(ins) > 1 or len(ins[0]) < len(outs[0]) else (outs, ins[0])
     for piece in pieces:
-        m._same_sizes(piece, _without(whole, p["axis"]))
-
-
-def _without(axes: Axes, k: int) -> Axes:
-    return (*axes[:k], *axes[k + 1 :])
+        m._same_sizes(piece, (*whole[: p["axis"]], *whole[p["axis"] + 1 :]))
 
 
 def _tile(m: AxisMap, p: dict, ins: list, outs: list) -> None:

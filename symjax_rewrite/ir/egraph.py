@@ -145,7 +145,7 @@ class EGraph:
 
         Args:
             op: the kind of term.
-            args: operands over indices of any names from 0 on; -1 is no index, as in a slice.
+            args: operands over indices of any names but -1, which is no index, as in a slice.
             sizes: the size of every name.
             dtype: of the result.
             reason: the justification of the term.
@@ -165,7 +165,7 @@ class EGraph:
             (4, 9)
         """
         if out is None:
-            out = sorted({i for a in args for i in a.axes if i >= 0}.difference(summed))
+            out = sorted({i for a in args for i in a.axes}.difference(summed, (-1,)), key=_order)
         names = tuple(out)
         local = {i: n for n, i in enumerate((*names, *summed))}
         local[-1] = -1
@@ -320,6 +320,11 @@ class EGraph:
     def live(self) -> list[int]:
         """Return the classes that were not merged into others."""
         return [c for c, edge in enumerate(self.parent) if edge is None]
+
+
+def _order(name: Any) -> tuple[str, Any]:
+    """Return a key that orders names of indices, which may be of several types."""
+    return ("", name) if isinstance(name, int) else (type(name).__name__, str(name))
 
 
 def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:

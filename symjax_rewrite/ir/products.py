@@ -72,11 +72,6 @@ def ends_early(dtype: str) -> bool:
     return dtype_kind(dtype) == "f" and float(jax.numpy.finfo(dtype).max) < 1e30
 
 
-def own_product(g: EGraph, cls: int) -> Product:
-    """Return the class as a product of itself alone."""
-    return Product(1, (g.ref(cls),), len(g.classes[cls].sizes), ())
-
-
 def expand(
     g: EGraph, cls: int, may_open: Callable[[int], bool], made: dict[int, Product] | None = None
 ) -> Product:
@@ -108,7 +103,7 @@ def _expand_all(
             continue
         node = product_node(g, cls)
         if node is None:
-            made[cls] = own_product(g, cls)
+            made[cls] = Product(1, (g.ref(cls),), len(g.classes[cls].sizes), ())
         elif cls in begun:
             made[cls] = _open(g, cls, node, may_open, made)
         else:
@@ -125,11 +120,7 @@ def _opened(g: EGraph, cls: int, node: Node, may_open: Callable[[int], bool]) ->
 
 def flattest(g: EGraph, cls: int) -> Product:
     """Return the class as a product with every factor expanded; cached until the next union."""
-    return expand(g, cls, _always, g.facts("product"))
-
-
-def _always(cls: int) -> bool:
-    return True
+    return expand(g, cls, lambda _: True, g.facts("product"))
 
 
 def product_node(g: EGraph, cls: int) -> Node | None:
@@ -252,11 +243,3 @@ def scaled(
     if coefficient == 1:
         return ref
     return g.add(ADD, (coefficient,), (ref,), sizes, (), g.classes[ref.cls].dtype, why)
-
-
-def contract(g: EGraph, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification) -> Ref:
-    """Return the product as one n-ary contraction node."""
-    if len(p.factors) == 1 and not p.bound:
-        return scaled(g, p.factors[0], p.coefficient, sizes, why)
-    ref = g.add(CONTRACT, p.precision, p.factors, sizes, p.bound, dtype, why)
-    return scaled(g, ref, p.coefficient, sizes, why)

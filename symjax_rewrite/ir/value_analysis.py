@@ -7,9 +7,11 @@ are stated here as facts, which are read and never written back. May import `egr
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import cone, reaches
 from symjax_rewrite.ir.egraph import EGraph
@@ -53,12 +55,14 @@ def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
     if n.op == DELTA:
         return True
     if n.op == CONTRACT:
-        return all(v % 2 == 0 or nonnegative(g, ref.cls, depth) for ref, v in _powers(n.args))
+        return all(v % 2 == 0 or nonnegative(g, a.cls, depth) for a, v in Counter(n.args).items())
     if n.op == ADD:
         coefficients = n.attr
         return all(not isinstance(c, complex) and c > 0 for c in coefficients) and _all(g, n, depth)
-    if n.op == TAKE and n.attr[0] == "fill" and not _is_nonnegative(n.attr[1][0]):
-        return False
+    if n.op == TAKE and n.attr[0] == "fill":
+        fill = n.attr[1][0]  # NaN is not negative
+        if isinstance(fill, complex) or fill < 0:
+            return False
     if n.op in (REDUCE, SLICE, TAKE):
         return nonnegative(g, n.args[0].cls, depth)
     if n.op != MAP:
@@ -69,18 +73,6 @@ def _nonnegative_node(g: EGraph, n: Node, depth: int) -> bool:
     if name == "select_n":
         return all(nonnegative(g, a.cls, depth) for a in n.args[1:])
     return name in _NONNEGATIVE_MAPS or (name in (*_KEEPS_SIGN, "min", "div") and _all(g, n, depth))
-
-
-def _is_nonnegative(value: complex) -> bool:
-    """Return True if a fill value is ≥ 0 or NaN."""
-    return not isinstance(value, complex) and not value < 0
-
-
-def _powers(args: Iterable[Ref]) -> list[tuple[Ref, int]]:
-    count: dict[Ref, int] = {}
-    for a in args:
-        count[a] = count.get(a, 0) + 1
-    return list(count.items())
 
 
 def _all(g: EGraph, n: Node, depth: int) -> bool:
@@ -99,27 +91,23 @@ class LogLinear(NamedTuple):
 
     def times(self, other: LogLinear, power: Fraction = Fraction(1)) -> LogLinear:
         """Return self · other^power."""
-        factors = dict(self.factors)
-        for ref, p in other.factors:
-            factors[ref] = factors.get(ref, Fraction(0)) + p * power
-        exponent = dict(self.exponent)
-        for ref, c in other.exponent:
-            exponent[ref] = exponent.get(ref, 0.0) + c * float(power)
-        return LogLinear(
-            tuple((r, p) for r, p in factors.items() if p),
-            tuple((r, c) for r, c in exponent.items() if c),
-        )
+        factors = _added(self.factors, other.factors, power)
+        return LogLinear(factors, _added(self.exponent, other.exponent, float(power)))
 
     def over(self, axes: tuple[int, ...]) -> LogLinear:
         """Return the same form with slot s read at index axes[s]."""
-        move = lambda ref: ref.over(axes)  # noqa: E731
-        return LogLinear(
-            tuple((move(r), p) for r, p in self.factors),
-            tuple((move(r), c) for r, c in self.exponent),
-        )
+        factors = tuple((r.over(axes), p) for r, p in self.factors)
+        return LogLinear(factors, tuple((r.over(axes), c) for r, c in self.exponent))
 
 
-_ONE = LogLinear((), ())
+def _added(a: Iterable[tuple], b: Iterable[tuple], times: Any) -> tuple:
+    """Return linear combination a + times·b, without terms that are zero."""
+    total = dict(a)
+    for ref, k in b:
+        total[ref] = total.get(ref, 0) + k * times
+    return tuple((ref, k) for ref, k in total.items() if k)
+
+
 _POWERS = {"sqrt": Fraction(1, 2), "rsqrt": Fraction(-1, 2), "reciprocal": Fraction(-1)}
 
 
@@ -150,10 +138,7 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
         return log_linear(g, a.cls, depth + 1).over(a.axes)
 
     if node.op == CONTRACT and not node.bound:
-        out = _ONE
-        for a in node.args:
-            out = out.times(of(a))
-        return out
+        return functools.reduce(LogLinear.times, map(of, node.args), LogLinear((), ()))
     if node.op != MAP:
         return None
     name = node.attr[0]
@@ -162,7 +147,7 @@ def _log_linear(g: EGraph, cls: int, depth: int) -> LogLinear | None:
     if name == "div":
         return of(node.args[0]).times(of(node.args[1]), Fraction(-1))
     if name in _POWERS:
-        return _ONE.times(of(node.args[0]), _POWERS[name])
+        return LogLinear((), ()).times(of(node.args[0]), _POWERS[name])
     return None
 
 
@@ -203,21 +188,14 @@ def _taken_apart(g: EGraph, parts: list[tuple[Ref, float]], depth: int) -> dict[
     if not shifts:
         return None
     kept = [p for p in parts if p not in shifts]
-    out = opened(*kept[0]) if len(kept) == 1 else {_joined(g, kept): 1.0}
+    if len(kept) == 1:
+        out = opened(*kept[0])
+    else:
+        args, coefficients = zip(*kept, strict=True)
+        out = {g.apply(ADD, coefficients, args, g.classes[args[0].cls].dtype): 1.0}
     for term, c in shifts:
         out[term] = out.get(term, 0.0) + c
     return out
-
-
-def _joined(g: EGraph, parts: list[tuple[Ref, float]]) -> Ref:
-    """Return the sum of some terms as a class of its own."""
-    # Index names may be of several types here.
-    used = sorted({i for r, _ in parts for i in r.axes}, key=str)
-    size_of = {i: n for r, _ in parts for i, n in zip(r.axes, g.classes[r.cls].sizes, strict=True)}
-    args = tuple(Ref(r.cls, tuple(used.index(i) for i in r.axes)) for r, _ in parts)
-    sizes, dtype = tuple(size_of[i] for i in used), g.classes[parts[0][0].cls].dtype
-    found = g.add(ADD, tuple(c for _, c in parts), args, sizes, (), dtype)
-    return found.over(used)
 
 
 def _is_shift(g: EGraph, term: Ref, others: list[Ref]) -> bool:

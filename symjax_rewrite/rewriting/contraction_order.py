@@ -8,10 +8,11 @@ is fast even for a chain of thirty.
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from operator import or_
 from typing import NamedTuple
 
 MAX_SQUARED = 6  # factors of a product that may be searched for a square
@@ -30,6 +31,14 @@ class Repeats(NamedTuple):
 
     kinds: Sequence[Hashable]
     form_of: Callable[[list[int], int], Hashable]
+
+    def grouped(self, members: list[list[int]]) -> Repeats:
+        """Return the same keys for groups of factors that are multiplied beforehand."""
+        kinds = [tuple(sorted([self.kinds[k] for k in ids], key=repr)) for ids in members]
+        form_of = self.form_of
+        return Repeats(
+            kinds, lambda inside, kept: form_of([k for n in inside for k in members[n]], kept)
+        )
 
 
 @dataclass(slots=True)
@@ -73,209 +82,169 @@ def best_order(
     groups: dict[tuple[int, bool], list[int]] = {}
     for k, mask in enumerate(factors):
         groups.setdefault((mask, bool(free >> k & 1)), []).append(k)
+    search = _Orders(factors, out, cost_of, pairs, free, repeats)
     if len(groups) == len(factors):
-        return _order(factors, out, cost_of, pairs, free, repeats)
+        return search.order()
     # Factors over the same indices are multiplied first, because the result is no larger than they
     # are.
-    members = list(groups.values())
-    trees, masks, cost, free = _multiplied(groups, out, cost_of)
-    found = _order(masks, out, cost_of, pairs, free, repeats and _grouped(repeats, members))
+    trees, search, cost = _multiplied(groups, search)
+    found = search.order()
     return None if found is None else (_put(found[0], trees), found[1] + cost)
 
 
-def _grouped(repeats: Repeats, members: list[list[int]]) -> Repeats:
-    """Return the same keys for groups of factors that are multiplied beforehand."""
-    kinds = [tuple(sorted([repeats.kinds[k] for k in ids], key=repr)) for ids in members]
-    form_of = repeats.form_of
-    return Repeats(
-        kinds, lambda inside, kept: form_of([k for n in inside for k in members[n]], kept)
-    )
-
-
 def _multiplied(
-    groups: dict[tuple[int, bool], list[int]], out: int, cost_of: CostOf
-) -> tuple[list[Tree], list[int], float, int]:
-    """Return each group's tree and indices, their total cost, and the bit set of free groups."""
+    groups: dict[tuple[int, bool], list[int]], search: _Orders
+) -> tuple[list[Tree], _Orders, float]:
+    """Return each group's tree, the search for an order of the groups, and the trees' cost."""
     trees: list[Tree] = []
     masks, cost, free = [], 0.0, 0
     for n, ((mask, is_free), ids) in enumerate(groups.items()):
-        outside = out
-        for other in groups:
-            outside |= other[0] if other != (mask, is_free) else 0
+        others = [other for other, _ in groups if (other, _) != (mask, is_free)]
+        kept = mask & functools.reduce(or_, others, search.out)
         tree: Tree = ids[0]
         for k in ids[1:]:
-            kept = mask & outside if k == ids[-1] else mask
-            cost += 0.0 if is_free else cost_of(mask, mask, kept)
+            cost += 0.0 if is_free else search.cost_of(mask, mask, kept if k == ids[-1] else mask)
             tree = (tree, k)
         trees.append(tree)
-        masks.append(mask & outside if len(ids) > 1 else mask)
+        masks.append(kept if len(ids) > 1 else mask)
         free |= is_free << n
-    return trees, masks, cost, free
+    repeats = search.repeats and search.repeats.grouped(list(groups.values()))
+    return trees, replace(search, factors=masks, free=free, repeats=repeats), cost
 
 
 def _put(tree: Tree, leaves: list[Tree]) -> Tree:
     return leaves[tree] if isinstance(tree, int) else (_put(tree[0], leaves), _put(tree[1], leaves))
 
 
-def _order(
-    factors: Sequence[int],
-    out: int,
-    cost_of: CostOf,
-    pairs: Pairs,
-    free: int,
-    repeats: Repeats | None,
-) -> tuple[Tree, float] | None:
-    components = _components(factors)
-    solved: list[tuple[Tree, int, float]] = []
-    for members in components:
-        found = _connected_order(factors, members, out, cost_of, pairs, free, repeats)
-        if found is None:
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """The arguments of `best_order`."""
+
+    factors: Sequence[int]
+    out: int
+    cost_of: CostOf
+    pairs: Pairs
+    free: int
+    repeats: Repeats | None
+
+    def order(self) -> tuple[Tree, float] | None:
+        """Return the cheapest tree over all factors and its cost; None if the budget ran out."""
+        solved: list[tuple[Tree, int, float]] = []
+        for members in _components(self.factors):
+            found = self._connected(members)
+            if found is None:
+                return None
+            solved.append(found)
+        solved.sort(key=lambda t: t[1].bit_count())
+        tree, indices, total = solved[0]
+        for other, more, cost in solved[1:]:
+            kept = (indices | more) & self.out
+            total += cost + self.cost_of(indices, more, kept)
+            tree, indices = (tree, other), kept
+        return tree, total
+
+    def _connected(self, ids: list[int]) -> tuple[Tree, int, float] | None:
+        """Return the cheapest tree over factors that are connected, its indices and its cost."""
+        n, local = len(ids), [self.factors[k] for k in ids]
+        free = sum(1 << i for i, k in enumerate(ids) if self.free >> k & 1)
+        if n == 1:
+            return ids[0], local[0] & self.out, 0.0
+        most = min(self.pairs.each, self.pairs.left)
+        found = list(islice(_connected_pairs(local), most + 1))
+        self.pairs.left -= len(found)
+        if len(found) > most:
             return None
-        solved.append(found)
-    solved.sort(key=lambda t: bin(t[1]).count("1"))
-    tree, indices, total = solved[0]
-    for other, more, cost in solved[1:]:
-        kept = (indices | more) & out
-        total += cost + cost_of(indices, more, kept)
-        tree, indices = (tree, other), kept
-    return tree, total
+        found.sort()
+        kept_of, is_square = self._subsets(ids, local)
+        kept = {1 << i: kept_of(1 << i) for i in range(n)}
+        best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
+        for both, left, right in found:
+            a, b = best[left], best[right]
+            once = is_square is not None and is_square(left, right)
+            total = a[0] if once else a[0] + b[0]
+            known = best.get(both)
+            if known is None:
+                kept[both] = kept_of(both)
+            elif known[0] <= total:
+                continue
+            if both & ~free:
+                total += self.cost_of(kept[left], kept[right], kept[both])
+            if known is None or total < known[0]:
+                best[both] = (total, (a[1], b[1]))
+        full = (1 << n) - 1
+        cost, tree = best[full]
+        return tree, kept[full], cost
+
+    def _subsets(
+        self, ids: list[int], local: list[int]
+    ) -> tuple[Callable[[int], int], Callable[[int, int], bool] | None]:
+        """Return functions of subsets of factors: the kept indices, and if two are one product."""
+        full = (1 << len(local)) - 1
+
+        @functools.cache
+        def union(subset: int) -> int:
+            low = subset & -subset
+            return union(subset ^ low) | local[low.bit_length() - 1] if subset else 0
+
+        @functools.cache
+        def kept(subset: int) -> int:
+            return union(subset) & (self.out | union(full ^ subset))
+
+        if self.repeats is None:
+            return kept, None
+        kinds, form_of = [self.repeats.kinds[k] for k in ids], self.repeats.form_of
+        number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
+        single = sum(1 << i for i, kind in enumerate(kinds) if kinds.count(kind) == 1)
+
+        @functools.cache
+        def kinds_of(subset: int) -> list[int]:
+            return sorted([number[kind] for i, kind in enumerate(kinds) if subset >> i & 1])
+
+        @functools.cache
+        def form(subset: int) -> Hashable:
+            return form_of([k for i, k in enumerate(ids) if subset >> i & 1], kept(subset))
+
+        def is_square(left: int, right: int) -> bool:
+            """Return True if two subsets that sum over an index have one product."""
+            count = left.bit_count()
+            if (left | right) & single or count != right.bit_count() or count > MAX_SQUARED:
+                return False
+            summed = union(left) != kept(left)
+            return summed and kinds_of(left) == kinds_of(right) and form(left) == form(right)
+
+        return kept, is_square
 
 
-def _components(factors: Sequence[int]) -> list[int]:
+def _components(factors: Sequence[int]) -> list[list[int]]:
+    """Return the factors in groups that share indices, directly or through other factors."""
     left = list(range(len(factors)))
     out = []
     while left:
-        members, indices = 1 << left[0], factors[left[0]]
-        grew = True
-        while grew:
-            grew = False
+        indices, before = factors[left[0]], -1
+        while indices != before:
+            before = indices
             for k in left:
-                if not members >> k & 1 and factors[k] & indices:
-                    members |= 1 << k
-                    indices |= factors[k]
-                    grew = True
-        left = [k for k in left if not members >> k & 1]
-        out.append(members)
+                indices |= factors[k] if factors[k] & indices else 0
+        out.append([k for k in left if factors[k] & indices or k == left[0]])
+        left = [k for k in left if k not in out[-1]]
     return out
 
 
-class _Subsets:
-    """The index bit sets of subsets of factors, each computed once."""
-
-    def __init__(self, local: list[int], out: int) -> None:
-        self.local, self.out = local, out
-        self.full = (1 << len(local)) - 1
-        self._union: dict[int, int] = {1 << i: mask for i, mask in enumerate(local)}
-        self._kept: dict[int, int] = {}
-
-    def union(self, subset: int) -> int:
-        """Return every index of the subset."""
-        got = self._union.get(subset)
-        if got is None:
-            low = subset & -subset
-            got = self._union[subset] = self._union[low] | self.union(subset ^ low)
-        return got
-
-    def kept(self, subset: int) -> int:
-        """Return the indices that the output or a factor outside the subset reads."""
-        got = self._kept.get(subset)
-        if got is None:
-            rest = self.full ^ subset
-            outside = self.out | (self.union(rest) if rest else 0)
-            got = self._kept[subset] = self.union(subset) & outside
-        return got
-
-
-class _Squares:
-    """The pairs of subsets with equal products: of repeated factors, at the same positions."""
-
-    def __init__(self, subsets: _Subsets, ids: list[int], repeats: Repeats) -> None:
-        self.subsets, self.ids, self.repeats = subsets, ids, repeats
-        kinds = [repeats.kinds[k] for k in ids]
-        number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-        self.kinds = [number[kind] for kind in kinds]
-        count = Counter(self.kinds)
-        self.single = sum(1 << i for i, kind in enumerate(self.kinds) if count[kind] == 1)
-        self._forms: dict[int, Hashable] = {}
-
-    def is_one(self, left: int, right: int) -> bool:
-        """Return True if two subsets that sum over an index have one product."""
-        count = left.bit_count()
-        if (left | right) & self.single or count != right.bit_count() or count > MAX_SQUARED:
-            return False
-        if self._kinds_of(left) != self._kinds_of(right):
-            return False
-        if self.subsets.union(left) == self.subsets.kept(left):
-            return False
-        return self._form(left) == self._form(right)
-
-    def _kinds_of(self, subset: int) -> list[int]:
-        return sorted([kind for i, kind in enumerate(self.kinds) if subset >> i & 1])
-
-    def _form(self, subset: int) -> Hashable:
-        if subset not in self._forms:
-            inside = [k for i, k in enumerate(self.ids) if subset >> i & 1]
-            self._forms[subset] = self.repeats.form_of(inside, self.subsets.kept(subset))
-        return self._forms[subset]
-
-
-def _connected_order(
-    factors: Sequence[int],
-    members: int,
-    out: int,
-    cost_of: CostOf,
-    pairs: Pairs,
-    free: int,
-    repeats: Repeats | None,
-) -> tuple[Tree, int, float] | None:
-    ids = [k for k in range(len(factors)) if members >> k & 1]
-    n = len(ids)
-    free = sum(1 << i for i, k in enumerate(ids) if free >> k & 1)
-    if n == 1:
-        return ids[0], factors[ids[0]] & out, 0.0
-    local = [factors[k] for k in ids]
-    neighbours = [sum(1 << j for j in range(n) if j != i and local[i] & local[j]) for i in range(n)]
-    most = min(pairs.each, pairs.left)
-    found = list(islice(_connected_pairs(n, neighbours), most + 1))
-    pairs.left -= len(found)
-    if len(found) > most:
-        return None
-    found.sort()
-    subsets = _Subsets(local, out)
-    squares = None if repeats is None else _Squares(subsets, ids, repeats)
-    kept = {1 << i: subsets.kept(1 << i) for i in range(n)}
-    best: dict[int, tuple[float, Tree]] = {1 << i: (0.0, ids[i]) for i in range(n)}
-    for both, left, right in found:
-        a, b = best[left], best[right]
-        once = squares is not None and squares.is_one(left, right)
-        total = a[0] if once else a[0] + b[0]
-        known = best.get(both)
-        if known is None:
-            kept[both] = subsets.kept(both)
-        elif known[0] <= total:
-            continue
-        if both & ~free:
-            total += cost_of(kept[left], kept[right], kept[both])
-        if known is None or total < known[0]:
-            best[both] = (total, (a[1], b[1]))
-    cost, tree = best[subsets.full]
-    return tree, kept[subsets.full], cost
-
-
-def _connected_pairs(n: int, neighbours: list[int]) -> Iterator[tuple[int, int, int]]:
+def _connected_pairs(factors: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield every pair of disjoint connected subsets joined by an edge, once, after their union.
 
     In sorted order, each pair comes after the pairs that form either side, because the bit set of a
     proper subset is a smaller number.
     """
-    around = {0: 0}
+    n = len(factors)
+    edges = [
+        sum(1 << j for j in range(n) if j != i and f & factors[j]) for i, f in enumerate(factors)
+    ]
 
+    @functools.cache
     def touched(subset: int) -> int:
-        got = around.get(subset)
-        if got is None:
-            low = subset & -subset
-            got = around[subset] = touched(subset ^ low) | neighbours[low.bit_length() - 1]
-        return got
+        low = subset & -subset
+        return touched(subset ^ low) | edges[low.bit_length() - 1] if subset else 0
 
     def grown(subset: int, banned: int) -> Iterator[int]:
         """Yield the subset, and every connected superset of it without banned factors."""

@@ -8,6 +8,7 @@ at once.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,8 @@ class Extraction:
 
 def original_choice(g: EGraph) -> Choice:
     """Return the node that every class was created with."""
-    out: Choice = {}
-    for cls in g.live():
-        for node, reason in g.classes[cls].nodes.items():
-            if reason == ORIGINAL:
-                out[cls] = node
-                break
-    return out
+    written = ((c, n, why) for c in g.live() for n, why in [*g.classes[c].nodes.items()][::-1])
+    return {c: n for c, n, why in written if why == ORIGINAL}
 
 
 def extract(
@@ -117,11 +113,8 @@ def _greedy(
             for node in nodes:
                 total = 0.0 if free(cls) else own[cls, node]
                 for arg in {g.find(a).cls for a in node.args}:
-                    if arg not in best:
-                        total = float("inf")
-                        break
-                    total += best[arg][0]
-                if total < best.get(cls, (float("inf"),))[0] * (1 - 1e-9):
+                    total += best[arg][0] if arg in best else math.inf
+                if total < best.get(cls, (math.inf,))[0] * (1 - 1e-9):
                     best[cls] = (total, node)
                     changed = True
     return {c: node for c, (_, node) in best.items()}
@@ -143,7 +136,7 @@ class _Search:
         try:
             cost = self.model.evaluate(self.g, choice, self.roots, self.free)
         except (CycleError, KeyError):
-            return float("inf")
+            return math.inf
         return cost.seconds
 
     def climb(self, choice: Choice) -> Choice:
@@ -168,18 +161,15 @@ class _Search:
         return choice
 
     def _moves(self, choice: Choice) -> list[dict[int, Node]]:
-        order = reachable(choice, self.roots, self.free)
         moves: list[dict[int, Node]] = []
         groups: dict[int, dict[int, Node]] = {}
-        for cls in order:
+        for cls in reachable(choice, self.roots, self.free):
             for node in self.options[cls]:
-                if node is choice[cls]:
-                    continue
-                moves.append({cls: node})
-                for arg in {a.cls for a in node.args}:
-                    groups.setdefault(arg, {}).setdefault(cls, node)
-        moves += [m for m in groups.values() if len(m) > 1]
-        return moves
+                if node is not choice[cls]:
+                    moves.append({cls: node})
+                    for arg in {a.cls for a in node.args}:
+                        groups.setdefault(arg, {}).setdefault(cls, node)
+        return moves + [m for m in groups.values() if len(m) > 1]
 
     def simplify(self, choice: Choice, original: Choice) -> Choice:
         """Restore the written node wherever the change saves nothing."""
@@ -188,10 +178,9 @@ class _Search:
             node = original.get(cls)
             if node is None or node == choice[cls]:
                 continue
-            trial = {**choice, cls: node}
-            then = self.seconds(trial)
+            then = self.seconds({**choice, cls: node})
             if then <= now * (1 + 1e-9):
-                choice, now = trial, then
+                choice, now = {**choice, cls: node}, then
         return choice
 
 

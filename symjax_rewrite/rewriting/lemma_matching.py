@@ -7,9 +7,10 @@ matches every spelling with the same index terms: transposed operands, einsum or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import combinations, islice, permutations
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, permutations, product
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,10 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.flat_program import flatten
-from symjax_rewrite.ir.products import Product, flattest
-from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import Lemma, RuleContext, line_of, too_large
 from symjax_rewrite.rewriting.scales import scaled_inside
 
@@ -118,8 +119,7 @@ def compile_lemma(lemma: Lemma) -> Pattern:
 
 
 Groups = dict[int, tuple[int, ...]]  # pattern index: the target's indices that match it
-Binding = dict[int, Any]  # leaf of the pattern: a `Bound`, or a coefficient
-State = tuple[Groups, Binding]
+Terms = tuple[Any, list[Ref], list[int]]  # a product: coefficient, factors, fresh bound indices
 
 
 class Bound(NamedTuple):
@@ -129,6 +129,18 @@ class Bound(NamedTuple):
     slots: tuple[tuple[int, int], ...]
 
 
+class State(NamedTuple):
+    """What is known during a match; binding: leaf of the pattern to a `Bound` or a coefficient."""
+
+    groups: Groups
+    binding: dict[int, Any]
+
+    def bind(self, leaf: int, bound: Any, groups: Groups | None = None) -> Iterator[State]:
+        """Yield the state with a leaf bound, unless it is bound to something else."""
+        if self.binding.get(leaf, bound) == bound:
+            yield State(self.groups | (groups or {}), {**self.binding, leaf: bound})
+
+
 def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     """Yield the right sides of the lemma at a class, over the class's slots.
 
@@ -136,87 +148,151 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     a projection for heads and features. A product of matrices matches from either end, since its
     factors have no order: one of the two right sides may be the written form.
     """
-    target = ctx.g.ref(cls)
+    target, dtype = ctx.g.ref(cls), ctx.g.classes[cls].dtype
     if len(pattern.left.axes) > len(target.axes):
         return
-    found = _match(ctx, pattern, pattern.left, target, {}, {})
-    for groups, binding in list(islice(found, MAX_MATCHES)):  # a list, because building adds nodes
-        if all(_dtype(ctx, b) in (None, ctx.g.classes[cls].dtype) for b in binding.values()):
-            ref = _build(ctx, pattern, binding, cls, groups)
+    found = _Matcher(ctx, pattern.terms.graph).match(pattern.left, target, State({}, {}))
+    for state in list(islice(found, MAX_MATCHES)):  # a list, because building adds nodes
+        bound = [b for b in state.binding.values() if isinstance(b, Bound)]
+        if all(ctx.g.classes[b.cls].dtype == dtype for b in bound):
+            ref = _build(ctx, pattern, state, cls)
             if ref is not None:
                 yield ref
 
 
-def _dtype(ctx: RuleContext, bound: Any) -> str | None:
-    return ctx.g.classes[bound.cls].dtype if isinstance(bound, Bound) else None
+class _Matcher(NamedTuple):
+    """Matches references of a pattern's graph with references of the e-graph."""
+
+    ctx: RuleContext
+    graph: EGraph
+
+    def match(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
+        """Yield the states in which a reference of the pattern stands for a reference."""
+        pnode, tref = node(self.graph, pref.cls), self.ctx.g.find(tref)
+        if pnode.op == LEAF:
+            yield from self._bind(pref, tref, state)
+        elif pnode.op == CONTRACT or (pnode.op == ADD and len(pnode.args) == 1):
+            yield from self._product(pref, tref, state)
+        elif pnode.op == CONST:
+            tnode = node(self.ctx.g, tref.cls)
+            if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:
+                yield state
+        else:
+            for tnode in list(self.ctx.g.classes[tref.cls].nodes):
+                if tnode.op == pnode.op and len(tnode.args) == len(pnode.args):
+                    yield from self._node(pref, pnode, tref, tnode, state)
+
+    def _bind(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
+        """Bind a leaf of the pattern to a class; unknown letters share the remaining axes."""
+        groups = state.groups
+        fixed = {i for q in pref.axes for i in groups.get(q, ())}
+        left = [i for i in tref.axes if i not in fixed]
+        if len(set(tref.axes)) != len(tref.axes) or not fixed <= set(tref.axes):
+            return
+        if any(i in group for i in left for group in groups.values()):
+            return
+        unknown = [q for q in dict.fromkeys(pref.axes) if q not in groups]
+        for shared in _share_out(unknown, left):
+            new = groups | shared
+            place = {i: (s, k) for s, q in enumerate(pref.axes) for k, i in enumerate(new[q])}
+            bound = Bound(tref.cls, tuple(place[i] for i in tref.axes))
+            yield from state.bind(pref.cls, bound, shared)
+
+    def _product(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
+        coefficient, mine, bound = self._terms(self.graph, pref)
+        theirs = self._terms(self.ctx.g, tref)
+        scalars = self._scalars(mine)
+        factors = [f for f in mine if f not in scalars]
+        wide = [f for f in theirs[1] if f.axes] if scalars else theirs[1]
+        loose = len(theirs[1]) - len(wide)
+        if len(factors) != len(wide) or len(bound) > len(theirs[2]) or len(scalars) > 1:
+            return
+        if loose > 1 or (loose and theirs[0] != 1) or (not scalars and coefficient != theirs[0]):
+            return
+        states: Iterable[State] = (state,)
+        if scalars:  # a scalar of the lemma stands for a scalar factor, or for the coefficient
+            scalar = next((Bound(f.cls, ()) for f in theirs[1] if not f.axes), theirs[0])
+            states = state.bind(scalars[0].cls, scalar)
+        for start in states:
+            for found in self._assign(factors, wide, start):
+                if {i for q in bound for i in found.groups.get(q, ())} == set(theirs[2]):
+                    yield found
+
+    def _scalars(self, factors: list[Ref]) -> list[Ref]:
+        """Return the scalar arguments of the lemma among some factors."""
+        return [f for f in factors if not f.axes and node(self.graph, f.cls).op == LEAF]
+
+    def _terms(self, g: EGraph, ref: Ref) -> Terms:
+        """Return a product over the indices of a reference and fresh bound indices."""
+        p = flattest(g, ref.cls)
+        bound = [next(self.ctx.fresh) for _ in p.bound]
+        return p.coefficient, [f.over([*ref.axes, *bound]) for f in p.factors], bound
+
+    def _assign(self, mine: list[Ref], theirs: list[Ref], state: State) -> Iterator[State]:
+        """Match factors with factors in any order."""
+        if not mine:
+            yield state
+        for k, other in enumerate(theirs if mine else ()):
+            for found in self.match(mine[0], other, state):
+                yield from self._assign(mine[1:], theirs[:k] + theirs[k + 1 :], found)
+
+    def _node(
+        self, pref: Ref, pnode: Node, tref: Ref, tnode: Node, state: State
+    ) -> Iterator[State]:
+        if len(pnode.bound) != len(tnode.bound):
+            return
+        if pnode.op in (MAP, REDUCE, SLICE) and pnode.attr != tnode.attr:
+            return
+        fresh = [next(self.ctx.fresh) for _ in pnode.bound]
+        state = state._replace(groups={**state.groups, **{i: (i,) for i in fresh}})
+        mine = [a.over([*pref.axes, *fresh]) for a in pnode.args]
+        theirs = [a.over([*tref.axes, *fresh]) for a in tnode.args]
+        every = range(len(theirs))
+        for order in permutations(every) if pnode.op == ADD else (every,):
+            states = [state]
+            for n, k in enumerate(order):
+                pair = (mine[n], theirs[k])
+                numbers = (pnode.attr[n], tnode.attr[k]) if pnode.op == ADD else (1, 1)
+                states = [x for s in states for x in self._scaled(*pair, *numbers, s)]
+            yield from states
+
+    def _scaled(self, a: Ref, b: Ref, wanted: Any, got: Any, state: State) -> Iterator[State]:
+        """Match a term of a sum; its coefficient may match a scalar argument of the lemma."""
+        if wanted == got:
+            yield from self.match(a, b, state)
+        if wanted == 1 != got and node(self.graph, a.cls).op == CONTRACT:
+            _, mine, _ = self._terms(self.graph, a)
+            coefficient, theirs, _ = self._terms(self.ctx.g, b)
+            scalars = self._scalars(mine)
+            if len(scalars) == 1 and len(mine) == len(theirs) + 1:
+                rest = [f for f in mine if f != scalars[0]]
+                for bound in state.bind(scalars[0].cls, coefficient * got):
+                    yield from self._assign(rest, theirs, bound)
 
 
-def _match(
-    ctx: RuleContext, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
-) -> Iterator[State]:
-    pg = p.terms.graph
-    pnode = node(pg, pref.cls)
-    tref = ctx.g.find(tref)
-    if pnode.op == LEAF:
-        yield from _bind(ctx, pref, tref, groups, binding)
-    elif pnode.op == CONTRACT or (pnode.op == ADD and len(pnode.args) == 1):
-        yield from _match_product(ctx, p, pref, tref, groups, binding)
-    elif pnode.op == CONST:
-        tnode = node(ctx.g, tref.cls)
-        if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:
-            yield groups, binding
-    else:
-        for tnode in list(ctx.g.classes[tref.cls].nodes):
-            if tnode.op == pnode.op and len(tnode.args) == len(pnode.args):
-                yield from _match_node(ctx, p, pref, pnode, tref, tnode, groups, binding)
-
-
-def _bind(
-    ctx: RuleContext, pref: Ref, tref: Ref, groups: Groups, binding: Binding
-) -> Iterator[State]:
-    """Bind a leaf of the pattern to a class; unknown letters share the remaining axes."""
-    if len(set(tref.axes)) != len(tref.axes):
-        return
-    fixed = {i for q in pref.axes if q in groups for i in groups[q]}
-    if not fixed <= set(tref.axes):
-        return
-    taken = {i for g in groups.values() for i in g}
-    left = [i for i in tref.axes if i not in fixed]
-    if any(i in taken for i in left):
-        return
-    unknown = [q for q in dict.fromkeys(pref.axes) if q not in groups]
-    for shared in _share_out(ctx, unknown, left):
-        new = {**groups, **shared}
-        place = {i: (s, k) for s, q in enumerate(pref.axes) for k, i in enumerate(new[q])}
-        bound = Bound(tref.cls, tuple(place[i] for i in tref.axes))
-        if binding.get(pref.cls, bound) == bound:
-            yield new, {**binding, pref.cls: bound}
-
-
-def _share_out(ctx: RuleContext, unknown: list[int], left: list[int]) -> Iterator[Groups]:
+def _share_out(unknown: list[int], left: list[int]) -> Iterator[Groups]:
     """Yield every way to give the remaining axes to unknown letters.
 
     Output axes go to output letters, summed axes to summed letters. Fresh names of summed indices
     start at `SUMMED`.
     """
-    for kind in (True, False):
-        letters = [q for q in unknown if (q < SUMMED) == kind]
-        axes = [i for i in left if (i < SUMMED) == kind]
-        if (not letters) != (not axes) or len(letters) > len(axes):
-            return
-    outs = [q for q in unknown if q < SUMMED]
-    sums = [q for q in unknown if q >= SUMMED]
-    for a in _partitions(outs, [i for i in left if i < SUMMED]):
-        for b in _partitions(sums, [i for i in left if i >= SUMMED]):
-            yield {**a, **b}
+    shares = []
+    for summed in (False, True):
+        letters = [q for q in unknown if (q >= SUMMED) == summed]
+        axes = [i for i in left if (i >= SUMMED) == summed]
+        shares.append(list(_partitions(letters, axes)))
+    for a, b in product(*shares):
+        yield {**a, **b}
 
 
 def _partitions(letters: list[int], axes: list[int]) -> Iterator[Groups]:
+    """Yield every way to give each letter some of the axes, at least one."""
     if not letters:
         if not axes:
             yield {}
     elif len(letters) == 1:
-        yield {letters[0]: tuple(axes)}
+        if axes:
+            yield {letters[0]: tuple(axes)}
     elif len(letters) == len(axes):
         for order in permutations(axes):
             yield {q: (i,) for q, i in zip(letters, order, strict=True)}
@@ -228,193 +304,62 @@ def _partitions(letters: list[int], axes: list[int]) -> Iterator[Groups]:
                     yield {letters[0]: first, **more}
 
 
-def _match_product(
-    ctx: RuleContext, p: Pattern, pref: Ref, tref: Ref, groups: Groups, binding: Binding
-) -> Iterator[State]:
-    mine = _over(ctx, flattest(p.terms.graph, pref.cls), pref)
-    theirs = _over(ctx, flattest(ctx.g, tref.cls), tref)
-    scalars = [f for f in mine[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
-    factors = [f for f in mine[1] if f not in scalars]
-    loose = sum(not f.axes for f in theirs[1]) if scalars else 0
-    if loose > 1 or (loose and theirs[0] != 1):
-        return
-    if len(factors) != len(theirs[1]) - loose or len(mine[2]) > len(theirs[2]) or len(scalars) > 1:
-        return
-    if scalars:
-        value = _scalar_of(theirs)
-        if binding.get(scalars[0].cls, value) != value:
-            return
-        binding = {**binding, scalars[0].cls: value}
-        theirs = (1, [f for f in theirs[1] if f.axes], theirs[2])
-    elif mine[0] != theirs[0]:
-        return
-    for groups2, binding2 in _assign(ctx, p, factors, list(theirs[1]), groups, binding):
-        summed = {i for q in mine[2] for i in groups2.get(q, ())}
-        if summed == set(theirs[2]):
-            yield groups2, binding2
-
-
-def _scalar_of(theirs: tuple[Any, list[Ref], list[int]]) -> Any:
-    """Return the match of a lemma's scalar argument: a scalar factor, or the coefficient."""
-    return next((Bound(f.cls, ()) for f in theirs[1] if not f.axes), theirs[0])
-
-
-def _over(ctx: RuleContext, product: Product, ref: Ref) -> tuple[Any, list[Ref], list[int]]:
-    """Return coefficient, factors over the reference's indices, and fresh bound indices."""
-    bound = [next(ctx.fresh) for _ in product.bound]
-    axes = [*ref.axes, *bound]
-    factors = [f.over(axes) for f in product.factors]
-    return product.coefficient, factors, bound
-
-
-def _assign(
-    ctx: RuleContext,
-    p: Pattern,
-    mine: list[Ref],
-    theirs: list[Ref],
-    groups: Groups,
-    binding: Binding,
-) -> Iterator[State]:
-    if not mine:
-        yield groups, binding
-        return
-    first, rest = mine[0], mine[1:]
-    for k, other in enumerate(theirs):
-        for i2, b2 in _match(ctx, p, first, other, groups, binding):
-            yield from _assign(ctx, p, rest, theirs[:k] + theirs[k + 1 :], i2, b2)
-
-
-def _match_node(
-    ctx: RuleContext,
-    p: Pattern,
-    pref: Ref,
-    pnode: Node,
-    tref: Ref,
-    tnode: Node,
-    groups: Groups,
-    binding: Binding,
-) -> Iterator[State]:
-    if len(pnode.bound) != len(tnode.bound):
-        return
-    if pnode.op in (MAP, REDUCE, SLICE) and pnode.attr != tnode.attr:
-        return
-    fresh = [next(ctx.fresh) for _ in pnode.bound]
-    paxes, taxes = [*pref.axes, *fresh], [*tref.axes, *fresh]
-    groups = {**groups, **{i: (i,) for i in fresh}}
-    mine = [a.over(paxes) for a in pnode.args]
-    theirs = [a.over(taxes) for a in tnode.args]
-    if pnode.op != ADD:
-        states: list[State] = [(groups, binding)]
-        for a, b in zip(mine, theirs, strict=True):
-            states = [s2 for s in states for s2 in _match(ctx, p, a, b, *s)]
-        yield from states
-        return
-    for order in permutations(range(len(theirs))):
-        states = [(groups, binding)]
-        for k, a in zip(order, mine, strict=True):
-            coefficient = tnode.attr[k]
-            wanted = pnode.attr[mine.index(a)]
-            states = [
-                s2
-                for s in states
-                for s2 in _match_scaled(ctx, p, a, theirs[k], wanted, coefficient, *s)
-            ]
-        yield from states
-
-
-def _match_scaled(
-    ctx: RuleContext,
-    p: Pattern,
-    a: Ref,
-    b: Ref,
-    wanted: Any,
-    got: Any,
-    groups: Groups,
-    binding: Binding,
-) -> Iterator[State]:
-    """Match a term of a sum; the target's coefficient may match a scalar argument of the lemma."""
-    if wanted == got:
-        yield from _match(ctx, p, a, b, groups, binding)
-    pnode = node(p.terms.graph, a.cls)
-    if wanted == 1 and pnode.op == CONTRACT:
-        inner = _over(ctx, flattest(p.terms.graph, a.cls), a)
-        scalars = [f for f in inner[1] if not f.axes and node(p.terms.graph, f.cls).op == LEAF]
-        theirs = _over(ctx, flattest(ctx.g, b.cls), b)
-        value = theirs[0] * got
-        if len(scalars) == 1 and binding.get(scalars[0].cls, value) == value and got != 1:
-            rest = [f for f in inner[1] if f != scalars[0]]
-            if len(rest) == len(theirs[1]):
-                bound = {**binding, scalars[0].cls: value}
-                yield from _assign(ctx, p, rest, theirs[1], groups, bound)
-
-
-def _build(ctx: RuleContext, p: Pattern, binding: Binding, cls: int, groups: Groups) -> Ref | None:
+def _build(ctx: RuleContext, p: Pattern, state: State, cls: int) -> Ref | None:
     """Return the right side with the pattern's leaves replaced, over the slots of `cls`."""
-    builder = _RightSide(
-        ctx, p, dict(binding), ctx.g.classes[cls].dtype, Justification(p.lemma.name, cls)
-    )
-    made = builder.make(p.right.cls)
+    r = RightSide.of(ctx, Justification(p.lemma.name, cls), cls)
+    made = _Builder(r, p, dict(state.binding)).make(p.right.cls)
     if not isinstance(made, Bound):
         return None
     # The right side has the outputs of the left side: both references are over the lemma's result.
-    axes = []
-    for slot, place in made.slots:
-        group = groups.get(p.right.axes[slot], ())
-        if place >= len(group):
-            return None
-        axes.append(group[place])
-    return Ref(made.cls, tuple(axes))
+    groups = [(state.groups.get(p.right.axes[slot], ()), place) for slot, place in made.slots]
+    if any(place >= len(group) for group, place in groups):
+        return None
+    return Ref(made.cls, tuple([group[place] for group, place in groups]))
 
 
-class _RightSide:
-    def __init__(
-        self, ctx: RuleContext, p: Pattern, made: Binding, dtype: str, why: Justification
-    ) -> None:
-        self.ctx, self.p, self.made, self.dtype, self.why = ctx, p, made, dtype, why
+class _Builder(NamedTuple):
+    """Builds the right side of a lemma; made: the values of the pattern's classes so far."""
+
+    r: RightSide
+    p: Pattern
+    made: dict[int, Any]
 
     def make(self, pcls: int) -> Any:
         """Return the target's value of a pattern class; None if the lemma does not determine it."""
         if pcls not in self.made:
-            self.made[pcls] = self._make(pcls)
+            self.made[pcls] = self.built(pcls)
         return self.made[pcls]
 
-    def _make(self, pcls: int) -> Any:
-        pnode = node(self.p.terms.graph, pcls)
-        g = self.ctx.g
-        coefficient: Any = 1
-        sizes: dict[tuple[int, int], Dim] = {}  # (pattern index, place in its group): size
-        refs: list[tuple[Bound, list[tuple[int, int]]]] = []
-        coefficients: list[Any] = []
-        for k, a in enumerate(pnode.args):
-            made = self.make(a.cls)
-            if made is None:
-                return None
-            if not isinstance(made, Bound):
-                coefficient = coefficient * made
-                continue
-            axes = [(a.axes[slot], place) for slot, place in made.slots]
-            sizes.update(zip(axes, g.classes[made.cls].sizes, strict=True))
-            refs.append((made, axes))
-            if pnode.op == ADD:
-                coefficients.append(pnode.attr[k])
-        if not refs or (pnode.op == ADD and coefficient != 1):
+    def built(self, pcls: int) -> Any:
+        pnode, g = node(self.p.terms.graph, pcls), self.r.g
+        values = [self.make(a.cls) for a in pnode.args]
+        coefficient = math.prod([x for x in values if x is not None and not isinstance(x, Bound)])
+        bound = [(x, a, k) for k, (x, a) in enumerate(zip(values, pnode.args, strict=True))
+                 if isinstance(x, Bound)]  # fmt: skip
+        if None in values or not bound or (pnode.op == ADD and coefficient != 1):
             return None
-        outs = sorted(i for i in sizes if i[0] < pnode.out)
-        sums = sorted(i for i in sizes if i[0] >= pnode.out)
-        if len({i[0] for i in (*outs, *sums)}) != pnode.out + len(pnode.bound):
+        # Indices are (pattern index, place in its group) until they are numbered.
+        axes = [[(a.axes[slot], place) for slot, place in x.slots] for x, a, _ in bound]
+        sizes = {}
+        for (x, _, _), mine in zip(bound, axes, strict=True):
+            sizes.update(zip(mine, g.classes[x.cls].sizes, strict=True))
+        outs, sums = (
+            sorted(i for i in sizes if (i[0] >= pnode.out) == own) for own in (False, True)
+        )
+        if len({i[0] for i in sizes}) != pnode.out + len(pnode.bound):
             return None
         number = {i: n for n, i in enumerate([*outs, *sums])}
-        args = tuple(Ref(m.cls, tuple(number[i] for i in axes)) for m, axes in refs)
-        out_sizes = tuple(sizes[i] for i in outs)
-        if pnode.op == CONTRACT and len(args) == 1 and not sums:
-            ref = args[0]
-        else:
-            attr = tuple(coefficients) if pnode.op == ADD else pnode.attr
-            bound = tuple(sizes[i] for i in sums)
-            ref = g.add(pnode.op, attr, args, out_sizes, bound, self.dtype, self.why)
+        args = [Ref(x.cls, tuple([number[i] for i in mine]))
+                for (x, _, _), mine in zip(bound, axes, strict=True)]  # fmt: skip
+        r = replace(self.r, sizes={n: sizes[i] for i, n in number.items()})
+        out = range(len(outs))
+        ref = args[0]
+        if pnode.op != CONTRACT or len(args) > 1 or sums:
+            attr = tuple([pnode.attr[k] for *_, k in bound]) if pnode.op == ADD else pnode.attr
+            ref = r.term(pnode.op, args, attr, out=out, summed=range(len(outs), len(number)))
             inner = pnode.op == CONTRACT and pcls != self.p.right.cls
-            if inner and self.ctx.may_overflow(ref.cls):
-                self.ctx.refuse(self.p.lemma.name, too_large(self.dtype), self.why.source)
+            if inner and r.ctx.may_overflow(ref.cls):
+                r.refuse(too_large(r.dtype))
                 return None
-        ref = scaled_inside(self.ctx, ref, coefficient, out_sizes, self.why)
-        return Bound(ref.cls, tuple(outs[i] for i in ref.axes))
+        ref = scaled_inside(r.ctx, ref, coefficient, tuple([r.sizes[n] for n in out]), r.why)
+        return Bound(ref.cls, tuple([outs[i] for i in ref.axes]))

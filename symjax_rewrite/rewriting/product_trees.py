@@ -5,7 +5,10 @@ Contraction order is not saturated: only the tree found by dynamic programming b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Iterable
+from operator import or_
 from typing import Any
 
 from symjax_rewrite.cost.term_cost import itemsize
@@ -15,7 +18,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
 from symjax_rewrite.rewriting.rule import RuleContext, too_large
-from symjax_rewrite.rewriting.scales import Leaf, Places, apart, leaves_of, place, scaled_factor
+from symjax_rewrite.rewriting.scales import Leaf, apart, leaves_of, place, scaled_factor
 
 
 def order_product(
@@ -53,27 +56,16 @@ def _order(
 
 def read_deltas(ctx: RuleContext, p: Product) -> Product:
     """Return a product without its deltas: Σ_j δ_ij f(j) = f(i), for every bound index j."""
-    while (k := _redundant_delta(ctx, p)) is not None:
-        stays, gone = sorted(p.factors[k].axes)
-        rest = (*p.factors[:k], *p.factors[k + 1 :])
-        p = p._replace(factors=rest)
-        if stays != gone:
-            p = p._replace(factors=tuple([f.moved(gone, stays) for f in rest])).without(gone)
-    return p
-
-
-def _redundant_delta(ctx: RuleContext, p: Product) -> int | None:
-    """Return the number of a delta whose two indices are equal, or may be equal."""
     for k, f in enumerate(p.factors):
-        if ctx.g.find(f).cls == f.cls and _is_delta(ctx, f.cls):
-            i, j = f.axes
-            if i == j or (max(i, j) >= p.out and len(p.factors) > 1):
-                return k
-    return None
-
-
-def _is_delta(ctx: RuleContext, cls: int) -> bool:
-    return any(n.op == DELTA for n in ctx.g.classes[cls].nodes)
+        if ctx.g.find(f).cls != f.cls or not ctx.has(f.cls, DELTA):
+            continue
+        stays, gone = sorted(f.axes)
+        if stays != gone and (gone < p.out or len(p.factors) == 1):
+            continue
+        rest = (*p.factors[:k], *p.factors[k + 1 :])
+        p = p._replace(factors=tuple([f.moved(gone, stays) for f in rest]))
+        return read_deltas(ctx, p if stays == gone else p.without(gone))
+    return p
 
 
 def count_unread(p: Product, dtype: str) -> Product | None:
@@ -90,7 +82,7 @@ def count_unread(p: Product, dtype: str) -> Product | None:
 
 
 class _TreeBuilder:
-    """Builds the nodes of one product's cheapest tree."""
+    """Builds the nodes of one product's cheapest tree; sets of indices and factors are bit sets."""
 
     def __init__(
         self, ctx: RuleContext, p: Product, sizes: tuple[Dim, ...], dtype: str, why: Justification
@@ -99,28 +91,30 @@ class _TreeBuilder:
         self.all_sizes: tuple[Dim, ...] = (*sizes, *p.bound)
         self.numbers = [s if isinstance(s, int) else ctx.model.at(s) for s in self.all_sizes]
         self.out_mask = (1 << p.out) - 1
-        self._volume: dict[int, float] = {}
+        self.whole = [_mask([f]) for f in p.factors]
         self.inner: list[int] = []  # classes of the products within the tree
+        self._volume: dict[int, float] = {}
 
     def solve(self) -> Ref | None:
-        factors = [self._sum_private(k) for k in range(len(self.p.factors))]
-        masks = [_mask(f) for f in factors]
+        factors = [self._sum_private(k) for k in range(len(self.whole))]
+        masks = [_mask([f]) for f in factors]
         if len(factors) == 1:
             return self._build(0, factors, masks)
-        free = sum(1 << k for k, f in enumerate(factors) if self.ctx.frozen(f.cls))
+        ctx, out = self.ctx, self.out_mask
+        free = sum(1 << k for k, f in enumerate(factors) if ctx.frozen(f.cls))
         number = {cls: n for n, cls in enumerate(dict.fromkeys([f.cls for f in factors]))}
         kinds = [number[f.cls] for f in factors]
         key = (*zip(kinds, [f.axes for f in factors], strict=True), *self.numbers)
-        key = (key, self.out_mask, free, self.dtype)
-        tree = self.ctx.trees.get(key)
+        key = (key, out, free, self.dtype)
+        tree = ctx.trees.get(key)
         if tree is None:
-            form_of = lambda inside, kept: self._form(factors, inside, kept)  # noqa: E731
+            form_of = functools.partial(self._form, factors)
             repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
-            found = best_order(masks, self.out_mask, self._join_cost, self.ctx.pairs, free, repeats)
+            found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats)
             if found is None:
-                self.ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
+                ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
                 return None
-            tree = self.ctx.trees[key] = found[0]
+            tree = ctx.trees[key] = found[0]
         return self._build(tree, factors, masks)
 
     def _form(self, factors: list[Ref], inside: list[int], kept: int) -> Node:
@@ -142,66 +136,40 @@ class _TreeBuilder:
 
     def _sum_private(self, k: int, scale: Any = 1) -> Ref:
         """Return Σ over the bound indices that only factor k reads, scaled within the sum."""
-        f = self._scaled(self.p.factors[k], scale)
-        others = 0
-        for j, g in enumerate(self.p.factors):
-            if j != k:
-                others |= _mask(g)
-        return self._node((f,), self.out_mask | others)
+        others = functools.reduce(or_, self.whole[:k] + self.whole[k + 1 :], self.out_mask)
+        return self._node((self._scaled(self.p.factors[k], scale),), others)
 
     def _node(self, args: tuple[Ref, ...], needed: int) -> Ref:
         """Return the product of args, summed over every index that is not needed outside."""
-        mask = 0
-        for a in args:
-            mask |= _mask(a)
-        kept = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and needed >> i & 1]
-        lost = [i for i in range(len(self.all_sizes)) if mask >> i & 1 and not needed >> i & 1]
+        mask = _mask(args)
+        lost = _bits(mask & ~needed)
         if len(args) == 1 and not lost:
             return args[0]
-        return self.ctx.g.term(
-            CONTRACT,
-            args,
-            self.all_sizes,
-            self.dtype,
-            self.why,
-            attr=self.p.precision,
-            out=kept,
-            summed=lost,
-        )
+        given = (self.all_sizes, self.dtype, self.why)
+        kept, precision = _bits(mask & needed), self.p.precision
+        return self.ctx.g.term(CONTRACT, args, *given, attr=precision, out=kept, summed=lost)
 
     def _scaled(self, f: Ref, scale: Any) -> Ref:
         return scaled_factor(self.ctx.g, f, scale, self.why)
 
-    def _places(self, factors: list[Ref], kept: Callable[[int], int], tree: Tree) -> Places:
-        """Place each number that may not leave its factors at a subtree of the tree."""
-        g, whole = self.ctx.g, self.p.factors
-        leaves = [
-            Leaf(w.cls, self._count(_mask(w)), g.classes[w.cls].dtype != self.dtype,
-                 f != w, self.ctx.frozen(w.cls))
-            for w, f in zip(whole, factors, strict=True)
-        ]  # fmt: skip
-        return place(
-            self.p.scales, tree, leaves, lambda inside: self._count(kept(inside)), self.dtype
-        )
-
     def _build(self, tree: Tree, factors: list[Ref], masks: list[int]) -> Ref:
-        members: dict[int, int] = {}
+        """Return the product in the order of a tree, with its numbers where they belong."""
 
+        @functools.cache
         def outside(inside: int) -> int:
-            if inside not in members:
-                mask = self.out_mask
-                for k, m in enumerate(masks):
-                    if not inside >> k & 1:
-                        mask |= m
-                members[inside] = mask
-            return members[inside]
+            rest = [m for k, m in enumerate(masks) if not inside >> k & 1]
+            return functools.reduce(or_, rest, self.out_mask)
 
-        def kept(inside: int) -> int:
-            read = sum(1 << i for i in range(len(self.all_sizes)) if any(
-                inside >> k & 1 and m >> i & 1 for k, m in enumerate(masks)))  # fmt: skip
-            return read & outside(inside)
+        def elements(inside: int) -> float:
+            read = functools.reduce(or_, [m for k, m in enumerate(masks) if inside >> k & 1])
+            return self._count(read & outside(inside))
 
-        places = self._places(factors, kept, tree)
+        frozen, classes = self.ctx.frozen, self.ctx.g.classes
+        leaves = []
+        for whole, mask, f in zip(self.p.factors, self.whole, factors, strict=True):
+            narrow = classes[whole.cls].dtype != self.dtype
+            leaves.append(Leaf(whole.cls, self._count(mask), narrow, f != whole, frozen(whole.cls)))
+        places = place(self.p.scales, tree, leaves, elements, self.dtype)
 
         def make(t: Tree) -> Ref:
             if isinstance(t, int):
@@ -225,19 +193,20 @@ class _TreeBuilder:
         return self._count(left | right) / d.elementwise_per_s + moved / d.bytes_per_s
 
     def _count(self, mask: int) -> float:
+        """Return the number of elements over some indices."""
         got = self._volume.get(mask)
         if got is None:
-            got, rest = 1.0, mask
-            while rest:
-                low = rest & -rest
-                got *= self.numbers[low.bit_length() - 1]
-                rest ^= low
-            self._volume[mask] = got
+            got = self._volume[mask] = math.prod([self.numbers[i] for i in _bits(mask)], start=1.0)
         return got
 
 
-def _mask(ref: Ref) -> int:
+def _mask(refs: Iterable[Ref]) -> int:
     mask = 0
-    for i in ref.axes:
-        mask |= 1 << i
+    for ref in refs:
+        for i in ref.axes:
+            mask |= 1 << i
     return mask
+
+
+def _bits(mask: int) -> list[int]:
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]

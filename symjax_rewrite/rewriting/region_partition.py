@@ -14,6 +14,7 @@ from typing import Any
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.index_tests import is_condition, is_indicator
 from symjax_rewrite.ir.primitives import RING, dtype_kind
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import (
@@ -39,6 +40,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import shown_case
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
+LINEAR = frozenset({CONTRACT, ADD})
 PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a search on any term
 NULLARY = frozenset({CONST, DELTA, IOTA})
 
@@ -76,40 +78,6 @@ class Region:
     tags: dict[int, tuple] = field(default_factory=dict)
 
 
-def is_test(g: EGraph, cls: int) -> bool:
-    """Return True if a class compares integers with an index: `x == i`, `i >= j`."""
-    node = node_of(g, cls)
-    if node.op != MAP or node.attr[0] not in ("eq", "ge", "le", "gt", "lt"):
-        return False
-    return any(is_index(g, a.cls) for a in node.args)
-
-
-def is_index(g: EGraph, cls: int) -> bool:
-    """Return True if a class is an index, or an index and a constant."""
-    node = node_of(g, cls)
-    if node.op == ADD and len(node.args) == 2 and node.attr == (1, 1):
-        return {node_of(g, a.cls).op for a in node.args} == {IOTA, CONST}
-    return node.op == IOTA
-
-
-def is_indicator(g: EGraph, cls: int) -> bool:
-    """Return True if a class is 1 where an index test holds and 0 elsewhere."""
-    node = node_of(g, cls)
-    if node.op != MAP or not node.args or not is_test(g, node.args[0].cls):
-        return False
-    if node.attr[0] == "convert_element_type":
-        return True
-    cases = [node_of(g, a.cls) for a in node.args[1:]]
-    if node.attr[0] != "select_n" or any(c.op != CONST for c in cases):
-        return False
-    return [c.attr[0] for c in cases] in ([0, 1], [1, 0])
-
-
-def is_condition(g: EGraph, cls: int) -> bool:
-    """Return True if a class is part of an indicator; such classes are copied into every region."""
-    return is_indicator(g, cls) or is_test(g, cls) or is_index(g, cls)
-
-
 def find_regions(
     t: TermGraph, need: Needed, tag: Callable[[int], tuple], frozen: bool = False
 ) -> list[Region]:
@@ -134,7 +102,7 @@ def find_regions(
 
     joined = {c for c in member if not _is_cut(g, need, c, whole)}
     for c in member:
-        for arg in g.classes[c].first.args:
+        for arg in node_of(g, c).args:
             if arg.cls in joined:
                 parent[root(arg.cls)] = root(c)
     groups: dict[int, list[int]] = {}
@@ -147,7 +115,8 @@ def find_regions(
         inside = set(classes)
         if not _is_interesting(g, inside, products, frozen) or _is_empty(g, classes):
             continue
-        roots = [c for c in classes if _needed_outside(g, need, c, inside)]
+        users = need.users
+        roots = [c for c in classes if c in need.outside or not inside.issuperset(users.get(c, ()))]
         region = Region(classes, roots)
         _number(g, need, region, inside, tag)
         region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
@@ -162,17 +131,18 @@ def _members(t: TermGraph, need: Needed) -> set[int]:
     for c in reversed(need.order):
         node = node_of(g, c)
         ring = dtype_kind(g.classes[c].dtype) in RING
-        if (
-            (node.op in ALGEBRAIC and ring)
-            or (node.op == SLICE)
-            or (c in sliced and node.op in (MAP, REDUCE))
-        ) or (ring and _masks_rows(g, need, c)):
+        elementwise = c in sliced and node.op in (MAP, REDUCE)
+        algebraic = ring and (node.op in ALGEBRAIC or _masks_rows(g, need, c))
+        if node.op == SLICE or elementwise or algebraic:
             member.add(c)
         # Elementwise terms of which only a part is read belong to the region of the slice.
-        if node.op == SLICE or (c in sliced and node.op in (MAP, ADD, CONTRACT, REDUCE)):
-            sliced.update(a.cls for a in node.args if need.uses.get(a.cls) == 1)
-        elif node.op == TAKE and need.uses.get(node.args[0].cls) == 1:
-            sliced.add(node.args[0].cls)
+        if (
+            node.op == TAKE
+            or node.op == SLICE
+            or elementwise
+            or (c in sliced and node.op in LINEAR)
+        ):
+            sliced.update(a for a in _read_parts(node) if need.uses.get(a) == 1)
     return member
 
 
@@ -186,7 +156,7 @@ def _masks_rows(g: EGraph, need: Needed, cls: int) -> bool:
     user, first = node_of(g, users[0]), node_of(g, case.cls)
     if user.op != CONTRACT or not user.bound or need.uses[case.cls] != 1:
         return False
-    if first.op not in (CONTRACT, ADD):
+    if first.op not in LINEAR:
         return False
     read = next(a.axes for a in user.args if a.cls == cls)
     return all(read[i] < user.out for i in which.axes)
@@ -198,9 +168,7 @@ def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
     Such members are results, or opaque terms read them, directly or through elementwise terms.
     """
     whole: set[int] = set()
-    for c in reversed(need.order):  # users first
-        if c not in member:
-            continue
+    for c in [c for c in reversed(need.order) if c in member]:  # users first
         users = need.users.get(c, ())
         if c in need.outside or any(
             u not in member or (u in whole and _is_spread(g, u, c)) for u in users
@@ -212,13 +180,8 @@ def _kept_whole(g: EGraph, need: Needed, member: set[int]) -> set[int]:
 def _is_spread(g: EGraph, user: int, cls: int) -> bool:
     """Return True if an elementwise term reads every element of one of its operands."""
     node = node_of(g, user)
-    if node.op not in (ADD, CONTRACT) or node.bound:
-        return False
-    return any(a.cls == cls and _is_all(a.axes) for a in node.args)
-
-
-def _is_all(axes: tuple[int, ...]) -> bool:
-    return min(axes, default=0) >= 0 and len(set(axes)) == len(axes)
+    read = [a.axes for a in node.args if a.cls == cls] if node.op in LINEAR else []
+    return not node.bound and any(min(x, default=0) >= 0 and len(set(x)) == len(x) for x in read)
 
 
 def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
@@ -229,7 +192,7 @@ def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
     compared with the product.
     """
     node = node_of(g, cls)
-    if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
+    if need.uses[cls] < 2 or node.op not in LINEAR:
         return False
     if node.op == ADD:
         hides = any(_is_low_rank(g, a.cls) or _is_sparse(g, a.cls) for a in node.args)
@@ -256,12 +219,8 @@ def _is_low_rank(g: EGraph, cls: int) -> bool:
         return _is_low_rank(g, node.args[0].cls)
     if node.op != CONTRACT or not node.bound or len(node.args) < 2:
         return False
-    out = product(g.classes[cls].sizes)
-    parts = [product(g.classes[a.cls].sizes) for a in node.args]
-    numbers = [p for p in parts if isinstance(p, int)]
-    if isinstance(out, int) and len(numbers) == len(parts):
-        return out > sum(numbers)
-    return True
+    out, *parts = [product(g.classes[c].sizes) for c in (cls, *(a.cls for a in node.args))]
+    return not all(isinstance(n, int) for n in (out, *parts)) or out > sum(parts)  # pyright: ignore[reportOperatorIssue]
 
 
 def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: bool) -> bool:
@@ -269,7 +228,7 @@ def _is_interesting(g: EGraph, inside: set[int], products: set[int], frozen: boo
     for c in inside:
         node = node_of(g, c)
         args = [a.cls for a in node.args if a.cls in inside]
-        if frozen and args and node.op in (CONTRACT, ADD):
+        if frozen and args and node.op in LINEAR:
             return True
         if node.op == CONTRACT and node.bound:
             if args or any(_is_sparse(g, a.cls) for a in node.args):
@@ -315,16 +274,10 @@ def _products(g: EGraph, order: list[int]) -> set[int]:
     for c in order:
         node = g.classes[c].first
         if (node.op == CONTRACT and node.bound) or (
-            node.op in (CONTRACT, ADD) and not found.isdisjoint([a.cls for a in node.args])
+            node.op in LINEAR and not found.isdisjoint([a.cls for a in node.args])
         ):
             found.add(c)
     return found
-
-
-def _needed_outside(g: EGraph, need: Needed, cls: int, inside: set[int]) -> bool:
-    if cls in need.outside:
-        return True
-    return any(u not in inside for u in need.users.get(cls, ()))
 
 
 def _number(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 from symjax_rewrite.cost import margins
@@ -103,71 +104,55 @@ class Solver:
         """Return the best form of a region; symbolic sizes are tried at every sample."""
         g, to = region_graph(t, region)
         back = {g.find(ref).cls: c for c, ref in to.items()}
-        uses = {r: need.uses.get(c, 1) for r, c in back.items()}
-        leaves = {g.find(to[c]).cls for c in region.leaves if c in known}
-        storage = {g.find(to[c]).cls: _leaf_storage(region, c) for c in region.leaves}
-        frozen = Frozen(g, leaves)
+        leaves = {g.find(to[c]).cls: c for c in region.leaves}
+        frozen = Frozen(g, {at for at, c in leaves.items() if c in known})
         models = [CostModel(self.device, _at(sample)) for sample in self.samples]
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
         before = [model.evaluate(g, written, first, frozen) for model in models]
-        contexts = [self._context(g, model, uses, frozen, storage) for model in models]
-        budget = self.options.budget
-        stops = {saturate(ctx, self.axioms, self.patterns, budget) for ctx in contexts}
+        contexts = [
+            RuleContext(
+                g=g,
+                model=model,
+                numerics=self.options.numerics,
+                uses=lambda c: need.uses.get(back[c], 1) if c in back else 1,
+                frozen=frozen,
+                storage=lambda c: region.tags[leaves[c]][1] if c in leaves else g.classes[c].dtype,
+                pairs=Pairs.of(self.options.budget.pairs),
+                trees=self.trees,
+            )
+            for model in models
+        ]
+        stops = {saturate(x, self.axioms, self.patterns, self.options.budget) for x in contexts}
+        stop = ", ".join(sorted(stops))
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
-        local = {region.local[c]: ref for c, ref in to.items()}
         found = [
-            extract(g, roots, model, frozen, cost)
-            for model, cost in zip(models, before, strict=True)
+            extract(g, roots, *pair) for pair in zip(models, repeat(frozen), before, strict=False)
         ]
-        refused = {k: v for ctx in contexts for k, v in ctx.refused.items()}
-        digest = hashlib.sha256(repr(region.key.rows).encode()).hexdigest()[:12]
-        if not t.dim_env:
-            best, crossovers = found[0], []
-        else:
+        best, crossovers = found[0], []
+        if t.dim_env:
             best, crossovers = self._symbolic(g, roots, found, models[0])
-        log("cost", "%s (%s)", best.reason, ", ".join(sorted(stops)))
+        log("cost", "%s (%s)", best.reason, stop)
         changed = changed_classes(g, best.choice, roots) if best.taken else []
-        given = {_root(g, to[c].cls) for c in region.leaves}
         if best.taken:  # I·a = a: a computed class becomes an input
+            given = {_root(g, to[c].cls) for c in region.leaves}
             made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
             changed += [c for c in made if c in given]
         b, a = best.before.seconds, best.after.seconds
         gains = b > 0 and margins.pays(b, a, "told", self.device)
-        declined = best.reason if not best.taken and (gains or crossovers) else ""
         return Solution(
             g,
-            local,
+            {region.local[c]: ref for c, ref in to.items()},
             best.choice,
             best.before,
             best.after,
             changed,
-            declined,
-            refused,
-            ", ".join(sorted(stops)),
-            digest,
+            best.reason if not best.taken and (gains or crossovers) else "",
+            {k: v for ctx in contexts for k, v in ctx.refused.items()},
+            stop,
+            hashlib.sha256(repr(region.key.rows).encode()).hexdigest()[:12],
             crossovers,
-        )
-
-    def _context(
-        self,
-        g: EGraph,
-        model: CostModel,
-        uses: dict[int, int],
-        frozen: Frozen,
-        storage: dict[int, str],
-    ) -> RuleContext:
-        """Return the context that rules read in a region's e-graph."""
-        return RuleContext(
-            g=g,
-            model=model,
-            numerics=self.options.numerics,
-            uses=lambda c: uses.get(c, 1),
-            frozen=frozen,
-            storage=lambda c: storage.get(c) or g.classes[c].dtype,
-            pairs=Pairs.of(self.options.budget.pairs),
-            trees=self.trees,
         )
 
     def _symbolic(
@@ -184,18 +169,14 @@ class Solver:
             gain, traffic = before.flops - after.flops, before.bytes - after.bytes
             if self.assumptions.nonnegative(gain) and self.assumptions.nonnegative(traffic):
                 seconds = (candidate.before.seconds, candidate.after.seconds)
-                costs = (_with(before, seconds[0]), _with(after, seconds[1]))
+                costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))
                 return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
             text = crossover(before, after)
             if text not in crossovers:
                 crossovers.append(text)
-        same = _with(before, found[0].before.seconds)
+        same = replace(before, seconds=found[0].before.seconds)
         reason = "neither form is cheaper for all sizes: pass assume=(...) to decide"
         return Extraction(same, same, original, False, reason), crossovers
-
-
-def _with(cost: Cost, seconds: float) -> Cost:
-    return Cost(cost.flops, cost.elementwise, cost.bytes, cost.launches, seconds)
 
 
 def _at(sample: dict[str, int]) -> Callable[[Dim], int]:
@@ -206,10 +187,6 @@ def _root(g: EGraph, cls: int) -> int:
     while (edge := g.parent[cls]) is not None:
         cls = edge.cls
     return cls
-
-
-def _leaf_storage(region: Region, cls: int) -> str:
-    return region.tags[cls][1]
 
 
 def crossover(before: Cost, after: Cost) -> str:

@@ -7,15 +7,15 @@ over its own indices and broadcast to the others, which gives the same array wit
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.term_cost import CostModel, is_dot, itemsize
+from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, CONV
 from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
 
@@ -78,7 +78,7 @@ def _repeated(terms: Terms) -> list[tuple[int, float]]:
         c = t.graph.classes[cls]
         if len(written) == len(c.sizes) or not (is_dot(node) or node.op == CONV):
             continue
-        own, all_of_it = _count(c.sizes, model), _count(written, model)
+        own, all_of_it = (math.prod(map(model.at, sizes)) for sizes in (c.sizes, written))
         if not own or own == all_of_it:
             continue
         once = model.node_seconds(t.graph, cls, node) - model.device.launch_s
@@ -87,10 +87,3 @@ def _repeated(terms: Terms) -> list[tuple[int, float]]:
         if saved > 0:
             found.append((cls, saved))
     return found
-
-
-def _count(sizes: tuple[Dim, ...], model: CostModel) -> float:
-    out = 1.0
-    for s in sizes:
-        out *= model.at(s)
-    return out

@@ -24,6 +24,7 @@ from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
+from symjax_rewrite.rewriting.laws import Sides
 
 ASSOCIATIVITY = "associativity"
 DISTRIBUTIVITY = "distributivity"
@@ -92,6 +93,10 @@ class RuleContext:
             return False
         return not any(r == ORIGINAL or n.op in (SLICE, TAKE) for n, r in c.nodes.items())
 
+    def has(self, cls: int, op: str) -> bool:
+        """Return True if a class has a node of some kind."""
+        return any(n.op == op for n in self.g.classes[cls].nodes)
+
     def is_whole(self, cls: int) -> bool:
         """Return True if a sum would lose digits if another sum or product opened it."""
         g = self.g
@@ -122,32 +127,21 @@ Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """The two sides of a law as JAX functions of the same arguments.
-
-    shapes: one word per argument, one letter per axis, as of a specimen: `n!9` are indices, `*do`
-    is frozen; r and s are small. both: a function of arrays that returns (left, right). kinds: of
-    dtypes for which it holds: float, complex, int, or Float of at least 32 bits.
-    """
-
-    shapes: str
-    both: Callable[..., tuple[Any, Any]]
-    kinds: str = "fci"
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Return the shapes of the arguments, one word each."""
-        return tuple(self.shapes.split(","))
-
-
-@dataclass(frozen=True, slots=True)
 class Axiom:
     """A law of the calculus.
 
-    name: its name in mathematics. law: the equations as text, separated by `;`. sides: the same
-    equations as programs. property: one of the six properties. on: kinds of nodes it applies to.
-    needs: kinds of nodes, one of which the e-graph must hold for the law to apply. numerics: the
-    level it needs.
+    name: its name in mathematics.
+    law: the equations as text, separated by `;`.
+    property: one of `PROPERTIES`.
+    on: kinds of nodes that the function receives.
+    apply: the function `(context, class, node) -> equal references`.
+    numerics: the level it needs (`exact`, `reassoc`, `finite`, `cancels`).
+    source: its source, if it is not arithmetic.
+    again: True if it reads every node of its operands, so that new nodes matter.
+    everywhere: True if it also applies to products that their user opens anyway.
+    not_after: rules whose results it would only undo.
+    needs: kinds of nodes, one of which the e-graph must hold for the law to apply.
+    sides: the equations as programs, which `check_rule` compares.
     """
 
     name: str
@@ -160,7 +154,7 @@ class Axiom:
     again: bool = False
     everywhere: bool = False
     not_after: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
+    needs: tuple[str, ...] = ()
     sides: tuple[Sides, ...] = ()
 
     def reason(self, cls: int) -> Justification:
@@ -169,55 +163,24 @@ class Axiom:
 
 
 def axiom(
-    law: str,
-    *,
-    property: str,
-    on: tuple[str, ...],
-    numerics: str = "reassoc",
-    source: str = "",
-    again: bool = False,
-    everywhere: bool = False,
-    not_after: tuple[str, ...] = (),
-    needs: tuple[str, ...] = (),
-    sides: tuple[Sides, ...] = (),
+    *laws: str | Sides, property: str, on: tuple[str, ...], **options: Any
 ) -> Callable[[Apply], Axiom]:
     """Make an axiom of a function `(context, class, node) -> equal references`.
 
     Args:
-        law: the equation, as text.
+        laws: the equations: text that `check_rule` evaluates (`laws.law`), or text alone.
         property: one of `PROPERTIES`.
         on: kinds of nodes that the function receives.
-        numerics: the level the law needs (`exact`, `reassoc`, `finite`, `cancels`).
-        source: the source of the law, if it is not arithmetic.
-        again: True if it reads every node of its operands, so that new nodes matter.
-        everywhere: True if it also applies to products that their user opens anyway.
-        not_after: rules whose results it would only undo.
-        needs: kinds of nodes without any of which the law cannot apply.
-        sides: both sides of each equation of the law as programs, which `check_rule` compares.
+        options: further fields of `Axiom`.
 
     Raises:
         RuleError: the property or the numerics level is unknown.
     """
     _check_properties((property,))
-    _check_level(numerics)
-
-    def make(apply: Apply) -> Axiom:
-        return Axiom(
-            apply.__name__,
-            law,
-            property,
-            on,
-            apply,
-            numerics,
-            source,
-            again,
-            everywhere,
-            not_after,
-            frozenset(needs),
-            sides,
-        )
-
-    return make
+    _check_level(options.get("numerics", "reassoc"))
+    text = "; ".join([x if isinstance(x, str) else x.text for x in laws])
+    sides = tuple(x for x in laws if isinstance(x, Sides))
+    return lambda apply: Axiom(apply.__name__, text, property, on, apply, sides=sides, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,15 +284,18 @@ def _check_pass_names(rules: tuple[Axiom | Lemma, ...], added: tuple[Pass, ...])
         taken.add(each.name)
 
 
-def _law(rule: Axiom | Lemma) -> str:
-    """Return the law of an axiom, or the shapes of a lemma's arguments."""
-    return rule.law if isinstance(rule, Axiom) else ",".join(rule.shapes)
+def _row(each: Any) -> tuple[str, str, str]:
+    """Return name, property and law of a rule (a lemma's shapes), or a pass and its docstring."""
+    if isinstance(each, Axiom):
+        return each.name, each.property, each.law
+    if isinstance(each, Lemma):
+        return each.name, each.property, ",".join(each.shapes)
+    return each.name, "pass", (type(each).__doc__ or "").strip().partition("\n")[0]
 
 
-def _summary(each: Pass) -> str:
-    """Return the first line of a pass's docstring."""
-    lines = (type(each).__doc__ or "").strip().splitlines()
-    return lines[0] if lines else ""
+def _union(a: tuple, b: tuple) -> tuple:
+    """Return the elements of two tuples, each object once."""
+    return tuple({id(x): x for x in (*a, *b)}.values())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -376,8 +342,7 @@ class RulePack:
 
     def __repr__(self) -> str:
         lines = [f"RulePack {self.name!r}: {len(self.rules)} rules"]
-        rows = [(r.name, r.property, _law(r)) for r in self.rules]
-        rows += [(p.name, "pass", _summary(p)) for p in self.added]
+        rows = [_row(each) for each in (*self.rules, *self.added)]
         widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
         lines += [f"  {n:{widths[0]}}  {p:{widths[1]}}  {law}".rstrip() for n, p, law in rows]
         if self.without:
@@ -387,12 +352,9 @@ class RulePack:
     def __add__(self, other: RulePack) -> RulePack:
         if not isinstance(other, RulePack):
             return NotImplemented
-        known = {id(r) for r in self.rules}
-        more = tuple(r for r in other.rules if id(r) not in known)
         without = tuple(p for p in PASSES if p in (*self.without, *other.without))
-        mine = {id(p) for p in self.added}
-        added = self.added + tuple(p for p in other.added if id(p) not in mine)
-        return RulePack(f"{self.name}+{other.name}", self.rules + more, without, added)
+        rules, added = _union(self.rules, other.rules), _union(self.added, other.added)
+        return RulePack(f"{self.name}+{other.name}", rules, without, added)
 
     def __sub__(self, names: str | Iterable[str]) -> RulePack:
         gone = {names} if isinstance(names, str) else set(names)

@@ -72,7 +72,7 @@ def _apply_all(
         for rule in rules:
             if (opened and not rule.everywhere) or reason.rule in rule.not_after:
                 continue
-            if rule.needs and rule.needs.isdisjoint(g.kinds):
+            if rule.needs and g.kinds.isdisjoint(rule.needs):
                 continue
             before = seen.get(rule.name)
             if before is not None and (before == stamp or not rule.again):

@@ -71,12 +71,14 @@ def _homes(s: Scale, leaves: Sequence[Leaf], met: Counter[int]) -> int:
 
 
 class _Place(NamedTuple):
-    """A place for one number: its price in elements, and True if it is the written place."""
+    """A place for one number: its price in elements, and True if it is the written place.
+
+    leaf: the number of the leaf, or -1 for the product of the leaves `inside`.
+    """
 
     price: float
-    moved: bool
     written: bool
-    leaf: int | None
+    leaf: int
     inside: int
 
 
@@ -135,10 +137,9 @@ def place(
         best = _best(list(_options(tree, None, homes, leaves, elements)), s.value, dtype)
         if best is None:
             places.last = places.last * s.value
-        elif best.leaf is not None:
-            places.before[best.leaf] = places.before.get(best.leaf, 1) * s.value
         else:
-            places.after[best.inside] = places.after.get(best.inside, 1) * s.value
+            at, key = (places.before, best.leaf) if best.leaf >= 0 else (places.after, best.inside)
+            at[key] = at.get(key, 1) * s.value
     return places
 
 
@@ -150,7 +151,7 @@ def _best(found: list[_Place], value: Any, dtype: str) -> _Place | None:
     """
     if is_moderate(value, dtype):
         return min(found, key=lambda x: (x.price, not x.written), default=None)
-    written = [x for x in found if x.written and not x.moved]
+    written = [x for x in found if x.written]
     if not written and abs(value) >= 1:
         return None
     return min(written or found, key=lambda x: x.price, default=None)
@@ -164,35 +165,25 @@ def _options(
     elements: Callable[[int], float],
 ) -> Iterator[_Place]:
     """Yield places of a number that scaled the leaves `homes`: subtrees and first siblings."""
+
+    def at(part: Tree, written: bool) -> Iterator[_Place]:
+        inside = leaves_of(part)
+        if not isinstance(part, int):
+            yield _Place(elements(inside), written, -1, inside)
+        elif not leaves[part].narrow:
+            leaf = leaves[part]
+            count = leaf.elements if inside & homes else elements(inside)
+            yield _Place(0 if leaf.frozen else count, written, part, inside)
+
     inside = leaves_of(tree)
-    if not inside & homes:
-        return
-    if inside & ~homes == 0:
-        written = inside == homes
-        alone = isinstance(tree, int)
-        if isinstance(tree, int):
-            leaf = leaves[tree]
-            if not leaf.narrow:
-                yield _Place(0 if leaf.frozen else leaf.elements, False, written, tree, inside)
-        else:
-            yield _Place(elements(inside), False, written, None, inside)
-        if sibling is not None and not (alone and leaves[tree].summed):
-            yield from _beside(sibling, leaves, elements)
-    if not isinstance(tree, int):
+    if inside & homes and not inside & ~homes:
+        yield from at(tree, inside == homes)
+        alone = isinstance(tree, int) and leaves[tree].summed
+        if sibling is not None and not alone:
+            yield from at(sibling, False)
+    if inside & homes and not isinstance(tree, int):
         for part, other in (tree, tree[::-1]):
             yield from _options(part, other, homes, leaves, elements)
-
-
-def _beside(
-    sibling: Tree, leaves: Sequence[Leaf], elements: Callable[[int], float]
-) -> Iterator[_Place]:
-    """Yield the first sibling of a factor as a place for a number of that factor."""
-    inside = leaves_of(sibling)
-    if not isinstance(sibling, int):
-        yield _Place(elements(inside), True, False, None, inside)
-    elif not leaves[sibling].narrow:
-        frozen = leaves[sibling].frozen
-        yield _Place(0 if frozen else elements(inside), True, False, None, inside)
 
 
 def scaled_inside(
@@ -202,18 +193,16 @@ def scaled_inside(
 
     This applies if it is unknown which factors the number scaled as written.
     """
-    g, dtype = ctx.g, ctx.g.classes[ref.cls].dtype
-    nodes = [n for n in g.classes[ref.cls].nodes if n.op == CONTRACT and n.bound]
-    if dtype_kind(dtype) != "f" or abs(scale) >= 1 or not nodes:
+    g, c = ctx.g, ctx.g.classes[ref.cls]
+    product = next((n for n in c.nodes if n.op == CONTRACT and n.bound), None)
+    if dtype_kind(c.dtype) != "f" or abs(scale) >= 1 or product is None:
         return scaled(g, ref, scale, sizes, why)
-    args = nodes[0].args
-    mine = [k for k, a in enumerate(args) if g.classes[a.cls].dtype == dtype]
+    mine = [k for k, a in enumerate(product.args) if g.classes[a.cls].dtype == c.dtype]
     if not mine:
         return scaled(g, ref, scale, sizes, why)
-    k = min(mine, key=lambda k: ctx.elements(args[k].cls))
-    args = (*args[:k], scaled_factor(g, args[k], scale, why), *args[k + 1 :])
-    attr, bound = nodes[0].attr, nodes[0].bound
-    made = g.add(CONTRACT, attr, args, g.classes[ref.cls].sizes, bound, dtype, why)
+    args, k = list(product.args), min(mine, key=lambda k: ctx.elements(product.args[k].cls))
+    args[k] = scaled_factor(g, args[k], scale, why)
+    made = g.add(CONTRACT, product.attr, tuple(args), c.sizes, product.bound, c.dtype, why)
     return made.over(ref.axes)
 
 

@@ -23,8 +23,9 @@ from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
+from symjax_rewrite.rewriting.laws import Sides
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
-from symjax_rewrite.rewriting.rule import Axiom, Lemma, Sides, line_of
+from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Sizes, Specimen, arguments, size_tables
@@ -229,7 +230,7 @@ def check_laws(rule: Axiom) -> int:
         raise RuleError(
             f"{_named(rule)} states {stated} laws",
             where=line_of(rule),
-            expected="sides=(...) with the two sides of each, in order",
+            expected="law(...) or Sides(...) for each, in order",
             got=f"{len(rule.sides)} pairs of sides",
         )
     for law in rule.sides:

@@ -47,9 +47,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     },
     "kernel_selection.folds.slices": {"MOST_DEPTH": SEARCH},
     "kernel_selection.folds.sparse_reductions": {"MOST_ELEMENTS": EXACT},
-    "kernel_selection.folds.vanishing_gradients": dict.fromkeys(
-        ("MAX_TERMS", "MAX_DEPTH", "MOST_FLAT"), SEARCH
-    ),
+    "kernel_selection.folds.vanishing_gradients": {
+        "POINTS": SEARCH,
+        "MOST_ELEMENTS": SEARCH,
+        "STEEPEST": NUMERICS,
+        "NOISE": NUMERICS,
+    },
     "kernel_selection.mask_bounds": {"SCAN_LIMIT": SEARCH, "LOW": NUMERICS, "INTEGERS": EXACT},
     "kernel_selection.norms.epilogue": {"MAX_INSIDE": SEARCH},
     "kernel_selection.norms.normalized_operand": dict.fromkeys(
@@ -72,6 +75,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
+    "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},

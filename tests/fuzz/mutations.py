@@ -19,7 +19,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api import differentiation
 from symjax_rewrite.codegen import term_lowering
-from symjax_rewrite.ir import egraph, indexing_primitives, primitives, step_program
+from symjax_rewrite.ir import egraph, index_tests, indexing_primitives, primitives, step_program
 from symjax_rewrite.ir.primitive_context import Site
 from symjax_rewrite.ir.term import ADD, CONCAT, CUMSUM, SLICE, TAKE, Ref
 from symjax_rewrite.kernel_selection.folds import epilogue as folds_epilogue
@@ -185,8 +185,8 @@ def _prefix_runs_backwards(right: Any) -> Any:
 
 def _any_triangle(right: Any) -> Any:
     def triangle_of(ctx: Any, f: Ref) -> Any:
-        for test in sparsity.tests(ctx, f):
-            left, other = (sparsity._index(ctx, side) for side in (test.left, test.right))
+        for test in sparsity.indicated(ctx.g, f):
+            left, other = (sparsity.index_of(ctx.g, side) for side in (test.left, test.right))
             if left and other and test.kind != "eq" and left[0] != other[0]:
                 below = (test.kind in ("ge", "gt")) != test.negated
                 return (left[0], other[0], 0) if below else (other[0], left[0], 0)
@@ -296,7 +296,7 @@ MUTATIONS: dict[str, Mutation] = {
     "an index may wrap": Mutation(
         [
             (primitives, "holds", _wrong(lambda *_: True)),
-            (sparsity, "holds", _wrong(lambda *_: True)),
+            (index_tests, "holds", _wrong(lambda *_: True)),
         ],
         (edges.many_classes,),
     ),

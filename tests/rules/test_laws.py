@@ -7,7 +7,7 @@ import pytest
 
 from symjax_rewrite import packs
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.rewriting.rule import Sides
+from symjax_rewrite.rewriting.laws import Sides, law
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.testing.rule_checker import check_laws
 
@@ -23,12 +23,23 @@ def test_every_axiom_of_every_pack_is_checked():
     assert {a.name for pack in packs.by_name().values() for a in pack.axioms} == {*AXIOMS}
 
 
+def test_every_law_is_evaluated_from_its_text():
+    for a in AXIOMS.values():
+        assert a.law == "; ".join(side.text for side in a.sides)
+        assert all(side.text for side in a.sides)
+
+
 # What follows shows that the check can fail.
 
 WRONG = {
     "sides that differ": (
         contraction_order,
         Sides("ij,jk,kr", lambda a, b, c: ((a @ b) @ c, a @ (b @ c) + 1)),
+        "differ in value",
+    ),
+    "a text that is no law": (
+        contraction_order,
+        law("(a·b)·c = a·(c·b)", a="ii", b="ii", c="ii"),
         "differ in value",
     ),
     "sides of two shapes": (

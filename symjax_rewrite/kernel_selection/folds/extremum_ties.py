@@ -7,7 +7,8 @@ them is computed from whole rows or from whole columns.
 
 from __future__ import annotations
 
-from typing import Any
+from operator import or_
+from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
@@ -59,10 +60,10 @@ def opposed(g: EGraph, need: Needed, least: int) -> dict[int, list[tuple[Ref, ..
         elif is_elementwise(node):
             found[cls] = set().union(*(_read(found, a) for a in node.args))
         elif node.op == CONTRACT:
-            apart = _Apart(g, found, node.args).factors(node.args)
+            apart = _Apart.of(g, found, node.args).split(node.args)
             pairs = product((*g.classes[cls].sizes, *node.bound))
             if apart and isinstance(pairs, int) and pairs >= least:
-                out[cls] = apart
+                out[cls] = list(apart.values())
     return out
 
 
@@ -72,33 +73,41 @@ def _read(found: dict[int, set[Sweep]], ref: Ref) -> set[Sweep]:
     return {(read(axes), read(along)) for axes, along in found.get(ref.cls, ())}
 
 
-class _Apart:
-    """Decomposition of a summand into terms with ties along one index each."""
+class _Apart(NamedTuple):
+    """Decomposition of a summand into terms with ties along one index each.
 
-    def __init__(self, g: EGraph, found: dict[int, set[Sweep]], args: tuple[Ref, ...]) -> None:
-        self.g, self.found = g, found
+    rank: number of indices of the ties; ties of row values have fewer.
+    """
+
+    g: EGraph
+    found: dict[int, set[Sweep]]
+    rank: int
+
+    @classmethod
+    def of(cls, g: EGraph, found: dict[int, set[Sweep]], args: tuple[Ref, ...]) -> _Apart:
+        """Return the decomposition of a product of some operands."""
         ties = set().union(*(_read(found, a) for a in args))
-        self.rank = max((len(axes) for axes, _ in ties), default=0)  # fewer: ties of row values
+        return cls(g, found, max((len(axes) for axes, _ in ties), default=0))
 
     def sweeps(self, ref: Ref) -> set[Along]:
         """Return the slots that the ties in an operand are taken along."""
         return {along for axes, along in _read(self.found, ref) if len(axes) == self.rank}
 
-    def factors(self, args: tuple[Ref, ...]) -> list[tuple[Ref, ...]] | None:
-        """Return the factors of each sum; None where no split is needed or possible."""
-        place = self.place(args)
-        parts = None if place is None else self.parts(args[place])
-        if place is None or parts is None:
-            return None
-        return [(*args[:place], part, *args[place + 1 :]) for part in parts.values()]
-
-    def place(self, args: tuple[Ref, ...]) -> int | None:
-        """Return the position of an operand with ties along several indices, or None.
+    def split(self, args: tuple[Ref, ...]) -> dict[Along, tuple[Ref, ...]] | None:
+        """Return the factors of each sum; None where no split is needed or possible.
 
         None is also returned where a second operand has ties.
         """
         places = [k for k, a in enumerate(args) if self.sweeps(a)]
-        return places[0] if len(places) == 1 and len(self.sweeps(args[places[0]])) > 1 else None
+        if len(places) != 1 or len(self.sweeps(args[places[0]])) < 2:
+            return None
+        (k,) = places
+        parts = self.parts(args[k])
+        return (
+            None
+            if parts is None
+            else {along: (*args[:k], x, *args[k + 1 :]) for along, x in parts.items()}
+        )
 
     def parts(self, ref: Ref) -> dict[Along, Ref] | None:
         """Split a term into a sum, by the index that the ties in each part are taken along."""
@@ -108,19 +117,24 @@ class _Apart:
         if not is_elementwise(inner):
             return None
         args = tuple([over(ref, a) for a in inner.args])
+        dtype = self.g.classes[args[-1].cls].dtype
         if inner.op == ADD:
-            return self.summed(inner, args)
-        place = self.place(args)
-        if place is None or not (is_product(inner) or self.is_linear(inner, place)):
+            groups = self.groups(inner, args)
+            term = lambda k, refs: self.g.apply(ADD, k, refs, dtype)  # noqa: E731
+            return (
+                None
+                if groups is None
+                else {k: term(*zip(*p, strict=True)) for k, p in groups.items()}
+            )
+        if not (is_product(inner) or self.is_linear(inner, args)):
             return None
-        parts = self.parts(args[place])
-        return parts and {
-            along: self.term(inner.op, inner.attr, (*args[:place], part, *args[place + 1 :]))
-            for along, part in parts.items()
-        }
+        split, made = self.split(args), (inner.op, inner.attr)
+        if split is None:
+            return None
+        return {k: self.g.apply(*made, factors, dtype) for k, factors in split.items()}
 
-    def summed(self, inner: Node, args: tuple[Ref, ...]) -> dict[Along, Ref] | None:
-        """Split a sum into parts; terms without ties join a part with ties."""
+    def groups(self, inner: Node, args: tuple[Ref, ...]) -> dict[Along, list] | None:
+        """Return the terms of a sum by their ties; terms without ties join those of another."""
         groups: dict[Along, list[tuple[Any, Ref]]] = {}
         for c, arg in zip(inner.attr, args, strict=True):
             parts = self.parts(arg)
@@ -130,25 +144,12 @@ class _Apart:
                 groups.setdefault(along, []).append((c, part))
         alone = groups.pop(frozenset(), [])
         next(iter(groups.values())).extend(alone)
-        return {
-            along: self.term(ADD, tuple([c for c, _ in terms]), tuple([r for _, r in terms]))
-            for along, terms in groups.items()
-        }
+        return groups
 
-    def is_linear(self, inner: Node, place: int) -> bool:
-        """Return True if a map is linear in an operand."""
-        name, others = inner.attr[0], [node_of(self.g, a.cls) for a in inner.args[1:]]
-        zeros = [n.op == CONST and n.attr[0] == 0 for n in others]
-        if name == "select_n" and place > 0:
-            return all(zero or k == place - 1 for k, zero in enumerate(zeros))
-        return name == "div" and place == 0
-
-    def term(self, op: str, attr: Any, args: tuple[Ref, ...]) -> Ref:
-        """Add an elementwise term as a class of its own."""
-        g = self.g
-        size_of = {i: s for a in args for i, s in zip(a.axes, g.classes[a.cls].sizes, strict=True)}
-        used = sorted(size_of, key=str)
-        local = tuple(Ref(a.cls, tuple(used.index(i) for i in a.axes)) for a in args)
-        dtype = g.classes[args[-1].cls].dtype
-        made = g.add(op, attr, local, tuple(size_of[i] for i in used), (), dtype)
-        return Ref(made.cls, tuple(used[i] for i in made.axes))
+    def is_linear(self, inner: Node, args: tuple[Ref, ...]) -> bool:
+        """Return True if a map is linear in its operands with ties: a quotient, or a selection."""
+        zeros = [n.op == CONST and n.attr[0] == 0 for n in (node_of(self.g, a.cls) for a in args)]
+        tied = [bool(self.sweeps(a)) for a in args]
+        if inner.attr[0] == "select_n":
+            return not tied[0] and all(map(or_, zeros[1:], tied[1:]))
+        return inner.attr[0] == "div" and not tied[1]

@@ -44,7 +44,7 @@ from symjax_rewrite.kernel_selection.folds.gather_patterns import (
     scattered,
 )
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, explore
-from symjax_rewrite.kernel_selection.folds.slices import added, entry_along, sizes_of
+from symjax_rewrite.kernel_selection.folds.slices import entry_along
 
 _MONOIDS = {"max": "max", "min": "min", "and": "all", "or": "any"}
 Powers = tuple[tuple[Ref, Fraction], ...]
@@ -428,4 +428,4 @@ def _joined(g: EGraph, terms: Sequence[tuple[Ref, float]]) -> Ref | None:
         return terms[0][0]
     refs, coefficients = zip(*terms, strict=True)
     numbers = tuple(int(c) if c == int(c) else c for c in coefficients)
-    return added(g, ADD, numbers, refs, sizes_of(g, refs), dtype)
+    return g.apply(ADD, numbers, refs, dtype)

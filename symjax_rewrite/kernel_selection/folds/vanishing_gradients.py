@@ -1,64 +1,59 @@
 """Gradients through a row's maximum that are zero in exact arithmetic.
 
 A softmax does not depend on its shift, so the derivative by the maximum is a sum that cancels. The
-program as written spreads this sum over the positions of the maximum. The cancellation is proved
-here from Σ(a+b) = Σa + Σb and Σ r·a = r·Σa alone. A fold then omits the sum, and no tile is
-compared with its own maximum.
+program as written spreads this sum over the positions of the maximum. A fold omits the sum, and no
+tile is compared with its own maximum.
+
+The sum is a rational function of the values it is computed from. It is tested at a random point
+(Schwartz 1980, Zippel 1979), in float64: a rational function that is not zero is zero only at few
+points. Of a sum over an index only its linearity counts, so a few points with random weights stand
+for the index.
 """
 
 from __future__ import annotations
 
-from fractions import Fraction
-from itertools import permutations
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.dataflow import Needed, live_classes, node_of
+import numpy as np
+
+from symjax_rewrite.ir.dataflow import Needed, live_classes, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, over
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref
 from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
 
-MAX_TERMS = 32  # limit on terms of an expanded sum
-MAX_DEPTH = 40
-MOST_FLAT = 3  # limit on indices of nested sums merged into one sum
-
-Monomial = frozenset  # of (factor, power)
-Sum = dict[Any, float]  # monomial: coefficient
-
-
-class Whole(NamedTuple):
-    """Denominator that is a sum and is not expanded."""
-
-    ref: Ref
-
-
-class TooLargeError(Exception):
-    """Expansion with more than `MAX_TERMS` terms (internal)."""
+POINTS = 3  # that stand for an index
+MOST_ELEMENTS = 3**10  # of a term's index space, at these points
+STEEPEST = 2.0**20  # coefficients beyond it, or below its reciprocal, hide other terms
+NOISE = 1e-12  # relative to the terms of a sum that cancels
 
 
 def vanishing(g: EGraph, need: Needed) -> set[int]:
     """Return the classes that spread a vanishing derivative over the positions of a maximum."""
     out: set[int] = set()
+    at = _Samples(g)
     for cls in need.order:
         node = node_of(g, cls)
         if dtype_kind(g.classes[cls].dtype) != "f" or node.bound:
             continue
         if node.op == MAP and node.attr[0] == "div" and _is_tie_count(g, node.args[1].cls):
-            if _cancels(g, node.args[0]):
+            if at.cancels(node.args[0].cls):
                 out.add(cls)
         elif node.op == CONTRACT:
             gone = [a for a in node.args if a.cls in out]
             rest = [a for a in node.args if a.cls not in out]
-            if (gone and all(is_tie(g, a.cls) for a in rest)) or _spread(g, node):
+            if (gone and all(is_tie(g, a.cls) for a in rest)) or _spread(g, node, at):
                 out.add(cls)
     return out
 
 
-def _spread(g: EGraph, node: Node) -> bool:
+def _spread(g: EGraph, node: Node, at: _Samples) -> bool:
     """Return True for a vanishing sum times the reciprocal of a count of ties."""
     counts = [a for a in node.args if _is_reciprocal_count(g, a.cls)]
-    rest = [a for a in node.args if a not in counts]
-    return bool(counts) and any(_cancels(g, a) for a in rest if node_of(g, a.cls).op != MAP)
+    return bool(counts) and any(at.cancels(a.cls) for a in node.args if a not in counts)
 
 
 def _is_reciprocal_count(g: EGraph, cls: int) -> bool:
@@ -72,150 +67,93 @@ def _is_tie_count(g: EGraph, cls: int) -> bool:
     return node.op == CONTRACT and len(node.args) == 1 and is_tie(g, node.args[0].cls)
 
 
-def _cancels(g: EGraph, ref: Ref) -> bool:
-    if node_of(g, ref.cls).op not in (ADD, CONTRACT):
-        return False
-    try:
-        return not _cleared(g, _multiplied_out(g, ref, MAX_DEPTH))
-    except TooLargeError:
-        return False
+class _Sample(NamedTuple):
+    """A class at a random point, over its slots, and the size of the terms summed in it."""
+
+    value: np.ndarray
+    size: np.ndarray
 
 
-def _cleared(g: EGraph, terms: Sum) -> Sum:
-    """Return the terms multiplied by the sums in their denominators, expanded."""
-    while True:
-        least: dict[Whole, Fraction] = {}
-        for m in terms:
-            for f, p in m:
-                if isinstance(f, Whole):
-                    least[f] = min(p, least.get(f, Fraction(0)))
-        below = next((f for f, p in least.items() if p < 0), None)
-        if below is None:
-            return terms
-        inside = _multiplied_out(g, below.ref, MAX_DEPTH)
-        cleared: Sum = {}
-        for m, k in terms.items():
-            power = next((p for f, p in m if f == below), Fraction(0)) - least[below]
-            product: Sum = {Monomial((f, p) for f, p in m if f != below): k}
-            for _ in range(int(power)):
-                product = _times(product, inside)
-            for n, j in product.items():
-                _put(cleared, n, j)
-        terms = cleared
+@dataclass(slots=True)
+class _Samples:
+    """The classes of a graph at one random point.
 
+    Sums, products, quotients and powers are computed; any other class is a random array.
+    """
 
-def _multiplied_out(g: EGraph, ref: Ref, depth: int) -> Sum:
-    """Expand a reference into a sum of products."""
-    if depth == 0:
-        raise TooLargeError
-    node = node_of(g, ref.cls)
-    if node.op == ADD and not any(isinstance(c, complex) for c in node.attr):
-        total: Sum = {}
-        for c, a in zip(node.attr, node.args, strict=True):
-            for m, k in _multiplied_out(g, over(ref, a), depth - 1).items():
-                _put(total, m, float(c) * k)
-        return total
-    if node.op == CONTRACT:
-        tokens = tuple(("bound", ref, k) for k in range(len(node.bound)))
-        axes: Any = (*ref.axes, *tokens)
-        inner = Ref(ref.cls, axes)
-        product: Sum = {Monomial(): 1.0}
+    g: EGraph
+    known: dict[int, _Sample] = field(default_factory=dict)
+    weights: dict[Dim, np.ndarray] = field(default_factory=dict)
+
+    def cancels(self, cls: int) -> bool:
+        """Return True if a class is a sum, or a product with a sum, that is zero everywhere."""
+        if node_of(self.g, cls).op not in (ADD, CONTRACT):
+            return False
+        for c in postorder([cls], self._operands, self.known):
+            node = node_of(self.g, c)
+            self.known[c] = self._computed(c, node) if self._is_opened(c) else self._random(c)
+        value, size = self.known[cls]
+        return bool(np.all(np.abs(value) <= NOISE * size))
+
+    def _operands(self, cls: int) -> list[int]:
+        return [a.cls for a in node_of(self.g, cls).args] if self._is_opened(cls) else []
+
+    def _is_opened(self, cls: int) -> bool:
+        node = node_of(self.g, cls)
+        large = POINTS ** (node.out + len(node.bound)) > MOST_ELEMENTS
+        if large or dtype_kind(self.g.classes[cls].dtype) != "f":
+            return False
+        if node.op == ADD:
+            return all(1 / STEEPEST <= abs(k) <= STEEPEST for k in node.attr)
+        powers = ("reciprocal", "integer_pow", "div")
+        return node.op == CONTRACT or (node.op == MAP and node.attr[0] in powers)
+
+    def _random(self, cls: int) -> _Sample:
+        shape = (POINTS,) * len(self.g.classes[cls].sizes)
+        made = np.random.default_rng(cls).uniform(0.5, 1.5, shape)
+        return _Sample(made, made)
+
+    def _computed(self, cls: int, node: Node) -> _Sample:
+        if node.op == ADD:
+            values, sizes = zip(*[self._read(a, node.out) for a in node.args], strict=True)
+            return _Sample(_sum(node.attr, values), _sum(map(abs, node.attr), sizes))
+        if node.op == CONTRACT:
+            return _Sample(*(self._contracted(node, which) for which in (0, 1)))
+        below = self._read(node.args[-1], node.out)
+        power = dict(node.attr[1]).get("y", -1)
+        with np.errstate(all="ignore"):
+            value = below.value**power
+            made = _Sample(value, np.abs(value / below.value) * below.size)
+        if node.attr[0] != "div":
+            return made
+        top = self._read(node.args[0], node.out)
+        return _Sample(top.value * made.value, top.size * made.size)
+
+    def _read(self, ref: Ref, out: int) -> _Sample:
+        """Return an operand over the outputs of a term, with size 1 where it reads no index."""
+        read = sorted(set(ref.axes))
+        shape = [POINTS if i in read else 1 for i in range(out)]
+        found = (np.einsum(x, list(ref.axes), read) for x in self.known[ref.cls])
+        return _Sample(*(x.reshape(shape) for x in found))
+
+    def _contracted(self, node: Node, which: int) -> np.ndarray:
+        terms: list = []
         for a in node.args:
-            product = _times(product, _multiplied_out(g, over(inner, a), depth - 1))
-        return _summed(product, tokens) if tokens else product
-    if node.op == MAP and node.attr[0] in ("reciprocal", "integer_pow"):
-        power = -1 if node.attr[0] == "reciprocal" else int(dict(node.attr[1])["y"])
-        below = _multiplied_out(g, over(ref, node.args[0]), depth - 1)
-        if len(below) == 1:
-            ((m, k),) = below.items()
-            return {Monomial((f, p * power) for f, p in m): k**power}
-        if power < 0:
-            return {Monomial([(Whole(over(ref, node.args[0])), Fraction(power))]): 1.0}
-    if node.op == MAP and node.attr[0] == "div":
-        top, bottom = (_multiplied_out(g, over(ref, a), depth - 1) for a in node.args)
-        if len(bottom) == 1:
-            ((m, k),) = bottom.items()
-            return _times(top, {Monomial((f, -p) for f, p in m): 1 / k})
-        below = Whole(over(ref, node.args[1]))
-        return _times(top, {Monomial([(below, Fraction(-1))]): 1.0})
-    return {Monomial([(ref, Fraction(1))]): 1.0}
+            terms += [self.known[a.cls][which], list(a.axes)]
+        for k, size in enumerate(node.bound):
+            terms += [self._weights(size), [node.out + k]]
+        return np.einsum(*terms, list(range(node.out)))
+
+    def _weights(self, size: Dim) -> np.ndarray:
+        """Return the weights of a sum over an index of some size; they add up to about 1."""
+        if size not in self.weights:
+            some = np.random.default_rng(len(self.weights)).uniform(0.5, 1.5, POINTS)
+            self.weights[size] = some / POINTS
+        return self.weights[size]
 
 
-def _put(total: Sum, m: Any, k: float) -> None:
-    """Add a term; drop it if the coefficients cancel up to rounding."""
-    old = total.pop(m, 0.0)
-    if abs(old + k) > 1e-9 * max(abs(old), abs(k)):
-        total[m] = old + k
-    if len(total) > MAX_TERMS:
-        raise TooLargeError
-
-
-def _times(a: Sum, b: Sum) -> Sum:
-    out: Sum = {}
-    for m, k in a.items():
-        for n, j in b.items():
-            powers = dict(m)
-            for f, p in n:
-                powers[f] = powers.get(f, Fraction(0)) + p
-            _put(out, Monomial((f, p) for f, p in powers.items() if p), k * j)
-    return out
-
-
-def _summed(product: Sum, tokens: tuple) -> Sum:
-    """Sum over bound indices; move factors that lack them outside; merge equal sums."""
-    out: Sum = {}
-    for m, k in product.items():
-        inside = [(f, p) for f, p in m if _reads(f, tokens)]
-        outside = [(f, p) for f, p in m if not _reads(f, tokens)]
-        powers = dict(outside)
-        total = _flat(inside, tokens)
-        powers[total] = powers.get(total, 0) + 1
-        _put(out, Monomial((f, p) for f, p in powers.items() if p), k)
-    return out
-
-
-def _flat(inside: list[tuple[Any, Fraction]], tokens: tuple) -> tuple:
-    """Merge Σ a·(Σ b·c) into one sum of a·b·c, in a canonical order."""
-    indices, powers = list(tokens), {}
-    for f, p in inside:
-        inner = [(f, p)]
-        if not isinstance(f, (Ref, Whole)) and p == 1 and len(indices) + f[1] <= MOST_FLAT:
-            fresh = {_name(f[3], n): ("flat", len(indices) + n) for n in range(f[1])}
-            indices += fresh.values()
-            inner = [(_renamed(g, fresh), q) for g, q in f[2]]
-        for g, q in inner:
-            powers[g] = powers.get(g, Fraction(0)) + q
-    level = 1 + max((f[3] for f in powers if not isinstance(f, (Ref, Whole))), default=0)
-    best: Any = None
-    for order in permutations(indices) if len(indices) <= MOST_FLAT else [indices]:
-        name = {token: _name(level, n) for n, token in enumerate(order)}
-        renamed = [(_renamed(f, name), p) for f, p in powers.items() if p]
-        key = sorted(map(repr, renamed))
-        if best is None or key < best[0]:
-            best = (key, Monomial(renamed))
-    return ("sum", len(indices), best[1], level)
-
-
-def _name(level: int, number: int) -> str:
-    """Return the name of a sum's index; nested sums have lower levels, and so other names."""
-    return f"#{level}.{number}"
-
-
-def _reads(factor: Any, tokens: tuple) -> bool:
-    if isinstance(factor, Whole):
-        factor = factor.ref
-    if isinstance(factor, Ref):
-        return any(i in tokens for i in factor.axes)
-    return any(_reads(f, tokens) for f, _ in factor[2])
-
-
-def _renamed(factor: Any, name: dict) -> Any:
-    if isinstance(factor, Whole):
-        return Whole(_renamed(factor.ref, name))
-    if isinstance(factor, Ref):
-        return Ref(factor.cls, tuple([name.get(i, i) for i in factor.axes]))
-    inside = Monomial((_renamed(f, name), p) for f, p in factor[2])
-    return ("sum", factor[1], inside, factor[3])
+def _sum(coefficients: Iterable[Any], arrays: Iterable[np.ndarray]) -> Any:
+    return sum(k * x for k, x in zip(coefficients, arrays, strict=True))
 
 
 def without(g: EGraph, need: Needed, gone: frozenset[int]) -> Needed:
