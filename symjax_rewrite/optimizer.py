@@ -137,6 +137,7 @@ class Optimiser:
         rules: the rules, and the names of excluded transformations.
         device: the profile on which programs are priced.
         passes: in the order they run; default: those of `passes.PASSES` and of the pack.
+        admits: False for a candidate that must not be taken (`Context.admits`); default: none.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class Optimiser:
         rules: RulePack,
         device: Device,
         passes: Sequence[Pass] | None = None,
+        admits: Callable[[Candidate], bool] = lambda _: True,
     ) -> None:
-        self.options, self.rules, self.device = options, rules, device
+        self.options, self.rules, self.device, self.admits = options, rules, device, admits
         self.passes = with_added(rules.added, PASSES) if passes is None else passes
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
@@ -202,6 +204,7 @@ class Optimiser:
             start,
             optimise,
             self.kept,
+            admits=self.admits,
         )
         try:
             result = _Run(closed, context).through(self.passes)
