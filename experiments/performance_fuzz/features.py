@@ -207,7 +207,8 @@ def recurrence(b: Builder, x: str) -> str:
     forms = (
         f"jnp.cumsum({x}, axis=0)",
         f"lax.scan(lambda h, t: ((h := {a} * h + t), h), jnp.zeros({d}), {x})[1]",
-        f"lax.scan(lambda h, t: ((h := {a} * h + (1 - {a}) * t), jnp.tanh(h)), jnp.zeros({d}), {x})[1]",
+        f"lax.scan(lambda h, t: ((h := {a} * h + (1 - {a}) * t), jnp.tanh(h)), "
+        f"jnp.zeros({d}), {x})[1]",
         f"lax.associative_scan(lambda p, q: (p[0] * q[0], q[0] * p[1] + q[1]), "
         f"(jnp.broadcast_to({a}, ({n}, {d})), {x}))[1]",
         f"lax.cummax({x})",

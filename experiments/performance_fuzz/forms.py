@@ -20,7 +20,7 @@ from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.rules import packs
 
-PLAIN, AUTO, ALL = "plain", "auto", "all"
+PLAIN, AUTO, ALONE, ALL = "plain", "auto", "alone", "all"
 # Margins that compare a candidate with the program as written; the others choose among candidates.
 OPEN = dict.fromkeys(
     ("rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded"), 0.0
@@ -76,12 +76,15 @@ def opened(device: Device) -> Device:
     return dataclasses.replace(device, margins=margins, folds=folds)
 
 
-def optimised(
-    closed: Any, device: Device, admits: Callable[[Candidate], bool] | None = None
-) -> Result:
+def _any(candidate: Candidate) -> bool:
+    """Admit every candidate."""
+    return True
+
+
+def optimised(closed: Any, device: Device, admits: Callable[[Candidate], bool] = _any) -> Result:
     """Run the optimiser on a program."""
-    given = {} if admits is None else {"admits": admits}
-    return Optimiser(Options(rules=packs.default), packs.default, device, **given).run(closed)
+    options = Options(rules=packs.default)
+    return Optimiser(options, packs.default, device, admits=admits).run(closed)
 
 
 def candidates(closed: Any, device: Device) -> list[tuple[int, Candidate]]:
@@ -126,7 +129,7 @@ def forms_of(closed: Any, most: int = 6) -> list[Form]:
                 break
             if profile is device or _matters(c, plain.predicted_s):
                 result, taken = forced(closed, profile, place, c.group)
-                form = _form(f"alone {len(alone)}", result, device, taken)
+                form = _form(f"{ALONE} {len(alone)}", result, device, taken)
                 if str(form.closed.jaxpr) not in seen:
                     alone.append(form)
                 seen.add(str(form.closed.jaxpr))
@@ -147,8 +150,8 @@ def _form(name: str, result: Result, device: Device, taken: Iterable[Candidate] 
     program = (
         _seconds(closed, device) if result.program is None else _program_seconds(result, device)
     )
-    priced = [c for c in taken if c.before is not None and c.after is not None]
-    stated = (sum(c.before.seconds for c in priced), sum(c.after.seconds for c in priced))
+    priced = [(c.before.seconds, c.after.seconds) for c in taken if c.before and c.after]
+    stated = (sum(before for before, _ in priced), sum(after for _, after in priced))
     kinds = [*(u.name for u in result.routes if u.taken), *result.rules]
     return Form(
         name, closed, tuple(dict.fromkeys(kinds)), stated if priced else None, program

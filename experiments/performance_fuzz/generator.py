@@ -16,13 +16,18 @@ from symjax_rewrite.ir.flat_program import flatten
 
 LEAST_ELEMENTS, MOST_ELEMENTS, MOST_FEATURES = 1e3, 1e8, 4096
 MOST_BYTES = 2 << 30  # of all live values, as if nothing were fused
-SECONDS = (0.01, 0.03, 0.1, 0.3)  # that a program may take, by a rough estimate
+SECONDS = (0.003, 0.01, 0.03, 0.1)  # that a program may take, by a rough estimate
 FLOPS_PER_S, ELEMENTS_PER_S = 6e10, 2e9
 SLOW = {"sort": 60.0, "top_k": 60.0, "scatter-add": 8.0, "gather": 4.0, "exp": 3.0, "tanh": 3.0}
 
 
 def generate(seed: int) -> Program:
     """Return the program of a seed; the same in every process."""
+    return fitted(compose(seed), random.Random(f"seconds {seed}").choice(SECONDS))
+
+
+def compose(seed: int) -> Program:
+    """Return the program of a seed before its sizes are fitted to time and memory."""
     b = Builder(random.Random(f"performance {seed}"))
     elements = b.number(LEAST_ELEMENTS, MOST_ELEMENTS)
     d = b.size("d", 1, min(MOST_FEATURES, elements))
@@ -39,11 +44,9 @@ def generate(seed: int) -> Program:
         if value == x or b.chance(0.65):
             value = _add(b, b.pick(*reductions.BLOCKS), value)
     wraps = _wrapped(b, wraps, x, value)
-    made = Program(
-        tuple(b.sizes.items()), tuple(b.inputs), tuple(b.lines), value, tuple(wraps),
-        " ".join((*b.used, *(w.kind for w in wraps))),
-    )  # fmt: skip
-    return fitted(made.pruned(), b.pick(*SECONDS))
+    family = " ".join((*b.used, *(w.kind for w in wraps)))
+    sizes = tuple(b.sizes.items())
+    return Program(sizes, tuple(b.inputs), tuple(b.lines), value, tuple(wraps), family).pruned()
 
 
 def _add(b: Builder, block: features.Block, x: str) -> str:

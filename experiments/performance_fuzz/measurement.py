@@ -21,6 +21,7 @@ def measure(
     budget_s: float = BUDGET_S,
     most: int = 6,
     names: Sequence[str] = (),
+    hand: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """Measure the forms of a program.
 
@@ -31,6 +32,7 @@ def measure(
         budget_s: seconds of timing.
         most: candidates forced alone.
         names: forms to time beside the program as written; default: all.
+        hand: functions with the same values, written by hand.
 
     Returns:
         A record: seconds of the plain program, optimiser's and compile times, and for each form
@@ -39,7 +41,10 @@ def measure(
     start = time.process_time()
     closed = jax.jit(function).trace(*specs).jaxpr
     trace_s = time.process_time() - start
-    forms = [f for f in forms_of(closed, most) if not names or f.name in (PLAIN, *names)]
+    forms = forms_of(closed, most)
+    for k, other in enumerate(hand):
+        forms.append(Form(f"hand {k}", jax.jit(other).trace(*specs).jaxpr))
+    forms = [f for f in forms if not names or f.name in (PLAIN, *names)]
     made = _compiled(forms, arguments)
     same_as = _equal_code(forms, made)
     calls = {

@@ -111,7 +111,7 @@ def points(b: Builder, x: str) -> str:
 
 
 def distances(b: Builder, x: str, y: str) -> str:
-    (n, d), (m, _) = b.shape[x], b.shape[y]
+    n, m = b.shape[x][0], b.shape[y][0]
     forms = (
         f"jnp.sum(({x}[:, None, :] - {y}[None, :, :]) ** 2, -1)",
         f"jnp.sum({x} ** 2, -1)[:, None] + jnp.sum({y} ** 2, -1)[None] - 2 * {x} @ {y}.T",
@@ -119,7 +119,8 @@ def distances(b: Builder, x: str, y: str) -> str:
         f"jnp.sqrt(jnp.sum(({x}[:, None, :] - {y}[None, :, :]) ** 2, -1) + 1e-9)",
         f"jnp.max(jnp.abs({x}[:, None, :] - {y}[None, :, :]), -1)",
         f"jax.vmap(lambda p: jax.vmap(lambda q: jnp.sum((p - q) ** 2))({y}))({x})",
-        f"1 - {x} @ {y}.T / (jnp.linalg.norm({x}, axis=-1)[:, None] * jnp.linalg.norm({y}, axis=-1))",
+        f"1 - {x} @ {y}.T / "
+        f"(jnp.linalg.norm({x}, axis=-1)[:, None] * jnp.linalg.norm({y}, axis=-1))",
     )
     return b.let(b.pick(*forms), n, m)
 

@@ -122,7 +122,8 @@ class Program:
         arguments = ", ".join(names)
         if wrap.kind == "grad":
             places = tuple(names.index(name) for name in wrap.over)
-            scalar = f"lambda {arguments}: jnp.sum({f}({arguments}) * 1.0)"
+            leaves = f"jax.tree.leaves({f}({arguments}))"
+            scalar = f"lambda {arguments}: sum(jnp.sum(1.0 * y) for y in {leaves})"
             return f"jax.grad({scalar}, {places})({arguments})"
         if wrap.kind == "vmap":
             axes = ", ".join("0" if name in wrap.over else "None" for name in names)

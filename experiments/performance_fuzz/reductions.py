@@ -134,11 +134,15 @@ def contrast(b: Builder, x: str, z: str) -> str:
     return b.let(b.pick(*forms))
 
 
+def _beside_diagonal(C: str) -> str:
+    return f"(jnp.sum({C} ** 2) - jnp.sum(jnp.diag({C}) ** 2))"
+
+
 def barlow_twins(b: Builder, x: str, z: str) -> str:
     n, d = b.shape[x]
     C = b.let(f"{_standard(b, x)}.T @ {_standard(b, z)} / {n}", d, d)
     forms = (
-        f"jnp.sum((1 - jnp.diag({C})) ** 2) + 0.005 * (jnp.sum({C} ** 2) - jnp.sum(jnp.diag({C}) ** 2))",
+        f"jnp.sum((1 - jnp.diag({C})) ** 2) + 0.005 * {_beside_diagonal(C)}",
         f"jnp.sum(jnp.where(jnp.eye({d}, dtype=bool), (1 - {C}) ** 2, 0.005 * {C} ** 2))",
         f"jnp.sum(({C} - jnp.eye({d})) ** 2)",
     )
@@ -150,9 +154,7 @@ def variances(b: Builder, x: str, z: str) -> str:
     c = b.let(f"{x} - jnp.mean({x}, axis=0)", n, d)
     C = b.let(f"{c}.T @ {c} / ({n} - 0.5)", d, d)
     spread = f"jnp.mean(jnp.maximum(0, 1 - jnp.sqrt(jnp.var({x}, axis=0) + 1e-4)))"
-    return b.let(
-        f"jnp.mean(({x} - {z}) ** 2) + {spread} + (jnp.sum({C} ** 2) - jnp.sum(jnp.diag({C}) ** 2)) / {d}"
-    )
+    return b.let(f"jnp.mean(({x} - {z}) ** 2) + {spread} + {_beside_diagonal(C)} / {d}")
 
 
 def correlation(b: Builder, x: str, z: str) -> str:
@@ -160,7 +162,8 @@ def correlation(b: Builder, x: str, z: str) -> str:
     p, q = (b.let(f"{y} - jnp.mean({y}, axis=0)", n, d) for y in (x, z))
     up = f"jnp.sum({p} * {q}, axis=0)"
     low = f"jnp.sqrt(jnp.sum({p} ** 2, axis=0) * jnp.sum({q} ** 2, axis=0) + 1e-6)"
-    kernels = f"jnp.sum(({p}.T @ {q}) ** 2) / (jnp.linalg.norm({p}.T @ {p}) * jnp.linalg.norm({q}.T @ {q}))"
+    own = [f"jnp.linalg.norm({y}.T @ {y})" for y in (p, q)]
+    kernels = f"jnp.sum(({p}.T @ {q}) ** 2) / ({own[0]} * {own[1]})"
     rows = f"jnp.sum(({p} @ {p}.T) * ({q} @ {q}.T)) / {n} ** 2"
     return b.let(
         b.pick(
@@ -173,13 +176,14 @@ def correlation(b: Builder, x: str, z: str) -> str:
 
 
 def alignment(b: Builder, x: str, z: str) -> str:
-    n, d = b.shape[x]
+    n = b.shape[x][0]
     p, q = _unit(b, x), _unit(b, z)
+    apart = f"jnp.sum(({p} - {q}) ** 2, -1)"
     forms = (
         f"2 - 2 * jnp.mean(jnp.sum({p} * {q}, axis=-1))",
-        f"jnp.mean(jnp.sum(({p} - {q}) ** 2, -1)) + jnp.log(jnp.mean(jnp.exp(-2 * (2 - 2 * {p} @ {p}.T))))",
+        f"jnp.mean({apart}) + jnp.log(jnp.mean(jnp.exp(-2 * (2 - 2 * {p} @ {p}.T))))",
         f"jnp.sum({p} @ {q}.T) / {n} ** 2",
-        f"jnp.mean(jnp.maximum(0, jnp.sum(({p} - {q}) ** 2, -1) - jnp.min(2 - 2 * {p} @ {q}.T, axis=1) + 0.2))",
+        f"jnp.mean(jnp.maximum(0, {apart} - jnp.min(2 - 2 * {p} @ {q}.T, axis=1) + 0.2))",
     )
     return b.let(b.pick(*forms))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from performance_fuzz.forms import ALL, AUTO, PLAIN
+from performance_fuzz.forms import ALONE, AUTO, PLAIN
 
 HARM, DIFFERENT = 1.05, 1.05
 
@@ -36,7 +36,7 @@ def candidates(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     out = []
     for r in records:
         for name, form in r["forms"].items():
-            if name in (PLAIN, AUTO, ALL) or form["same_as"] == PLAIN:
+            if not name.startswith(ALONE) or form["same_as"] == PLAIN:
                 continue
             out.append(
                 {

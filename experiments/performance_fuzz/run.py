@@ -5,9 +5,9 @@ python experiments/performance_fuzz/run.py --programs 1000 --seed 5000 --write
 python experiments/performance_fuzz/run.py --regressions [--only WORD]
 python experiments/performance_fuzz/run.py --show 5012              # one program, its forms
 
-Every program is the program of its seed. `--records F` keeps every record, one a line; a run that is
-given the file of an earlier one goes on where that ended. `--shrink` makes what is slow or far from
-its best form small and adds it to regressions.json.
+Every program is the program of its seed. `--records F` keeps every record, one a line; a run that
+is given the file of an earlier one goes on where that ended. `--shrink` makes what is slow or far
+from its best form small and adds it to regressions.json.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     a = parser.parse_args()
     if a.quick:
         a.programs, a.budget = 3, 0.1
-    elif not a.programs:
+    elif not (a.programs or a.worker or a.regressions):
         a.programs, a.seconds, a.budget = 1000, min(a.seconds, POCKET_S), 0.5
     return a
 
@@ -77,7 +77,7 @@ def fuzz(a: argparse.Namespace) -> None:
     for block in (seeds[k : k + BLOCK] for k in range(0, len(seeds), BLOCK)):
         for r in in_process([f"seed:{s}" for s in block], a.budget, until):
             if measurement.is_suspect(r) and not r["is_short"]:
-                r = confirm(r, f"again:{r['seed']}:{r['best']}", a.budget)
+                r = confirm(r, f"seed:{r['seed']}:{r['best']}", a.budget)
             records[r["seed"]] = r
             if a.records:
                 with a.records.open("a") as file:
@@ -141,7 +141,7 @@ def in_process(
 
 
 def worker(jobs: str, a: argparse.Namespace) -> None:
-    """Print the records of jobs: `seed:N`, `again:N:FORM`, `row:N`."""
+    """Print the records of jobs: `seed:N` or `row:N`, or `seed:N:FORM` for few forms."""
     until = time.time() + a.seconds
     for job in jobs.split(","):
         if time.time() > until:
@@ -158,15 +158,15 @@ def run_job(job: str, budget_s: float) -> dict[str, Any]:
     kind, number, *more = job.split(":")
     start = time.process_time()
     if kind == "row":
-        p = known()[int(number)]
+        p = regressions.known()[int(number)]
         record = {"seed": int(number), "name": p.name, "family": p.name}
     else:
         p = generator.generate(int(number))
         record = {"seed": int(number), "family": p.family}
-    names = (AUTO, *more) if kind == "again" else ()
-    seed = 1 if kind == "again" else 0
-    arguments = p.arguments() if kind == "row" else p.arguments(seed)
-    record |= measurement.measure(p.function(), p.specs(), arguments, budget_s, names=names)
+    options: dict[str, Any] = {"names": (AUTO, *more) if more else ()}
+    if isinstance(p, regressions.Row):
+        options["hand"] = p.functions_by_hand()
+    record |= measurement.measure(p.function(), p.specs(), p.arguments(), budget_s, **options)
     return record | {"took_s": time.process_time() - start}
 
 
@@ -194,18 +194,13 @@ def line(name: str, r: dict[str, Any]) -> str:
     )
 
 
-def known() -> list[regressions.Row]:
-    """Return the rows of the regression table."""
-    return [*regressions.NAMED, *regressions.found()]
-
-
 def regress(a: argparse.Namespace) -> None:
     """Measure the regression table."""
-    numbers = [k for k, r in enumerate(known()) if a.only.lower() in r.name.lower()]
+    numbers = [k for k, r in enumerate(regressions.known()) if a.only.lower() in r.name.lower()]
     records = []
     for r in in_process([f"row:{k}" for k in numbers], a.budget):
         if measurement.is_suspect(r):
-            r = confirm(r, f"row:{r['seed']}", a.budget)
+            r = confirm(r, f"row:{r['seed']}:{r['best']}", a.budget)
         records.append(r)
         print(line(str(r["seed"]), r), flush=True)
     table = standing(records)
@@ -220,7 +215,7 @@ def standing(records: list[dict[str, Any]]) -> str:
     rows = []
     for r in records:
         if "error" in r:
-            rows.append([known()[int(r["seed"])].name, "", "", "", "", "", "error"])
+            rows.append([regressions.known()[int(r["seed"])].name, "", "", "", "", "", "error"])
             continue
         verdict = "slower" if r["harm"] > 1.05 else "far" if r["regret"] > 1.1 else ""
         chosen, best = (", ".join(r["forms"][n]["kinds"]) or n for n in (AUTO, r["best"]))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
 SAMPLE_S = 1e-3  # a sample repeats its call until it is at least this long
 LEAST_ROUNDS, MOST_ROUNDS = 7, 60
@@ -28,20 +29,18 @@ class Times:
         return statistics.median(self.wall[name])
 
     def ratio(self, form: str, plain: str) -> float:
-        """Return how many times as long a form takes, the more careful of two estimates.
+        """Return how many times as long a form takes: the middle one of three estimates.
 
-        What else runs on the machine makes samples longer, never shorter. The median of the
-        rounds' ratios and the ratio of the shortest samples are therefore wrong at different
-        times; of the two the one nearer to 1 is believed.
+        Other load makes samples longer, never shorter, and costs no core seconds. The median of
+        the rounds' ratios, the ratio of the shortest samples and the ratio of core seconds are
+        therefore wrong at different times.
         """
         rounds = statistics.median(self._ratios(form, plain))
         shortest = min(self.wall[form]) / min(self.wall[plain])
-        if (rounds - 1) * (shortest - 1) <= 0:
-            return 1.0
-        return min(rounds, shortest, key=lambda r: abs(r - 1))
+        return statistics.median((rounds, shortest, self.of_cores(form, plain)))
 
     def of_cores(self, form: str, plain: str) -> float:
-        """Return the same in seconds of all cores: a second opinion."""
+        """Return the ratio of seconds of all cores."""
         pairs = zip(self.cores[form], self.cores[plain], strict=True)
         return statistics.median(a / max(b, 1e-9) for a, b in pairs)
 
@@ -104,7 +103,7 @@ class Compiled:
 
 def compiled(closed: Any, arguments: Sequence[jax.Array]) -> Compiled:
     """Compile a closed jaxpr for flat arguments."""
-    lowered = jax.jit(jax.extend.core.jaxpr_as_fun(closed)).lower(*arguments)
+    lowered = jax.jit(jaxpr_as_fun(closed)).lower(*arguments)
     start = time.process_time()
     call = lowered.compile()
     took = time.process_time() - start
