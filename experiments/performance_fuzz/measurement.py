@@ -106,6 +106,8 @@ def _row(form: Form, same: str, times: Times | None) -> dict[str, Any]:
         "ratio": 1.0,
         "cores": 1.0,
     }
+    if times is not None:
+        row |= {"seconds": min(times.wall[same]), "core_seconds": min(times.cores[same])}
     if times is not None and same != PLAIN:
         row |= {"ratio": times.ratio(same, PLAIN), "cores": times.of_cores(same, PLAIN)}
     return row

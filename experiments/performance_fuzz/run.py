@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Random programs at realistic sizes, timed.")
     parser.add_argument("--programs", type=int, default=0, help="default: as many as fit a minute")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--seconds", type=float, default=float("inf"))
