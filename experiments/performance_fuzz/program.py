@@ -171,7 +171,8 @@ class Program:
             yield dataclasses.replace(self, wraps=wraps).pruned()
         for line in reversed(self.lines[:-1]):
             yield dataclasses.replace(self, result=line.name).pruned()
-        shapes = {x.name: x.shape for x in self.inputs} | {x.name: x.shape for x in self.lines}
+        floats = [x for x in self.inputs if x.dtype == "float32"]
+        shapes = {x.name: x.shape for x in (*floats, *self.lines)}
         for line in self.lines:
             for name in dict.fromkeys(_names(line.text)):
                 if shapes.get(name) == line.shape:

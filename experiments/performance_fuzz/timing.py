@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 SAMPLE_S = 1e-3  # a sample repeats its call until it is at least this long
 LEAST_ROUNDS, MOST_ROUNDS = 7, 60
+WAITS = 1.3  # times its core seconds that a form on a machine of its own may take
 CLEAR = 0.02  # half the width of an interval of a ratio that is narrow enough
 
 
@@ -29,20 +30,30 @@ class Times:
         return statistics.median(self.wall[name])
 
     def ratio(self, form: str, plain: str) -> float:
-        """Return how many times as long a form takes: the middle one of three estimates.
+        """Return how many times as long a form takes.
 
-        Other load makes samples longer, never shorter, and costs no core seconds. The median of
-        the rounds' ratios, the ratio of the shortest samples and the ratio of core seconds are
-        therefore wrong at different times.
+        It is the middle one of three estimates: the median of the rounds' ratios, the ratio of the
+        shortest samples, and the ratio of core seconds. Where even the shortest sample waited for
+        a core, threads wait for each other too, and only core seconds tell the forms apart.
         """
+        if self.waits(form) or self.waits(plain):
+            return self.of_cores(form, plain)
         rounds = statistics.median(self._ratios(form, plain))
         shortest = min(self.wall[form]) / min(self.wall[plain])
         return statistics.median((rounds, shortest, self.of_cores(form, plain)))
 
+    def waits(self, name: str) -> bool:
+        """Return True if other programs held the cores during every sample of a form."""
+        return min(self.wall[name]) > WAITS * min(self.cores[name])
+
     def of_cores(self, form: str, plain: str) -> float:
-        """Return the ratio of seconds of all cores."""
+        """Return the ratio of core seconds: of its median and that of the least the nearer to 1."""
         pairs = zip(self.cores[form], self.cores[plain], strict=True)
-        return statistics.median(a / max(b, 1e-9) for a, b in pairs)
+        rounds = statistics.median(a / max(b, 1e-9) for a, b in pairs)
+        least = min(self.cores[form]) / max(min(self.cores[plain]), 1e-9)
+        if (rounds - 1) * (least - 1) <= 0:
+            return 1.0
+        return min(rounds, least, key=lambda r: abs(r - 1))
 
     def _ratios(self, form: str, plain: str) -> list[float]:
         return [a / b for a, b in zip(self.wall[form], self.wall[plain], strict=True)]

@@ -18,9 +18,10 @@ from performance_fuzz import (
     reductions,
     regressions,
     report,
+    shrinking,
     timing,
 )
-from performance_fuzz.program import Program
+from performance_fuzz.program import Input, Line, Program, Wrap
 
 from symjax_rewrite.cost.device_profiles import device_profile
 
@@ -77,6 +78,29 @@ def test_parts_are_removed_and_sizes_halved() -> None:
     assert any(len(p.wraps) < len(program.wraps) for p in smaller)
     assert any(len(p.lines) < len(program.lines) for p in smaller)
     assert any(p.lines == program.lines and p.sizes != program.sizes for p in smaller)
+
+
+def test_shrinking_keeps_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow is what multiplies by a mask and has 100 rows; nothing else is left."""
+
+    def measure(function: Any, specs: Any, arguments: Any, *_: Any, **__: Any) -> dict[str, Any]:
+        text = str(jax.make_jaxpr(function)(*arguments))
+        slow = "bool" in text and any(spec.shape and spec.shape[0] >= 100 for spec in specs)
+        return {"harm": 1.4 if slow else 1.0, "regret": 1.0, "is_short": False}
+
+    monkeypatch.setattr(measurement, "measure", measure)
+    lines = (
+        Line("t0", "x @ W", ("n", "d")),
+        Line("t1", "jnp.where(m, t0, 0.0)", ("n", "d")),
+        Line("t2", "jnp.tanh(t1 @ W)", ("n", "d")),
+    )
+    inputs = (Input("x", ("n", "d")), Input("W", ("d", "d")), Input("m", ("n", "d"), "mask"))
+    wraps = (Wrap("vmap", ("x",), "b"), Wrap("grad", ("x", "W")))
+    program = Program((("n", 1600), ("d", 8), ("b", 4)), inputs, lines, "t2", wraps)
+    small, record = shrinking.shrunk(program, {"harm": 1.5, "regret": 1.0})
+    assert record["harm"] == 1.4 and not small.wraps
+    assert [line.text for line in small.lines] == ["jnp.where(m, x, 0.0)"]
+    assert dict(small.sizes) == {"n": 100, "d": 1}
 
 
 def several(x: Any, W: Any, A: Any, B: Any) -> Any:
@@ -151,12 +175,22 @@ def test_record_of_a_program() -> None:
     assert r["regret"] >= 1 - 1e-9 and r["harm"] > 0
 
 
-def test_ratio_is_the_middle_of_three_estimates() -> None:
-    wall = {"a": [2.0, 2.2, 9.0], "b": [1.0, 2.0, 1.0]}
-    assert timing.Times(wall, {"a": [3.0] * 3, "b": [1.0] * 3}).ratio("a", "b") == 2.0
-    assert timing.Times(wall, {"a": [1.0] * 3, "b": [1.0] * 3}).ratio("a", "b") == 2.0
-    wall = {"a": [0.9, 3.0, 3.0], "b": [1.0, 1.0, 1.0]}
-    assert timing.Times(wall, {"a": [1.0] * 3, "b": [1.0] * 3}).ratio("a", "b") == 1.0
+@pytest.mark.parametrize(
+    ("wall", "cores", "ratio"),
+    [
+        ([2.0, 2.2, 9.0], 3.0, 2.0),
+        ([2.0, 2.2, 9.0], 2.0, 2.0),
+        ([1.2, 3.0, 3.0], 1.0, 1.2),
+        ([9.0, 30.0, 30.0], 1.5, 1.5),  # it waited for cores in every sample
+    ],
+)
+def test_ratio(wall: list[float], cores: float, ratio: float) -> None:
+    times = timing.Times({"a": wall, "b": [1.0, 1.0, 1.0]}, {"a": [cores] * 3, "b": [1.0] * 3})
+    assert times.ratio("a", "b") == ratio
+    again = timing.Times(
+        {"a": [1.0] * 3, "b": [1.0] * 3}, {"a": [1.0, 1.0, 2.0], "b": [1.0, 0.9, 3.0]}
+    )
+    assert again.ratio("a", "b") == 1.0
 
 
 def test_equal_machine_code_is_timed_once() -> None:
