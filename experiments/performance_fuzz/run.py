@@ -236,7 +236,8 @@ def shrink_all(records: list[dict[str, Any]]) -> None:
                 flush=True,
             )
             rows.append(regressions.of_program(name, small))
-    regressions.add(rows)
+    if rows:
+        regressions.add(rows)
 
 
 def show(seed: int) -> None:
