@@ -178,7 +178,7 @@ def test_record_of_a_program() -> None:
 @pytest.mark.parametrize(
     ("wall", "cores", "ratio"),
     [
-        ([2.0, 2.2, 9.0], 3.0, 2.0),
+        ([2.0, 2.2, 9.0], 3.0, 2.2),
         ([2.0, 2.2, 9.0], 2.0, 2.0),
         ([1.2, 3.0, 3.0], 1.0, 1.2),
         ([9.0, 30.0, 30.0], 1.5, 1.5),  # it waited for cores in every sample
