@@ -115,7 +115,7 @@ def forms_of(closed: Any, most: int = 6) -> list[Form]:
         closed: the program.
         most: candidates forced alone, at most.
     """
-    device = device_profile(None, jax.devices()[0].device_kind)
+    device = device_profile(None, jax.devices()[0])
     wide = opened(device)
     plain = Form(PLAIN, closed, predicted_s=_seconds(closed, device))
     start = time.process_time()
