@@ -82,7 +82,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.tiling": dict.fromkeys(
         ("NARROWEST", "TILES_OF_FOUR_WARPS", "WIDE"), SHAPE
     ),
-    "pallas_kernels.norm.tuning": dict.fromkeys(("WIDTH", "MOST_ROWS", "MOST_OUTPUTS"), TIMING),
     "pallas_kernels.scan.cost": dict.fromkeys(
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
     ),
@@ -95,7 +94,6 @@ ASK_FOR_BACKEND = {
     "pallas_kernels.backend",
     "pallas_kernels.fold.cudnn",
     "pallas_kernels.norm.tiling",
-    "pallas_kernels.norm.tuning",
 }
 OUTSIDE = {
     name.removeprefix(f"{PACKAGE}."): path
