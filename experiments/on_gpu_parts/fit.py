@@ -151,6 +151,8 @@ def fitted(device: Device, seen: list[Observation]) -> tuple[Device, dict[str, d
     """Return the corrected profile, and by path every field's value, or why it is left out."""
     fields: dict[str, dict[str, Any]] = {}
     for group in ORDER:
+        if not all(has(device, f.path) for f in group):
+            continue
         chosen = [o for o in seen if o.kind in group[0].kinds]
         before = device
         told = {f.path: {"was": value_of(before, f.path), "cases": len(chosen)} for f in group}
@@ -197,6 +199,13 @@ def value_of(device: Device, path: str) -> float:
     for name in path.split("."):
         found = found[name] if isinstance(found, dict) else getattr(found, name)
     return found
+
+
+def has(device: Device, path: str) -> bool:
+    """Return False for a rate that the device lacks."""
+    name, _, inner = path.partition(".")
+    part = getattr(device, name)
+    return not isinstance(part, dict) or inner in part
 
 
 def with_value(device: Device, path: str, value: float) -> Device:

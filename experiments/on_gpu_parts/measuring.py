@@ -211,18 +211,27 @@ def error(got: Any, want: Any) -> Any:
 def chained(fun: Contestant, calls: int, sets: list[list[Any]]) -> Any:
     """Run dependent calls over the sets in turn: `call_count(calls, len(sets))` of them.
 
-    A barrier makes the operands of a call wait for the results of the call before. It costs no
-    kernel, and keeps the compiler from hoisting or joining equal calls.
+    A barrier makes the operands of a call wait for the results of the call before, and those of the
+    first call of a step for the step's number. It costs no kernel. The results of all calls of a
+    step are carried, since the compiler drops calls whose results nothing needs.
     """
     loops, repeats = _loops(calls, len(sets))
+    first = fun(*sets[0])
 
     def body(_: Any, carried: Any) -> Any:
+        number, made = carried[0], []
         for operands in sets * repeats:
-            operands, carried = lax.optimization_barrier((operands, carried))
-            carried = fun(*operands)
-        return carried
+            waited = made[-1] if made else number
+            operands, waited = lax.optimization_barrier((operands, waited))
+            if made:
+                made[-1] = waited
+            else:
+                number = waited
+            made.append(fun(*operands))
+        return number + 1, made
 
-    return lax.fori_loop(0, loops, body, fun(*sets[0]))
+    start = (jnp.int32(0), [first] * (repeats * len(sets)))
+    return lax.fori_loop(0, loops, body, start)
 
 
 def call_count(calls: int, copies: int) -> int:
@@ -232,7 +241,7 @@ def call_count(calls: int, copies: int) -> int:
 
 
 def _loops(calls: int, copies: int) -> tuple[int, int]:
-    repeats = max(1, min(UNROLLED, calls) // copies)
+    repeats = -(-min(UNROLLED, calls) // copies)
     return -(-calls // (repeats * copies)), repeats
 
 
