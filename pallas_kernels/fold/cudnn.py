@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from symjax_rewrite.pallas_kernels.backend import Reason, Support, first_reason
 from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, plain_attention
@@ -86,8 +87,8 @@ def fold_library(spec: FoldSpec, *operands: Any) -> tuple[Any, ...]:
         implementation="cudnn",
         return_residual=told,
     )
-    out, lse = found if told else (found, None)
-    results = {"out": (out, (*lead, summed)), "lse": (lse, lead)}
+    out, lse = found if told else (found, found)
+    results = {"out": (out, (*lead, summed)), "lse": (lse.astype(jnp.float32), lead)}
     names = zip(a.results, spec.epilogue.axes, strict=True)
     return tuple(_split(spec, *results[name], axes=axes) for name, axes in names)
 

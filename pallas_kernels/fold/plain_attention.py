@@ -213,8 +213,8 @@ def _scaled(x: Symbol, factor: float) -> Symbol:
         case Number() if factor.is_integer():
             n = int(factor)
             return Number(n * x.row, n * x.column, n * x.constant)
-        case Logarithm(top, 0):
-            return Logarithm(factor * top)
+        case Logarithm(top, total) if (factor * total).is_integer():
+            return Logarithm(factor * top, int(factor * total))
         case Power() if factor == 1:
             return x
     return None
@@ -328,6 +328,8 @@ def _largest(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _magnitude(x: Symbol, **_: Any) -> Symbol:
+    if isinstance(x, Power) and not x.weighted:
+        return x  # a product of positive factors
     return abs if x == Logarithm(1.0) else None  # read by `_is_below_infinity` alone
 
 
@@ -336,7 +338,7 @@ def _is_below_infinity(x: Symbol, y: Symbol, **_: Any) -> Symbol:
 
 
 def _exponential(x: Symbol, **_: Any) -> Symbol:
-    return Power(top=x.top) if isinstance(x, Logarithm) and not x.total else None
+    return Power(0, x.total, x.top) if isinstance(x, Logarithm) else None
 
 
 def _logarithm(x: Symbol, **_: Any) -> Symbol:

@@ -56,7 +56,7 @@ def divided(q, k, v):
 
 
 def heads_first(q, k, v):
-    q, k, v = (x.reshape(B, H, T, D) for x in (q, k, v))
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     s = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
     s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, MIN)
     return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(s).astype(v.dtype), v)
@@ -181,9 +181,7 @@ def test_what_only_looks_like_it_is_not(name: str, folds: Any, on_gpu: None) -> 
         assert not cudnn.supports(spec), plain_attention(spec)
 
 
-def test_f32_further_results_and_one_query_are_not_for_the_library(
-    folds: Any, on_gpu: None
-) -> None:
+def test_f32_further_results_and_one_query_are_not_taken(folds: Any, on_gpu: None) -> None:
     def further(q, k, v):
         s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
         p = jax.nn.softmax(s)
@@ -244,7 +242,7 @@ def test_layout_of_the_call(name: str, folds: Any, monkeypatch: Any) -> None:
     found, want = cudnn.fold_library(spec, *given), fold_reference(spec, *given)
     for x, y in zip(found, jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
-        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=2e-2)
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=3e-2)  # lse in bf16 by XLA
 
 
 @pytest.mark.lowering
