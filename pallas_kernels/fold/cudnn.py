@@ -17,7 +17,7 @@ from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, p
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 
 
-class Layout(NamedTuple):
+class CudnnAxes(NamedTuple):
     """The axes of a fold as cuDNN's: sequences of a batch, key heads, queries per key head.
 
     contracted and summed are the features of the keys and of the values.
@@ -52,12 +52,12 @@ def supports(spec: FoldSpec) -> Support:
     )
 
 
-def layout_of(spec: FoldSpec, a: PlainAttention) -> Layout:
+def layout_of(spec: FoldSpec, a: PlainAttention) -> CudnnAxes:
     """Return the axes in cuDNN's order; axes before the queries' are sequences, if not a group."""
     axes, keys = spec.operands[a.query].axes, spec.operands[a.key].axes
     lead = axes[: axes.index(spec.row)]
     batch = [x for x in axes if x in spec.batch]
-    return Layout(
+    return CudnnAxes(
         tuple(x for x in batch if x in keys and x in lead),
         tuple(x for x in batch if x in keys and x not in lead),
         tuple(x for x in batch if x not in keys),
