@@ -46,7 +46,7 @@ test-newest: .venv-newest/.dev
 
 # Registers are counted: all of the compiler's passes run, which the other tests leave out.
 test-aot: .venv-aot/.aot
-	XLA_FLAGS=--xla_backend_optimization_level=3 .venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection/*/test_h200.py
+	XLA_FLAGS=--xla_backend_optimization_level=3 .venv-aot/bin/python $(PYTEST) -m lowering tests/pallas_kernels tests/kernel_selection/*/test_h200.py tests/test_on_gpu.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Attention as written against what `sym_optimize` makes of it: time and temporaries over length.
 
-python experiments/attention/run.py            # writes the README's tables, and on a GPU its part
+python experiments/attention/run.py            # writes the README's table
 python experiments/attention/run.py --quick    # one short length, no files: a smoke test
 """
 
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent)]
 
-import gpu
 import harness
 import jax
 import jax.numpy as jnp
@@ -154,13 +153,10 @@ def main() -> None:
             rounds = 1 if options.quick else max(3, options.rounds * 1024 // max(length, 1024))
             rows.append(measure(fun, length, rounds))
             print(*line(rows[-1]), sep="  ", flush=True)
-    on_gpu = gpu.measure() if jax.default_backend() == "gpu" else None
-    print("GPU: not measured, none here" if on_gpu is None else on_gpu)
     if options.quick:
         return
     tables = harness.markdown_table(HEADER, [line(r) for r in rows])
-    tables += "\n\n" + gpu.table(on_gpu)
-    harness.write_json(HERE / "results.json", {"cpu": rows, "gpu": on_gpu or "not measured"})
+    harness.write_json(HERE / "results.json", {"cpu": rows})
     harness.write_table(HERE / "README.md", tables)
 
 

@@ -1,6 +1,6 @@
 """Deferred normalisation: a norm and the linear layer after it, before and after `sym_optimize`.
 
-python experiments/deferred_norm/run.py            # layers, a block, MiniLM, a GPU if any
+python experiments/deferred_norm/run.py            # layers, a block, MiniLM
 python experiments/deferred_norm/run.py --quick    # few sizes, few rounds: a smoke test
 """
 
@@ -27,7 +27,6 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.pallas_kernels.norm.tiling import norm_blocks
 from symjax_rewrite.pallas_kernels.norm.layer import NormLinear, forward
-from symjax_rewrite.pallas_kernels.norm.norm_linear import cuda_backend, norm_linear
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -43,14 +42,13 @@ DECODING = (
     "last column says, and it answers in less than 1 µs."
 )
 DECODE = ["rows", "N", "block", "programs", "on the way", "floor", "covers", "a split pays from"]
-GPU_ROWS, GPU_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
+COUNTED_ROWS, COUNTED_OUTPUTS = (1, 16, 64, 256, 4096), (4096, 14336)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few sizes, few rounds")
     parser.add_argument("--draw", type=int, help="run the N-th draw alone and print its seconds")
-    parser.add_argument("--rounds", type=int, default=21, help="samples of each program on a GPU")
     chosen = parser.parse_args()
     quick = chosen.quick
     contests = [
@@ -66,7 +64,6 @@ def main() -> None:
     blocks, minilm = (tell_frozen(contests, draws, kind) for kind in ("block", "MiniLM"))
     moved = tell_bytes()
     decode = tell_decode()
-    gpu = tell_gpu(chosen.rounds)
     if quick:
         return
     header = ["rows", "K", "N", "as called / plain", "prepared / plain"]
@@ -87,10 +84,7 @@ def main() -> None:
         harness.markdown_table(["rows", "N", "two kernels", "one kernel", "ratio"], moved),
         DECODING,
         harness.markdown_table(DECODE, decode),
-        f"On a GPU: {gpu if isinstance(gpu, str) else ''}",
     ]
-    if not isinstance(gpu, str):
-        parts.append(harness.markdown_table(["rows", "N", "XLA / kernel"], gpu))
     harness.write_table(HERE / "README.md", *parts)
     record = {
         "layers": layers,
@@ -98,7 +92,6 @@ def main() -> None:
         "minilm": minilm,
         "bytes": moved,
         "decode": decode,
-        "gpu": gpu,
     }
     harness.write_json(HERE / "results.json", record)
 
@@ -266,8 +259,8 @@ def tell_frozen(contests: list[Contest], draws: dict[str, harness.Draws], kind: 
 def tell_bytes() -> list[list]:
     """What both forms read and write; counted from the shapes, not measured."""
     out, k = [], 4096
-    for n in GPU_OUTPUTS:
-        for m in GPU_ROWS:
+    for n in COUNTED_OUTPUTS:
+        for m in COUNTED_ROWS:
             one = forward(NormLinear(m, k, n, dtype="bfloat16")).bytes_moved
             two = one + 2 * 2 * m * k  # the normalised value, written and read
             cells = (harness.quantity(two, "B"), harness.quantity(one, "B"))
@@ -293,34 +286,6 @@ def tell_decode() -> list[list]:
             out.append([m, n, f"{cut.rows} × {cut.outputs}", programs, *cells])
             print(*out[-1], sep="\t")
     return out
-
-
-def tell_gpu(rounds: int) -> list[list] | str:
-    """The kernel against XLA's two, where a GPU is at hand."""
-    if jax.default_backend() != "gpu":
-        print("GPU: not measured")
-        return "not measured (none at hand)."
-    out, k = [], 4096
-    for n in GPU_OUTPUTS:
-        weight = draw(k, n).astype(jnp.bfloat16)
-        for m in GPU_ROWS:
-            spec = forward(NormLinear(m, k, n, dtype="bfloat16"))
-            if not cuda_backend(NormGroup((spec,))):
-                continue
-            x = draw(m, k).astype(jnp.bfloat16)
-            kernel = jax.jit(lambda x, w, spec=spec: norm_linear(spec, x, w))
-            written = jax.jit(_as_written)
-            calls = {
-                "xla": lambda f=written, x=x, w=weight: f(x, w),
-                "kernel": lambda f=kernel, x=x, w=weight: f(x, w),
-            }
-            out.append([m, n, str(harness.interleave(calls, rounds).ratio("xla", "kernel"))])
-            print(*out[-1], sep="\t")
-    return out
-
-
-def _as_written(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return rms_norm(x.astype(jnp.float32), jnp.float32(1)).astype(x.dtype) @ weight
 
 
 if __name__ == "__main__":

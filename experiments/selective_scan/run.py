@@ -25,8 +25,6 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.scan.selective_scan import selective_scan
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-GPU_LENGTHS = (256, 1024, 2048, 4096, 16384)
-GPU_SIZES = {"channels": 2048, "states": 16, "dtype": "bfloat16"}
 
 
 def main() -> None:
@@ -42,7 +40,6 @@ def main() -> None:
                 print(f"{what:<9} {name:<32} {length:>6}  {summary(result)}", flush=True)
     tables = [table(what, rows) for what, rows in results.items()]
     tables.append(cells_table(results, rounds, options.quick))
-    tables.append(gpu_table(results, rounds, options.quick))
     if options.quick:
         print("\n\n".join(tables))
         return
@@ -171,22 +168,6 @@ def measure_cell(fun: Any, arguments: list[Any], rounds: int) -> dict[str, Any]:
         "done": [r.name for r in report.rules] + routed,
         "difference": float(np.abs(got - want).max() / np.abs(want).max()),
     }
-
-
-def gpu_table(results: dict, rounds: int, quick: bool) -> str:
-    """The same at the sizes of a real layer where there is a GPU."""
-    if jax.default_backend() != "gpu":
-        return "**On a GPU**: not measured."
-    rows = results.setdefault("gpu", {})
-    for what, transform in {"forward": lambda f: f, "gradient": spellings.gradient}.items():
-        for batch in (1, 8):
-            for length in GPU_LENGTHS[: 1 if quick else None]:
-                sizes = {**GPU_SIZES, "batch": batch}
-                for name, spelling in spellings.SPELLINGS.items():
-                    key = f"{what}, {name}, batch {batch}"
-                    result = measure(spelling, transform, length, rounds, **sizes)
-                    rows.setdefault(key, {})[length] = result
-    return table("gpu", rows).replace("on the CPU", "bfloat16, 2048 channels")
 
 
 def plot(spelled: dict) -> None:

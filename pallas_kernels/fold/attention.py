@@ -1,4 +1,4 @@
-"""Attention as a fold over keys; tests and the cuDNN backend share its spec (imports spec.py)."""
+"""Attention as a fold over keys, for tests and experiments (imports spec.py)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def forward(a: Attention) -> FoldSpec:
         col="n",
         operands=(*(Operand(axes, a.dtype) for axes in (Q, K, V)), *a.extras),
         contractions=(Contraction(0, 1, ("d",)),),
-        tile=Tile(tile, reads, key=("score", a), form=a),
+        tile=Tile(tile, reads, key=("score", a)),
         outputs=(ExpSums((WeightedTerm(), WeightedTerm(2, round_to=rounding(a)))),),
         band=Band(*a.band),
         epilogue=Epilogue(normalise, (OUT, ROW), key=("normalise", a.dtype)),

@@ -54,7 +54,6 @@ class Tile:
         reads: numbers of the operands passed to `fun`: operands without feature axes, and tables,
             whose feature axes come last.
         key: compared by equality and hashing, with `reads`; `fun` itself if left out.
-        form: a description of the program, where a library call exists for it (see cudnn.py).
         whole: the row or column axis that the program itself reduces, or None. An example is the
             comparison of a term with its row maximum. A block must hold all of that axis.
     """
@@ -62,7 +61,6 @@ class Tile:
     fun: TileFunction = field(compare=False)
     reads: tuple[int, ...] = ()
     key: Hashable = None
-    form: Hashable = None
     whole: str | None = None
 
     def __post_init__(self) -> None:

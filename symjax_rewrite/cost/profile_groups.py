@@ -17,6 +17,7 @@ NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
+ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
@@ -117,7 +118,7 @@ class FoldFacts:
         "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0
     )
     kernel_share: float = quantity(
-        "1", "of the rate of a library's products that a fold's kernel reaches", DATASHEET, 1.0
+        "1", "of the rate of a library's products that a fold's kernel reaches", ON_GPU, 1.0
     )
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
@@ -201,10 +202,10 @@ class ScanFacts:
     chunks: ChunkedMatrices | None = quantity("group", "loops of matrix states", FACT, None)
     kernel_instructions: float = quantity(
         "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
-        JUDGED, 3.5,
+        ON_GPU, 3.5,
     )  # fmt: skip
     step_latency_s: float = quantity(
-        "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", JUDGED, 5e-8
+        "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", ON_GPU, 5e-8
     )
     remakes_states: bool = fact("reverse mode in blocks is faster than a loop", False)
     least_remade_bytes: float = quantity("bytes", "states of fewer are kept", JUDGED, 1 << 21)
@@ -235,9 +236,7 @@ class SortFacts:
 class NormFacts:
     """Norms before linear layers."""
 
-    kernel_share: float = quantity(
-        "1", "share of the matmul peak in Pallas", "experiments/attention/gpu.py", 0.6
-    )
+    kernel_share: float = quantity("1", "share of the matmul peak in Pallas", ON_GPU, 0.6)
     cut_share: float | None = quantity(
         "1", "least size of weights per result for one joined product, cut; None: apart", JUDGED, 8
     )

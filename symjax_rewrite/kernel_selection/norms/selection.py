@@ -55,7 +55,7 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
     program,
 )
 from symjax_rewrite.pallas_kernels.backend import Reason
-from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend
+from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend, seconds_on_gpu
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.usage_records import RouteUse
 
@@ -196,10 +196,8 @@ class _NormSelection:
 def _kernel_seconds(t: TermGraph, route: NormRoute, d: Device) -> float:
     """Return predicted seconds of one kernel and of the sums over x that it reads."""
     x = route.parts[0].members[0].x.cls
-    work = sum(p.spec.flops / d.peak(str(p.spec.factor)) for p in route.parts)
-    work /= d.norms.kernel_share
-    seconds = max(work, route.group.bytes_moved / d.bytes_per_s) + d.launch_s
-    return seconds + len(_sums_of_x(t, route)) * (_bytes_of(t, x) / d.bytes_per_s + d.launch_s)
+    sums_s = _bytes_of(t, x) / d.bytes_per_s + d.launch_s
+    return seconds_on_gpu(route.group, d) + sums_s * len(_sums_of_x(t, route))
 
 
 def _sums_of_x(t: TermGraph, route: NormRoute) -> set[Ref]:

@@ -46,7 +46,7 @@ def has_empty_rows(case) -> bool:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", [c for c in ATTENTION if not has_empty_rows(c)], ids=str)
 def test_gradients_are_those_of_the_plain_program(case, name):
-    a: Attention = case.spec.tile.form
+    a: Attention = case.spec.tile.key[1]
     operands = tuple(map(jnp.asarray, case.make(case.spec)))
 
     @jax.jit

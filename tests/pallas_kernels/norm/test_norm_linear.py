@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.util
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +16,6 @@ from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linear, norm_lin
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
 from symjax_rewrite.pallas_kernels.norm.tiling import (
     NormBlocks,
-    as_row,
     devices,
     norm_blocks,
     table,
@@ -28,7 +24,6 @@ from symjax_rewrite.pallas_kernels.norm.triton import group_triton, norm_triton,
 from symjax_rewrite.pallas_kernels.norm.xla import norm_xla
 from tests.pallas_kernels.norm.layer_gradients import backward_input, backward_weight, gradients
 
-TUNING = Path(__file__).parents[3] / "experiments" / "deferred_norm" / "tuning.py"
 BACKENDS = {
     "xla": norm_xla,
     "triton": functools.partial(norm_triton, interpret=True),
@@ -213,31 +208,6 @@ def test_every_row_of_the_table_can_be_reached():
     for device in devices():
         chosen = {norm_blocks(NormGroup((s,)), device) for s in specs}
         assert {NormBlocks(**row["blocks"]) for row in table()[device]} <= chosen
-
-
-def test_tuning_writes_the_fastest_cut_of_every_row(monkeypatch, tmp_path, capsys):
-    module = importlib.util.spec_from_file_location("norm_tuning", TUNING)
-    assert module is not None and module.loader is not None
-    norm_tuning = importlib.util.module_from_spec(module)
-    module.loader.exec_module(norm_tuning)
-    best = NormBlocks(16, 32, 64, 8, 3)
-    written = tmp_path / "table.json"
-    monkeypatch.setattr(norm_tuning, "TABLE", written)
-    monkeypatch.setattr("sys.argv", ["norm_tune"])
-    norm_tuning.main()
-    assert "no GPU here" in capsys.readouterr().out
-    assert not written.exists()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    times = {best: 1e-6, NormBlocks(16, 16, 32, 4, 2): None}  # None: it did not compile
-    monkeypatch.setattr(norm_tuning, "seconds", lambda spec, cut, rounds: times.get(cut, 1e-3))
-    norm_tuning.main()
-    made = json.loads(written.read_text())
-    assert made["h200"] == table()["h200"]
-    (name,) = made.keys() - {"h200"}
-    assert [row["limits"] for row in made[name]] == [row["limits"] for row in made["h200"]]
-    assert {(row["measured_s"], *row["blocks"].values()) for row in made[name]} == {
-        (1e-6, *as_row(best).values())
-    }
 
 
 def avals(spec: NormSpec):

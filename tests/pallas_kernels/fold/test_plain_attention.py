@@ -1,0 +1,261 @@
+"""Plain attention is found in every spelling, and nothing that only looks like it."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.kernel_selection.folds.builder import FoldBuilder
+from symjax_rewrite.pallas_kernels.fold import cudnn
+from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
+from symjax_rewrite.pallas_kernels.fold.plain_attention import plain_attention
+from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
+
+B, T, H, D = 2, 64, 4, 16
+Q = (B, T, H, D)
+MIN = float(np.finfo(np.float32).min)
+
+
+def attend(q, k, v, change=lambda s: s, scale=D**-0.5, normalise=jax.nn.softmax):
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * scale
+    return jnp.einsum("bhts,bshd->bthd", normalise(change(s)).astype(v.dtype), v)
+
+
+def masked(mask: Callable, fill: float = -math.inf) -> Callable:
+    """Attention under `mask(i, j)`."""
+
+    def change(s):
+        i, j = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+        return jnp.where(mask(i, j), s, fill)
+
+    return functools.partial(attend, change=change)
+
+
+def changed(change: Callable) -> Callable:
+    return functools.partial(attend, change=change)
+
+
+def by_hand(s):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def divided(q, k, v):
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+    s = s / jnp.sqrt(jnp.float32(D))
+    e = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    out = jnp.einsum("bhts,bshd->bthd", e.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (out / jnp.moveaxis(e.sum(-1, keepdims=True), 1, 2)).astype(v.dtype)
+
+
+def heads_first(q, k, v):
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    s = jnp.einsum("bhtd,bhsd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
+    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, MIN)
+    return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(s).astype(v.dtype), v)
+
+
+def grouped(q, k, v):
+    q, k, v = q.reshape(B, T, 2, 2, D), k[:, :, :2], v[:, :, :2]
+    s = jnp.einsum("bthgd,bshd->bhgts", q, k, preferred_element_type=jnp.float32) * D**-0.5
+    return jnp.einsum("bhgts,bshd->bthgd", jax.nn.softmax(s).astype(v.dtype), v)
+
+
+def library(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def with_lse(q, k, v):
+    s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32) * D**-0.5
+    lse = jax.nn.logsumexp(s, -1)
+    return jnp.einsum("bhts,bshd->bthd", jnp.exp(s - lse[..., None]).astype(v.dtype), v), lse
+
+
+PLAIN = {
+    "full": (attend, None),
+    "by hand": (functools.partial(attend, normalise=by_hand), None),
+    "sum divided last": (divided, None),
+    "grouped": (grouped, None),
+    "other scale": (functools.partial(attend, scale=0.3), None),
+    "causal": (masked(lambda i, j: j <= i), 0),
+    "not after": (masked(lambda i, j: ~(j > i)), 0),
+    "difference": (masked(lambda i, j: i - j >= 0), 0),
+    "causal, shifted": (masked(lambda i, j: j < i + 1), 0),
+    "causal, least float": (masked(lambda i, j: i >= j, MIN), 0),
+    "twice": (masked(lambda i, j: (j <= i) & (i >= j)), 0),
+    "heads first": (heads_first, 0),
+    "library": (library, 0),
+}
+
+
+def positions(s):
+    return (jnp.arange(T)[None, :] - jnp.arange(T)[:, None]).astype(jnp.float32)
+
+
+LIKE = {
+    "softcap": changed(lambda s: 30 * jnp.tanh(s / 30)),
+    "bias": changed(lambda s: s + 0.1 * positions(s)),
+    "constant added": changed(lambda s: s + jnp.where(positions(s) > 3, 1.0, 0.0)),
+    "scale per row": changed(lambda s: s * jnp.linspace(0.5, 2, T)[:, None]),
+    "scale per head": changed(lambda s: s * jnp.linspace(0.5, 2, H)[:, None, None]),
+    "scaled twice at the diagonal": changed(lambda s: jnp.where(positions(s) == 0, 2 * s, s)),
+    "moderate fill": masked(lambda i, j: j <= i, -10.0),
+    "anti-causal of both": masked(lambda i, j: (j <= i) | (j > i + 5)),
+    "even keys": masked(lambda i, j: j % 2 == 0),
+    "block causal": masked(lambda i, j: j // 16 <= i // 16),
+    "half speed": masked(lambda i, j: j <= 2 * i),
+    "window": masked(lambda i, j: (j <= i) & (i - j < 8)),
+    "clamped": changed(lambda s: jnp.maximum(s, -1.0)),
+    "magnitude": changed(jnp.abs),
+    "epsilon": functools.partial(
+        attend,
+        normalise=lambda s: (
+            jnp.exp(s - s.max(-1, keepdims=True))
+            / (jnp.exp(s - s.max(-1, keepdims=True)).sum(-1, keepdims=True) + 1e-3)
+        ),
+    ),
+    "sink": functools.partial(
+        attend, normalise=lambda s: jnp.exp(s) / (1 + jnp.exp(s).sum(-1, keepdims=True))
+    ),
+    "not normalised": functools.partial(
+        attend, normalise=lambda s: jnp.exp(s - s.max(-1, keepdims=True))
+    ),
+    "squared": functools.partial(attend, normalise=lambda s: jax.nn.softmax(s) ** 2),
+    "sigmoid": functools.partial(attend, normalise=jax.nn.sigmoid),
+    "of the keys": functools.partial(attend, normalise=lambda s: jax.nn.softmax(s, axis=-2)),
+}
+
+
+def avals(dtype: str = "bfloat16", shape: tuple[int, ...] = Q) -> list[Any]:
+    return [jax.ShapeDtypeStruct(shape, dtype)] * 3
+
+
+@pytest.fixture
+def folds(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[FoldSpec]]:
+    """`folds(f, *avals)`: the folds that the router makes of a program."""
+
+    def found(f: Callable, *given: Any) -> list[FoldSpec]:
+        made: list[FoldSpec] = []
+        finish = FoldBuilder.finish
+
+        def kept(self: FoldBuilder, *args: Any) -> Any:
+            route = finish(self, *args)
+            made.append(route.spec)
+            return route
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FoldBuilder, "finish", kept)
+            sym_optimize(lambda *xs: f(*xs), kernels="xla").explain(*given)
+        return made
+
+    return found
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_attention_is_found(name: str, dtype: str, folds: Any, monkeypatch: Any) -> None:
+    fun, upper = PLAIN[name]
+    (spec,) = folds(fun, *avals(dtype))
+    found = plain_attention(spec)
+    assert found is not None and found.upper == upper
+    assert math.isclose(found.scale, 0.3 if name == "other scale" else D**-0.5, rel_tol=1e-6)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert cudnn.supports(spec), cudnn.supports(spec)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_only_looks_like_it_is_not(name: str, folds: Any, on_gpu: None) -> None:
+    for spec in folds(LIKE[name], *avals()):
+        assert not cudnn.supports(spec), plain_attention(spec)
+
+
+def test_f32_further_results_and_one_query_are_not_taken(folds: Any, on_gpu: None) -> None:
+    def further(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=jnp.float32)
+        p = jax.nn.softmax(s)
+        return jnp.einsum("bhts,bshd->bthd", p.astype(v.dtype), v), (p * s).sum(-1)
+
+    for f, given in ((attend, avals("float32")), (further, avals())):
+        assert not any(map(cudnn.supports, folds(f, *given)))
+    q, k, _ = avals()
+    for spec in folds(attend, jax.ShapeDtypeStruct((B, 1, H, D), q.dtype), k, k):
+        assert not cudnn.supports(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"causal": True}, ""),
+        ({"groups": 3}, ""),
+        ({"dtype": "float32"}, "not plain"),
+        ({"softcap": 5.0}, "not plain"),
+        ({"bias": ("h", "g", "m", "n")}, "not plain"),
+        ({"mask": ("b", "n")}, "not plain"),
+        ({"segments": True}, "not plain"),
+        ({"window": (8, None)}, "not plain"),
+        ({"window": (None, 4)}, "bands"),
+        ({"value_width": 32}, "width"),
+        ({"width": 136}, "above 128"),
+        ({"width": 12}, "multiple of 8"),
+        ({"scale": -0.5}, "positive"),
+        ({"queries": 65, "causal": True}, "more queries"),
+        ({"queries": 1}, "one query"),
+    ],
+)
+def test_support_of_specs(changes: dict[str, Any], reason: str, on_gpu: None) -> None:
+    sizes = {"batch": 2, "queries": 64, "keys": 64, "heads": 2, "width": 16, "dtype": "bfloat16"}
+    found = cudnn.supports(forward(Attention(**{**sizes, **changes})))
+    assert bool(found) == (not reason) and reason in ("" if found else str(found))
+
+
+def test_no_gpu_is_a_reason() -> None:
+    spec = forward(Attention(2, 64, 64, 2, 16, dtype="bfloat16"))
+    assert "no GPU is here" in str(cudnn.supports(spec))
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "with lse"])
+def test_layout_of_the_call(name: str, folds: Any, monkeypatch: Any) -> None:
+    """The library's call by XLA gives the values of the definition."""
+    (spec,) = folds(with_lse if name == "with lse" else PLAIN[name][0], *avals())
+    attention = jax.nn.dot_product_attention
+
+    def by_xla(*args: Any, implementation: str, **options: Any) -> Any:
+        assert implementation == "cudnn"
+        return attention(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in spec.avals]
+    found, want = cudnn.fold_library(spec, *given), fold_reference(spec, *given)
+    for x, y in zip(found, jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=3e-2)  # lse in bf16 by XLA
+
+
+@pytest.mark.lowering
+@pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["full", "causal", "grouped", "library"])
+def test_auto_calls_cudnn_on_an_h200(
+    name: str, compile_h200: Any, on_gpu: None, monkeypatch: Any
+) -> None:
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
+    fun = PLAIN[name][0]
+    compiled = compile_h200(sym_optimize(fun, kernels="always"), *avals())
+    text = compiled.as_text()
+    assert "__cudnn$fmha" in text and "__triton" not in text, text
