@@ -133,7 +133,9 @@ class _Plan:
                 continue
             made = {v for u in tail for v in u.outvals}
             reads = {v for u in tail for v in numbers(u.invals)} - made - self.given
-            written = self._stacked(v for v in reads - {*numbers(self.loop.ys)} if self.level[v] > 0)
+            written = self._stacked(
+                v for v in reads - {*numbers(self.loop.ys)} if self.level[v] > 0
+            )
             if written > self.room:
                 self._refuse("a product of results stays in the loop: its input is too large")
             elif _gains(*self._apart(e), written, self.device):
