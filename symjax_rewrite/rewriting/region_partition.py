@@ -224,8 +224,8 @@ def _is_all(axes: tuple[int, ...]) -> bool:
 def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
     """Return True if a value has several consumers and no rewriting of them could avoid it.
 
-    Such a value is a sum, unless it contains a low-rank product or an identity. It may also be a
-    product of which every element is needed and that no other product reads; its users cost little
+    Such a value is a sum, unless it contains a low-rank product or an identity, or is a sum over
+    pairs of which not every pair is needed. It may also be a product of which every element is needed and that no other product reads; its users cost little
     compared with the product.
     """
     node = node_of(g, cls)
@@ -233,10 +233,15 @@ def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
         return False
     if node.op == ADD:
         hides = any(_is_low_rank(g, a.cls) or _is_sparse(g, a.cls) for a in node.args)
-        return len(node.args) > 1 and not hides
+        return len(node.args) > 1 and not hides and (cls in whole or not _is_outer(g, cls, node))
     if cls not in whole or _is_low_rank(g, cls):
         return False
     return not any(_mixes(g, u, cls) for u in need.users[cls])
+
+
+def _is_outer(g: EGraph, cls: int, node: Node) -> bool:
+    """Return True if each term of a sum is broadcast: a sum over the pairs may need no pair."""
+    return all(len(set(a.axes)) < len(g.classes[cls].sizes) for a in node.args)
 
 
 def _mixes(g: EGraph, user: int, cls: int) -> bool:

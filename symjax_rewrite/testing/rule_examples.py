@@ -203,6 +203,12 @@ def _sums(s: Spelling) -> Iterator[Specimen]:
     yield _of(
         "distances from each", "nd,md", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, (1, 2))
     )
+    yield _of("differences", "nd,md", lambda x, y: jnp.sum(x[:, None] - 3 * y[None]), kinds="fci")
+    yield _of(
+        "scaled differences from each",
+        "nd,md,nd",
+        lambda x, y, w: jnp.sum(w[:, None] * (x[:, None] - y[None]), 1),
+    )
     yield _of("distances to each", "n,m", lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, 0))
     yield _of(
         "distances per dimension",
