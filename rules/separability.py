@@ -65,7 +65,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield from _separated(ctx, cls, p, summed, other, (scale, inside))
 
 
-class Side(NamedTuple):
+class PairTerm(NamedTuple):
     """One term of a difference over pairs: the indices that the other term does not read."""
 
     number: int
@@ -73,7 +73,7 @@ class Side(NamedTuple):
     only: list[int]
 
 
-def _sides(p: Product, terms: list[Ref]) -> tuple[Side, Side] | None:
+def _sides(p: Product, terms: list[Ref]) -> tuple[PairTerm, PairTerm] | None:
     """Return the two terms of a sum over pairs, first one that is summed over all its own indices.
 
     None if every pair is an output, or if the terms are no pairs.
@@ -81,8 +81,8 @@ def _sides(p: Product, terms: list[Ref]) -> tuple[Side, Side] | None:
     u, v = terms
     if len(set(u.axes)) != len(u.axes) or len(set(v.axes)) != len(v.axes):
         return None
-    first = Side(0, u, [i for i in u.axes if i not in v.axes])
-    second = Side(1, v, [i for i in v.axes if i not in u.axes])
+    first = PairTerm(0, u, [i for i in u.axes if i not in v.axes])
+    second = PairTerm(1, v, [i for i in v.axes if i not in u.axes])
     if not first.only or not second.only:
         return None
     for summed, other in ((second, first), (first, second)):
@@ -136,7 +136,7 @@ def _shifted_sums(
     cls: int,
     p: Product,
     weights: list[Ref],
-    sides: tuple[Side, Side],
+    sides: tuple[PairTerm, PairTerm],
     coefficients: tuple,
 ) -> Iterator[Ref]:
     """Return the sum over each side, both shifted by the mean of the summed side."""

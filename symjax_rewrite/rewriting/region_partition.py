@@ -225,8 +225,8 @@ def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
     """Return True if a value has several consumers and no rewriting of them could avoid it.
 
     Such a value is a sum, unless it contains a low-rank product or an identity, or is a sum over
-    pairs of which not every pair is needed. It may also be a product of which every element is needed and that no other product reads; its users cost little
-    compared with the product.
+    pairs of which not every pair is needed. It may also be a product of which every element is
+    needed and that no other product reads; its users cost little compared with the product.
     """
     node = node_of(g, cls)
     if need.uses[cls] < 2 or node.op not in (ADD, CONTRACT):
