@@ -42,7 +42,7 @@ class ValueNumbers:
         """Return the number of a value or a literal."""
         if isinstance(v, int):
             return env[v]
-        return self.named("literal", bits(v), str(v.aval.dtype))
+        return self.named("literal", bits(v), jax_internals.kind_of(v.aval))
 
     def _constant(self, x: Any) -> int:
         if not isinstance(x, (np.ndarray, np.generic)) or x.nbytes > LARGEST_CONSTANT:
@@ -57,7 +57,7 @@ class ValueNumbers:
             keys = _Slices(self, e, args).keys()
         else:
             params = tuple((k, _comparable(x)) for k, x in sorted(e.eqn.params.items()))
-            avals = [(v.aval.shape, str(v.aval.dtype)) for v in e.eqn.outvars]
+            avals = [jax_internals.kind_of(v.aval) for v in e.eqn.outvars]
             keys = [(e.name, params, args, k, aval) for k, aval in enumerate(avals)]
         env.update((v, self.named(*key)) for v, key in zip(e.outvals, keys, strict=True))
 

@@ -330,8 +330,7 @@ def _step(prefix: Prefix, program: Program, products: bool) -> jax_internals.Clo
     """Return one step as a jaxpr of (h, a, b, is_first), or of (h, p, a, b, is_first)."""
 
     def step(h: Any, *rest: Any) -> list[Any]:
-        *p, a, b, flag = rest
-        first = lax.broadcast(flag, b.shape)
+        *p, a, b, first = rest  # one flag: reverse mode would store an array of flags per step
         outs = [lax.select_n(first, lax.add(lax.mul(a, h), b), b)]
         return outs + [lax.select_n(first, lax.mul(a, x), a) for x in p]
 

@@ -27,8 +27,16 @@ from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.value_numbering import ValueNumbers
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.loops.associative_scan_detection import find_prefixes
 from symjax_rewrite.loops.loop import Loop, Read, get, run_equations
-from symjax_rewrite.loops.loop_optimizer import Change, Route, RouteLoop, before_derivatives
+from symjax_rewrite.loops.loop_optimizer import (
+    Change,
+    Route,
+    RouteLoop,
+    before_derivatives,
+    differentiated_trees,
+    has_loops,
+)
 from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
@@ -284,3 +292,12 @@ def _is_cotangent(aval: Any, of: Any) -> bool:
 
 def _is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def keeps_trees(closed: ClosedJaxpr, device: Device) -> bool:
+    """Return True if `AffineTrees` leaves a tree in a program that was differentiated."""
+    program = flatten(jax_internals.without_dead(closed))
+    if device.loops.steps_are_launches or not has_loops(program):
+        return False
+    taken = [taken for taken, _, _ in differentiated_trees(program, device, True).routes]
+    return taken.count(True) < len(find_prefixes(program))

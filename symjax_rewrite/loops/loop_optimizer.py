@@ -398,7 +398,7 @@ def _pack(loop: Loop, motion: Motion, device: Device) -> bool:
 
 
 def before_derivatives(
-    closed: ClosedJaxpr, device: Device, route: RouteLoop | None = None
+    closed: ClosedJaxpr, device: Device, route: RouteLoop | None = None, trees: bool = True
 ) -> ClosedJaxpr:
     """Return a program with loops instead of trees of affine steps, and fused sources.
 
@@ -409,12 +409,13 @@ def before_derivatives(
         closed: the program to be differentiated.
         device: the device that runs the program.
         route: returns a kernel for a loop whose derivatives are those of the loop, or None.
+        trees: False to keep trees of affine steps.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):
         return closed
     around, found = Surroundings(program), Loops()
-    for prefix in () if device.loops.steps_are_launches else find_prefixes(program):
+    for prefix in find_prefixes(program) if trees and not device.loops.steps_are_launches else ():
         _take_tree(prefix, around, device, True, route, found)
     for e in program.equations:
         ruled = any(
