@@ -88,10 +88,9 @@ def _may_sink(maker: Equation | None) -> bool:
 
 def _pairs(program: Program) -> Iterator[tuple[Equation, Equation]]:
     """Yield the loops with the one loop that reads their results in the other direction."""
-    users = users_of(program.equations)
-    for there in program.equations:
-        if not _is_plain_scan(there):
-            continue
+    scans = [e for e in program.equations if _is_plain_scan(e)]
+    users = users_of(program.equations) if len(scans) > 1 else {}
+    for there in scans:
         mine = there.eqn.params
         readers = {id(u): u for v in there.outvals for u in users.get(v, ())}
         back = [
