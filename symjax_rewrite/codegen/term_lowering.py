@@ -196,7 +196,10 @@ def _multiply(operands: list[Operand], sizes: Sizes, out: int) -> Operand:
 
 
 def _common_order(operands: list[Operand], out: int) -> Labels:
-    widest = max(operands, key=lambda o: len(o[1]))[1]
+    """Return the order of the widest operands that most of them have already."""
+    most = max(len(labels) for _, labels in operands)
+    orders = [labels for _, labels in operands if len(labels) == most]
+    widest = max(orders, key=orders.count)
     rest = sorted({i for _, labels in operands for i in labels} - set(widest))
     return (*rest, *widest) if rest else widest
 
