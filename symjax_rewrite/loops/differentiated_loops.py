@@ -22,13 +22,15 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.value_numbering import ValueNumbers
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.loops.associative_scan_detection import find_prefixes
-from symjax_rewrite.loops.loop import Loop, Read, get, run_equations
+from symjax_rewrite.loops.fusion import Surroundings
+from symjax_rewrite.loops.loop import Loop, Read, get, read_loop, run_equations
 from symjax_rewrite.loops.loop_optimizer import (
     Change,
     Route,
@@ -37,6 +39,8 @@ from symjax_rewrite.loops.loop_optimizer import (
     differentiated_trees,
     has_loops,
 )
+from symjax_rewrite.loops.normalization import clean
+from symjax_rewrite.loops.rematerialization import fused_pair
 from symjax_rewrite.rewriting.rule import RECOMPUTATION, REDUNDANCY
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
@@ -61,7 +65,7 @@ class DifferentiatedLoops:
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
         for there, back in _pairs(program):
             pair = _LoopAndGradient(program, there, back)
-            if _improved(pair.loop(), context.device, route) is None:
+            if _improved(pair.loop(), context.device, route) is None or pair.fuses():
                 continue
             if not numbering:
                 known = ValueNumbers()
@@ -152,6 +156,19 @@ class _LoopAndGradient:
     def given(self) -> list[int]:
         """Return the cotangents of the public results that have one."""
         return [v for v in self.cotangents if v is not None]
+
+    def fuses(self) -> bool:
+        """Return True if the loops could compute coefficients as large as their states themselves.
+
+        The gradient of another form would read these coefficients from memory, and write theirs.
+        """
+        there, back = read_loop(self.there), read_loop(self.back)
+        if there is None or back is None:
+            return True
+        around, own = Surroundings(self.program), [self.there, self.back]
+        saved = fused_pair(clean(there), clean(back), around, own, True)[2]
+        states = sum(aval_bytes(there.body.avals[c.inner]) for c in there.carries)
+        return saved >= there.length * states
 
     def loop(self) -> ClosedJaxpr:
         """Return the loop without its residuals, from `reads` to the public results."""

@@ -100,7 +100,7 @@ def _pair(
         return None
     if there.length < device.loops.least_remade_steps:
         return None
-    there, back, saved = _fused(clean(there), clean(back), around, [first, second], reorders)
+    there, back, saved = fused_pair(clean(there), clean(back), around, [first, second], reorders)
     read = _numbers(s.value for s in back.sources.values() if s == Source(s.value))
     others = _numbers([*back.consts.values(), *[c.start for c in back.carries]])
     makes: dict[int, list[tuple[str, int]]] = {}
@@ -127,7 +127,7 @@ def _pair(
     return LoopPair(there, back, kept, _block(there, kept_bytes))
 
 
-def _fused(
+def fused_pair(
     there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
 ) -> tuple[Loop, Loop, float]:
     """Return both loops with their private equations fused, and the bytes no longer written.
