@@ -269,6 +269,9 @@ def test_gradients_of_weights_leave_the_loop() -> None:
     grad = jax.grad(loss, argnums=(0, 1))
     report = check_equal(grad, WX, WH, XS, rtol=1e-4)
     assert inside(report.after.jaxpr, "dot_general") == 2  # h·wh, and its transpose backwards
+    gradients = [e for e in report.after.jaxpr.eqns if e.primitive.name == "dot_general"][-2:]
+    for e in gradients:  # over two axes XLA's CPU backend would copy an operand first
+        assert e.params["dimension_numbers"] == (((0,), (0,)), ((), ()))
 
 
 def test_sums_that_are_read_on_the_way_stay() -> None:
