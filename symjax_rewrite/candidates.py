@@ -178,7 +178,8 @@ class Context:
     frozen: numbers of inputs that are known beforehand. allowed: keys of a plan that is replayed.
     optimise: optimises another program under the same options. kept: caches that an optimiser keeps
     across programs, by pass. loops: equations of this program that were analysed as loops. sample:
-    the numbers at which symbolic sizes were priced.
+    the numbers at which symbolic sizes were priced. admits: False for a candidate that policy must
+    not take; it is asked once for every candidate, in the order in which they are found.
     """
 
     options: Options
@@ -192,6 +193,7 @@ class Context:
     kept: dict[str, Any]
     loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
     sample: dict[str, int] = field(default_factory=dict)
+    admits: Callable[[Candidate], bool] = lambda _: True
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:

@@ -127,10 +127,17 @@ class Optimiser:
     """The optimiser of jaxprs under one set of options; solved regions are cached.
 
     device: the profile on which programs are priced.
+    admits: False for a candidate that must not be taken (`Context.admits`); default: none.
     """
 
-    def __init__(self, options: Options, rules: RulePack, device: Device) -> None:
-        self.options, self.rules, self.device = options, rules, device
+    def __init__(
+        self,
+        options: Options,
+        rules: RulePack,
+        device: Device,
+        admits: Callable[[Candidate], bool] = lambda _: True,
+    ) -> None:
+        self.options, self.rules, self.device, self.admits = options, rules, device, admits
         self.passes = with_added(rules.added, PASSES)
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
@@ -170,7 +177,7 @@ class Optimiser:
             return found
 
         mine = self.options, self.rules, self.device, self.assumptions
-        context = Context(*mine, frozen, allowed, start, optimise, self.kept)
+        context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:

@@ -24,7 +24,9 @@ def chosen(
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
     refused: list[Refusal] = []
-    left = _distinct(_gaining(program, found, context, refused), refused)
+    admitted = [c for c in found if context.admits(c)]
+    refused += [_refused(c, "not admitted") for c in found if c not in admitted]
+    left = _distinct(_gaining(program, admitted, context, refused), refused)
     while left:
         try:
             made = replaced(program, [p for c in left for p in c.parts])

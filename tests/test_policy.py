@@ -80,6 +80,16 @@ def test_values_of_one_part_may_wait_for_each_other(chain, opens):
     np.testing.assert_array_equal(run(made, [jnp.zeros(3)])[1], np.ones(3))
 
 
+def test_what_is_not_admitted_is_not_taken(chain):
+    program, (x, a, b, _c, _d) = chain
+    found = candidate("first", Ones((b,), (x,))), candidate("second", Ones((a,), (x,)))
+    admits = lambda c: c.name == "second"  # noqa: E731
+    only = Optimiser(Options(rules=packs.default), packs.default, CPU, admits=admits)
+    _, kept, refused = policy.chosen(program, found, only)  # pyright: ignore[reportArgumentType]
+    assert [c.name for c in kept] == ["second"]
+    assert [(r.name, r.reason) for r in refused] == [("first", "not admitted")]
+
+
 def test_a_candidate_that_waits_for_itself_is_refused(chain):
     program, (_x, a, b, _c, _d) = chain
     assert taken(program, candidate("early", Ones((a,), (b,))))[1:] == ([], ["early"])

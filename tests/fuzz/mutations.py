@@ -26,7 +26,14 @@ from symjax_rewrite.kernel_selection.folds import epilogue as folds_epilogue
 from symjax_rewrite.loops import loop
 from symjax_rewrite.pallas_kernels import monoid
 from symjax_rewrite.rewriting import product_trees
-from symjax_rewrite.rules import distributivity, locality, low_rank, separability, sparsity
+from symjax_rewrite.rules import (
+    cancellation,
+    distributivity,
+    locality,
+    low_rank,
+    separability,
+    sparsity,
+)
 from tests.fuzz import algebra, edges, grammar, lookalikes
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import Failure, InvalidProgramError, Mode, check
@@ -196,10 +203,11 @@ def _any_triangle(right: Any) -> Any:
 
 
 def _not_shifted(right: Any) -> Any:
-    def mean(ctx: Any, total: Any, count: float, dtype: str, why: Any) -> Ref:
-        return primitives.constant(ctx.g, 0.0, dtype)
+    def sides(r: Any, u: Ref, only_u: Any, right: Any, scale: float) -> Any:
+        del only_u
+        return [r.inside(scale, x) for x in (u, right[0])]
 
-    return mean
+    return sides
 
 
 def _derivatives_of_the_rewritten(right: Any) -> Any:
@@ -308,7 +316,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "products are rounded to bfloat16": Mutation([(term_lowering, "_dot", _rounded_dot)], _chains),
     "a slice of a slice forgets its stride": Mutation(
-        [(locality, "_compose_entry", _stride_is_forgotten)], _slices
+        [(locality, "_compose", _stride_is_forgotten)], _slices
     ),
     "a slice starts one late": Mutation(
         [(term_lowering._LOWER, SLICE, _slice_starts_late)], _slices
@@ -341,13 +349,17 @@ MUTATIONS: dict[str, Mutation] = {
         [(distributivity, "_is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
     ),
     "near values are scaled before they are subtracted": Mutation(
-        [(distributivity, "_is_rounded", _wrong(lambda *_: True))], (edges.near,)
+        [
+            (distributivity, "is_rounded", _wrong(lambda *_: True)),
+            (cancellation, "is_rounded", _wrong(lambda *_: True)),
+        ],
+        (edges.near,),
     ),
     "a low-rank solve is not refined": Mutation(
         [(low_rank._Solve, "_whole", _not_refined)], (edges.low_rank_readout,)
     ),
     "pairs are separated unshifted": Mutation(
-        [(separability, "_mean", _not_shifted)], (edges.far_pairs,)
+        [(separability, "_shifted", _not_shifted)], (edges.far_pairs,)
     ),
     "derivatives are those of the rewritten program": Mutation(
         [(differentiation.Call, "bind", _derivatives_of_the_rewritten)],
