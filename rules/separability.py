@@ -18,7 +18,7 @@ from symjax_rewrite.rewriting.scales import apart
 from symjax_rewrite.rules.cancellation import sum_node
 
 
-class Side(NamedTuple):
+class PairTerm(NamedTuple):
     """One term of a sum of two: its coefficient, and the indices that the other does not read."""
 
     coefficient: Any
@@ -155,7 +155,7 @@ def _product(ctx: RuleContext, cls: int, node: Node) -> Product | None:
     return expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
 
 
-def _sides(p: Product, factor: Ref, total: Node) -> tuple[Side, Side] | None:
+def _sides(p: Product, factor: Ref, total: Node) -> tuple[PairTerm, PairTerm] | None:
     """Return the two terms of a factor, first one that is summed over all indices of its own.
 
     The result is None if every pair is an output, or if the terms are not over pairs.
@@ -164,19 +164,19 @@ def _sides(p: Product, factor: Ref, total: Node) -> tuple[Side, Side] | None:
     if any(len(set(x.axes)) != len(x.axes) for x in (u, v)):
         return None
     refs = zip(total.attr, (u, v), (v, u), strict=True)
-    first, second = (Side(k, x, [i for i in x.axes if i not in y.axes]) for k, x, y in refs)
+    first, second = (PairTerm(k, x, [i for i in x.axes if i not in y.axes]) for k, x, y in refs)
     for summed, other in ((second, first), (first, second)):
         if first.only and second.only and all(i >= p.out for i in summed.only):
             return summed, other
     return None
 
 
-def _count(r: RightSide, side: Side) -> int:
+def _count(r: RightSide, side: PairTerm) -> int:
     """Return the number of entries of a side's own indices; 0 if it is not known."""
     count = product([r.sizes[i] for i in side.only])
     return count if isinstance(count, int) else 0
 
 
-def _mean(r: RightSide, side: Side) -> Ref:
+def _mean(r: RightSide, side: PairTerm) -> Ref:
     """Return the mean of a side over its own indices."""
     return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))

@@ -22,7 +22,7 @@ from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
-from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import making, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
