@@ -133,7 +133,7 @@ class _Plan:
                 continue
             made = {v for u in tail for v in u.outvals}
             reads = {v for u in tail for v in numbers(u.invals)} - made - self.given
-            written = self._stacked(v for v in reads - {*self.loop.ys} if self.level[v] > 0)
+            written = self._stacked(v for v in reads.difference(numbers(self.loop.ys)) if self.level[v] > 0)
             if written > self.room:
                 self._refuse("a product of results stays in the loop: its input is too large")
             elif _gains(*self._apart(e), written, self.device):
@@ -177,7 +177,7 @@ class _Plan:
         """Find sums over the steps of a product: each is one product that also sums over these."""
         device, room = self.device, self.room
         early = {v for e in self.motion.before for v in e.outvals}
-        ready = {*self.loop.sources, *self.loop.ys, *early}
+        ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(numbers(e.invals)) - ready)
