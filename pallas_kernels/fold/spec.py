@@ -169,6 +169,14 @@ class ColumnSums:
     tile: int = 0
 
 
+FLUSHED = {"float64": 750.0}  # exponentials of less are zero; 104 for other dtypes
+
+
+def flushed(dtype: Any) -> float:
+    """Return a distance below a maximum at which an exponential of a dtype is zero."""
+    return FLUSHED.get(str(dtype), 110.0)
+
+
 Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums | ColumnSums
 
 
@@ -210,6 +218,10 @@ class Band:
         extra: added to the length.
         follows: True if the row number is added to the length too (rows that extend a filled
             cache).
+        floor: outside the band, tiles hold a finite fill not above it (under exponentials, with a
+            maximum subtracted). Backends visit columns outside for rows whose maximum is not above
+            the floor by `FLUSHED`; beside any other maximum the fill has weight zero.
+        against: number of the operand that holds these maxima; None for the fold's own.
     """
 
     lower: int | None = None
@@ -217,6 +229,8 @@ class Band:
     length: int | None = None
     extra: int = 0
     follows: bool = False
+    floor: float | None = None
+    against: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,8 @@ def triton_blocks(spec: FoldSpec) -> TritonBlocks:
 def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> TritonBlocks:
     """Return the block sizes with columns split where programs are too few for the device."""
     programs = programs_of(spec, blocks)
-    if blocks.features or 2 * programs > multiprocessors:  # a second kernel would cost more
+    few = 1 if spec.rows <= LEAST_SIDE else 4  # rows of a decoding step read a cache and do little
+    if blocks.features or few * programs > multiprocessors:  # a second kernel would cost more
         return blocks
     most = max(1, spec.cols // (4 * blocks.cols))
     return replace(blocks, splits=min(-(-2 * multiprocessors // programs), most, 32))

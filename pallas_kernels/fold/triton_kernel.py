@@ -7,6 +7,7 @@ feature axes of every operand and result are merged into one axis.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Output,
     Sums,
     WeightedTerm,
+    flushed,
     in_two_parts,
     state_axes,
     terms_of,
@@ -254,10 +256,11 @@ class Kernel:
     def column_range(self, refs: Sequence[Any], row: Any, split: Any) -> tuple[Any, Any]:
         """Return the first block of columns of this program, and one past its last."""
         spec, blocks = self.spec, self.blocks
-        total = pl.cdiv(spec.cols, blocks.cols)
-        low, high = jnp.int32(0), jnp.int32(total)
+        begin, end = self.own_columns(split)
+        low, high = begin, end
         if spec.band.lower is not None:
-            low = lax.div(jnp.maximum(row + spec.band.lower, 0), jnp.int32(blocks.cols))
+            first = lax.div(jnp.maximum(row + spec.band.lower, 0), jnp.int32(blocks.cols))
+            low = jnp.minimum(jnp.maximum(low, first), end)
         ends = []
         if spec.band.upper is not None:
             ends.append(row + blocks.rows + spec.band.upper)
@@ -266,11 +269,7 @@ class Kernel:
             ends.append(length + spec.band.extra + (row + blocks.rows - 1) * spec.band.follows)
         for end in ends:
             last = lax.div(jnp.maximum(end, 0) + blocks.cols - 1, jnp.int32(blocks.cols))
-            high = jnp.minimum(high, last)
-        if blocks.splits > 1:
-            part = pl.cdiv(total, blocks.splits)
-            low = jnp.maximum(low, split * part)
-            high = jnp.minimum(high, (split + 1) * part)
+            high = jnp.maximum(jnp.minimum(high, last), begin)
         return low, high
 
     def run(self, *refs: Any) -> None:
@@ -306,10 +305,56 @@ class Kernel:
 
         low, high = self.column_range(inputs, row, pl.program_id(1))
         states = lax.fori_loop(low, high, step, self.start())
+        if spec.band.floor is not None:
+            tops = self.least_top(inputs, fixed, states)
+            states = self.beyond(tops, low, high, step, states)
         last = spec.read_last
         rows = [self._across(fixed.get(k, self.read(inputs[k], k, here)), k) for k in last]
         for k, value in enumerate(self.finish(states, rows)):
             self.write(results[k], self.results[k], value, here)
+
+    def least_top(
+        self, refs: Sequence[Any], fixed: dict[int, Array], states: tuple[State, ...]
+    ) -> Array:
+        """Return the least of the maxima that the band's floor is compared with."""
+        spec, against = self.spec, self.spec.band.against
+        if against is None:
+            kinds = zip(spec.outputs, states, strict=True)
+            tops = [s[0] for o, s in kinds if isinstance(o, ExpSums | Extremum)]
+            return jnp.min(functools.reduce(jnp.minimum, tops))
+        if against in fixed:
+            return jnp.min(fixed[against])
+
+        def block(b: Any, least: Array) -> Array:
+            read = self.read(refs[against], against, {spec.col: b * self.blocks.cols})
+            return jnp.minimum(least, jnp.min(read))
+
+        most = jnp.array(jnp.inf, spec.operands[against].dtype)
+        return lax.fori_loop(0, pl.cdiv(spec.cols, self.blocks.cols), block, most)
+
+    def beyond(
+        self, top: Array, low: Any, high: Any, step: Any, states: tuple[State, ...]
+    ) -> tuple[State, ...]:
+        """Run the blocks of columns outside the band where a row's maximum is too low."""
+        floor = self.spec.band.floor
+        assert floor is not None
+        begin, end = self.own_columns(pl.program_id(1))
+        inside = jnp.maximum(high - low, 0)
+        outside = jnp.where(top <= floor + flushed(top.dtype), end - begin - inside, 0)
+
+        def one(k: Any, states: tuple[State, ...]) -> tuple[State, ...]:
+            b = begin + k
+            return step(jnp.where(b < low, b, b + inside), states)
+
+        return lax.fori_loop(0, outside, one, states)
+
+    def own_columns(self, split: Any) -> tuple[Any, Any]:
+        """Return the first block of columns of a program, and one past its last, without a band."""
+        total = jnp.int32(pl.cdiv(self.spec.cols, self.blocks.cols))
+        if self.blocks.splits == 1:
+            return jnp.int32(0), total
+        part = pl.cdiv(pl.cdiv(self.spec.cols, self.blocks.cols), self.blocks.splits)
+        return jnp.minimum(split * part, total), jnp.minimum((split + 1) * part, total)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Return all stored results, flat: [rows] or [rows, features]."""

@@ -7,6 +7,7 @@ repeating them. The last row block overlaps the one before. The last columns for
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,14 @@ from jax import lax
 
 from symjax_rewrite.pallas_kernels.backend import Support, first_reason, too_large
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
-from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, KeyedSums, result_axes
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    ExpSums,
+    Extremum,
+    FoldSpec,
+    KeyedSums,
+    flushed,
+    result_axes,
+)
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
     absorb_block,
@@ -109,11 +117,54 @@ class _Sweep:
 
         avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, first, 0, size)))
         states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
-        states = lax.fori_loop(low // size, last, step, states)
+        begin = low // size
+        if spec.band.floor is None:
+            states = lax.fori_loop(begin, last, step, states)
+        else:
+            states = self.beyond(place, fixed, begin, last, full, step, states)
         if tail:
             last_block = self.block(place, fixed, first, full * size, tail)
             states = absorb_block(spec, states, last_block)
         return states
+
+    def beyond(
+        self, place: dict[str, Any], fixed: list[Any], begin: Any, end: Any, full: int,
+        step: Any, states: tuple[State, ...],
+    ) -> tuple[State, ...]:  # fmt: skip
+        """Run the blocks `begin` to `end`, then all others where a row's maximum is too low."""
+        spec, against = self.spec, self.spec.band.against
+        inside = jnp.maximum(end - begin, 0)
+        low: Any = None
+        if against is not None:
+            tops = fixed[against]
+            low = _is_low(spec, self.read(against, place, {}) if tops is None else tops)
+
+        def runs(carry: tuple[Any, tuple[State, ...]]) -> Any:
+            k, states = carry
+            beside = low if low is not None else _maximum_is_low(spec, states)
+            return (k < inside) | ((k < full) & beside)
+
+        def one(carry: tuple[Any, tuple[State, ...]]) -> Any:
+            k, states = carry
+            before = k - inside  # a block outside the band, counted from the first column
+            outside = jnp.where(before < begin, before, k)
+            return k + 1, step(jnp.where(k < inside, begin + k, outside), states)
+
+        return lax.while_loop(runs, one, (jnp.int32(0), states))[1]
+
+
+def _is_low(spec: FoldSpec, tops: Array) -> Array:
+    """Return True if some maximum does not exceed the band's floor by enough."""
+    assert spec.band.floor is not None
+    return jnp.any(tops <= spec.band.floor + flushed(tops.dtype))
+
+
+def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:
+    kinds = zip(spec.outputs, states, strict=True)
+    return functools.reduce(
+        jnp.logical_or,
+        [_is_low(spec, s[0]) for o, s in kinds if isinstance(o, ExpSums | Extremum)],
+    )
 
 
 def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[Array]]:

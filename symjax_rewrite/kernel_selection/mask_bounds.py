@@ -4,9 +4,9 @@ A mask is a comparison of index numbers: `j <= i`, `i - j < w`, `j < length[b]`.
 fails, the tile holds its fill. A fold that knows the range skips whole tiles. All regions here are
 upper bounds: an expression that is not understood gives no bound.
 
-A fill of -inf has weight zero. A finite fill is skipped under two conditions: it lies below every
-finite score by the exponent range, and every row is proved to have a score. A row whose keys are
-all masked with a finite fill is the mean over all keys, also over keys outside the range.
+A fill of -inf has weight zero. The weight of a finite fill depends on the scores: beside the row's
+maximum it is zero, but a row whose keys are all masked is the mean over all keys. `Band.floor` is
+that fill: kernels visit the columns outside the range where a maximum does not exceed it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.ir.primitives import NUMPY, dtype_kind
+from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import ADD, CONTRACT, MAP
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 
 SCAN_LIMIT = 1 << 28  # limit on elements of a constant that is read
-LOW = 0.7  # a fill below -LOW times the greatest number of its dtype is below every score
+LOW = -1e3  # a finite fill above it is a number like any other
 INTEGERS = {"float32": 1 << 24, "bfloat16": 1 << 8, "float16": 1 << 11, "float64": 1 << 53}
 
 
@@ -69,11 +68,13 @@ class Known(NamedTuple):
     """Known facts of an operand that a tile reads.
 
     length: its number, if it holds one integer per batch element. pairs: the array of an operand
-    over rows and columns that is a constant of the program.
+    over rows and columns that is a constant of the program. lane: its number, if it holds one
+    number per row, or one per column.
     """
 
     length: int | None = None
     pairs: Any = None
+    lane: int | None = None
 
 
 Linear = dict[Any, int]  # coefficients of the row, the column, 1 and operands, by their number
@@ -87,20 +88,25 @@ def _plus(a: Linear, b: Linear, times: int) -> Linear:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reader of the steps of one tile program; used: True once a finite fill was read."""
+    """Reader of the steps of one tile program.
+
+    floor: the greatest finite fill that was read; -inf before. against: operands, by number, that
+    such fills stand beside under an exponential: maxima of the rows.
+    """
 
     steps: Sequence[Step]
     known: Sequence[Known]
     rows: int
     cols: int
-    used: bool = False
+    floor: float = -math.inf
+    against: set[int] = field(default_factory=set)
     memo: dict[tuple[int, float, bool], MaskRegion] = field(default_factory=dict)
 
     def support(self, step: int, fill: float, finite: bool) -> MaskRegion:
         """Return the region where a value may differ from the fill.
 
-        finite: low finite fills have weight zero too. Without them, only infinite fills are read,
-        which absorb added terms.
+        finite: low finite fills count as -inf too, beside the maximum that `floor` is compared
+        with. Without them, only infinite fills are read, which absorb added terms.
         """
         key = (step, fill, finite)
         if key not in self.memo:
@@ -111,7 +117,7 @@ class _Reader:
         kind, data, args, dtype = step
         if kind == "const":
             low = finite and fill == -math.inf and _is_low(data, dtype)
-            self.used |= low
+            self.floor = max(self.floor, float(data)) if low else self.floor
             same = low or (data == fill and not isinstance(data, complex))
             return NOWHERE if same else EVERYWHERE
         if kind == "value":
@@ -146,13 +152,32 @@ class _Reader:
                 return self.condition(args[0], True) if fill == 0 else EVERYWHERE
             return self.support(args[0], fill, finite)
         if name in ("exp", "exp2") and fill == 0:
-            return self.support(args[0], -math.inf, False)
+            shifted = self._shifted(args[0]) if finite and name == "exp" else None
+            return shifted or self.support(args[0], -math.inf, False)
         if name in ("min", "max") and math.isinf(fill):
             if (name == "min") == (fill < 0):
                 return self._all(args, fill, finite)
             a, b = (self.support(x, fill, finite) for x in args)
             return a.join(b)
         return EVERYWHERE
+
+    def _shifted(self, step: int) -> MaskRegion | None:
+        """Return the region of `score - maximum` with a low fill in the scores, or None."""
+        kind, data, args, _ = self.steps[step]
+        if kind != "apply" or data[0] != ADD or sorted(data[1]) != [-1, 1]:
+            return None
+        score, top = (args[data[1].index(c)] for c in (1, -1))
+        while (
+            (at := self.steps[top]).kind == "apply"
+            and at.data[0] == MAP
+            and (at.data[1][0] == "convert_element_type")
+        ):
+            top = at.args[0]
+        lane = self.known[at.data].lane if at.kind == "value" else None
+        if lane is None or self.support(score, -math.inf, False) != EVERYWHERE:
+            return None
+        self.against.add(lane)
+        return self.support(score, -math.inf, True)
 
     def _selected(self, test: int, no: MaskRegion, yes: MaskRegion) -> MaskRegion:
         """Return the region of a selection between two cases of some regions."""
@@ -284,10 +309,10 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_low(value: Any, dtype: str) -> bool:
-    """Return True if a constant is a finite fill that lies below every finite score."""
-    if dtype_kind(dtype) != "f" or isinstance(value, complex) or not math.isfinite(value):
+    """Return True if a constant is a finite fill that may lie below every score."""
+    if dtype_kind(dtype) != "f" or isinstance(value, complex):
         return False
-    return value <= -LOW * float(jnp.finfo(dtype).max)
+    return math.isfinite(value) and value <= LOW
 
 
 def band_of(
@@ -306,92 +331,41 @@ def band_of(
         rows: number of rows.
         cols: number of columns.
     """
-    region = NOWHERE
+    region, floor = NOWHERE, -math.inf
+    tops: set[int | None] = set()  # what the floor is compared with; None: a fold's own maximum
     for step, fill in outputs:
         reader = _Reader(steps, known, rows, cols)
         seen = reader.support(step, fill, True)
-        if reader.used and not _every_row_sees(steps, step, rows, cols, seen):
-            seen = reader.support(step, fill, False)
+        if reader.floor > -math.inf:
+            mine: set[int | None] = {None} if fill else {*reader.against}
+            if len(tops | mine) > 1:
+                seen = _Reader(steps, known, rows, cols).support(step, fill, False)
+            else:
+                tops, floor = tops | mine, max(floor, reader.floor)
         region = region.join(seen)
     if region == NOWHERE:
         return Band()
     lower = None if region.lower <= 1 - rows else int(region.lower)
     upper = None if region.upper >= cols - 1 else int(region.upper)
-    return Band(lower, upper) if region.length is None else Band(lower, upper, *region.length)
+    band = Band(lower, upper) if region.length is None else Band(lower, upper, *region.length)
+    if band == Band() or floor == -math.inf:
+        return band
+    return replace(band, floor=floor, against=next(iter(tops)))
 
 
 def known_operand(
     t: TermGraph, number: int, cls: int, axes: tuple[str, ...], batch: Sequence[str]
 ) -> Known:
     """Return the known facts of operand `number`, a class with named axes."""
-    if set(axes) <= set(batch):
+    own = set(axes) - set(batch)
+    if not own:
         return Known(length=number)
+    if len(own) == 1:
+        return Known(lane=number)
     value = t.program.consts.get(t.leaf_value.get(cls, -1))
-    if len(axes) != 2 or set(axes) & set(batch) or value is None or value.size > SCAN_LIMIT:
+    if len(axes) != 2 or own != set(axes) or value is None or value.size > SCAN_LIMIT:
         return Known()
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return Known()
     array = np.asarray(value)
     return Known(pairs=array if axes == ("m", "n") else array.T) if array.ndim == 2 else Known()
-
-
-def _every_row_sees(
-    steps: Sequence[Step], step: int, rows: int, cols: int, seen: MaskRegion
-) -> bool:
-    """Return True if each row has a column with a score, for all values of the operands.
-
-    The columns tested are the diagonal, the first column and the ends of the range.
-    """
-    if rows == 0 or cols == 0 or rows > 1 << 22:
-        return False
-    i = np.arange(rows)
-    found = np.zeros(rows, bool)
-    for first in (-i, 0, *(e for e in (seen.lower, seen.upper) if math.isfinite(e))):
-        found |= _MaskPoints(steps, i, np.clip(i + first, 0, cols - 1)).scored(step)
-    return bool(found.all())
-
-
-class _MaskPoints:
-    """Evaluator of a tile program at some pairs (i, j), where index numbers alone decide it."""
-
-    def __init__(self, steps: Sequence[Step], i: np.ndarray, j: np.ndarray) -> None:
-        self.steps, self.i, self.j = steps, i, j
-
-    def scored(self, step: int) -> np.ndarray:
-        """Return where the value is a contraction, scaled or capped: no fill, no operand added."""
-        kind, data, args, _ = self.steps[step]
-        if kind == "apply":
-            op, attr = data
-            name = attr[0] if op == MAP else ""
-            if (op == ADD and len(args) == 1) or name in ("convert_element_type", "tanh"):
-                return self.scored(args[0])
-            if name == "select_n" and len(args) == 3:
-                where, no, yes = self.value(args[0]), *map(self.scored, args[1:])
-                return no & yes if where is None else np.where(where, yes, no)
-        return np.full(self.i.shape, kind == "dot")
-
-    def value(self, step: int) -> np.ndarray | None:
-        """Return the value of a step that depends on index numbers alone, or None."""
-        kind, data, args, dtype = self.steps[step]
-        if kind == "delta":
-            return self.i == self.j
-        if dtype_kind(dtype) not in "iub":
-            return None
-        if kind == "const":
-            return np.full(self.i.shape, data, dtype)
-        if kind == "index":
-            return (self.i if data else self.j).astype(dtype)
-        made: list[Any] = [self.value(a) for a in args]
-        if kind != "apply" or any(x is None for x in made):
-            return None
-        op, attr = data
-        if op == ADD:
-            terms = [np.asarray(c).astype(dtype) * x for c, x in zip(attr, made, strict=True)]
-            return np.sum(terms, axis=0).astype(dtype)
-        if op != MAP:
-            return None
-        if attr[0] == "select_n" and len(made) == 3:
-            return np.where(made[0].astype(bool), made[2], made[1])
-        if attr[0] == "convert_element_type":
-            return made[0].astype(dtype)
-        return NUMPY[attr[0]](*made) if attr[0] in NUMPY else None

@@ -154,13 +154,13 @@ def _branches_are_swapped(right: Any) -> Any:
 
 
 def _first_piece_is_read(right: Any) -> Any:
-    def restrict(ctx: Any, inner: Any, by_slot: Any, size: int, sizes: Any, why: Any) -> Any:
+    def one_piece(r: Any, inner: Any, by_slot: Any) -> Any:
         target = inner.attr[0]
         attr, index = by_slot[target]
         start = (0, attr[1]) if isinstance(attr, tuple) else 0
-        yield from right(ctx, inner, {**by_slot, target: (start, index)}, size, sizes, why)
+        return right(r, inner, {**by_slot, target: (start, index)})
 
-    return restrict
+    return one_piece
 
 
 def _pieces_are_reversed(right: Any) -> Any:
@@ -247,8 +247,8 @@ def _dtypes_meet(right: Any) -> Any:
 
 
 def _not_refined(right: Any) -> Any:
-    def whole(self: Any, attr: tuple, terms: tuple, sizes: Any) -> Ref:
-        return terms[0] if attr == (1, 1) else right(self, attr, terms, sizes)
+    def whole(r: Any, *terms: Any) -> Ref:
+        return terms[0][1] if [c for c, _ in terms] == [1, 1] else right(r, *terms)
 
     return whole
 
@@ -327,7 +327,7 @@ MUTATIONS: dict[str, Mutation] = {
     "carries never change": Mutation([(loop.Loop, "levels", _carries_never_change)], _swapped),
     "carries change places": Mutation([(loop.Loop, "finish", _results_of_another_carry)], _swapped),
     "the first piece is read for any": Mutation(
-        [(locality, "_restrict", _first_piece_is_read)], (algebra.blocks,)
+        [(locality, "_one_piece", _first_piece_is_read)], (algebra.blocks,)
     ),
     "pieces are reversed": Mutation(
         [(term_lowering._LOWER, CONCAT, _pieces_are_reversed)], (algebra.blocks,)
@@ -356,7 +356,7 @@ MUTATIONS: dict[str, Mutation] = {
         (edges.near,),
     ),
     "a low-rank solve is not refined": Mutation(
-        [(low_rank._Solve, "_whole", _not_refined)], (edges.low_rank_readout,)
+        [(low_rank, "_whole", _not_refined)], (edges.low_rank_readout,)
     ),
     "pairs are separated unshifted": Mutation(
         [(separability, "_shifted", _not_shifted)], (edges.far_pairs,)

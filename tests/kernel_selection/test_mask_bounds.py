@@ -1,5 +1,6 @@
 """Masks become index ranges, and nothing is skipped that a row might need."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,16 +12,26 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.kernel_selection.folds import builder
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
-from symjax_rewrite.pallas_kernels.fold.spec import Band
+from symjax_rewrite.pallas_kernels.fold.spec import (
+    Band,
+    Contraction,
+    ExpSums,
+    FoldSpec,
+    Sums,
+    Tile,
+    WeightedTerm,
+)
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
+from symjax_rewrite.pallas_kernels.named_axes import Operand
 
 T = 64
 LEAST = float(np.finfo(np.float32).min)
 TRIL = np.tril(np.ones((T, T), bool))
 NONE = Band()
 INF = jnp.inf
+CAUSAL_LEAST = Band(None, 0, floor=LEAST)
 
 
 def row():
@@ -63,21 +74,24 @@ MASKS = {
     ),
     "prefix": (lambda s: jnp.where((col() <= row()) | (col() < 10), s, -INF), Band(None, 9)),
     "late": (lambda s: jnp.where(row() - 8 >= col(), s, -INF), Band(None, -8)),
-    "least": (lambda s: jnp.where(row() >= col(), s, LEAST), Band(None, 0)),
+    "least": (lambda s: jnp.where(row() >= col(), s, LEAST), CAUSAL_LEAST),
     "least window": (
         lambda s: jnp.where((row() >= col()) & (row() - col() < 8), s, LEAST),
-        Band(-7, 0),
+        Band(-7, 0, floor=LEAST),
     ),
-    "two fills": (two_fills, Band(-7, 0)),
-    "capped": (lambda s: jnp.where(row() >= col(), 5 * jnp.tanh(s / 5), LEAST), Band(None, 0)),
-    # a finite fill that scores may reach, rows that see nothing, masks that are no range
-    "-1e9": (lambda s: jnp.where(row() >= col(), s, -1e9), NONE),
-    "added least": (lambda s: s + jnp.where(row() >= col(), 0, LEAST), NONE),
-    "late least": (lambda s: jnp.where(row() - 8 >= col(), s, LEAST), NONE),
+    "two fills": (two_fills, Band(-7, 0, floor=LEAST)),
+    "capped": (lambda s: jnp.where(row() >= col(), 5 * jnp.tanh(s / 5), LEAST), CAUSAL_LEAST),
+    # a finite fill that scores may reach, and rows that see nothing
+    "-1e9": (lambda s: jnp.where(row() >= col(), s, -1e9), Band(None, 0, floor=-1e9)),
+    "reached": (lambda s: jnp.where(row() >= col(), 1e4 * s, -1e4), Band(None, 0, floor=-1e4)),
+    "late least": (lambda s: jnp.where(row() - 8 >= col(), s, LEAST), Band(None, -8, floor=LEAST)),
     "biased least": (
         lambda s: jnp.where(row() >= col(), s + 0.1 * jnp.arange(T, dtype=jnp.float32), LEAST),
-        NONE,
+        CAUSAL_LEAST,
     ),
+    # numbers like any other, and masks that are no range
+    "-1e2": (lambda s: jnp.where(row() >= col(), s, -1e2), NONE),
+    "added least": (lambda s: s + jnp.where(row() >= col(), 0, LEAST), NONE),
     "other diagonal": (lambda s: jnp.where(row() + col() < T, s, -INF), NONE),
     "every other": (lambda s: jnp.where((row() - col()) % 2 == 0, s, -INF), NONE),
     "zero": (lambda s: jnp.where(row() >= col(), s, 0.0), NONE),
@@ -160,6 +174,82 @@ def test_fewer_and_more_keys(name, keys):
     for kernels in ("xla", "reference"):
         routed = sym_optimize(fun, kernels=kernels, on_unsupported="error")
         np.testing.assert_allclose(routed(q, k, v), fun(q, k, v), 2e-5, 2e-5)
+
+
+FLOOR = -2000.0
+
+
+def low_fill(output, rows="m"):
+    """A causal fold of 96 rows by 96 columns whose mask fills with `FLOOR`."""
+    turned = rows == "n"
+
+    def tile(dots, values, i, j):
+        later = i > j if turned else j > i
+        scores = jnp.where(later, FLOOR, dots[0])
+        return jnp.exp(scores - values[0]) if values else scores
+
+    against = None if isinstance(output, ExpSums) else 3
+    bounds = (0, None) if turned else (None, 0)
+    return FoldSpec(
+        sizes=(("m", 96), ("n", 96), ("d", 16), ("e", 16)),
+        batch=(),
+        row=rows,
+        col="m" if turned else "n",
+        operands=(
+            Operand(("m", "d")), Operand(("n", "d")), Operand(("m" if turned else "n", "e")),
+            Operand(("m",)),
+        )[: 3 if against is None else 4],
+        contractions=(Contraction(1, 0, ("d",)) if turned else Contraction(0, 1, ("d",)),),
+        tile=Tile(tile, () if against is None else (3,)),
+        outputs=(output,),
+        band=Band(*bounds, floor=FLOOR, against=against),
+    )  # fmt: skip
+
+
+WEIGHTED = (WeightedTerm(), WeightedTerm(2))
+LOW_FILLS = {
+    "own maximum": low_fill(ExpSums(WEIGHTED)),
+    "maximum of rows": low_fill(Sums(WEIGHTED)),
+    "maximum of columns": low_fill(Sums(WEIGHTED), rows="n"),
+}
+BACKENDS = {
+    "xla": functools.partial(fold_xla, blocks=Blocks(32, 16)),
+    "triton": functools.partial(fold_triton, blocks=TritonBlocks(32, 16), interpret=True),
+    "triton, split": functools.partial(
+        fold_triton, blocks=TritonBlocks(32, 16, splits=3), interpret=True
+    ),
+}
+
+
+@pytest.mark.parametrize("shift", [0.0, -125.0, -500.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LOW_FILLS)
+def test_a_fill_weighs_where_scores_reach_it(name, backend, shift):
+    """Scores of the rows from 40 to 50 are about 0, -2000 and -8000."""
+    spec, draw = LOW_FILLS[name], np.random.default_rng(0).standard_normal
+    q, k, v = (jnp.asarray(draw((96, 16)), jnp.float32) for _ in range(3))
+    k = k.at[:, 0].set(16)
+    q = q.at[:, 0].set(0).at[40:50, 0].set(shift)
+    top = jnp.max(jnp.where(jnp.tri(96, dtype=bool), q @ k.T, FLOOR), axis=1)
+    operands = [q, k, v, top][: len(spec.operands)]
+    whole = fold_reference(dataclasses.replace(spec, band=Band()), *operands)
+    found = BACKENDS[backend](spec, *operands)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)  # scores of 8000 round by 5e-4
+
+
+def poisoned(spec, run, shift):
+    """True if no value of the later half of the columns is read for the first 16 rows."""
+    q = jnp.zeros((96, 16)).at[:, 0].set(shift)
+    k, v = jnp.ones((96, 16)), jnp.ones((96, 16)).at[48:].set(jnp.nan)
+    return bool(jnp.isfinite(jax.tree.leaves(run(spec, q, k, v))[-1][:16]).all())
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_columns_below_the_floor_are_skipped(backend):
+    spec = LOW_FILLS["own maximum"]
+    assert poisoned(spec, BACKENDS[backend], 0.0)
+    assert not poisoned(spec, BACKENDS[backend], -3000.0)
 
 
 def skipped_columns(run):
