@@ -69,6 +69,7 @@ def interleave(
     rounds: int = 15,
     sample_s: float = 1e-2,
     seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Time callables in turn, in a new order every round.
 
@@ -77,6 +78,7 @@ def interleave(
         rounds: samples per callable.
         sample_s: a sample repeats its call until it is at least this long.
         seed: of the orders.
+        clock: what tells the seconds; `time.process_time` leaves other processes out.
     """
     repeats = {name: _repeats(call, sample_s) for name, call in calls.items()}
     order = random.Random(seed)
@@ -85,7 +87,7 @@ def interleave(
         for name in order.sample(list(calls), len(calls)):
             if repeats[name] > 1:
                 _sample(calls[name], 1)  # caches hold this program's data, not the last one's
-            seconds[name].append(_sample(calls[name], repeats[name]))
+            seconds[name].append(_sample(calls[name], repeats[name], clock))
     return Samples(seconds)
 
 
@@ -131,11 +133,13 @@ def tell_draw(samples: Mapping[str, Samples]) -> None:
     print(json.dumps({name: each.seconds for name, each in samples.items()}))
 
 
-def _sample(call: Callable[[], Any], repeats: int) -> float:
-    start = time.perf_counter()
+def _sample(
+    call: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    start = clock()
     for _ in range(repeats):
         jax.block_until_ready(call())
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def _repeats(call: Callable[[], Any], sample_s: float) -> int:

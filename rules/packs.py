@@ -20,7 +20,7 @@ from symjax_rewrite.rules.inverses import (
 )
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
 from symjax_rewrite.rules.low_rank import low_rank_readout, low_rank_solve
-from symjax_rewrite.rules.separability import pairwise_squares
+from symjax_rewrite.rules.separability import pairwise_differences, pairwise_squares
 from symjax_rewrite.rules.sparsity import masked_product, one_hot, triangular_prefix
 
 associativity = RulePack("associativity", (contraction_order,))
@@ -31,7 +31,7 @@ inverses = RulePack(
     "inverses",
     (solve_is_inverse, solve_instead, inverse_of_product, low_rank_solve, low_rank_readout),
 )
-separability = RulePack("separability", (pairwise_squares,))
+separability = RulePack("separability", (pairwise_squares, pairwise_differences))
 lora = RulePack("lora", (lemmas.lora, lemmas.lora_scaled, lemmas.lora_pair)) + distributivity
 moe = RulePack("moe", (lemmas.moe_sandwich,)) + distributivity + associativity
 folding = RulePack("folding", (fold_scale, fold_shift, fold_into_product, fold_into_kernel))

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.products import expand, is_half, is_ring
+from symjax_rewrite.ir.egraph import EGraph
+from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.products import Product, expand, flattest, is_half
 from symjax_rewrite.ir.sizes import product
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import SEPARABILITY, RuleContext, axiom
+from symjax_rewrite.rewriting.scales import apart
 from symjax_rewrite.rules.cancellation import sum_node
+
+
+class PairTerm(NamedTuple):
+    """One term of a sum of two: its coefficient, and the indices that the other does not read."""
+
+    coefficient: Any
+    ref: Ref
+    only: list[int]
 
 
 @axiom(
@@ -40,34 +52,26 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     that of a side that is summed, so the last term is close to zero and nothing cancels. With
     weights the last term would not be close to zero, so a weighted sum is not rewritten.
     """
-    dtype = ctx.g.classes[cls].dtype
-    if node.op == ADD and len(node.args) != 1:
-        return
-    if is_half(dtype) or is_ring(dtype) or dtype.startswith("complex"):
-        return
-    p = expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
-    if len(p.factors) != 2 or p.factors[0] != p.factors[1]:
+    p = _product(ctx, cls, node)
+    if p is None or len(p.factors) != 2 or p.factors[0] != p.factors[1]:
         return
     total = sum_node(ctx, p.factors[0].cls)
     if total is None or len(total.args) != 2 or sum(total.attr) != 0:
         return
-    u, v = (a.over(p.factors[0].axes) for a in total.args)
-    if any(len(set(x.axes)) != len(x.axes) for x in (u, v)):
+    sides = _sides(p, p.factors[0], total)
+    if sides is None:
         return
-    own = [(x, [i for i in x.axes if i not in y.axes]) for x, y in ((u, v), (v, u))]
-    if not all(only for _, only in own):
-        return
-    left, right = own if any(i < p.out for i in own[1][1]) else own[::-1]
-    if any(i < p.out for i in left[1]):
-        return  # every distance is an output
     scale, inside = total.attr[0] ** 2 * p.coefficient, 1.0
     if abs(scale) < 1:  # the squares of the scaled values may be infinite
         scale, inside = math.copysign(1, scale), math.sqrt(abs(scale))
     r = RightSide.of(ctx, pairwise_squares, cls, p.bound)
-    shifted = _shifted(r, left[0], left[1], right, inside)
-    if shifted is None:
+    if not all(_count(r, side) for side in sides):
         return
-    su, sv = shifted
+    mean = _mean(r, sides[0])
+    shifted = [r.sum((1, side.ref), (-1, mean)) for side in sides]
+    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
+    su, sv = scaled = [r.inside(inside, x) for x in shifted]
+    ctx.whole.update([x.cls for x in (*shifted, *scaled)])
     summed = [i for i in r.sizes if i >= p.out]
     terms = []
     for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
@@ -78,16 +82,101 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     yield r.sum(*terms)
 
 
-def _shifted(
-    r: RightSide, u: Ref, only_u: list[int], right: tuple[Ref, list[int]], scale: float
-) -> list[Ref] | None:
-    """Return both sides less the mean of the first, times a number."""
-    n, m = (product([r.sizes[i] for i in only]) for only in (only_u, right[1]))
-    if not (isinstance(n, int) and isinstance(m, int) and n and m):
+@axiom(
+    law(
+        "Σ(u[:, None] − v, 1) = len(v)*(u − μ) − Σ(v − μ, 0), where μ = mean(v, 0)",
+        kinds="F",
+        u="nd",
+        v="md",
+    ),
+    law(
+        "Σ(u[:, None] − v) = Σ(len(v)*(u − μ) − Σ(v − μ, 0)), where μ = mean(v, 0)",
+        kinds="F",
+        u="nd",
+        v="md",
+    ),
+    property=SEPARABILITY,
+    on=(CONTRACT, ADD),
+)
+def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
+    """Separate sums of a sum of two terms over all pairs, or all partners, shifted by a mean.
+
+    `distribute` refuses these, because the terms may cancel. Shifted by the mean of the summed
+    side they do not: |J|·|uᵢ−μ| and Σ|vⱼ−μ| are at most once and twice Σ|uᵢ−vⱼ|, and so is what
+    rounding adds. The gradients of squared distances are such sums. With weights the second term
+    would not be small, so a weighted sum is not rewritten.
+    """
+    p = _product(ctx, cls, node)
+    inner = [] if p is None else [f for f in p.factors if any(i >= p.out for i in f.axes)]
+    total = sum_node(ctx, inner[0].cls) if len(inner) == 1 else None
+    if p is None or total is None or len(total.args) != 2:
+        return
+    r = RightSide.of(ctx, pairwise_differences, cls, p.bound)
+    sides, parted = _sides(p, inner[0], total), apart(p)
+    is_cast = ctx.g.classes[inner[0].cls].dtype != r.dtype
+    if is_cast or sides is None or parted is None or not _count(r, sides[0]):
+        return
+    mean, (scale, rest) = _mean(r, sides[0]), parted
+    (b, v, _), (a, u, _) = sides
+    terms = []
+    for shifted in (r.sum((a, u), (b, mean)), r.sum((b, v), (-b, mean))):
+        ctx.whole.add(shifted.cls)
+        factors = tuple([shifted if f is inner[0] else f for f in p.factors])
+        ref = r.ordered(rest._replace(factors=factors))
+        if ref is None:
+            return
+        terms.append((scale, ref))
+    yield r.sum(*terms)
+
+
+def separable(g: EGraph, cls: int) -> tuple[Ref, Ref] | None:
+    """Return the two terms over pairs whose sum over pairs the laws of this file separate."""
+    p = flattest(g, cls)
+    inner = [f for f in p.factors if any(i >= p.out for i in f.axes)]
+    if not inner or not _is_wide_float(g.classes[cls].dtype):
         return None
-    mean = r.sum((1 / n, r.term(CONTRACT, (u,), summed=only_u)))
-    sides = [r.sum((1, x), (-1, mean)) for x in (u, right[0])]
-    # Scaled after the shift: far from zero a product rounds away what the shift leaves.
-    scaled = [r.inside(scale, x) for x in sides]
-    r.ctx.whole.update([x.cls for x in (*sides, *scaled)])
-    return scaled
+    squared = len(inner) == 2 and inner[0] == inner[1] and len(p.factors) == 2
+    sums = [n for n in g.classes[inner[0].cls].nodes if n.op == ADD and len(n.args) == 2]
+    if not sums or not (len(inner) == 1 or (squared and sum(sums[0].attr) == 0)):
+        return None
+    sides = _sides(p, inner[0], sums[0])
+    return None if sides is None else (sides[0].ref, sides[1].ref)
+
+
+def _is_wide_float(dtype: str) -> bool:
+    """Return True for floats of at least 32 bits."""
+    return dtype_kind(dtype) == "f" and not is_half(dtype)
+
+
+def _product(ctx: RuleContext, cls: int, node: Node) -> Product | None:
+    """Return a class as a product that keeps the sums that others read, if a mean may shift it."""
+    if not _is_wide_float(ctx.g.classes[cls].dtype) or (node.op == ADD and len(node.args) != 1):
+        return None
+    return expand(ctx.g, cls, lambda d: ctx.uses(d) <= 1 or sum_node(ctx, d) is None)
+
+
+def _sides(p: Product, factor: Ref, total: Node) -> tuple[PairTerm, PairTerm] | None:
+    """Return the two terms of a factor, first one that is summed over all indices of its own.
+
+    The result is None if every pair is an output, or if the terms are not over pairs.
+    """
+    u, v = (a.over(factor.axes) for a in total.args)
+    if any(len(set(x.axes)) != len(x.axes) for x in (u, v)):
+        return None
+    refs = zip(total.attr, (u, v), (v, u), strict=True)
+    first, second = (PairTerm(k, x, [i for i in x.axes if i not in y.axes]) for k, x, y in refs)
+    for summed, other in ((second, first), (first, second)):
+        if first.only and second.only and all(i >= p.out for i in summed.only):
+            return summed, other
+    return None
+
+
+def _count(r: RightSide, side: PairTerm) -> int:
+    """Return the number of entries of a side's own indices; 0 if it is not known."""
+    count = product([r.sizes[i] for i in side.only])
+    return count if isinstance(count, int) else 0
+
+
+def _mean(r: RightSide, side: PairTerm) -> Ref:
+    """Return the mean of a side over its own indices."""
+    return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))

@@ -19,6 +19,7 @@ from symjax_rewrite.kernel_selection.partial_sort import PartialSorts
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.associative_scan_loops import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
+from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
 from symjax_rewrite.rewriting.algebra import Algebra
@@ -29,7 +30,12 @@ def _kernel(loop: Loop, context: Context) -> tuple[Any, str]:
     return loop_kernel(loop, context.options, context.device)
 
 
+def _gradient_kernel(loop: Loop, context: Context) -> tuple[Any, str]:
+    return loop_kernel(loop, context.options, context.device, gradient=True)
+
+
 PASSES: tuple[Pass, ...] = (
+    DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
     AffineTrees(),  # a tree of affine steps and its derivatives → loops
     ImprovedLoops(_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places

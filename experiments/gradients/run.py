@@ -1,12 +1,14 @@
 """Gradients of optimised losses against optimised gradients of losses, in turn.
 
 python experiments/gradients/run.py                 # every row; writes the README's table
+taskset -c 0 python experiments/gradients/run.py    # on one core, for a busy machine
 python experiments/gradients/run.py --only scan     # rows whose names contain a word
 python experiments/gradients/run.py --quick         # small sizes: a smoke test
 """
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def measure(row: programs.Row, shrink: int, rounds: int) -> dict[str, Any]:
     }
     calls = {name: lambda f=f: f(*arguments) for name, f in gradients.items()}
     wanted = calls["plain"]()
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=time.process_time)
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "outside_to_inside": samples.ratio("outside", "inside"),

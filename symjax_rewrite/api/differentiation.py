@@ -18,6 +18,7 @@ from symjax_rewrite import jax_calls, jax_internals
 from symjax_rewrite.api.joint_gradient import (
     Half,
     Halves,
+    Joint,
     Original,
     is_differentiable,
     plain_halves,
@@ -26,6 +27,7 @@ from symjax_rewrite.api.joint_gradient import (
 from symjax_rewrite.api.unread_arguments import with_ones
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
+from symjax_rewrite.loops.associative_scan_loops import keeps_trees
 from symjax_rewrite.loops.loop_optimizer import before_derivatives
 from symjax_rewrite.optimizer import Optimiser
 
@@ -158,8 +160,7 @@ class Call:
             return None  # JAX asks a rule of the user's for no cotangents
         if self.closed.effects:
             return plain_halves(Original(self.closed, live, moving), primals), self._apart
-        original = Original(self._kept_small(), live, moving)
-        joint = trace_joint(original, primals)
+        original, joint = self._traced(primals, live, moving)
         if not joint.closed.effects:
             optimised = self.worker.optimised(joint.closed)
             is_plain = original.closed is self.closed and not _has_calls(self.closed)
@@ -169,6 +170,21 @@ class Call:
             if halves is not None:
                 return halves, self._as_is
         return plain_halves(original, primals), self._apart
+
+    def _traced(
+        self, primals: Sequence[Any], live: list[int], moving: list[bool]
+    ) -> tuple[Original, Joint]:
+        """Trace the joint program of the original with loops that store the fewest residuals.
+
+        A tree of affine steps becomes a loop beforehand only where the joint program would keep it:
+        the loops of a tree and its gradient store less than the gradient of a loop.
+        """
+        original = Original(self._kept_small(trees=False), live, moving)
+        joint = trace_joint(original, primals)
+        if keeps_trees(joint.closed, self.worker.optimiser().device):
+            original = Original(self._kept_small(trees=True), live, moving)
+            joint = trace_joint(original, primals)
+        return original, joint
 
     def _as_is(self, half: Half, values: Sequence[Any]) -> list[Any]:
         """Stage out a half of the joint program, which is optimised already."""
@@ -195,14 +211,14 @@ class Call:
             jax_internals.make_jaxpr(backward, *given)[0], [*known, *cotangents]
         )
 
-    def _kept_small(self) -> ClosedJaxpr:
-        """Return the original with loops that store the fewest residuals."""
+    def _kept_small(self, trees: bool) -> ClosedJaxpr:
+        """Return the original with loops that store the fewest residuals, `trees` as loops too."""
         optimiser = self.worker.optimiser()
         options, device = optimiser.options, optimiser.device
         if not options.numerics.permits("reassoc"):
             return self.closed
         kernel = lambda loop: loop_kernel(loop, options, device, gradient=True)  # noqa: E731
-        return before_derivatives(self.closed, device, kernel)
+        return before_derivatives(self.closed, device, kernel, trees)
 
 
 def _has_calls(closed: ClosedJaxpr) -> bool:

@@ -20,7 +20,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.linear_zeros import with_zero
 from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 

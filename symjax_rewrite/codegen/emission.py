@@ -37,9 +37,19 @@ def run(program: Program, args: Sequence[Any]) -> list[Any]:
 
 
 def values(program: Program, args: Sequence[Any]) -> dict[int, Any]:
-    """Return every value of a program at flat inputs."""
+    """Return every value of a program at flat inputs; equal transpositions are one.
+
+    XLA folds a transposition into the product that makes its operand only if nothing else reads the
+    product, and it does so before it finds that two transpositions are equal.
+    """
     made: dict[int, Any] = dict(zip(program.inputs, args, strict=True)) | program.consts
+    transposed: dict[Any, int] = {}
     for e in program.equations:
+        if e.name == "transpose" and isinstance(e.invals[0], int):
+            first = transposed.setdefault((e.invals[0], e.eqn.params["permutation"]), e.outvals[0])
+            if first in made:
+                made[e.outvals[0]] = made[first]
+                continue
         operands = [made[v] if isinstance(v, int) else v.val for v in e.invals]
         made.update(zip(e.outvals, jax_internals.eval_equation(e.eqn, operands), strict=True))
     return made

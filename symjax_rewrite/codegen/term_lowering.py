@@ -179,8 +179,10 @@ def _multiply(operands: list[Operand], sizes: Sizes) -> Operand:
 
 
 def _arranged(operands: list[Operand], sizes: Sizes) -> tuple[list[Any], Labels]:
-    """Return the operands over the indices that any reads, ordered as the widest operand."""
-    widest = max(operands, key=lambda o: len(o[1]))[1]
+    """Return the operands over the indices that any reads, ordered as most of the widest are."""
+    most = max(len(labels) for _, labels in operands)
+    orders = [labels for _, labels in operands if len(labels) == most]
+    widest = max(orders, key=orders.count)
     rest = sorted({i for _, labels in operands for i in labels} - set(widest))
     order = (*rest, *widest)
     return [arrange(data, labels, order, sizes) for data, labels in operands], order

@@ -19,6 +19,12 @@ TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
+# Elementwise functions that devices compute as polynomials or step by step.
+SLOW_MAPS = frozenset(
+    "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
+    "lgamma div reciprocal atan2 erf_inv".split()
+)
+
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
     """Return a field of a profile.

@@ -13,16 +13,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node
 
-SLOW_MAPS = frozenset(
-    "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
-    "lgamma div reciprocal atan2 erf_inv".split()
-)
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
 
 

@@ -17,7 +17,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.ir.dataflow import making
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
-from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes, is_read
 from symjax_rewrite.loops.associative_scan_gradients import (
     Cotangents,
@@ -35,6 +35,7 @@ from symjax_rewrite.rewriting.rule import FUSION
 Arrays = list[Array]
 Made = tuple[int, bool]  # a value of all steps, and whether it is in reversed order
 # Of True at the first step, the carries, and entries of arrays; returns the next carries, results.
+# One flag serves all elements: reverse mode would store an array of flags for every step.
 Step = Callable[[Array, Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
@@ -69,6 +70,17 @@ class AffineTrees:
         loops = as_loops(around, [d for d, _, _ in taken])
         for (_, reason, seconds), parts in zip(taken, loops, strict=True):
             yield candidate(*parts, names=[FUSION], reason=reason, seconds=seconds)
+
+
+def keeps_trees(closed: ClosedJaxpr, device: Device) -> bool:
+    """Return True if `AffineTrees` leaves a tree in a program that was differentiated."""
+    if device.loops.steps_are_launches:
+        return False
+    program = flatten(jax_internals.without_dead(closed))
+    prefixes = find_prefixes(program)
+    found = find_differentiated(Surroundings(program), prefixes) if prefixes else []
+    costs = [_differentiated_seconds(program, d, device) for d in found]
+    return sum(margins.pays(*seconds, "tree", device) for seconds in costs) < len(prefixes)
 
 
 def _differentiated_seconds(
@@ -267,8 +279,7 @@ class _Tree:
         def run(first: Array, *values: Array) -> list[Array]:
             plain = [np.argsort(self._layout(v)) for v in reads]
             entries = list(map(lax.transpose, values[carries:], plain))
-            flag = lax.broadcast(first, entry.shape)
-            after, ys = step(flag, list(values[:carries]), entries)
+            after, ys = step(first, list(values[:carries]), entries)
             layouts = [self._layout(made[0][0]) for made in makes]
             return [*after, *map(lax.transpose, ys, layouts)]
 

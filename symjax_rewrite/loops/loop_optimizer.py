@@ -106,7 +106,10 @@ class ImprovedLoops:
 
 
 def before_derivatives(
-    closed: ClosedJaxpr, device: Device, route: Callable[[Loop], Routed] | None = None
+    closed: ClosedJaxpr,
+    device: Device,
+    route: Callable[[Loop], Routed] | None = None,
+    trees: bool = True,
 ) -> ClosedJaxpr:
     """Return a program with loops instead of trees of affine steps, and fused sources.
 
@@ -117,13 +120,14 @@ def before_derivatives(
         closed: the program to be differentiated.
         device: the device that runs the program.
         route: returns a kernel for a loop whose derivatives are those of the loop, or None.
+        trees: False to keep trees of affine steps.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):
         return closed
     launches = device.loops.steps_are_launches
     search = LoopSearch(program, device, () if launches else (FUSION,), route=route)
-    found = [*search.trees(), *search.loops()]
+    found = [*(search.trees() if trees else ()), *search.loops()]
     parts = [p for c in found if isinstance(c, Candidate) for p in c.parts]
     return rewritten(program, parts) if parts else closed
 

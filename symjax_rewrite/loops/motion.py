@@ -7,6 +7,7 @@ then not read and written step by step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,12 +42,25 @@ class Accumulation:
         params = dict(e.eqn.params)
         (left, right), (left_batch, right_batch) = params["dimension_numbers"]
         up = lambda axes: tuple(i + 1 for i in axes)  # noqa: E731
+        operands = [get(steps, v) for v in e.invals]
         contract = ((0, *up(left)), (0, *up(right)))
+        if not left_batch and left == right == tuple(range(len(left))):
+            operands = [_rows_joined(x, len(left) + 1) for x in operands]
+            contract = ((0,), (0,))
         params["dimension_numbers"] = (contract, (up(left_batch), up(right_batch)))
-        (value,) = jax_internals.eval_equation(e.eqn, [get(steps, v) for v in e.invals], params)
+        (value,) = jax_internals.eval_equation(e.eqn, operands, params)
         for view in self.views:
             (value,) = jax_internals.eval_equation(view.eqn, [value, *view.invals[1:]])
         return lax.add(start, value)
+
+
+def _rows_joined(x: Any, count: int) -> Any:
+    """Return an array with its first `count` axes as one.
+
+    XLA's CPU backend copies the operands of a product that sums over several axes if a
+    transposition follows it: the product then takes twice as long.
+    """
+    return lax.reshape(x, (math.prod(x.shape[:count]), *x.shape[count:]))
 
 
 @dataclass(slots=True)
@@ -83,21 +97,22 @@ def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
     late = {v for e in motion.after for v in e.outvals}
     outside = (*motion.after, *[s.product for s in motion.sums])
     reads = {v for e in outside for v in numbers(e.invals)} - late
-    wanted = [v for v in dict.fromkeys([*loop.ys, *sorted(reads)]) if v not in late]
+    wanted = [v for v in dict.fromkeys([*numbers(loop.ys), *sorted(reads)]) if v not in late]
     made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
+    literals = [v for v in loop.ys if not isinstance(v, int)]
     summed = {s.carry for s in motion.sums}
     carries = [c for k, c in enumerate(loop.carries) if k not in summed]
     body = replace(loop.body, equations=motion.rest(loop))
-    inner = replace(loop, body=body, ys=made, carries=carries)
+    inner = replace(loop, body=body, ys=[*made, *literals], carries=carries)
     uses = inner.uses()
     finals, ys = stage(inner, known, {v: x for v, x in steps.items() if v in uses}, read)
-    steps.update((v, y) for v, y in zip(made, ys, strict=True) if isinstance(v, int))
-    literal = {id(v): y for v, y in zip(made, ys, strict=True)}
+    steps.update(zip(made, ys, strict=False))
+    constants = iter(ys[len(made) :])
     with jax_internals.equation_scope(loop.eqn):
         steps.update(all_steps(motion.after, known, steps))
         for s in motion.sums:  # in the order of their carries, so that each gets its position
             finals.insert(s.carry, s.total(steps, read(loop.carries[s.carry].start)))
-    stacked = [steps[v] if isinstance(v, int) else literal[id(v)] for v in loop.ys]
+    stacked = [steps[v] if isinstance(v, int) else next(constants) for v in loop.ys]
     return loop.finish(finals, stacked, read)
 
 

@@ -22,7 +22,7 @@ from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
-from symjax_rewrite.cost.term_cost import SLOW_MAPS
+from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir.dataflow import making, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
@@ -105,10 +105,7 @@ def _pair(
         return None
     own = [first, second]
     plain = [(there.copy(), first), (back.copy(), second)]
-    last = Fusion(back, around, own, reorders=reorders)  # what both loops read is made in each
-    saved = last.run()
-    saved += Fusion(there, around, own, last.taken, reorders).run()
-    there, back = clean(there), clean(back)
+    there, back, saved = fused_pair(there, back, around, own, reorders)
     kept = _kept(there, back, second, around)
     kept_bytes = sum(aval_bytes(there.body.avals[v]) for v in numbers(there.ys[k] for k in kept))
     kept_bytes *= there.length
@@ -117,6 +114,19 @@ def _pair(
         if not _pays(there, kept, kept_bytes + saved - alone, device):
             return None
     return LoopPair(there, back, kept, _block(there, kept_bytes))
+
+
+def fused_pair(
+    there: Loop, back: Loop, around: Surroundings, own: list[Equation], reorders: bool
+) -> tuple[Loop, Loop, float]:
+    """Return both loops with their private equations fused, and the bytes no longer written.
+
+    Values that both loops read are computed in each of them.
+    """
+    last = Fusion(back, around, own, reorders=reorders)
+    saved = last.run()
+    saved += Fusion(there, around, own, last.taken, reorders).run()
+    return clean(there), clean(back), saved
 
 
 def _kept(there: Loop, back: Loop, second: Equation, around: Surroundings) -> list[int]:

@@ -187,19 +187,41 @@ def _is_spread(g: EGraph, user: int, cls: int) -> bool:
 def _is_cut(g: EGraph, need: Needed, cls: int, whole: set[int]) -> bool:
     """Return True if a value has several consumers and no rewriting of them could avoid it.
 
-    Such a value is a sum, unless it contains a low-rank product or an identity. It may also be a
-    product of which every element is needed and that no other product reads; its users cost little
-    compared with the product.
+    Such a value is a sum, unless it contains a low-rank product or an identity, or is a sum over
+    pairs of which not every pair is needed. It may also be a product of which every element is
+    needed and that no other product reads; its users cost little compared with the product.
     """
     node = node_of(g, cls)
     if need.uses[cls] < 2 or node.op not in LINEAR:
         return False
     if node.op == ADD:
         hides = any(_is_low_rank(g, a.cls) or _is_sparse(g, a.cls) for a in node.args)
-        return len(node.args) > 1 and not hides
+        return len(node.args) > 1 and not hides and (cls in whole or not _sums_pairs(g, need, cls))
     if cls not in whole or _is_low_rank(g, cls):
         return False
     return not any(_mixes(g, u, cls) for u in need.users[cls])
+
+
+def _sums_pairs(g: EGraph, need: Needed, cls: int) -> bool:
+    """Return True if a sum of broadcast terms is only summed, as it is or squared.
+
+    Such sums over pairs may need no pair.
+    """
+    if any(len({*a.axes}) == len(g.classes[cls].sizes) for a in node_of(g, cls).args):
+        return False
+    stack = [cls]
+    while stack:
+        c = stack.pop()
+        for u in need.users.get(c, ()):
+            user = node_of(g, u)
+            if user.op != CONTRACT and not (user.op == ADD and len(user.args) == 1):
+                return False
+            read = {i for a in user.args if a.cls == c for i in a.axes}
+            if any(a.cls != c and not read.isdisjoint(a.axes) for a in user.args):
+                return False  # a weight of every row or pair
+            if not user.bound:
+                stack.append(u)
+    return True
 
 
 def _mixes(g: EGraph, user: int, cls: int) -> bool:

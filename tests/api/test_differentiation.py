@@ -94,12 +94,25 @@ def draw(*shape):
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
 
 
+def distances(x, y):
+    return jnp.sum(jnp.sum((x[:, None] - y[None]) ** 2, -1))
+
+
+def tree(a, b):
+    def combine(p, q):
+        return q[0] * p[0], q[0] * p[1] + q[1]
+
+    return jnp.sum(jnp.sin(jax.lax.associative_scan(combine, (jax.nn.sigmoid(a), b))[1]))
+
+
 BOTH_WAYS = {
     "low-rank weights": (adapted, (X, W, A, B)),
     "chain": (low_rank, (draw(512, 8), draw(8, 512), draw(512, 4))),
     "attention": (attend, (draw(512, 32), draw(512, 32), draw(512, 32))),
     "kernel matrix": (kernel_product, (draw(512, 8), draw(512, 4))),
     "energy": (energy, (draw(512, 3), draw(512))),
+    "distances": (distances, (draw(256, 64), draw(512, 64))),
+    "affine tree": (tree, (draw(512, 1024), draw(512, 1024))),
     "nothing to gain": (lambda x, w: jnp.sum(jnp.tanh(x @ w) ** 2), (X, W)),
 }
 

@@ -8,7 +8,7 @@ import pytest
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import CPU
-from symjax_rewrite.ir.term import CONTRACT, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
 
 PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
 
@@ -68,3 +68,28 @@ def test_a_product_over_several_axes_rearranges_its_smaller_operand():
     sides = zip(products[0].invars, products[0].params["dimension_numbers"][0], strict=True)
     contracted = max(sides, key=lambda side: side[0].aval.size)[1]
     assert list(contracted) == sorted(contracted)
+
+
+@pytest.mark.parametrize(
+    ("orders", "kept"),
+    [
+        (((1, 0), (0, 1), (0, 1)), (0, 1)),
+        (((1, 0), (1, 0), (0, 1)), (1, 0)),
+        (((1, 0), (0, 1)), (1, 0)),
+        (((1,), (0,), (0, 1), (1, 0), (1, 0)), (1, 0)),
+    ],
+)
+def test_a_sum_has_the_axis_order_of_most_of_its_terms(orders, kept):
+    """XLA computes products transposed where one term of their sum is transposed."""
+    whole, parts = np.arange(6.0, dtype=np.float32).reshape(2, 3), []
+    for order in orders:
+        part = whole if len(order) == 2 else whole[:, 0] if order == (0,) else whole[0]
+        parts.append((jnp.asarray(part.T if order == (1, 0) else part), order))
+    node = Node(ADD, (1,) * len(parts), tuple(Ref(k, o) for k, o in enumerate(orders)), 2, ())
+    data, labels = term_lowering.lower_node(node, parts, (2, 3), "float32", {})
+    assert labels == kept
+    wanted = sum(
+        part if len(o) == 2 else part[:, None] if o == (0,) else part
+        for part, o in ((np.asarray(p).T if o == (1, 0) else np.asarray(p), o) for p, o in parts)
+    )
+    np.testing.assert_allclose(np.asarray(data).T if kept == (1, 0) else data, wanted)

@@ -35,6 +35,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "ir.products": {"MAX_FACTORS": SEARCH, "_LEVEL": CODE},
     "ir.term": {"TIE_CAP": SEARCH},
     "ir.term_graph": {"SCAN_LIMIT": SEARCH},
+    "ir.value_numbering": {"LARGEST_CONSTANT": SEARCH},
     "ir.value_analysis": {"MAX_DEPTH": SEARCH},
     "kernel_selection.banded_products": {"BLOCKS": SEARCH},
     "kernel_selection.folds.fold_price": {"MOST_PAIRS": SEARCH},
@@ -65,6 +66,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "kernel_selection.scans.matrix_state": {"MAX_TERMS": SEARCH},
     "loops.associative_scan_detection": {"MIN_LENGTH": SEARCH, "BITS": CODE, "POINTS": CODE},
     "loops.associative_scan_gradients": {"MAX_CANDIDATES": SEARCH},
+    "loops.differentiated_loops": {"MOST_CHOICES": SEARCH, "MOST_SUNK": SEARCH},
     "loops.fusion": {"MAX_DEPTH": SEARCH},
     "loops.loop_reading": {"MAX_COUNTED": SEARCH},
     "loops.product_splitting": {"MAX_PARTS": SEARCH},
@@ -78,6 +80,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT, "LEAST_SIDE": SHAPE},
+    "pallas_kernels.fold.spec": {"FLUSHED": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
     "pallas_kernels.fold.tiling": dict.fromkeys(
         ("NARROWEST", "TILES_OF_FOUR_WARPS", "WIDE"), SHAPE

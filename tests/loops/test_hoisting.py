@@ -269,6 +269,23 @@ def test_gradients_of_weights_leave_the_loop() -> None:
     grad = jax.grad(loss, argnums=(0, 1))
     report = check_equal(grad, WX, WH, XS, rtol=1e-4)
     assert inside(report.after.jaxpr, "dot_general") == 2  # h·wh, and its transpose backwards
+    gradients = [e for e in report.after.jaxpr.eqns if e.primitive.name == "dot_general"][-2:]
+    for e in gradients:  # over two axes XLA's CPU backend would copy an operand first
+        assert e.params["dimension_numbers"] == (((0,), (0,)), ((), ()))
+
+
+RESULTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "of a sum over steps": (lambda c, x: (c + jnp.einsum("rd,re->ed", x, x), np.float32(1)), 0),
+    "of a product afterwards": (lambda c, x: (c, (2, jnp.tanh(x) @ WX, np.float32(1))), 0),
+    "beside a carry": (lambda c, x: (jnp.tanh(c @ WX), (x @ WH, np.float32(3))), 1),
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_loops_with_literal_results_are_rewritten(name: str) -> None:
+    step, left = RESULTS[name]
+    report = check_equal(lambda start, xs: lax.scan(step, start, xs), WX, XS)
+    assert inside(report.after.jaxpr, "dot_general") == left
 
 
 def test_sums_that_are_read_on_the_way_stay() -> None:

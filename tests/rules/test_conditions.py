@@ -64,6 +64,18 @@ MUST_NOT = [
     ("pairwise_squares", "every distance is needed", "nd,md",
      lambda x, y: jnp.sqrt(jnp.sum(_diff(x, y) ** 2, -1)), "float32"),
     ("pairwise_squares", "a cube", "nd,md", lambda x, y: jnp.sum(_diff(x, y) ** 3), "float32"),
+    ("pairwise_differences", "integers", "nd,md", lambda x, y: jnp.sum(_diff(x, y), 1), "int32"),
+    ("pairwise_differences", "below float32", "nd,md",
+     lambda x, y: jnp.sum(_diff(x, y), 1), "bfloat16"),
+    ("pairwise_differences", "one side only", "nd", lambda x: jnp.sum(x - x[:1], 0), "float32"),
+    ("pairwise_differences", "weights of the summed side", "nd,md,m",
+     lambda x, y, w: jnp.sum(w[:, None] * _diff(x, y), 1), "float32"),
+    ("pairwise_differences", "weights of the pairs", "nd,md,nm",
+     lambda x, y, w: jnp.sum(w[:, :, None] * _diff(x, y), 1), "float32"),
+    ("pairwise_differences", "every difference is needed", "nd,md",
+     lambda x, y: jnp.sum(jnp.abs(_diff(x, y)), 1), "float32"),
+    ("pairwise_differences", "a sum over other indices", "nd,md",
+     lambda x, y: jnp.sum(_diff(x, y), 2), "float32"),
 ]  # fmt: skip
 
 
@@ -108,3 +120,17 @@ def test_squares_of_far_pairs_are_shifted_before_they_are_scaled(share):
     assert "pairwise_squares" in [r.name for r in sym_optimize(spread).explain(x, y).rules]
     exact = share * np.sum((x[:, None].astype("f8") - y) ** 2)
     np.testing.assert_allclose(sym_optimize(spread)(x, y), exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize("near", [0, 1, 1e-3])
+def test_differences_of_far_pairs_are_shifted(near):
+    draws = (np.random.default_rng(n).normal(size=(64, 8)) for n in (0, 1))
+    x, y = ((1e4 + near * z).astype("f4") for z in draws)
+
+    def pull(x, y):
+        return jnp.sum(x[:, None] - y[None], 1)
+
+    assert "pairwise_differences" in [r.name for r in sym_optimize(pull).explain(x, y).rules]
+    pairs = x[:, None].astype("f8") - y
+    error = np.abs(sym_optimize(pull)(x, y) - pairs.sum(1))
+    assert (error <= 1e-6 * np.abs(pairs).sum(1)).all()

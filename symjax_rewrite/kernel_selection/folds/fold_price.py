@@ -47,6 +47,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
+from symjax_rewrite.rules.separability import separable
 
 MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
 
@@ -116,6 +117,11 @@ def _fused(device: Device) -> Device:
 def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device) -> float:
     """Return seconds of a reduction in the best order of its factors without a pairwise product."""
     g = t.graph
+    terms = separable(g, m.exit.cls) if m.exit.kind == "sum" else None
+    if terms is not None:  # each side is read for its mean, shifted, and summed
+        read = [m.exit.cls, *[a.cls for a in terms]]
+        moved = sum(itemsize(g.classes[c].dtype) * elements(t, c) for c in read)
+        return 3 * (moved / device.bytes_per_s + device.launch_s)
     if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
         return math.inf
     p, dtype = flattest(g, m.exit.cls), g.classes[m.exit.cls].dtype
