@@ -7,10 +7,10 @@ reductions are fused into their consumer as XLA does; a value used twice is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.ir import term as op
@@ -97,6 +97,12 @@ class Facts(NamedTuple):
     peak: float
 
 
+class FactsByClass(Protocol):
+    """The facts of classes by number."""
+
+    def __getitem__(self, cls: int, /) -> Facts: ...
+
+
 class CostModel:
     """The prices of nodes of one e-graph on one device at one sample of the named sizes."""
 
@@ -176,7 +182,6 @@ class CostModel:
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
         given = set() if free is None else set(filter(free, order))
         written = self.written(facts, roots, given)
-        d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
         launches = 0
         for cls, f in facts.items():
@@ -185,18 +190,35 @@ class CostModel:
             largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
-            read, work = self._tree(facts, cls, written, given)
-            kernel_bytes = f.bytes + read
+            kernel_bytes, work = self._kernel(facts, cls, written, given.__contains__)
             if f.flops is None:
                 elementwise += work
-                time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
             else:
                 flops += f.flops
-                time = max(f.flops / f.peak, kernel_bytes / d.bytes_per_s)
             launches += 1
             moved += kernel_bytes
-            seconds += time + d.launch_s
+            seconds += self._seconds(f, kernel_bytes, work)
         return Cost(flops, elementwise, moved, launches, seconds, largest)
+
+    def kernel_seconds(
+        self,
+        facts: FactsByClass,
+        root: int,
+        written: Container[int],
+        given: Callable[[int], bool],
+    ) -> float:
+        """Return the seconds of the kernel that writes a class.
+
+        facts: of every class. written: the classes written to memory. given: True for a class that
+        is known beforehand.
+        """
+        return self._seconds(facts[root], *self._kernel(facts, root, written, given))
+
+    def _seconds(self, f: Facts, kernel_bytes: float, work: float) -> float:
+        """Return the seconds of a kernel by the facts of the class that it writes."""
+        d = self.device
+        least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak
+        return max(least, kernel_bytes / d.bytes_per_s) + d.launch_s
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
@@ -240,10 +262,13 @@ class CostModel:
         return written
 
     @staticmethod
-    def _tree(
-        facts: dict[int, Facts], root: int, written: set[int], given: set[int]
+    def _kernel(
+        facts: FactsByClass,
+        root: int,
+        written: Container[int],
+        given: Callable[[int], bool],
     ) -> tuple[float, float]:
-        """Return the bytes read and elementwise work of the kernel that writes `root`."""
+        """Return the bytes moved and the elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
         work = 0.0
         stack = [root]  # an unwritten class has one reader, so this is a tree
@@ -254,13 +279,13 @@ class CostModel:
                 below = facts[arg]
                 if below.node.op == op.CONST:
                     continue
-                if arg in written or below.is_free or arg in given:
+                if arg in written or below.is_free or given(arg):
                     is_part = f.node.op in (op.SLICE, op.TAKE)
                     size = min(below.bytes, f.bytes) if is_part else below.bytes
                     read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
-        return sum(read.values()), work
+        return facts[root].bytes + sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

@@ -123,22 +123,30 @@ class _Plan:
 
     def find_after(self) -> None:
         """Find the products with fixed weights that only stacked results depend on."""
-        needed = live(self.equations, [c.out for c in self.loop.carries])
+        stays, ys = self._read_by_carries(), set(numbers(self.loop.ys))
         moved: list[Equation] = []
         for e in self.equations:
             if e.name not in STACKABLE or not self._is_at(e, 2) or not self._has_weights(e):
                 continue
-            tail = dependents(self.equations, (), [*moved, e])
-            if any(not _steppable(u) or not needed.isdisjoint(u.outvals) for u in tail):
+            if not stays.isdisjoint(e.outvals):
                 continue
+            tail = dependents(self.equations, (), {*moved, e})
             made = {v for u in tail for v in u.outvals}
-            reads = {v for u in tail for v in numbers(u.invals)} - made - self.given
-            written = self._stacked(v for v in reads - {*self.loop.ys} if self.level[v] > 0)
+            reads = {v for u in tail for v in numbers(u.invals)} - made - self.given - ys
+            written = self._stacked(v for v in reads if self.level[v] > 0)
             if written > self.room:
                 self._refuse("a product of results stays in the loop: its input is too large")
             elif _gains(*self._apart(e), written, self.device):
                 moved = tail
         self.motion.after = moved
+
+    def _read_by_carries(self) -> set[int]:
+        """Return the values that a carry, or an equation that cannot leave the loop, depends on."""
+        stays = live(self.equations, [c.out for c in self.loop.carries])
+        for e in reversed(self.equations):
+            if not _steppable(e) or not stays.isdisjoint(e.outvals):
+                stays.update(e.outvals, numbers(e.invals))
+        return stays
 
     def keep_small_gains(self) -> None:
         """Keep moved products in the loop if they save too little of its time."""
@@ -177,7 +185,7 @@ class _Plan:
         """Find sums over the steps of a product: each is one product that also sums over these."""
         device, room = self.device, self.room
         early = {v for e in self.motion.before for v in e.outvals}
-        ready = {*self.loop.sources, *self.loop.ys, *early}
+        ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(numbers(e.invals)) - ready)
