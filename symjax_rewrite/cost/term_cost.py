@@ -7,10 +7,10 @@ reductions are fused into their consumer as XLA does; a value used twice is comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.ir import term as op
@@ -95,12 +95,6 @@ class Facts(NamedTuple):
     work: float
     flops: float | None  # None for a fused loop
     peak: float
-
-
-class FactsByClass(Protocol):
-    """The facts of classes by number."""
-
-    def __getitem__(self, cls: int, /) -> Facts: ...
 
 
 class CostModel:
@@ -190,7 +184,7 @@ class CostModel:
             largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
-            kernel_bytes, work = self._kernel(facts, cls, written, given.__contains__)
+            kernel_bytes, work = self._kernel(facts, cls, written, given)
             if f.flops is None:
                 elementwise += work
             else:
@@ -201,16 +195,11 @@ class CostModel:
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
     def kernel_seconds(
-        self,
-        facts: FactsByClass,
-        root: int,
-        written: Container[int],
-        given: Callable[[int], bool],
+        self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> float:
         """Return the seconds of the kernel that writes a class.
 
-        facts: of every class. written: the classes written to memory. given: True for a class that
-        is known beforehand.
+        facts: of every class. written: the classes written to memory. given: those known before.
         """
         return self._seconds(facts[root], *self._kernel(facts, root, written, given))
 
@@ -263,10 +252,7 @@ class CostModel:
 
     @staticmethod
     def _kernel(
-        facts: FactsByClass,
-        root: int,
-        written: Container[int],
-        given: Callable[[int], bool],
+        facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float]:
         """Return the bytes moved and the elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
@@ -279,7 +265,7 @@ class CostModel:
                 below = facts[arg]
                 if below.node.op == op.CONST:
                     continue
-                if arg in written or below.is_free or given(arg):
+                if arg in written or below.is_free or arg in given:
                     is_part = f.node.op in (op.SLICE, op.TAKE)
                     size = min(below.bytes, f.bytes) if is_part else below.bytes
                     read[arg, f.node.op == op.SLICE] = size
