@@ -7,6 +7,7 @@ release is adapted to here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -276,7 +277,10 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
 
 def kind_of(aval: Any) -> tuple:
     """Return shape and dtype of an aval, as values that compare."""
-    return (aval.shape, str(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
+    return (aval.shape, _dtype_name(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
+
+
+_dtype_name = functools.cache(str)
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:

@@ -150,10 +150,11 @@ class _Plan:
 
     def keep_small_gains(self) -> None:
         """Keep moved products in the loop if they save too little of its time."""
-        if any(self.level[v] == 1 for v in self.leaves):
+        moved = (*self.motion.before, *self.motion.after)
+        if not moved or any(self.level[v] == 1 for v in self.leaves):
             return
         saved = 0.0
-        for e in (*self.motion.before, *self.motion.after):
+        for e in moved:
             if e.name in STACKABLE:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
