@@ -7,11 +7,13 @@ release is adapted to here.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _pe
@@ -90,6 +92,27 @@ def source_line(*eqns: JaxprEqn) -> str:
         if (frame := _source.user_frame(eqn.source_info.traceback)) is not None:
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return "<unknown>"
+
+
+def source_key(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Return the name scope and the user's frame of an equation."""
+    source = eqn.source_info
+    return source.name_stack, _source.user_frame(source.traceback)
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """Return the settings of JAX and the contexts on which a trace may depend."""
+    return _config.trace_context()
+
+
+def checks_leaks() -> bool:
+    """Return True if JAX looks for tracers that are still referenced after a trace."""
+    return bool(_config.check_tracer_leaks.value)
+
+
+def is_tracer(x: Any) -> bool:
+    """Return True for a value that is being traced."""
+    return isinstance(x, Tracer)
 
 
 def make_jaxpr(fun: Callable, *args: Any, **kwargs: Any) -> tuple[ClosedJaxpr, Any]:
@@ -254,7 +277,10 @@ def reduce_monoid(name: str, data: Any, axes: tuple[int, ...]) -> Any:
 
 def kind_of(aval: Any) -> tuple:
     """Return shape and dtype of an aval, as values that compare."""
-    return (aval.shape, str(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
+    return (aval.shape, _dtype_name(aval.dtype)) if hasattr(aval, "dtype") else (str(aval),)
+
+
+_dtype_name = functools.cache(str)
 
 
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:

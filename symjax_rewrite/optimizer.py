@@ -44,7 +44,7 @@ class Result:
     which symbolic sizes are priced. keys: of the candidates taken, for plans. repeated_s: seconds
     of work repeated for copies of an operand, which no term counts. finished: True if all passes
     ran on the whole program. spent: the limit of the budget by which the program, or a body in it,
-    was kept as written.
+    was kept as written. emitted: the jaxpr of `program`, once it has been made.
     """
 
     closed: ClosedJaxpr
@@ -59,6 +59,7 @@ class Result:
     spent: str = ""
     stop: str = "nothing to do"
     time_s: float = 0.0
+    emitted: ClosedJaxpr | None = None
 
     @property
     def taken(self) -> bool:

@@ -16,6 +16,7 @@ MODULES = (
     "from_transformers",
     "from_training",
     "from_science",
+    "from_simulation",
     "from_learning",
 )
 

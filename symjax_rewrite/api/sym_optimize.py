@@ -17,6 +17,7 @@ import jax
 from jax import lax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.api.decision_cache import DecisionCache, program_key
 from symjax_rewrite.api.tolerance import Rounding, Verified
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.errors import (
@@ -262,6 +263,7 @@ class _Worker:
         self.options, self.sharded = options, sharded
         self._optimiser: Optimiser | None = None
         self._measured: dict[str, dict[str, float]] = {}  # seconds by program and by form
+        self._decided = DecisionCache()
 
     def optimiser(self) -> Optimiser:
         """Return the optimiser; it is made on first use, since it asks JAX for the device."""
@@ -284,13 +286,9 @@ class _Worker:
             if why_off() is not None:
                 return fun(*args, **kwargs)
 
-            @functools.wraps(fun)  # tracing errors then name the arguments of `fun`
-            def whole(*args: Any, **kwargs: Any) -> Any:
-                return fun(*args, **kwargs)
-
             flat, values = jax_internals.of_leaves(fun, args, kwargs, jax_internals.Tracer)
             if len(values) == len(jax.tree.leaves((args, kwargs))):
-                closed, out_tree = jax_internals.make_jaxpr(whole, *args, **kwargs)
+                closed, out_tree = jax_internals.make_jaxpr(fun, *args, **kwargs)
             else:
                 closed, out_tree = jax_internals.make_jaxpr(flat, *values)
             return jax.tree.unflatten(out_tree, self.stage(closed, values))
@@ -322,8 +320,12 @@ class _Worker:
         return self._emitted(result) if result is not None and result.taken else None
 
     def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
+        """Return the jaxpr of the optimised program, or None if the original is kept."""
         try:
-            return jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)[0]
+            if result.emitted is None:
+                made = jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)
+                result.emitted = made[0]
+            return result.emitted
         except SymjaxError:
             raise
         except Exception as error:
@@ -338,6 +340,16 @@ class _Worker:
         return f"internal error: {type(error).__name__}: {error}"
 
     def decide(self, closed: jax_internals.ClosedJaxpr) -> Result:
+        """Return the decision for a program, which is made once for equal traces."""
+        key = program_key(closed)
+        result = self._decided.get(key)
+        if result is None:
+            result = self._optimised(closed)
+            if result.finished and not result.spent:
+                self._decided.put(key, result)
+        return result
+
+    def _optimised(self, closed: jax_internals.ClosedJaxpr) -> Result:
         """Optimise a program; on an error of this library keep the original or raise, as asked."""
         from symjax_rewrite.optimizer import Result
 

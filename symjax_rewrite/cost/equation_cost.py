@@ -5,6 +5,7 @@ Loops are priced equation by equation: their gain follows from trip counts and t
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,7 +28,10 @@ def _number(size: Any) -> int:
 
 def aval_bytes(aval: Any) -> float:
     """Return the bytes of a value."""
-    return aval_size(aval) * itemsize(str(getattr(aval, "dtype", "float32")))
+    return aval_size(aval) * itemsize(_dtype_name(getattr(aval, "dtype", "float32")))
+
+
+_dtype_name = functools.cache(str)
 
 
 def shape_of(atom: Any) -> tuple[Any, ...]:
@@ -48,10 +52,9 @@ def equation_seconds(
     repetition; others are read once. summed: True if only the sum of all its results is written.
     """
     name = eqn.primitive.name
-    out = eqn.outvars[0].aval if eqn.outvars else None
-    dtype = str(getattr(out, "dtype", "float32"))
     made = sum(aval_size(v.aval) for v in eqn.outvars) * times
     if name in ("dot_general", "conv_general_dilated"):
+        dtype = str(getattr(eqn.outvars[0].aval, "dtype", "float32"))
         moved = made * itemsize(dtype) / (times if summed else 1)
         for k, v in enumerate(eqn.invars):
             moved += aval_bytes(v.aval) * (times if k in moving else 1)

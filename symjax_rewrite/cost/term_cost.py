@@ -173,7 +173,6 @@ class CostModel:
         facts = {cls: self.facts_of(g, cls, choice[cls]) for cls in order}
         given = set() if free is None else set(filter(free, order))
         written = self.written(facts, roots, given)
-        d = self.device
         flops = elementwise = moved = seconds = largest = 0.0
         launches = 0
         for cls, f in facts.items():
@@ -182,18 +181,30 @@ class CostModel:
             largest = max(largest, f.bytes)
             if f.is_free or cls in given:
                 continue
-            read, work = self._tree(facts, cls, written, given)
-            kernel_bytes = f.bytes + read
+            kernel_bytes, work = self._kernel(facts, cls, written, given)
             if f.flops is None:
                 elementwise += work
-                time = max(work / d.elementwise_per_s, kernel_bytes / d.bytes_per_s)
             else:
                 flops += f.flops
-                time = max(f.flops / f.peak, kernel_bytes / d.bytes_per_s)
             launches += 1
             moved += kernel_bytes
-            seconds += time + d.launch_s
+            seconds += self._seconds(f, kernel_bytes, work)
         return Cost(flops, elementwise, moved, launches, seconds, largest)
+
+    def kernel_seconds(
+        self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
+    ) -> float:
+        """Return the seconds of the kernel that writes a class.
+
+        facts: of every class. written: the classes written to memory. given: those known before.
+        """
+        return self._seconds(facts[root], *self._kernel(facts, root, written, given))
+
+    def _seconds(self, f: Facts, kernel_bytes: float, work: float) -> float:
+        """Return the seconds of a kernel by the facts of the class that it writes."""
+        d = self.device
+        least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak
+        return max(least, kernel_bytes / d.bytes_per_s) + d.launch_s
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
@@ -237,10 +248,10 @@ class CostModel:
         return written
 
     @staticmethod
-    def _tree(
+    def _kernel(
         facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float]:
-        """Return the bytes read and elementwise work of the kernel that writes `root`."""
+        """Return the bytes moved and the elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
         work = 0.0
         stack = [root]  # an unwritten class has one reader, so this is a tree
@@ -257,7 +268,7 @@ class CostModel:
                     read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
-        return sum(read.values()), work
+        return facts[root].bytes + sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

@@ -69,10 +69,10 @@ def _kind(degree: Degree) -> int:
     return degree.kind
 
 
-def describe(loop: Loop) -> str:
-    """Return one line on how the carries of a loop depend on themselves."""
+def describe(loop: Loop, groups: list[Group] | None = None) -> str:
+    """Return one line on how the carries of a loop, in groups, depend on themselves."""
     parts = []
-    for group in groups_of(loop):
+    for group in groups_of(loop) if groups is None else groups:
         avals = [loop.body.avals[loop.carries[k].inner] for k in group.carries]
         kind = group.degree.kind
         name = NAMES.get(kind, f"not affine: {group.degree.why}" if kind == OTHER else "given")

@@ -123,14 +123,14 @@ class _Plan:
 
     def find_after(self) -> None:
         """Find the products with fixed weights that only stacked results depend on."""
-        needed = live(self.equations, [c.out for c in self.loop.carries])
+        stays, ys = self._read_by_carries(), set(numbers(self.loop.ys))
         moved: list[Equation] = []
         for e in self.equations:
             if e.name not in STACKABLE or not self._is_at(e, 2) or not self._has_weights(e):
                 continue
-            tail = dependents(self.equations, (), [*moved, e])
-            if any(not _steppable(u) or not needed.isdisjoint(u.outvals) for u in tail):
+            if not stays.isdisjoint(e.outvals):
                 continue
+            tail = dependents(self.equations, (), {*moved, e})
             made = {v for u in tail for v in u.outvals}
             ready = made | self.given | {*numbers(self.loop.ys)}
             reads = {v for u in tail for v in numbers(u.invals)} - ready
@@ -141,12 +141,21 @@ class _Plan:
                 moved = tail
         self.motion.after = moved
 
+    def _read_by_carries(self) -> set[int]:
+        """Return the values that a carry, or an equation that cannot leave the loop, depends on."""
+        stays = live(self.equations, [c.out for c in self.loop.carries])
+        for e in reversed(self.equations):
+            if not _steppable(e) or not stays.isdisjoint(e.outvals):
+                stays.update(e.outvals, numbers(e.invals))
+        return stays
+
     def keep_small_gains(self) -> None:
         """Keep moved products in the loop if they save too little of its time."""
-        if any(self.level[v] == 1 for v in self.leaves):
+        moved = (*self.motion.before, *self.motion.after)
+        if not moved or any(self.level[v] == 1 for v in self.leaves):
             return
         saved = 0.0
-        for e in (*self.motion.before, *self.motion.after):
+        for e in moved:
             if e.name in STACKABLE:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])

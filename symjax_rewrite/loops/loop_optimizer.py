@@ -254,8 +254,7 @@ class LoopSearch:
         if kernel is not None:
             yield _routed(e.eqn, loop, kernel, why)
             return
-        before_s = moved_seconds(loop, Motion(), self.device)
-        also = [FUSION] if saved else []
+        written, also = loop, [FUSION] if saved else []
         cut = self._cut(loop) if self.reorders else None
         if cut is not None:
             (loop, motion), also = cut, [*also, PARTS]
@@ -264,6 +263,7 @@ class LoopSearch:
             yield from (refused(r, e.eqn, name="loop") for r in dict.fromkeys(motion.refused))
             if motion.any and not saved:
                 loop, motion = self._best_order(e, loop, motion)
+        before_s = moved_seconds(written, Motion(), self.device) if motion.any else 0.0
         if PACKING in self.passes and _pack(loop, motion, self.device):
             also.append(PACKING)
         reasons, part = [why] if why else [], loop_part(loop, motion, e.eqn)

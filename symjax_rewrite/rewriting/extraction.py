@@ -17,10 +17,10 @@ import jax
 
 from symjax_rewrite.cost.margins import worthwhile
 from symjax_rewrite.cost.term_cost import Cost, CostModel, reachable
-from symjax_rewrite.ir.dataflow import CycleError
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, INVERSE, LEAF, Node
+from symjax_rewrite.rewriting.choice_cost import ChoiceCost
 
 Choice = dict[int, Node]
 
@@ -58,10 +58,9 @@ def extract(
     if g.count == len(original) and not g.unions:
         return Extraction(before, before, original, False, "no other form was found")
     search = _Search(g, roots, model, free)
-    start = {**search.greedy, **original}
-    if search.seconds(search.greedy) < search.seconds(start):
-        start = search.greedy
-    choice = search.simplify(search.climb(start), original)
+    greedy, start = map(search.priced, (search.greedy, {**search.greedy, **original}))
+    best = search.climb(greedy if greedy.seconds < start.seconds else start)
+    choice = _simplified(best, original)
     after = model.evaluate(g, choice, roots, free)
     taken, reason = worthwhile(before, after, model.device, any(map(free, choice)))
     return Extraction(before, after, choice, taken, reason)
@@ -131,57 +130,51 @@ class _Search:
         self.greedy = _greedy(g, model, free, self.options)
         self.evaluations, self.most = 0, model.device.search.evaluations
 
-    def seconds(self, choice: Choice) -> float:
+    def priced(self, choice: Choice) -> ChoiceCost:
+        """Return the price of a choice."""
         self.evaluations += 1
-        try:
-            cost = self.model.evaluate(self.g, choice, self.roots, self.free)
-        except (CycleError, KeyError):
-            return math.inf
-        return cost.seconds
+        return ChoiceCost(self.g, self.roots, self.model, self.free, choice)
 
-    def climb(self, choice: Choice) -> Choice:
+    def climb(self, now: ChoiceCost) -> ChoiceCost:
         """Apply moves until no move improves the cost."""
-        now = self.seconds(choice)
         tried: set[tuple[tuple[int, int], ...]] = set()  # moves from the present choice
         improved = True
         while improved and self.evaluations < self.most:
             improved = False
-            for move in self._moves(choice):
+            for move in self._moves(now):
                 key = tuple([(cls, id(node)) for cls, node in move.items()])
                 if key in tried:
                     continue
                 tried.add(key)
-                trial = {**choice, **move}
-                then = self.seconds(trial)
-                if then < now * (1 - 1e-6):
-                    choice, now, improved = trial, then, True
+                self.evaluations += 1
+                if now.after(move) < now.seconds * (1 - 1e-6):
+                    now, improved = now.moved(move), True
                     tried.clear()
                 if self.evaluations >= self.most:
                     break
-        return choice
+        return now
 
-    def _moves(self, choice: Choice) -> list[dict[int, Node]]:
-        moves: list[dict[int, Node]] = []
-        groups: dict[int, dict[int, Node]] = {}
-        for cls in reachable(choice, self.roots, self.free):
+    def _moves(self, now: ChoiceCost) -> list[Choice]:
+        moves: list[Choice] = []
+        groups: dict[int, Choice] = {}
+        for cls in now.order:
             for node in self.options[cls]:
-                if node is not choice[cls]:
+                if node is not now.choice[cls]:
                     moves.append({cls: node})
                     for arg in {a.cls for a in node.args}:
                         groups.setdefault(arg, {}).setdefault(cls, node)
         return moves + [m for m in groups.values() if len(m) > 1]
 
-    def simplify(self, choice: Choice, original: Choice) -> Choice:
-        """Restore the written node wherever the change saves nothing."""
-        now = self.seconds(choice)
-        for cls in reachable(choice, self.roots, self.free):
-            node = original.get(cls)
-            if node is None or node == choice[cls]:
-                continue
-            then = self.seconds({**choice, cls: node})
-            if then <= now * (1 + 1e-9):
-                choice, now = {**choice, cls: node}, then
-        return choice
+
+def _simplified(now: ChoiceCost, original: Choice) -> Choice:
+    """Restore the written node wherever the change saves nothing."""
+    for cls in now.order:
+        node = original.get(cls)
+        if node is None or node == now.choice[cls]:
+            continue
+        if now.after({cls: node}) <= now.seconds * (1 + 1e-9):
+            now = now.moved({cls: node})
+    return dict(now.choice)
 
 
 def changed_classes(g: EGraph, choice: Choice, roots: tuple[int, ...]) -> list[int]:

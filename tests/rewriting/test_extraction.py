@@ -1,9 +1,14 @@
 """Forms that count fewer operations and take longer are not chosen."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 from symjax_rewrite import sym_optimize
+from symjax_rewrite.ir.dataflow import CycleError
+from symjax_rewrite.rewriting.choice_cost import ChoiceCost
 
 
 def test_forces_of_all_pairs_stay_a_fused_loop():
@@ -17,3 +22,41 @@ def test_forces_of_all_pairs_stay_a_fused_loop():
     forces = sym_optimize(jax.grad(potential), kernels="off")
     report = forces.explain(jnp.ones((256, 3)), jnp.ones(256))
     assert "dot_general" not in str(report.after.jaxpr)
+
+
+def test_a_move_is_priced_like_the_moved_choice(monkeypatch):
+    """The price of every move that the search tries equals that of the whole moved choice."""
+    after, moves = ChoiceCost.after, []
+
+    def checked(self, move):
+        moves.append((after(self, move), self.moved(move).seconds))
+        return moves[-1][0]
+
+    def written(self):
+        try:
+            whole = self.model.evaluate(self.g, self.choice, self.roots, self.free).seconds
+        except (CycleError, KeyError):
+            whole = math.inf
+        assert self.seconds == pytest.approx(whole, rel=1e-12)
+
+    made = ChoiceCost.__init__
+    monkeypatch.setattr(ChoiceCost, "after", checked)
+    monkeypatch.setattr(
+        ChoiceCost, "__init__", lambda self, *args: (made(self, *args), written(self))[0]
+    )
+
+    def gates(x, w, a, b, s):
+        y = x @ (w + a @ b) * s + x @ w
+        return jax.nn.softmax(y * 2 + y) @ w, jnp.sum((x - y) ** 2, axis=-1), y[:, :5] * s[:5]
+
+    def total(*arrays):
+        return sum(map(jnp.sum, gates(*arrays)))
+
+    shapes = ((32, 64), (64, 64), (64, 4), (4, 64), (64,))
+    args = [jnp.ones(s) for s in shapes]
+    for fun in (gates, jax.grad(total, argnums=(0, 1, 2))):
+        sym_optimize(fun).explain(*args)
+    sym_optimize(gates, frozen=("w", "a", "s")).prepare(w=args[1], a=args[2], s=args[4])
+    assert len(moves) > 50
+    for got, wanted in moves:
+        assert got == pytest.approx(wanted, rel=1e-12)

@@ -39,7 +39,15 @@ from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref,
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
-from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, describe, groups_of, is_zero
+from symjax_rewrite.loops.carry_dependence import (
+    DIAGONAL,
+    NAMES,
+    SUM,
+    Group,
+    describe,
+    groups_of,
+    is_zero,
+)
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
@@ -128,17 +136,19 @@ class ScanKernel:
         return lax.reshape(last, avals[carry.inner].shape)
 
 
-def route_loop(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
+def route_loop(
+    loop: Loop, groups: list[Group], kernels: str, device: Device
+) -> tuple[LoopParts | None, str]:
     """Return a scan kernel for a loop, or the reason there is none.
 
-    loop: a clean loop of a known number of steps.
+    loop: a clean loop of a known number of steps. groups: of its carries.
     kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
     """
-    moves = describe(loop)
-    matrices, why = matrices_of(loop, kernels, device)
+    moves = describe(loop, groups)
+    matrices, why = matrices_of(loop, groups, kernels, device)
     if matrices is not None:
         return matrices, f"{moves}; {why}"
-    if kernels == "off" or not all(g.degree.kind in NAMES for g in groups_of(loop)):
+    if kernels == "off" or not all(g.degree.kind in NAMES for g in groups):
         return None, moves
     kernel, reason = scan_of(loop, kernels, device)
     also = f" ({why})" if why and kernel is None else ""
@@ -201,7 +211,7 @@ def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[Loop
 
     Index terms carry no custom derivative rules, so a body that has any is refused.
     """
-    matrices, why = matrices_of(loop, kernels, device, gradient=True)
+    matrices, why = matrices_of(loop, groups_of(loop), kernels, device, gradient=True)
     remakes = device.scans.remakes_states
     if matrices is not None or not remakes or kernels not in ("auto", "always", "xla"):
         return matrices, why

@@ -23,7 +23,6 @@ from symjax_rewrite.loops.carry_dependence import (
     Group,
     dependencies,
     describe,
-    groups_of,
 )
 from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop import Loop, Source
@@ -32,12 +31,13 @@ MAX_PARTS = 8
 EARLY = -1  # the part of values that depend on no carry
 
 
-def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[LoopParts | None, str]:
+def split_loop(
+    loop: Loop, groups: list[Group], kernels: str, device: Device, why: str
+) -> tuple[LoopParts | None, str]:
     """Partition a loop of several carries, of which some run as kernels.
 
-    loop, kernels: as for `route_loop`. why: the reason the whole loop is no kernel.
+    loop, groups, kernels: as for `route_loop`. why: the reason the whole loop is no kernel.
     """
-    groups = groups_of(loop)
     affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
     if kernels == "off" or len(groups) < 2 or not affine:
         return None, why
@@ -57,7 +57,10 @@ def split_loop(loop: Loop, kernels: str, device: Device, why: str) -> tuple[Loop
                 else:
                     reasons.append(reason)
         if not refused:
-            return route, f"{describe(loop)}; affine carries run apart: {'; '.join(reasons)}"
+            return (
+                route,
+                f"{describe(loop, groups)}; affine carries run apart: {'; '.join(reasons)}",
+            )
         scans -= refused
     return None, why
 

@@ -218,7 +218,7 @@ def value_of(t: TermGraph, cls: int) -> int | None:
 
 
 def matrices_of(
-    loop: Loop, kernels: str, device: Device, gradient: bool = False
+    loop: Loop, groups: list[Group], kernels: str, device: Device, gradient: bool = False
 ) -> tuple[LoopParts | None, str]:
     """Find a route of chunked matmuls for a loop with matrix states, where it is faster.
 
@@ -228,7 +228,7 @@ def matrices_of(
     if kernels not in ("auto", "always", "xla"):
         return None, ""
     try:
-        route = matrix_route(loop, device.loops.growth)
+        route = matrix_route(loop, groups, device.loops.growth)
     except NotAMatrixError:
         return None, ""
     if kernels != "auto":
@@ -248,11 +248,11 @@ def matrices_of(
     return replace(route, seconds=(before, after)), predicted
 
 
-def matrix_route(loop: Loop, growth: float) -> LoopParts:
+def matrix_route(loop: Loop, groups: list[Group], growth: float) -> LoopParts:
     """Partition a loop into parts of which some are matrix states.
 
-    growth: limit on the bytes written for all steps, as a multiple of the loop's operands and
-    results.
+    groups: of the loop's carries. growth: limit on the bytes written for all steps, as a multiple
+    of the loop's operands and results.
 
     Raises:
         NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the others.
@@ -260,7 +260,7 @@ def matrix_route(loop: Loop, growth: float) -> LoopParts:
     body = loop.body
     if any(e.eqn.effects for e in body.equations):
         raise NotAMatrixError("it has effects")
-    candidates = [g.carries[0] for g in groups_of(loop) if _may_be_matrix(loop, g)]
+    candidates = [g.carries[0] for g in groups if _may_be_matrix(loop, g)]
     if not candidates:
         raise NotAMatrixError("no states are matrices")
     t = terms_of(loop)

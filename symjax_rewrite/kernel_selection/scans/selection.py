@@ -7,6 +7,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.kernel_selection.scans.affine_scan import route_differentiated, route_loop
 from symjax_rewrite.kernel_selection.scans.carry_partition import split_loop
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
+from symjax_rewrite.loops.carry_dependence import groups_of
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.options import Options
 
@@ -20,5 +21,6 @@ def loop_kernel(
         return None, "several devices: XLA might gather a scan's operands"
     if gradient:
         return route_differentiated(loop, kernels, device)
-    route, why = route_loop(loop, kernels, device)
-    return (route, why) if route is not None else split_loop(loop, kernels, device, why)
+    groups = groups_of(loop)
+    route, why = route_loop(loop, groups, kernels, device)
+    return (route, why) if route is not None else split_loop(loop, groups, kernels, device, why)

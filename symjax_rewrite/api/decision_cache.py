@@ -1,0 +1,122 @@
+"""A bounded cache of decisions, so that a program that is traced again is not optimised again.
+
+`explain` and a call trace the same function separately, and so does every transformation of it.
+Two traces have equal keys if they have the same equations with the same constants (by identity),
+in the same order, from the same source lines, under the same settings of JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.jax_internals import ClosedJaxpr, Jaxpr
+
+MOST_PROGRAMS = 8  # of one function; a decision holds its programs
+MOST_BYTES = 1 << 26  # of the constants of a program that is kept: the cache must not hold weights
+_PLAIN = (str, int, bool, bytes, type(None), type, np.dtype)
+
+
+class DecisionCache:
+    """The last decisions for the programs of one function, the oldest first."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable | None) -> Any:
+        """Return the decision for a key, or None."""
+        found = None if key is None else self._found.pop(key, None)
+        if found is not None:
+            self._found[key] = found
+        return found
+
+    def put(self, key: Hashable | None, decision: Any) -> None:
+        """Keep a decision in place of the one that was not asked for the longest."""
+        if key is None:
+            return
+        self._found[key] = decision
+        while len(self._found) > MOST_PROGRAMS:
+            self._found.pop(next(iter(self._found)), None)
+
+
+class _Same:
+    """An object that equals itself alone; it is kept, so that no other has its identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+def program_key(closed: ClosedJaxpr) -> Hashable | None:
+    """Return a key that is equal for equal traces of a program; None if it must not be kept."""
+    if jax_internals.checks_leaks() or any(map(jax_internals.is_tracer, closed.consts)):
+        return None
+    if sum(getattr(x, "nbytes", 0) for x in closed.consts) > MOST_BYTES:
+        return None
+    key = (jax_internals.trace_settings(), _KeyBuilder().closed(closed))
+    try:
+        hash(key)
+    except TypeError:  # a parameter of an equation without a hash
+        return None
+    return key
+
+
+class _KeyBuilder:
+    """Builds the key of one program; a jaxpr that occurs again is read as its number."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, int] = {}  # by id
+
+    def closed(self, closed: ClosedJaxpr) -> Hashable:
+        return (self.jaxpr(closed.jaxpr), *map(_Same, closed.consts))
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Hashable:
+        """Return the equations with variables by number, and their source lines."""
+        first = len(self.seen)
+        if (place := self.seen.setdefault(id(jaxpr), first)) != first:
+            return place
+        number = {v: n for n, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+
+        def atom(v: Any) -> Hashable:
+            return (v.aval, self.value(v.val)) if jax_internals.is_literal(v) else number[v]
+
+        rows: list[Hashable] = [*[v.aval for v in number], len(jaxpr.constvars)]
+        for e in jaxpr.eqns:
+            reads = tuple([atom(v) for v in e.invars])
+            for v in e.outvars:
+                number[v] = len(number)
+            made = tuple([v.aval for v in e.outvars])
+            params = tuple([(name, self.value(x)) for name, x in e.params.items()])
+            where = (e.ctx, jax_internals.source_key(e))
+            rows.append((e.primitive, reads, made, params, frozenset(e.effects), where))
+        return (*rows, tuple([atom(v) for v in jaxpr.outvars]))
+
+    def value(self, x: Any) -> Hashable:
+        """Return a key of a literal or parameter: numbers bit by bit, arrays by identity."""
+        kind = type(x)
+        if kind in _PLAIN:
+            return kind, x
+        if kind in (tuple, list):
+            return kind, *[self.value(y) for y in x]
+        if isinstance(x, ClosedJaxpr):
+            return self.closed(x)
+        if isinstance(x, Jaxpr):
+            return self.jaxpr(x)
+        if isinstance(x, (float, complex, np.generic)):
+            number = np.asarray(x)
+            return kind, number.dtype, number.tobytes()
+        if kind is dict:
+            return kind, *[(self.value(k), self.value(y)) for k, y in x.items()]
+        if hasattr(x, "dtype") and hasattr(x, "shape"):
+            return _Same(x)
+        return kind, x
