@@ -54,7 +54,7 @@ class Margins:
     """The least predicted speedup of a candidate, by its kind; and other shares."""
 
     rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
-    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.05)
+    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
