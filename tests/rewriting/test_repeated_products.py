@@ -37,3 +37,15 @@ def test_a_product_of_two_matrices_stays():
     x = jax.ShapeDtypeStruct((300, 300), jnp.float32)
     report = sym_optimize(product, device="cpu").explain(x, x)
     assert not any(r.taken for r in report.routes if r.name == "repeated_work")
+
+
+def test_a_small_predicted_gain_of_another_order_is_none():
+    def attention(q, k, v):
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / 8
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), v)
+
+    gradient = jax.grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), (0, 1, 2))
+    x = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32)
+    report = sym_optimize(gradient, device="cpu").explain(x, x, x)
+    assert not any(rule.name == "contraction_order" for rule in report.rules), report
