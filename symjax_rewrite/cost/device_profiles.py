@@ -160,6 +160,8 @@ CPU = Device(
         writes_blocks=False,
         single_rows=False,
         reads_places=True,
+        streams_products=True,
+        turned_bytes_per_s=2e9,
         block_s=40e-6,  # late interaction of 32 × 64 with 128 × 300 tokens
         short_sum=60,
     ),

@@ -61,7 +61,7 @@ class Margins:
     """The least predicted speedup of a candidate, by its kind; and other shares."""
 
     rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
-    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.05)
+    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
@@ -115,6 +115,12 @@ class FoldFacts:
     writes_blocks: bool = fact("a tile in no kernel is written between operations", True)
     single_rows: bool = quantity("yes/no", "pairs of one row are worth a fold", JUDGED, True)
     reads_places: bool = fact("sums over sparse terms read their places alone", False)
+    streams_products: bool = fact(
+        "XLA fuses a product into one elementwise chain and one reduction of it", False
+    )
+    turned_bytes_per_s: float = quantity(
+        "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
+    )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
