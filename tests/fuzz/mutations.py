@@ -346,7 +346,7 @@ MUTATIONS: dict[str, Mutation] = {
         [(sparsity, "triangle_of", _any_triangle)], (edges.constants,)
     ),
     "sums that may cancel are distributed": Mutation(
-        [(distributivity, "_is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
+        [(distributivity, "is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
     ),
     "near values are scaled before they are subtracted": Mutation(
         [
