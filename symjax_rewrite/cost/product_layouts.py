@@ -14,12 +14,14 @@ class Matrix:
     """An operand of a product in memory.
 
     free, summed: elements along the axes that the result has, and along the others. first: True if
-    the summed axes stand first.
+    the summed axes stand first. turned: True if a transpose, or a summed group of axes for which
+    XLA makes one, stands between the memory and the product.
     """
 
     free: int
     summed: int
     first: bool
+    turned: bool
 
     @property
     def elements(self) -> int:
@@ -35,12 +37,17 @@ def product_seconds(left: Matrix, right: Matrix, dtype: str, device: Device) -> 
 
 
 def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
-    """Return the seconds that a product takes longer since an operand is read across its rows."""
+    """Return the seconds that a product takes longer since an operand is read across its rows.
+
+    XLA chooses the order of a vector and a matrix itself, before it folds transposes.
+    """
     if left.summed < facts.least_sum:
         return 0.0
     if left.free == 1:
-        slow = not right.first and right.summed >= facts.long_sum
+        slow = right.turned and not right.first and right.summed >= facts.long_sum
         return right.elements * facts.across_s if slow else 0.0
+    if right.free == 1 and not left.turned:
+        return 0.0
     if not left.first:
         return 0.0
     both = left.elements if right.first or right.free == 1 else left.elements + right.elements

@@ -240,7 +240,9 @@ class ProductLayouts:
     )
     result_s: float = quantity("s/element", "a result transposed apart", ORIENTATION, 1.5e-9)
     least_sum: int = quantity("elements", "shorter sums are fast in all layouts", ORIENTATION, 64)
-    least_elements: int = quantity("elements", "smaller operands are worth nothing", JUDGED, 1 << 15)
+    least_elements: int = quantity(
+        "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""The orientation of matrix products: which operand stands left, and which axes they are summed over.
+"""The orientation of matrix products: the order of the operands, and the axes that are summed.
 
 Xᵀ y = y X, and A B = (Bᵀ Aᵀ)ᵀ. XLA folds transposes into a product and keeps its order of operands.
-On a CPU a left operand that is summed over its first axis costs 1 to 30 ns per element, and so does
-a matrix on the right of a vector that is summed over its last axis, if that axis is long. The values
-differ by the order in which a sum is rounded.
+On a CPU a left operand that is summed over its first axis then takes some time per element, and so
+does a transposed matrix on the right of a vector, if its sums are long. The values differ by the
+order in which a sum is rounded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Side:
     """An operand as it is stored: its free axes and its summed axes, each group in one piece.
 
     value: its number, before transposes. free, summed: sizes in stored order. first: True if the
-    summed axes stand first. order: numbers of the summed pairs of axes, in stored order.
+    summed axes stand first. order: numbers of the summed pairs of axes, in stored order. turned:
+    True if transposes stand between.
     """
 
     value: int
@@ -42,10 +43,13 @@ class Side:
     summed: tuple[int, ...]
     first: bool
     order: tuple[int, ...]
+    turned: bool
 
     @property
     def matrix(self) -> Matrix:
-        return Matrix(math.prod(self.free), math.prod(self.summed), self.first)
+        """Return the operand with each group of axes as one."""
+        turned = self.turned or len(self.free) + len(self.summed) > 2
+        return Matrix(math.prod(self.free), math.prod(self.summed), self.first, turned)
 
     def axes(self) -> tuple[int, ...]:
         """Return the summed axes."""
@@ -66,6 +70,11 @@ class Product:
     left: Side
     right: Side
     turned: bool
+
+    @property
+    def has_vector(self) -> bool:
+        """Return True if an operand is a vector, so that the result needs no transposition."""
+        return 1 in (self.left.matrix.free, self.right.matrix.free)
 
 
 class OrientedProducts:
@@ -113,10 +122,11 @@ def _read(
     if left is None or right is None or left.order != right.order:
         return None
     target, readers = e.outvals[0], users.get(e.outvals[0], [])
+    found = Product(e, target, left, right, False)
     turned = len(readers) == 1 and target not in outputs and _is_turn(readers[0])
-    if turned:
-        target, left, right = readers[0].outvals[0], right, left
-    return Product(e, target, left, right, turned)
+    if turned and not found.has_vector:
+        return Product(e, readers[0].outvals[0], right, left, True)
+    return found
 
 
 def _is_turn(e: Equation) -> bool:
@@ -131,14 +141,14 @@ def _side(
         return None
     shape = program.avals[v].shape
     labels = [axes.index(k) if k in axes else len(axes) + k for k in range(len(shape))]
-    found = _grouped(v, shape, labels, len(axes))
+    found, written = _grouped(v, shape, labels, len(axes)), v
     while v in makers and makers[v].name == "transpose" and isinstance(makers[v].invals[0], int):
         turn = makers[v].eqn.params["permutation"]
         v = makers[v].invals[0]
         assert isinstance(v, int)
         labels = [labels[turn.index(k)] for k in range(len(turn))]
         found = _grouped(v, program.avals[v].shape, labels, len(axes)) or found
-    return found
+    return found and replace(found, turned=found.value != written)
 
 
 def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> Side | None:
@@ -151,7 +161,7 @@ def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> S
         return None
     sizes = list(zip(shape, is_summed, strict=True))
     ours, theirs = (tuple(n for n, s in sizes if s == is_sum) for is_sum in (False, True))
-    return Side(v, ours, theirs, first and bool(ours), order)
+    return Side(v, ours, theirs, first and bool(ours), order, False)
 
 
 def _oriented(
@@ -163,11 +173,10 @@ def _oriented(
 ) -> Iterator[Candidate]:
     """Yield the other orientation of a product if it pays."""
     left, right = p.left.matrix, p.right.matrix
-    is_vector = 1 in (left.free, right.free)
     if left.free == right.free == 1 or max(left.elements, right.elements) < facts.least_elements:
         return
-    if not is_vector:
-        # A product that reads the result would fold its transpose, and constants are laid out by XLA.
+    if not p.has_vector:
+        # A product that reads the result folds its transpose, and XLA lays out constants itself.
         read_by_products = any(e.name == "dot_general" for e in users.get(p.target, ()))
         if read_by_products or not {p.left.value, p.right.value}.isdisjoint(program.consts):
             return
@@ -175,10 +184,10 @@ def _oriented(
     base = product_seconds(left, right, dtype, device)
     before = base + added_seconds(left, right, facts)
     after = base
-    if not is_vector:
+    if not p.has_vector:
         after += added_seconds(right, left, facts) + left.free * right.free * facts.result_s
     if margins.pays(before, after, "orientation", device):
-        fun = _times_vector(program, p) if is_vector else _swapped(p)
+        fun = _times_vector(program, p) if p.has_vector else _swapped(p)
         reads = (p.left.value, p.right.value)
         part = Replacement((p.target,), reads, fun, source=p.equation.eqn)
         costs = {"before": Cost(seconds=before), "after": Cost(seconds=after)}
@@ -212,13 +221,14 @@ def _times_vector(program: Program, p: Product) -> Callable[..., Any]:
     matrix, vector = (p.right, p.left) if is_right else (p.left, p.right)
     shape = program.avals[p.target].shape
     stands_left = not matrix.first
-    dot = _dot(p, (stands_left == is_right) != p.turned)
+    dot = _dot(p, stands_left == is_right)
     flat = replace(vector, free=(), first=False).axes()
 
     def run(left: Any, right: Any) -> Any:
         m, v = (right, left) if is_right else (left, right)
         v = lax.reshape(v, vector.summed)
-        made = dot(m, v, (matrix.axes(), flat)) if stands_left else dot(v, m, (flat, matrix.axes()))
+        ends = (matrix.axes(), flat)
+        made = dot(m, v, ends) if stands_left else dot(v, m, ends[::-1])
         return lax.reshape(made, shape)
 
     return run
