@@ -30,7 +30,7 @@ DTYPES = ("float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class StoredOperand:
     """An operand as it is stored: its free axes and its summed axes, each group in one piece.
 
     value: its number, before transposes. free, summed: sizes in stored order. first: True if the
@@ -58,7 +58,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class PlacedProduct:
     """A product of two operands as XLA sees it: transposes of operands and result are folded.
 
     target: the value that holds it, over the free axes of the left and of the right operand.
@@ -67,8 +67,8 @@ class Product:
 
     equation: Equation
     target: int
-    left: Side
-    right: Side
+    left: StoredOperand
+    right: StoredOperand
     turned: bool
 
     @property
@@ -105,7 +105,7 @@ def _read(
     makers: Mapping[int, Equation],
     users: Mapping[int, list[Equation]],
     outputs: set[int],
-) -> Product | None:
+) -> PlacedProduct | None:
     """Return a product without batch axes, of real operands of one dtype and of one place."""
     params = e.eqn.params
     summed, batch = params["dimension_numbers"]
@@ -122,10 +122,10 @@ def _read(
     if left is None or right is None or left.order != right.order:
         return None
     target, readers = e.outvals[0], users.get(e.outvals[0], [])
-    found = Product(e, target, left, right, False)
+    found = PlacedProduct(e, target, left, right, False)
     turned = len(readers) == 1 and target not in outputs and _is_turn(readers[0])
     if turned and not found.has_vector:
-        return Product(e, readers[0].outvals[0], right, left, True)
+        return PlacedProduct(e, readers[0].outvals[0], right, left, True)
     return found
 
 
@@ -135,7 +135,7 @@ def _is_turn(e: Equation) -> bool:
 
 def _side(
     program: Program, v: Value, axes: tuple[int, ...], makers: Mapping[int, Equation]
-) -> Side | None:
+) -> StoredOperand | None:
     """Return an operand as stored, looking through transposes that leave its axes in groups."""
     if not isinstance(v, int):
         return None
@@ -151,7 +151,7 @@ def _side(
     return found and replace(found, turned=found.value != written)
 
 
-def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> Side | None:
+def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> StoredOperand | None:
     """Return an operand whose axes have these labels: numbers of pairs, or above these if free."""
     is_summed = [i < pairs for i in labels]
     order = tuple(i for i in labels if i < pairs)
@@ -161,12 +161,12 @@ def _grouped(v: int, shape: tuple[int, ...], labels: list[int], pairs: int) -> S
         return None
     sizes = list(zip(shape, is_summed, strict=True))
     ours, theirs = (tuple(n for n, s in sizes if s == is_sum) for is_sum in (False, True))
-    return Side(v, ours, theirs, first and bool(ours), order, False)
+    return StoredOperand(v, ours, theirs, first and bool(ours), order, False)
 
 
 def _oriented(
     program: Program,
-    p: Product,
+    p: PlacedProduct,
     users: Mapping[int, list[Equation]],
     facts: ProductLayouts,
     device: Device,
@@ -190,15 +190,19 @@ def _oriented(
         fun = _times_vector(program, p) if p.has_vector else _swapped(p)
         reads = (p.left.value, p.right.value)
         part = Replacement((p.target,), reads, fun, source=p.equation.eqn)
-        costs = {"before": Cost(seconds=before), "after": Cost(seconds=after)}
-        rules = ((ORIENTATION, LOCALITY),)
-        where = p.equation.where()
         yield Candidate(
-            ORIENTATION, (part,), where, rules=rules, key=ORIENTATION, share=True, **costs
+            ORIENTATION,
+            (part,),
+            p.equation.where(),
+            rules=((ORIENTATION, LOCALITY),),
+            before=Cost(seconds=before),
+            after=Cost(seconds=after),
+            key=ORIENTATION,
+            share=True,
         )
 
 
-def _dot(p: Product, was_right: bool) -> Callable[..., Any]:
+def _dot(p: PlacedProduct, was_right: bool) -> Callable[..., Any]:
     """Return the product with the precision and dtype as written.
 
     was_right: True if its left operand is the right one of the equation.
@@ -215,7 +219,7 @@ def _dot(p: Product, was_right: bool) -> Callable[..., Any]:
     return dot
 
 
-def _times_vector(program: Program, p: Product) -> Callable[..., Any]:
+def _times_vector(program: Program, p: PlacedProduct) -> Callable[..., Any]:
     """Return M v, or v M if the summed axes of M stand first, from the two operands."""
     is_right = p.left.matrix.free == 1  # the matrix
     matrix, vector = (p.right, p.left) if is_right else (p.left, p.right)
@@ -234,7 +238,7 @@ def _times_vector(program: Program, p: Product) -> Callable[..., Any]:
     return run
 
 
-def _swapped(p: Product) -> Callable[..., Any]:
+def _swapped(p: PlacedProduct) -> Callable[..., Any]:
     """Return (Bᵀ Aᵀ)ᵀ; the barrier prevents XLA from folding the transposition into the product."""
     dot, count = _dot(p, not p.turned), len(p.right.free)
 

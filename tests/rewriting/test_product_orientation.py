@@ -11,6 +11,7 @@ from jax import lax
 from symjax_rewrite import packs, sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.product_layouts import Matrix, added_seconds
+from symjax_rewrite.jax_internals import eval_jaxpr
 
 NAME = "orientation"
 LAYOUTS = CPU.layouts
@@ -175,7 +176,10 @@ def test_it_can_be_switched_off(options: dict[str, Any]) -> None:
 def test_what_was_turned_stays(name: str) -> None:
     fun, *args = FIRES[name]
     closed = sym_optimize(fun, device="cpu").explain(*args).after.jaxpr
-    run = lambda *args: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+
+    def run(*args: Any) -> Any:
+        return eval_jaxpr(closed, *args)
+
     rules = sym_optimize(run, device="cpu").explain(*args).rules
     assert NAME not in [r.name for r in rules]
 
