@@ -52,3 +52,8 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
         return 0.0
     both = left.elements if right.first or right.free == 1 else left.elements + right.elements
     return both * facts.across_s
+
+
+def copy_seconds(count: float, device: Device) -> float:
+    """Return the seconds of writing a copy of so many bytes."""
+    return count / device.bytes_per_s + device.launch_s

@@ -24,6 +24,7 @@ from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
+from symjax_rewrite.rewriting.grouped_heads import ungrouped
 from symjax_rewrite.rewriting.rule import LOCALITY, ORIENTATION
 
 DTYPES = ("float32", "float64")
@@ -94,9 +95,50 @@ class OrientedProducts:
         makers, users = makers_of(program.equations), users_of(program.equations)
         outputs = set(numbers(program.outputs))
         for e in products:
+            if not _is_plain(e):
+                continue
+            if e.eqn.params["dimension_numbers"][1][0]:
+                yield from _without_copies(program, e, makers, context.device)
+                continue
             found = _read(program, e, makers, users, outputs)
             if found is not None:
                 yield from _oriented(program, found, users, facts, context.device)
+
+
+def _is_plain(e: Equation) -> bool:
+    """Return True for sums of products of one real dtype, of static sizes and in one place."""
+    params = e.eqn.params
+    avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
+    shardings = (params.get("out_sharding"), *[getattr(a, "sharding", None) for a in avals])
+    return (
+        bool(params["dimension_numbers"][0][0])
+        and avals[0].dtype in DTYPES
+        and all(a.dtype == avals[0].dtype for a in avals)
+        and all(isinstance(n, int) for a in avals for n in a.shape)
+        and not any(map(jax_internals.constrains, shardings))
+    )
+
+
+def _without_copies(
+    program: Program, e: Equation, makers: Mapping[int, Equation], device: Device
+) -> Iterator[Candidate]:
+    """Yield a batched product that does not copy its repeated operand, if that pays."""
+    found = ungrouped(program, e, makers, device)
+    if found is not None and margins.pays(*found[1:], "orientation", device):
+        yield _candidate(e, *found)
+
+
+def _candidate(e: Equation, part: Replacement, before: float, after: float) -> Candidate:
+    return Candidate(
+        ORIENTATION,
+        (part,),
+        e.where(),
+        rules=((ORIENTATION, LOCALITY),),
+        before=Cost(seconds=before),
+        after=Cost(seconds=after),
+        key=ORIENTATION,
+        share=True,
+    )
 
 
 def _read(
@@ -106,17 +148,8 @@ def _read(
     users: Mapping[int, list[Equation]],
     outputs: set[int],
 ) -> PlacedProduct | None:
-    """Return a product without batch axes, of real operands of one dtype and of one place."""
-    params = e.eqn.params
-    summed, batch = params["dimension_numbers"]
-    avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
-    shardings = (params.get("out_sharding"), *[getattr(a, "sharding", None) for a in avals])
-    if batch[0] or not summed[0] or any(map(jax_internals.constrains, shardings)):
-        return None
-    if avals[0].dtype not in DTYPES or any(a.dtype != avals[0].dtype for a in avals):
-        return None
-    if not all(isinstance(n, int) for a in avals for n in a.shape):
-        return None
+    """Return a product without batch axes, or None if the axes of an operand stand in no groups."""
+    summed, _ = e.eqn.params["dimension_numbers"]
     pairs = zip(e.invals, summed, strict=True)
     left, right = (_side(program, v, tuple(axes), makers) for v, axes in pairs)
     if left is None or right is None or left.order != right.order:
@@ -190,16 +223,7 @@ def _oriented(
         fun = _times_vector(program, p) if p.has_vector else _swapped(p)
         reads = (p.left.value, p.right.value)
         part = Replacement((p.target,), reads, fun, source=p.equation.eqn)
-        yield Candidate(
-            ORIENTATION,
-            (part,),
-            p.equation.where(),
-            rules=((ORIENTATION, LOCALITY),),
-            before=Cost(seconds=before),
-            after=Cost(seconds=after),
-            key=ORIENTATION,
-            share=True,
-        )
+        yield _candidate(p.equation, part, before, after)
 
 
 def _dot(p: PlacedProduct, was_right: bool) -> Callable[..., Any]:

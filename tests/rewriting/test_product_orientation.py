@@ -85,6 +85,38 @@ FIRES = {
         W,
     ),
 }
+QUERIES, KEYS = array(2, 8, 16, 32), array(2, 2, 1000, 32)
+GROUPED = {
+    "scores": (
+        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)),
+        QUERIES,
+        KEYS,
+    ),
+    "one query": (
+        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)),
+        QUERIES[:, :, :1],
+        KEYS,
+    ),
+    "heads after tokens": (
+        lambda q, k: jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 4, 2)),
+        array(2, 16, 8, 32),
+        array(2, 1000, 2, 32),
+    ),
+    "values": (
+        lambda p, v: p @ jnp.repeat(v, 4, 1),
+        array(2, 8, 16, 1000),
+        KEYS,
+    ),
+}
+NOT_GROUPED = {
+    "tiled": (lambda q, k: q @ jnp.tile(k, (1, 4, 1, 1)), array(2, 8, 16, 1000), KEYS),
+    "repeated along the sum": (
+        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 2, 3)),
+        array(2, 2, 16, 64),
+        KEYS,
+    ),
+    "not repeated": (lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, k), QUERIES[:, :2], KEYS),
+}
 STAYS = {
     "rows in order": (lambda x, w: x @ w, X, W),
     "vector first": (lambda x, y: y @ x, X, Y),
@@ -129,6 +161,18 @@ def test_turns(name: str) -> None:
 @pytest.mark.parametrize("name", STAYS)
 def test_stays(name: str) -> None:
     assert turned(*STAYS[name]) == 0
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_copies_of_groups_are_not_made(name: str) -> None:
+    assert turned(*GROUPED[name]) == 1
+    closed = sym_optimize(GROUPED[name][0], device="cpu").explain(*GROUPED[name][1:]).after.jaxpr
+    assert "broadcast_in_dim" not in [e.primitive.name for e in closed.jaxpr.eqns]
+
+
+@pytest.mark.parametrize("name", NOT_GROUPED)
+def test_other_batches_stay(name: str) -> None:
+    assert turned(*NOT_GROUPED[name]) == 0
 
 
 def test_a_transpose_read_by_others_stays_for_them() -> None:
