@@ -172,6 +172,33 @@ def algebra() -> dict[str, Program]:
     }
 
 
+def scores(q, k):
+    return jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, q.shape[1] // k.shape[1], 1))
+
+
+def grouped_attention(q, k, v):
+    p = jax.nn.softmax(scores(q, k) / np.sqrt(q.shape[-1]), -1)
+    return p @ jnp.repeat(v, q.shape[1] // v.shape[1], 1)
+
+
+def grouped_heads() -> dict[str, Program]:
+    """Products whose heads are repeated in groups."""
+    found: dict[str, Program] = {}
+    for b, h, g, t, s, d in (
+        (2, 4, 4, 256, 256, 64),
+        (2, 4, 4, 1, 4096, 64),
+        (1, 2, 8, 32, 1024, 32),
+    ):
+        q, k = array(b, h * g, t, d), array(b, h, s, d)
+        found[f"scores, {h} × {g} heads, {t} × {s}"] = scores, (q, k)
+        found[f"values, {h} × {g} heads, {t} × {s}"] = (
+            lambda p, v: p @ jnp.repeat(v, p.shape[1] // v.shape[1], 1),
+            (array(b, h * g, t, s), k),
+        )
+        found[f"attention, {h} × {g} heads, {t} × {s}"] = grouped_attention, (q, k, k + 1)
+    return found
+
+
 def programs() -> dict[str, Program]:
     """Every program with its arguments."""
-    return regressions() | models() | algebra()
+    return regressions() | models() | algebra() | grouped_heads()
