@@ -15,7 +15,7 @@ from jax import lax
 
 from symjax_rewrite.candidates import Replacement
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds, shape_of
 from symjax_rewrite.cost.product_layouts import copy_seconds
 from symjax_rewrite.ir.flat_program import Equation, Program
 
@@ -46,7 +46,7 @@ def repeated(program: Program, v: object, makers: Mapping[int, Equation]) -> Rep
     j = new[0]
     same = program.avals[x].shape == (*shape[:j], *shape[j + 1 :]) and list(kept) == sorted(kept)
     whole = (*shape[: j - 1], shape[j - 1] * shape[j], *shape[j + 1 :])
-    if not same or merged.eqn.outvars[0].aval.shape != whole:
+    if not same or shape_of(merged.eqn.outvars[0]) != whole:
         return None
     return Repeated(x, j - 1, shape[j])
 
