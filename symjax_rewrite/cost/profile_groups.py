@@ -24,6 +24,7 @@ SLOW_MAPS = frozenset(
     "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
     "lgamma div reciprocal atan2 erf_inv".split()
 )
+ORIENTATION = "experiments/orientation/run.py"
 
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
@@ -52,7 +53,7 @@ def group(meaning: str, default: Any = MISSING) -> Any:
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "measured", "told",
+    "order", "orientation", "measured", "told",
 ]  # fmt: skip
 
 
@@ -77,6 +78,7 @@ class Margins:
     )
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
+    orientation: float = quantity("1", "a product with its operands swapped", ORIENTATION, 1.15)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
@@ -232,6 +234,27 @@ class BandedBlocks:
     least_rows: int = quantity("rows", "of a block", JUDGED, 32)
     copied_bytes_per_s: float = quantity(
         "bytes/s", "operands cut, and results joined", NO_SCRIPT, 4.4e9
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductLayouts:
+    """Matrix products in float32 and float64, by the layouts of their operands.
+
+    Seconds are of both cores, at the lower end of what was measured.
+    """
+
+    long_sum: int = quantity(
+        "elements", "a vector times a matrix stored transposed is slow from this sum on",
+        ORIENTATION,
+    )  # fmt: skip
+    across_s: float = quantity(
+        "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.25e-9
+    )
+    result_s: float = quantity("s/element", "a result transposed apart", ORIENTATION, 1.5e-9)
+    least_sum: int = quantity("elements", "shorter sums are fast in all layouts", ORIENTATION, 64)
+    least_elements: int = quantity(
+        "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
 
 
