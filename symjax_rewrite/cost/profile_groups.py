@@ -17,6 +17,7 @@ NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
+ORIENTATION = "experiments/orientation/run.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
 # Elementwise functions that devices compute as polynomials or step by step.
@@ -24,7 +25,6 @@ SLOW_MAPS = frozenset(
     "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
     "lgamma div reciprocal atan2 erf_inv".split()
 )
-ORIENTATION = "experiments/orientation/run.py"
 
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
