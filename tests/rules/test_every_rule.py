@@ -187,7 +187,7 @@ def test_a_lemma_of_a_product_matches_from_either_end(name, shapes):
     f, *sizes = CHAINS[name]
     args = [normal(*s, seed=k) for k, s in enumerate(sizes)]
     g = sym_optimize(f, rules=[_chain_lemma(shapes)])
-    assert [r.name for r in g.explain(*args).rules] == ["chain"]
+    assert "chain" in [r.name for r in g.explain(*args).rules]
     assert_equivalent(g, f, *args)
 
 
