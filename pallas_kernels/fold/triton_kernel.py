@@ -37,7 +37,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
-from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, indices, load, store
 
 Array = Any
@@ -294,7 +294,7 @@ class Kernel:
             for k in sorted(needed - set(loaded)):
                 loaded[k] = self.read(inputs[k], k, at)
             values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
-            made = keeping_nan(spec.tile.fun)(dots, values, i, j)
+            made = for_triton(spec.tile.fun)(dots, values, i, j)
             made = made if isinstance(made, (tuple, list)) else (made,)
             shape = (blocks.rows, blocks.cols)
             made = [jnp.broadcast_to(t, shape) for t in made]
@@ -378,7 +378,12 @@ def _monoid(output: Output) -> Monoid:
     """Return the monoid; any and all are max and min of integers (Triton reduces no booleans)."""
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return monoid.MAX if output.kind == "any" else monoid.MIN
+    if isinstance(output, ExpSums):
+        return _EXP_SUMS
     return monoid_of(output)
+
+
+_EXP_SUMS = monoid.exp_sums_by(exp)
 
 
 def _total(output: ExpSums) -> int | None:
