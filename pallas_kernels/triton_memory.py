@@ -64,11 +64,19 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
     products = _products(spec)
     brief = [4 * blocks.rows * blocks.warps]  # not live together: sums across warps, tiles
     for k, tile in products:
-        brief.append(blocks.rows * blocks.cols * _itemsize(tile))
+        if not _stays_in_registers(blocks, width(k), gpu):
+            brief.append(blocks.rows * blocks.cols * _itemsize(tile))
         wide = jnp.promote_types(tile, spec.operands[k].dtype)
         total += size(k, wide) if spec.operands[k].dtype != wide else 0
     stored = [4 * blocks.rows * width(k) for k, _ in products]
     return max([total + max(brief), *stored])
+
+
+def _stays_in_registers(blocks: TritonBlocks, features: int, gpu: Gpu) -> bool:
+    """Return True if each warp multiplies the rows of a tile that it computed itself."""
+    if blocks.rows < LEAST_SIDE * blocks.warps:
+        return False
+    return gpu.reads_products_from_memory or blocks.rows >= max(blocks.cols, features)
 
 
 def _products(spec: FoldSpec) -> set[tuple[int, str]]:
@@ -119,7 +127,7 @@ def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
 def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
     """Return the block sizes of a fold for the local GPU, or the reason why none fit."""
     gpu = gpu_at_hand()
-    cuts = _smaller(triton_blocks(spec), _FOLD_STEPS)
+    cuts = _smaller(triton_blocks(spec, gpu), _FOLD_STEPS)
     found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
     return found if isinstance(found, Reason) else with_splits(spec, found, gpu.multiprocessors)
 

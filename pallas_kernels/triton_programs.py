@@ -44,7 +44,6 @@ def keeping_nan(fun: Fun) -> Fun:
         >>> keeping_nan(jnp.maximum)(jnp.float32("nan"), 0.0)
         Array(nan, dtype=float32)
     """
-
     return _by_rules(_EXTREMA, fun)
 
 

@@ -79,9 +79,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
-    "pallas_kernels.fold.tiling": dict.fromkeys(
-        ("NARROWEST", "TILES_OF_FOUR_WARPS", "WIDE"), SHAPE
-    ),
+    "pallas_kernels.fold.tiling": dict.fromkeys(("NARROWEST", "NARROW_COLUMNS", "WIDE"), SHAPE),
+    "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
+    "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT},
     "pallas_kernels.norm.tuning": dict.fromkeys(("WIDTH", "MOST_ROWS", "MOST_OUTPUTS"), TIMING),
     "pallas_kernels.scan.cost": dict.fromkeys(
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
