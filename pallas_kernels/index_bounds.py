@@ -30,22 +30,20 @@ class _Tracked(NamedTuple):
 
 
 def inside_band(
-    fun: Callable[..., Any], dots: Any, values: Any, i: Array, j: Array, band: tuple
+    fun: Callable[..., Any], given: tuple[Any, ...], band: tuple[int | None, int | None]
 ) -> tuple[Any, bool]:
     """Return `fun(dots, values, i, j)` where `lower <= j - i <= upper`, and if that decided a mask.
 
     Args:
         fun: an elementwise program.
-        dots: its first argument.
-        values: its second argument.
-        i: row numbers, below 2^30.
-        j: column numbers, below 2^30.
+        given: its arguments (dots, values, i, j); row and column numbers are below 2^30.
         band: (lower, upper); None for no bound.
     """
-    closed, tree = jax_internals.make_jaxpr(fun, dots, values, i, j)
-    given = [*map(_Tracked, jax.tree.leaves((dots, values))), _Tracked(i, (1, 0, 0))]
+    *others, i, j = given
+    closed, tree = jax_internals.make_jaxpr(fun, *given)
+    known = [*map(_Tracked, jax.tree.leaves(others)), _Tracked(i, (1, 0, 0))]
     decided: list[bool] = []
-    outs = _evaluate(closed, [*given, _Tracked(j, (0, 1, 0))], band, decided)
+    outs = _evaluate(closed, [*known, _Tracked(j, (0, 1, 0))], band, decided)
     return jax.tree.unflatten(tree, [_known(x).value for x in outs]), any(decided)
 
 

@@ -382,7 +382,7 @@ class Kernel:
         if not self.is_inner:
             return self.spec.tile.fun(*given)
         band = self.spec.band
-        return inside_band(self.spec.tile.fun, *given, (band.lower, band.upper))[0]
+        return inside_band(self.spec.tile.fun, given, (band.lower, band.upper))[0]
 
     @property
     def has_inner_loop(self) -> bool:
@@ -468,7 +468,7 @@ def implies_masks(spec: FoldSpec) -> bool:
     found: list[bool] = []
 
     def tile(*given: Any) -> Any:
-        made, decided = inside_band(spec.tile.fun, *given, band)
+        made, decided = inside_band(spec.tile.fun, given, band)
         found.append(decided)
         return made
 
