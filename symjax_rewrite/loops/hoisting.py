@@ -123,7 +123,7 @@ class _Plan:
 
     def find_after(self) -> None:
         """Find the products with fixed weights that only stacked results depend on."""
-        stays, ys = self._read_by_carries(), set(numbers(self.loop.ys))
+        stays = self._read_by_carries()
         moved: list[Equation] = []
         for e in self.equations:
             if e.name not in STACKABLE or not self._is_at(e, 2) or not self._has_weights(e):
