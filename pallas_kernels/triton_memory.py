@@ -29,6 +29,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 
+ALIGNMENT = 1024  # bytes lost between buffers, at most
 SWIZZLED = 128  # bytes of a row of a tile in shared memory, at least
 
 
@@ -74,7 +75,7 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
         total += tile_bytes if _multiplies_from_tensor_memory(gpu) else 0
         brief.append(tile_bytes)
     stored = [4 * blocks.rows * width(k) for k, _ in products]
-    return max([total + max(brief), *stored])
+    return max([total + max(brief) + ALIGNMENT, *stored])
 
 
 def _stays_in_registers(blocks: TritonBlocks, features: int, gpu: Gpu) -> bool:
@@ -115,7 +116,8 @@ def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
     made = spec.gain is not None or any(w != spec.factor for w in spec.weights)
     depth = waiting if made else buffers(blocks.stages, gpu)
     total += depth * step * outputs * sum(map(_itemsize, spec.weights))
-    total += rows * step * factor * (1 + spec.in_parts) * changed
+    written = changed or _multiplies_from_tensor_memory(gpu)
+    total += rows * step * factor * (1 + spec.in_parts) * written
     total += step * outputs * factor * len(spec.weights) * made
     return max(total + 8 * (rows + outputs), 4 * rows * outputs)
 

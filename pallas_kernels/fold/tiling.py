@@ -186,12 +186,14 @@ def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> T
     """Return the block sizes with columns split where programs are too few for the device.
 
     A single block of rows is bound by the loads of its columns, and two programs per multiprocessor
-    load more at once. More rows are bound by arithmetic, for which one is enough.
+    load more at once. More rows are bound by arithmetic: a second kernel, which combines the parts,
+    pays only where most of the device would be idle.
     """
     programs = programs_of(spec, blocks)
-    if blocks.features or not programs:  # a second kernel would cost more
+    one_block = spec.rows <= blocks.rows
+    if blocks.features or not programs or (4 * programs > multiprocessors and not one_block):
         return blocks
-    wanted = multiprocessors * (2 if spec.rows <= blocks.rows else 1)
+    wanted = multiprocessors * (2 if one_block else 1)
     most = spec.cols // (4 * blocks.cols)
     return replace(blocks, splits=max(min(wanted // programs, most, 32), 1))
 
