@@ -47,6 +47,7 @@ weights = load("minilm/weights")
         "linear_algebra",
         "minilm",
         "optimiser_time",
+        "orientation",
         "performance_fuzz",
         "selective_scan",
     ],

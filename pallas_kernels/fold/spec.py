@@ -347,6 +347,12 @@ def weights_of(spec: FoldSpec) -> tuple[int, ...]:
     return tuple(dict.fromkeys(t.weights for t in terms if t.weights is not None))
 
 
+def runs_across(spec: FoldSpec, operand: int) -> bool:
+    """Return True for a pair operand that is stored with rows last, across a block's rows."""
+    axes = spec.operands[operand].axes
+    return {spec.row, spec.col} <= {*axes} and axes.index(spec.row) > axes.index(spec.col)
+
+
 def in_two_parts(spec: FoldSpec, term: WeightedTerm) -> bool:
     """Return True if kernels multiply a term's f32 tile by bf16 weights, the tile in two parts."""
     if term.weights is None or term.round_to is not None:

@@ -26,6 +26,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     KeyedSums,
     flushed,
     result_axes,
+    runs_across,
 )
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
@@ -175,8 +176,7 @@ def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[A
     described, arrays = list(spec.operands), list(operands)
     for k, operand in enumerate(spec.operands):
         axes = operand.axes
-        pairs = {spec.row, spec.col} <= {*axes}
-        if not pairs or axes.index(spec.row) < axes.index(spec.col) or {*spec.batch} <= {*axes}:
+        if not runs_across(spec, k) or {*spec.batch} <= {*axes}:
             continue
         order = (*(a for a in axes if a not in (spec.row, spec.col)), spec.row, spec.col)
         turned = lax.transpose(arrays[k], [axes.index(a) for a in order])

@@ -372,7 +372,11 @@ class TermReader:
             return self._to_array(v)
         node = node_of(self.t.graph, cls)
         operands = [self.operand(a, self.array(a.cls)) for a in node.args]
-        return self._lower(self.t.graph, cls, node, operands)
+        made = self._lower(self.t.graph, cls, node, operands)
+        if cls not in self.part.own:
+            return made
+        # XLA fuses a sum into the operations that read it broadcast, which compute it again.
+        return made._replace(data=lax.optimization_barrier(made.data))
 
     def _to_array(self, v: int) -> Array:
         """Return a value's class as an array: atoms split, broadcast axes dropped."""

@@ -27,6 +27,7 @@ from symjax_rewrite.cost.profile_groups import (
     Margins,
     MemoryFacts,
     NormFacts,
+    ProductLayouts,
     ScanFacts,
     SearchBounds,
     SortFacts,
@@ -71,6 +72,7 @@ class Device:
     loops: LoopFacts = group("loops", LoopFacts())
     scans: ScanFacts = group("recurrences", ScanFacts())
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
+    layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -160,6 +162,8 @@ CPU = Device(
         writes_blocks=False,
         single_rows=False,
         reads_places=True,
+        streams_products=True,
+        turned_bytes_per_s=2e9,
         block_s=40e-6,  # late interaction of 32 × 64 with 128 × 300 tokens
         short_sum=60,
     ),
@@ -177,6 +181,7 @@ CPU = Device(
     loops=LoopFacts(steps_are_launches=False, cut_sums_are_slow=True, packs_small_floats=True),
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
+    layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
 )

@@ -17,6 +17,7 @@ NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
+ORIENTATION = "experiments/orientation/run.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
 # Elementwise functions that devices compute as polynomials or step by step.
@@ -52,7 +53,7 @@ def group(meaning: str, default: Any = MISSING) -> Any:
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "measured", "told",
+    "order", "orientation", "measured", "told",
 ]  # fmt: skip
 
 
@@ -61,7 +62,7 @@ class Margins:
     """The least predicted speedup of a candidate, by its kind; and other shares."""
 
     rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
-    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.05)
+    dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
@@ -77,6 +78,7 @@ class Margins:
     )
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
+    orientation: float = quantity("1", "a product with its operands swapped", ORIENTATION, 1.15)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
@@ -115,6 +117,12 @@ class FoldFacts:
     writes_blocks: bool = fact("a tile in no kernel is written between operations", True)
     single_rows: bool = quantity("yes/no", "pairs of one row are worth a fold", JUDGED, True)
     reads_places: bool = fact("sums over sparse terms read their places alone", False)
+    streams_products: bool = fact(
+        "XLA fuses a product into one elementwise chain and one reduction of it", False
+    )
+    turned_bytes_per_s: float = quantity(
+        "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
+    )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
@@ -226,6 +234,27 @@ class BandedBlocks:
     least_rows: int = quantity("rows", "of a block", JUDGED, 32)
     copied_bytes_per_s: float = quantity(
         "bytes/s", "operands cut, and results joined", NO_SCRIPT, 4.4e9
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProductLayouts:
+    """Matrix products in float32 and float64, by the layouts of their operands.
+
+    Seconds are of both cores, at the lower end of what was measured.
+    """
+
+    long_sum: int = quantity(
+        "elements", "a vector times a matrix stored transposed is slow from this sum on",
+        ORIENTATION,
+    )  # fmt: skip
+    across_s: float = quantity(
+        "s/element", "a left operand that is summed over its first axis", ORIENTATION, 0.25e-9
+    )
+    result_s: float = quantity("s/element", "a result transposed apart", ORIENTATION, 1.5e-9)
+    least_sum: int = quantity("elements", "shorter sums are fast in all layouts", ORIENTATION, 64)
+    least_elements: int = quantity(
+        "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
 
 

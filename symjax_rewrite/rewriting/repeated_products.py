@@ -2,7 +2,8 @@
 
 In `tile(x) @ W`, or in a projection of a value repeated for every beam, the term of the product has
 only the indices on which its value depends. The equation has all indices. The product is computed
-over its own indices and broadcast to the others, which gives the same array with less work.
+over its own indices and broadcast to the others, which gives the same array with less work. A
+product with a broadcast number, as in gradients of sums, is a sum.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import CONTRACT, CONV
@@ -74,16 +76,22 @@ def _repeated(terms: Terms) -> list[tuple[int, float]]:
         if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
             continue
         number, k = t.made_by[cls]
+        eqn = t.program.equations[number].eqn
         written = t.sizes[t.program.equations[number].outvals[k]]
         c = t.graph.classes[cls]
-        if len(written) == len(c.sizes) or not (is_dot(node) or node.op == CONV):
+        is_product = is_dot(node) or node.op == CONV
+        if len(written) == len(c.sizes) or not (is_product or eqn.primitive.name == "dot_general"):
             continue
         own, all_of_it = (math.prod(map(model.at, sizes)) for sizes in (c.sizes, written))
         if not own or own == all_of_it:
             continue
-        once = model.node_seconds(t.graph, cls, node) - model.device.launch_s
+        once = model.node_seconds(t.graph, cls, node)
         copy = all_of_it * itemsize(c.dtype) / model.device.bytes_per_s
-        saved = once * (all_of_it / own - 1) - copy - model.device.launch_s
+        if is_product:
+            repeated = (once - model.device.launch_s) * (all_of_it / own - 1)
+        else:  # the equation is a product with a broadcast operand; its term is a sum
+            repeated = equation_seconds(eqn, model.device) - once
+        saved = repeated - copy - model.device.launch_s
         if saved > 0:
             found.append((cls, saved))
     return found

@@ -35,6 +35,7 @@ REDUNDANCY = "redundancy"
 SYMMETRY = "symmetry"
 COMMON = "common_subexpression"
 REPEATED = "repeated_work"
+ORIENTATION = "orientation"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -42,7 +43,9 @@ PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
 # Passes besides rules. Every pack includes them unless it excludes them by name.
-PASSES = (COMMON, REPEATED, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION)
+PASSES = (
+    COMMON, REPEATED, ORIENTATION, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION,
+)  # fmt: skip
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 

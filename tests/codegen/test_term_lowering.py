@@ -9,6 +9,7 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node, Ref
+from tests.profiles import use_on_cpu
 
 PRODUCT = Node(CONTRACT, None, (Ref(0, (2, 0)), Ref(1, (2, 1))), 2, (32,))
 
@@ -55,13 +56,14 @@ def test_only_a_device_that_is_slow_across_asks_for_it():
     assert ("optimization_barrier" in jaxpr) == CPU.slow_across
 
 
-def test_a_product_over_several_axes_rearranges_its_smaller_operand():
+def test_a_product_over_several_axes_rearranges_its_smaller_operand(monkeypatch):
     """A scale moved behind a linear layer made XLA transpose the weights, not the activations."""
 
     def f(w, x):
         pooled = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
         return w @ (4.0 * pooled).transpose(0, 3, 1, 2).reshape(4, -1).T
 
+    use_on_cpu(monkeypatch, margins={"dominating": 1.0})
     report = sym_optimize(f).explain(jnp.ones((128, 4096)), jnp.ones((4, 16, 16, 64)))
     products = [e for e in report.after.jaxpr.eqns if e.primitive.name == "dot_general"]
     assert len(products) == 1 and len(products[0].params["dimension_numbers"][0][0]) == 3

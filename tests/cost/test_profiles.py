@@ -25,9 +25,11 @@ SHAPE = "how a kernel is cut, or how many places its code has"
 EXACT = "beyond it a number or an address is not exact"
 NUMERICS = "a tolerance of values"
 CODE = "a name for a number that has a meaning in the code only"
+KEPT = "bounds what is kept between two calls"
 TIMING = "how often, and how long, programs are timed"
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
+    "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
     "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),

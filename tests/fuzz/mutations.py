@@ -203,11 +203,7 @@ def _any_triangle(right: Any) -> Any:
 
 
 def _not_shifted(right: Any) -> Any:
-    def sides(r: Any, u: Ref, only_u: Any, right: Any, scale: float) -> Any:
-        del only_u
-        return [r.inside(scale, x) for x in (u, right[0])]
-
-    return sides
+    return lambda r, side: r.sum((0.0, right(r, side)))
 
 
 def _derivatives_of_the_rewritten(right: Any) -> Any:
@@ -346,7 +342,7 @@ MUTATIONS: dict[str, Mutation] = {
         [(sparsity, "triangle_of", _any_triangle)], (edges.constants,)
     ),
     "sums that may cancel are distributed": Mutation(
-        [(distributivity, "_is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
+        [(distributivity, "is_safe", _wrong(lambda *_: True))], (edges.cancelling,)
     ),
     "near values are scaled before they are subtracted": Mutation(
         [
@@ -359,7 +355,7 @@ MUTATIONS: dict[str, Mutation] = {
         [(low_rank, "_whole", _not_refined)], (edges.low_rank_readout,)
     ),
     "pairs are separated unshifted": Mutation(
-        [(separability, "_shifted", _not_shifted)], (edges.far_pairs,)
+        [(separability, "_mean", _not_shifted)], (edges.far_pairs,)
     ),
     "derivatives are those of the rewritten program": Mutation(
         [(differentiation.Call, "bind", _derivatives_of_the_rewritten)],

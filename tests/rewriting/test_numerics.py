@@ -107,7 +107,7 @@ def test_weights_of_float16_are_not_summed():
     def f(x, a, b):
         return x @ a + x @ b
 
-    x = jnp.full((64, 512), 1e-4, jnp.float16)
+    x = jnp.full((512, 512), 1e-4, jnp.float16)
     a = b = jnp.full((512, 512), 6e4, jnp.float16) * jnp.sign(jnp.cos(jnp.arange(512.0))).astype(
         "f2"
     )

@@ -193,10 +193,31 @@ def _candidate(
             pair = Pair(t, row, column, gone, made, tables=scope.tables)
             paired = _paired(found, pair, scope.least)
             if paired is not None and paired.makes_work():
-                return paired
+                return _along_storage(paired, scope.least)
             plain = plain or paired
     alone = _single(t, found, scope.least, gone, made) if scope.single and not keyed else None
     return alone if alone is not None and alone.makes_work() else plain or alone
+
+
+def _along_storage(m: ClusterMember, least: int) -> ClusterMember:
+    """Return a member, or the one with rows and columns exchanged, whichever reads its pairs along.
+
+    The exchange is free where both indices are reduced. Stored pairs are read along their rows.
+    """
+    row, column = m.pair.row, m.pair.column
+    if row not in m.exit.bound or m.exit.kind == "keyed":
+        return m
+    along = across = 0
+    for r in m.tile.whole:
+        size = elements(m.pair.t, r.cls)
+        if r.axes.index(row) < r.axes.index(column):
+            along += size
+        else:
+            across += size
+    if across <= along:
+        return m
+    turned = _paired(m.exit, replace(m.pair, row=column, column=row), least)
+    return turned if turned is not None and turned.makes_work() else m
 
 
 def _single(

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, weight
+from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.sizes import value
-from symjax_rewrite.ir.term import CONTRACT, NATIVE, Node, Ref
+from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster, ClusterMember
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import elements, is_elementwise
-from symjax_rewrite.pallas_kernels.backend import Reason
+from symjax_rewrite.pallas_kernels.backend import Reason, bytes_of
 from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -36,6 +36,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     TopK,
     in_two_parts,
     one_way,
+    runs_across,
     terms_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import (
@@ -50,6 +51,11 @@ from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
 from symjax_rewrite.rules.separability import separable
 
 MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
+# Elementwise operations that XLA's CPU compiler fuses into a product and the reduction of it.
+STREAMED = frozenset(
+    "abs convert_element_type div erf exp integer_pow log log1p logistic max min neg pow round"
+    " rsqrt select_n sqrt square sub tanh".split()
+)
 
 
 def compared(
@@ -58,8 +64,49 @@ def compared(
     """Return predicted seconds of a cluster's terms as written, and of its folds."""
     fresh = bytes_whole(t, cluster, device)
     fast = with_temporaries(device, fresh)
-    whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
+    if is_streamed(t, cluster, device):
+        whole = _seconds_streamed(t, cluster, fast)
+    else:
+        whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
     return whole, sum(seconds_folded(r, fast) for r in routes)
+
+
+def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
+    """Return True if XLA computes a cluster in one loop too, without its terms in memory.
+
+    XLA fuses one product, a chain of elementwise operations that are each read once, and one sum or
+    extremum. A second reader, or a product with weights, puts the term into memory.
+    """
+    if not device.folds.streams_products or len(cluster.members) != 1:
+        return False
+    (m,) = cluster.members
+    if m.exit.kind not in ("sum", "max", "min") or not all(map(m.pair.holds, m.exit.args)):
+        return False
+    choice, mine, _, _ = _written(t, cluster)
+    inner = [choice[c] for c in mine if c != m.exit.cls]
+    readers = Counter(cls for c in mine for cls in {a.cls for a in choice[c].args})
+    if any(readers[c] > 1 for c in mine) or sum(map(is_dot, inner)) != 1:
+        return False
+    return all(_fuses(n) for n in inner)
+
+
+def _fuses(node: Node) -> bool:
+    """Return True for a batched matrix product, or an elementwise operation that XLA fuses."""
+    if is_dot(node):
+        a, b = ({i for i in x.axes if i < node.out} for x in node.args)
+        return len(a - b) <= 1 and len(b - a) <= 1
+    return is_elementwise(node) and (node.op != MAP or node.attr[0] in STREAMED)
+
+
+def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
+    """Return seconds of a product and its reduction in one loop, which writes no term."""
+    choice, mine, (exit_,), _ = _written(t, cluster)
+    model = CostModel(device, lambda d: value(d, {}))
+    facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
+    moved = sum(f.bytes for c, f in facts.items() if c == exit_ or c not in mine)
+    products = sum((facts[c].flops or 0.0) / facts[c].peak for c in mine)
+    steps = sum(facts[c].work for c in mine if facts[c].flops is None)
+    return products + max(steps / device.elementwise_per_s, moved / device.bytes_per_s)
 
 
 def with_temporaries(device: Device, fresh: float) -> Device:
@@ -200,6 +247,8 @@ def _rows(m: ClusterMember) -> int:
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written."""
+    if is_streamed(t, cluster, device):
+        return 0
     choice, mine, exits, roots = _written(t, cluster)
     order = sorted(mine)
     model = CostModel(device, lambda d: value(d, {}))
@@ -237,7 +286,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     looped = 0.0
     if not kernels:
         kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
-        looped = kept / device.bytes_per_s
+        looped = kept / device.bytes_per_s + _copy_seconds(spec, device)
         if spec.contractions or device.runs_on_gpu:
             looped += folds.block_s * share * _loop_steps(spec, blocks)
     work = share * _product_seconds(spec, device, pairs) / (folds.kernel_share if kernels else 1)
@@ -245,6 +294,17 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     busy = max((programs_of(spec, c) for c in kernels), default=device.multiprocessors)
     idle = max(device.multiprocessors / busy, 1.0)
     return idle * (work + moved) + looped + max(len(kernels), 1) * device.launch_s
+
+
+def _copy_seconds(spec: FoldSpec, device: Device) -> float:
+    """Return the seconds in which loops copy the blocks of pair operands, and transpose them.
+
+    A block is sliced, so that it is written and read again.
+    """
+    pairs = [k for k, o in enumerate(spec.operands) if {spec.row, spec.col} <= {*o.axes}]
+    copied = 2 * bytes_of([spec.avals[k] for k in pairs]) / device.bytes_per_s
+    turned = 2 * bytes_of([spec.avals[k] for k in pairs if runs_across(spec, k)])
+    return copied + turned / device.folds.turned_bytes_per_s
 
 
 def gpu_kernels(route: FoldRoute, device: Device) -> list[TritonBlocks]:

@@ -1,0 +1,167 @@
+"""Matrix products by the layouts of their operands, and programs with the pass `orientation`.
+
+    python experiments/orientation/run.py [--quick] [--every N]
+
+Times are core seconds of the process, so that other programs on the machine matter little.
+Contestants run in turn. What is printed is written to the README by `--write`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+import harness
+from programs import array, programs
+
+from symjax_rewrite import packs, sym_optimize
+
+# rows, columns, summed
+SHAPES = (
+    (2048, 64, 2048), (2000, 64, 2000), (2048, 8, 2048), (64, 8, 200_000), (100, 10, 50_000),
+    (784, 10, 4096), (512, 512, 512), (256, 1024, 4096), (16, 16, 100_000), (8, 2048, 2048),
+    (2000, 2000, 8), (300, 1, 512), (3000, 1, 64), (3000, 1, 16), (3000, 1, 3000),
+    (3000, 1, 4096), (64, 1, 200_000), (16, 1, 1_000_000), (1, 300, 4096), (1, 3000, 1024),
+)  # fmt: skip
+
+
+def core_seconds(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, sample_s: float
+) -> dict[str, float]:
+    """Return the median core seconds of each call, sampled in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start, count = time.process_time(), 0
+            while time.process_time() - start < sample_s:
+                jax.block_until_ready(call())
+                count += 1
+            found[name].append((time.process_time() - start) / count)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def forms(m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
+    """Return the product of m × k and k × n in every layout, and Xᵀ Y as (Yᵀ X)ᵀ, not folded."""
+    sides = {"N": (array(m, k), array(k, n)), "T": (array(k, m), array(n, k))}
+
+    def call(left: str, right: str) -> Callable[[], Any]:
+        a, b = sides[left][0], sides[right][1]
+        axes = ((1 if left == "N" else 0,), (0 if right == "N" else 1,))
+        run = jax.jit(lambda a, b: lax.dot_general(a, b, (axes, ((), ()))))
+        return lambda: run(a, b)
+
+    def swapped(right: str) -> Callable[[], Any]:
+        x, y = sides["T"][0], sides[right][1]
+        axes = ((0 if right == "N" else 1,), (0,))
+        run = jax.jit(
+            lambda x, y: lax.optimization_barrier(lax.dot_general(y, x, (axes, ((), ())))).T
+        )
+        return lambda: run(x, y)
+
+    found = {left + right: call(left, right) for left in "NT" for right in "NT"}
+    transposes = {
+        "Xᵀ Y": functools.partial(jax.jit(lambda x, y: x.T @ y), sides["T"][0], sides["N"][1]),
+        "X Yᵀ": functools.partial(jax.jit(lambda x, y: x @ y.T), sides["N"][0], sides["T"][1]),
+    }
+    return found | {"TN swapped": swapped("N"), "TT swapped": swapped("T")} | transposes
+
+
+def layouts(rounds: int, sample_s: float, shapes: Any = SHAPES) -> str:
+    """Return the table of the layouts, in ms."""
+    rows = []
+    for m, n, k in shapes:
+        found = core_seconds(forms(m, n, k), rounds, sample_s)
+        added = (found["TN"] - found["NN"]) / (m * k) * 1e9
+        cells = [f"{1e3 * s:.3g}" for s in found.values()]
+        rows.append([f"{m}, {n}, {k}", *cells, f"{added:.2f}"])
+    names = [
+        "m, n, k",
+        "NN",
+        "NT",
+        "TN",
+        "TT",
+        "TN swapped",
+        "TT swapped",
+        "Xᵀ Y",
+        "X Yᵀ",
+        "ns per element, TN",
+    ]
+    return harness.markdown_table(names, rows)
+
+
+def compared(rounds: int, sample_s: float, every: int = 1) -> str:
+    """Return the table of the programs: plain, without the pass, and with it."""
+    rows = []
+    for name, (fun, args) in list(programs().items())[::every]:
+        plain = jax.jit(fun)
+        without = sym_optimize(fun, rules=packs.default - "orientation")
+        ours = sym_optimize(fun)
+        used = [r.count for r in ours.explain(*args).rules if r.name == "orientation"]
+        if used:  # else the pass changes nothing
+            jax.tree.map(check, plain(*args), ours(*args))
+        calls = {"plain": plain, "without": without, "ours": ours}
+        found = core_seconds(
+            {k: functools.partial(f, *args) for k, f in calls.items()}, rounds, sample_s
+        )
+        compiled = compile_seconds((plain, without, ours), args)
+        cells = [harness.duration(s) for s in found.values()]
+        gains = [f"{found['ours'] / found[k]:.2f}" for k in ("plain", "without")]
+        built = f"{compiled[2] / compiled[1]:.2f}"
+        rows.append([name, *cells, *gains, sum(used) or "–", built])
+        print(*rows[-1], sep=" | ", flush=True)
+    names = ["program", "plain", "without the pass", "ours", "ours / plain", "ours / without"]
+    return harness.markdown_table([*names, "products turned", "XLA's compile time / without"], rows)
+
+
+def check(a: Any, b: Any) -> None:
+    """Raise an AssertionError if results differ by more than rounding."""
+    a, b = np.asarray(a), np.asarray(b)
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * (np.abs(a).max() + 1e-30))
+
+
+def compile_seconds(funs: Sequence[Any], args: Any) -> list[float]:
+    """Return the core seconds of XLA's compilation of each: the least of three, in turn."""
+    found: list[list[float]] = [[] for _ in funs]
+    for _ in range(3):
+        for fun, seconds in zip(funs, found, strict=True):
+            lowered = fun.lower(*args)
+            start = time.process_time()
+            lowered.compile()
+            seconds.append(time.process_time() - start)
+    return [min(seconds) for seconds in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few shapes and samples")
+    parser.add_argument("--every", type=int, default=1, help="one program of so many")
+    parser.add_argument("--write", action="store_true", help="write the tables to the README")
+    options = parser.parse_args()
+    if options.quick:
+        print(layouts(1, 1e-3, SHAPES[-9:-7]))
+        print(compared(1, 1e-3, 20))
+        return
+    tables = (layouts(5, 1e-2), compared(5, 1e-2, options.every))
+    print(*tables, sep="\n\n")
+    if options.write:
+        harness.write_table(HERE / "README.md", *tables)
+
+
+if __name__ == "__main__":
+    jnp.zeros(1).block_until_ready()
+    main()

@@ -1,0 +1,59 @@
+"""The price of a matrix product by the layouts of its operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.profile_groups import ProductLayouts
+from symjax_rewrite.cost.term_cost import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """An operand of a product in memory.
+
+    free, summed: elements along the axes that the result has, and along the others. first: True if
+    the summed axes stand first. turned: True if a transpose, or a summed group of axes for which
+    XLA makes one, stands between the memory and the product.
+    """
+
+    free: int
+    summed: int
+    first: bool
+    turned: bool
+
+    @property
+    def elements(self) -> int:
+        return self.free * self.summed
+
+
+def product_seconds(left: Matrix, right: Matrix, dtype: str, device: Device) -> float:
+    """Return the seconds of a product whose operands are read in the order of memory."""
+    made = left.free * right.free
+    moved = (left.elements + right.elements + made) * itemsize(dtype)
+    busy = max(2 * made * left.summed / device.peak(dtype), moved / device.bytes_per_s)
+    return busy + device.launch_s
+
+
+def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
+    """Return the seconds that a product takes longer since an operand is read across its rows.
+
+    XLA chooses the order of a vector and a matrix itself, before it folds transposes.
+    """
+    if left.summed < facts.least_sum:
+        return 0.0
+    if left.free == 1:
+        slow = right.turned and not right.first and right.summed >= facts.long_sum
+        return right.elements * facts.across_s if slow else 0.0
+    if right.free == 1 and not left.turned:
+        return 0.0
+    if not left.first:
+        return 0.0
+    both = left.elements if right.first or right.free == 1 else left.elements + right.elements
+    return both * facts.across_s
+
+
+def copy_seconds(count: float, device: Device) -> float:
+    """Return the seconds of writing a copy of so many bytes."""
+    return count / device.bytes_per_s + device.launch_s

@@ -1,0 +1,71 @@
+"""Decisions by the price of a fold on the CPU, against what XLA's compiler makes of the program."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.ir.dataflow import needed
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.kernel_selection.folds.clustering import Scope, clusters
+
+
+def spec(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def takes_fold(fun, *shapes):
+    report = sym_optimize(fun, device="cpu").explain(*(spec(*s) for s in shapes))
+    return any(r.taken for r in report.routes if r.name == "fold")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+
+def residual(y, u, v):
+    return jnp.sum((y - u @ v.T) ** 2)
+
+
+def residual_by_rows(y, u, v):
+    return jnp.sum((y - u @ v.T) ** 2, axis=1)
+
+
+def absolute_residual(y, u, v):
+    return jnp.sum(jnp.abs(y - u @ v.T))
+
+
+def adapter(x, w, a, b, g):
+    whole = w + a @ b
+    return x @ (g * whole / jnp.linalg.norm(whole, axis=0))
+
+
+@pytest.mark.parametrize("fun", [residual, residual_by_rows, absolute_residual])
+def test_what_xla_streams_itself_is_no_fold(fun):
+    assert not takes_fold(fun, (4096, 4096), (4096, 32), (4096, 32))
+
+
+def test_softmax_sums_of_two_readers_stay_a_fold():
+    def cross_entropy(h, w):
+        return jax.nn.logsumexp(h @ w, axis=-1)
+
+    assert takes_fold(cross_entropy, (1024, 64), (64, 50_000))
+
+
+def test_an_operand_read_across_its_storage_costs_its_transposition():
+    assert not takes_fold(adapter, (8, 2048), (2048, 2048), (2048, 8), (8, 2048), (2048,))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_a_whole_sum_follow_the_storage_of_its_operand(turned):
+    def whole(y, u, v):
+        return jnp.sum(jnp.abs(y - (v @ u.T if turned else u @ v.T)))
+
+    shapes = [spec(512, 512), spec(512, 16), spec(512, 16)]
+    t = build(flatten(jax.make_jaxpr(whole)(*shapes)))
+    (cluster,) = clusters(t, needed(t), Scope(0, False, True))
+    (member,) = cluster.members
+    for ref in member.tile.whole:
+        assert ref.axes.index(member.pair.row) < ref.axes.index(member.pair.column)
