@@ -101,7 +101,7 @@ def avals(spec):
 @pytest.mark.lowering
 @pytest.mark.filterwarnings("ignore:.*[Tt]riton.*:DeprecationWarning")
 def test_attention_has_a_pipelined_loop_of_single_exponentials(compile_h200, tmp_path):
-    given = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 16, "width": 128}
+    given: dict[str, Any] = {"batch": 4, "queries": 4096, "keys": 4096, "heads": 16, "width": 128}
     spec = forward(Attention(**given, causal=True, dtype="bfloat16"))
     compile_h200(partial(fold_triton, spec), *avals(spec), dump_to=tmp_path)
     ptx = "\n".join(p.read_text() for p in tmp_path.rglob("*.ptx"))
