@@ -156,22 +156,27 @@ def _combine_exp(a: State, b: State) -> State:
     return (top, *sums)
 
 
-def _absorb_exp(state: State, t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
-    top = jnp.maximum(state[0], _max_of(t, -1))
-    shift = shift_of(top)
-    decay = jnp.exp(state[0] - shift)  # of the raw maximum, so 0 for an empty row
-    p = jnp.exp(t - shift[..., None])
-    sums = (rescale(x, decay) + m(p) for x, m in zip(state[1:], measures, strict=True))
-    return (top, *sums)
+def exp_sums_by(exp: Callable[[Array], Array]) -> Monoid:
+    """Build `EXP_SUMS` with another function in place of `jnp.exp` where blocks are added."""
+
+    def absorb(state: State, t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
+        top = jnp.maximum(state[0], _max_of(t, -1))
+        shift = shift_of(top)
+        decay = exp(state[0] - shift)  # of the raw maximum, so 0 for an empty row
+        p = exp(t - shift[..., None])
+        sums = (rescale(x, decay) + m(p) for x, m in zip(state[1:], measures, strict=True))
+        return (top, *sums)
+
+    return Monoid(
+        "softmax-weighted sum",
+        identity=lambda avals: _full(avals, least, 0),
+        lift=_lift_exp,
+        combine=_combine_exp,
+        absorb=absorb,
+    )
 
 
-EXP_SUMS = Monoid(
-    "softmax-weighted sum",
-    identity=lambda avals: _full(avals, least, 0),
-    lift=_lift_exp,
-    combine=_combine_exp,
-    absorb=_absorb_exp,
-)
+EXP_SUMS = exp_sums_by(jnp.exp)
 """State: (max t, Σ e^(t-shift)·w for each measure)."""
 
 

@@ -29,6 +29,9 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.tiling import NormBlocks, norm_blocks
 
+ALIGNMENT = 1024  # bytes lost between buffers, at most
+SWIZZLED = 128  # bytes of a row of a tile in shared memory, at least
+
 
 def buffers(stages: int, gpu: Gpu) -> int:
     """Return for how many steps shared memory holds operands at once."""
@@ -62,13 +65,29 @@ def fold_bytes(spec: FoldSpec, blocks: TritonBlocks, gpu: Gpu) -> int:
         wide = jnp.promote_types(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
         total += sum(size(k, wide) for k in (c.row, c.col) if spec.operands[k].dtype != wide)
     products = _products(spec)
-    brief = [4 * blocks.rows * blocks.warps]  # not live together: sums across warps, tiles
+    moved = {p for p in products if not _stays_in_registers(blocks, width(p[0]), gpu)}
+    brief = [4 * blocks.rows * blocks.warps] if moved or not products else [0]  # sums across warps
     for k, tile in products:
-        brief.append(blocks.rows * blocks.cols * _itemsize(tile))
         wide = jnp.promote_types(tile, spec.operands[k].dtype)
         total += size(k, wide) if spec.operands[k].dtype != wide else 0
+    for _, tile in moved:  # not live together, but for operands of tensor memory
+        tile_bytes = blocks.rows * max(blocks.cols * _itemsize(tile), SWIZZLED)
+        total += tile_bytes if _multiplies_from_tensor_memory(gpu) else 0
+        brief.append(tile_bytes)
     stored = [4 * blocks.rows * width(k) for k, _ in products]
-    return max([total + max(brief), *stored])
+    return max([total + max(brief) + ALIGNMENT, *stored])
+
+
+def _stays_in_registers(blocks: TritonBlocks, features: int, gpu: Gpu) -> bool:
+    """Return True if each warp multiplies the rows of a tile that it computed itself."""
+    if blocks.rows < LEAST_SIDE * blocks.warps or _multiplies_from_tensor_memory(gpu):
+        return False
+    return gpu.reads_products_from_memory or blocks.rows >= max(blocks.cols, features)
+
+
+def _multiplies_from_tensor_memory(gpu: Gpu) -> bool:
+    """Return True if matmuls take no operand from registers (data-centre GPUs of capability 10)."""
+    return 10 <= gpu.capability < 12
 
 
 def _products(spec: FoldSpec) -> set[tuple[int, str]]:
@@ -97,7 +116,8 @@ def _member_bytes(spec: NormSpec, blocks: NormBlocks, gpu: Gpu) -> int:
     made = spec.gain is not None or any(w != spec.factor for w in spec.weights)
     depth = waiting if made else buffers(blocks.stages, gpu)
     total += depth * step * outputs * sum(map(_itemsize, spec.weights))
-    total += rows * step * factor * (1 + spec.in_parts) * changed
+    written = changed or _multiplies_from_tensor_memory(gpu)
+    total += rows * step * factor * (1 + spec.in_parts) * written
     total += step * outputs * factor * len(spec.weights) * made
     return max(total + 8 * (rows + outputs), 4 * rows * outputs)
 
@@ -119,7 +139,7 @@ def _left_reads(spec: NormSpec) -> tuple[tuple[int, ...], bool]:
 def fold_cut(spec: FoldSpec) -> TritonBlocks | Reason:
     """Return the block sizes of a fold for the local GPU, or the reason why none fit."""
     gpu = gpu_at_hand()
-    cuts = _smaller(triton_blocks(spec), _FOLD_STEPS)
+    cuts = _smaller(triton_blocks(spec, gpu), _FOLD_STEPS)
     found = _first_fitting(cuts, lambda b: fold_bytes(spec, b, gpu), gpu)
     return found if isinstance(found, Reason) else with_splits(spec, found, gpu.multiprocessors)
 

@@ -1,11 +1,13 @@
 """Elementwise programs as Pallas-Triton computes them (may import the ground layer alone).
 
 Pallas-Triton lowers maxima and minima to instructions that drop a NaN, where XLA keeps the NaN. It
-has no lowering rule for some operations. This module handles both for every kind of kernel.
+lowers an exponential to a library function of nine instructions, where two do. It has no lowering
+rule for some operations. This module handles these for every kind of kernel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from symjax_rewrite import jax_internals, jax_kernels
 
 Array = Any
 Fun = Callable[..., Any]
+LOG2_E = math.log2(math.e)
 
 
 def unlowered(*programs: tuple[Fun, tuple[Any, ...]]) -> tuple[str, ...]:
@@ -41,15 +44,36 @@ def keeping_nan(fun: Fun) -> Fun:
         >>> keeping_nan(jnp.maximum)(jnp.float32("nan"), 0.0)
         Array(nan, dtype=float32)
     """
+    return _by_rules(_EXTREMA, fun)
 
-    def kept(*args: Any) -> Any:
+
+def for_triton(fun: Fun) -> Fun:
+    """Return a function as `keeping_nan` does, with exponentials of f32 by `exp`."""
+    return _by_rules(_EXTREMA | {"exp": _exponential}, fun)
+
+
+def exp(x: Array) -> Array:
+    """Return e^x of f32 as a power of two; results below 2^-126 are 0.
+
+    The result is e^(x·(1 + ε)) to 2 units in the last place, with ε at most 2^-23: x·log2 e is
+    rounded once, as x itself was where it was computed.
+    """
+    return jax_kernels.power_of_two(x * LOG2_E)
+
+
+def _by_rules(rules: dict[str, Fun], fun: Fun) -> Fun:
+    def ruled(*args: Any) -> Any:
         closed, tree = jax_internals.make_jaxpr(fun, *args)
-        if not _RULES.keys() & jax_kernels.float_primitives(closed):
+        if not rules.keys() & jax_kernels.float_primitives(closed):
             return fun(*args)
-        outs = jax_kernels.eval_with(_RULES, closed, *jax.tree.leaves(args))
+        outs = jax_kernels.eval_with(rules, closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(tree, outs)
 
-    return kept
+    return ruled
+
+
+def _exponential(original: Fun, x: Array, **_: Any) -> Array:
+    return exp(x) if x.dtype == jnp.float32 else original(x)
 
 
 def _extremum(original: Fun, x: Array, y: Array, **_: Any) -> Array:
@@ -71,7 +95,7 @@ def _reduced(original: Fun, x: Array, *, axes: tuple[int, ...], **_: Any) -> Arr
     return jnp.where(broken != 0, jnp.full_like(made, jnp.nan), made)
 
 
-_RULES = {
+_EXTREMA = {
     "max": _extremum,
     "min": _extremum,
     "clamp": _clamp,

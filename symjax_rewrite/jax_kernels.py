@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jax
@@ -62,6 +63,34 @@ def eval_with(rules: Mapping[str, Rule], closed: ClosedJaxpr, *args: Any) -> lis
 
 def _is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jax.numpy.issubdtype(aval.dtype, jax.numpy.floating)
+
+
+def power_of_two(x: Any) -> Any:
+    """Return 2^x of f32 as one instruction in a Pallas-Triton kernel, and `lax.exp2` elsewhere.
+
+    The instruction is accurate to 2 units in the last place; results below 2^-126 are 0.
+    """
+    _register_power_of_two()
+    return _power_of_two_p.bind(x)
+
+
+_power_of_two_p = _core.Primitive("sym_power_of_two")
+_power_of_two_p.def_abstract_eval(lambda x: x)
+_power_of_two_p.def_impl(jax.lax.exp2)
+_mlir.register_lowering(_power_of_two_p, _mlir.lower_fun(jax.lax.exp2, multiple_results=False))
+
+
+@lru_cache(maxsize=1)
+def _register_power_of_two() -> None:
+    """Register the lowering for Triton on first use, because the import is slow."""
+    from jax._src.pallas.triton import lowering, primitives
+
+    assembly = lowering.triton_lowering_rules[primitives.elementwise_inline_asm_p]
+    options = {"asm": "ex2.approx.ftz.f32 $0, $1;", "constraints": "=f,f", "pack": 1}
+
+    @lowering.register_lowering(_power_of_two_p)
+    def _lower(ctx: Any, x: Any) -> Any:
+        return assembly(ctx, x, result_shape_dtypes=ctx.avals_out, **options)[0]
 
 
 _absent_p = _core.Primitive("sym_absent_kernel")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, power_of_two
+from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import (
     Band,
     FoldSpec,
@@ -129,17 +129,42 @@ class TritonBlocks:
     features: int = 0
 
 
-# (bytes per pair of a row and a column, at most) and block sizes: the sizes compile for an H200
-# without spilling, for attention forward, dQ and dK/dV at head sizes 64 to 256. Their speed was
-# not measured.
-TRITON_CUTS = (
-    (256, TritonBlocks(128, 64, warps=4)),
-    (512, TritonBlocks(128, 64, warps=8)),
-    (1024, TritonBlocks(64, 64, warps=8)),
-    (1536, TritonBlocks(64, 32, warps=8)),
-    (4096, TritonBlocks(32, 32, warps=8)),
+@dataclass(frozen=True, slots=True)
+class TritonCut:
+    """A row of the tables: the block sizes of folds that hold at most some bytes per pair.
+
+    held: bytes per pair of a row and a column, at most (`bytes_held`).
+    from_memory: for GPUs whose matmuls read operands from shared memory (capability 9 on).
+    from_registers: for the others.
+    """
+
+    held: int
+    from_memory: TritonBlocks
+    from_registers: TritonBlocks
+
+
+def _cut(rows: int, cols: int, warps: int, stages: int) -> TritonBlocks:
+    return TritonBlocks(rows, cols, warps=warps, stages=stages)
+
+
+# The sizes need the fewest instructions per pair among those that compile without spilling, for
+# attention at head sizes 64 to 256, on an H200 and on an A100 and L4. Their speed was not measured.
+TRITON_CUTS = (  # one contraction: attention forward
+    TritonCut(256, _cut(128, 128, 8, 3), _cut(128, 64, 8, 3)),
+    TritonCut(512, _cut(128, 128, 8, 3), _cut(128, 64, 8, 3)),
+    TritonCut(1024, _cut(128, 64, 8, 2), _cut(32, 32, 4, 3)),
+    TritonCut(1536, _cut(64, 32, 8, 2), _cut(64, 32, 8, 2)),
+    TritonCut(4096, _cut(32, 32, 8, 2), _cut(32, 32, 8, 2)),
 )
-TILES_OF_FOUR_WARPS = 2  # contractions and pair operands; kernels with more of them spill
+TRITON_PAIRED_CUTS = (  # several contractions: gradients of attention
+    TritonCut(384, _cut(64, 64, 4, 3), _cut(64, 64, 4, 3)),
+    TritonCut(512, _cut(64, 64, 4, 3), _cut(64, 32, 4, 3)),
+    TritonCut(768, _cut(128, 64, 8, 3), _cut(64, 32, 4, 3)),
+    TritonCut(1024, _cut(128, 32, 8, 3), _cut(64, 64, 8, 3)),
+    TritonCut(1536, _cut(64, 32, 8, 3), _cut(64, 32, 8, 2)),
+    TritonCut(4096, _cut(32, 32, 8, 2), _cut(32, 32, 8, 2)),
+)
+NARROW_COLUMNS = 64  # per step, where f32 or operands over pairs need more registers
 TRITON_ELEMENTWISE = TritonBlocks(64, 64, warps=4)
 TRITON_WIDE = TritonBlocks(128, 128, chunk=64, warps=8)
 TRITON_SLICED = (  # weights too wide for one program: (rows at most, block sizes)
@@ -150,21 +175,27 @@ TRITON_SLICED = (  # weights too wide for one program: (rows at most, block size
 WIDE = 256  # the most features contracted, or summed, in one step
 
 
-def triton_blocks(spec: FoldSpec) -> TritonBlocks:
+def triton_blocks(spec: FoldSpec, gpu: Gpu) -> TritonBlocks:
     """Return the block sizes of a fold on the `triton` backend, columns not split."""
-    blocks = _triton_cut(spec)
+    blocks = _triton_cut(spec, gpu)
     rows, cols = (power_of_two(n, LEAST_SIDE) for n in (spec.rows, spec.cols))
     return replace(blocks, rows=min(blocks.rows, rows), cols=min(blocks.cols, cols))
 
 
 def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> TritonBlocks:
-    """Return the block sizes with columns split where programs are too few for the device."""
+    """Return the block sizes with columns split where programs are too few for the device.
+
+    A single block of rows is bound by the loads of its columns, and two programs per multiprocessor
+    load more at once. More rows are bound by arithmetic: a second kernel, which combines the parts,
+    pays only where most of the device would be idle.
+    """
     programs = programs_of(spec, blocks)
-    few = 1 if spec.rows <= LEAST_SIDE else 4  # rows of a decoding step read a cache and do little
-    if blocks.features or few * programs > multiprocessors:  # a second kernel would cost more
+    one_block = spec.rows <= blocks.rows
+    if blocks.features or not programs or (4 * programs > multiprocessors and not one_block):
         return blocks
-    most = max(1, spec.cols // (4 * blocks.cols))
-    return replace(blocks, splits=min(-(-2 * multiprocessors // programs), most, 32))
+    wanted = multiprocessors * (2 if one_block else 1)
+    most = spec.cols // (4 * blocks.cols)
+    return replace(blocks, splits=max(min(wanted // programs, most, 32), 1))
 
 
 def programs_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
@@ -172,18 +203,20 @@ def programs_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
     return blocks.splits * math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
 
 
-def _triton_cut(spec: FoldSpec) -> TritonBlocks:
+def _triton_cut(spec: FoldSpec, gpu: Gpu) -> TritonBlocks:
     if any(spec.width(k) > WIDE for k in weights_of(spec)):
         return next(b for limit, b in TRITON_SLICED if spec.rows <= limit)
     if not spec.contractions:
         return TRITON_ELEMENTWISE
     if any(spec.width(c.row) > WIDE for c in spec.contractions):
         return TRITON_WIDE
+    table = TRITON_PAIRED_CUTS if len(spec.contractions) > 1 else TRITON_CUTS
     held = bytes_held(spec)
-    found = next((b for limit, b in TRITON_CUTS if held <= limit), TRITON_CUTS[-1][1])
-    pairs = sum({spec.row, spec.col} <= {*o.axes} for o in spec.operands)
-    if len(spec.contractions) + pairs > TILES_OF_FOUR_WARPS:
-        found = replace(found, warps=max(found.warps, 8))
+    cut = next((c for c in table if held <= c.held), table[-1])
+    found = cut.from_memory if gpu.reads_products_from_memory else cut.from_registers
+    pairs = any({spec.row, spec.col} <= {*o.axes} for o in spec.operands)
+    if pairs or any(jnp.dtype(spec.operands[k].dtype).itemsize > 2 for k in spec.contracted):
+        found = replace(found, cols=min(found.cols, NARROW_COLUMNS))
     return found
 
 

@@ -56,6 +56,8 @@ from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
     Kernel,
     feature_order,
     merge,
+    operand_tile,
+    tile_arguments,
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 
@@ -121,22 +123,11 @@ def _supports_sizes(spec: FoldSpec, raw: FoldSpec) -> Support:
 @lru_cache(maxsize=256)
 def unlowered(spec: FoldSpec) -> tuple[str, ...]:
     """Return the operations of the tile program and epilogue that Pallas-Triton cannot lower."""
-    side = LEAST_SIDE
-
-    def shaped(number: int) -> jax.ShapeDtypeStruct:
-        axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
-        lead = [side if a in axes else 1 for a in (spec.row, spec.col)]
-        features = [spec.size[a] for a in spec.features(number)]
-        return jax.ShapeDtypeStruct([*lead, *features], dtype)
-
-    dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
-    values = tuple(shaped(k) for k in spec.tile.reads)
-    i, j = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((side, 1), (1, side)))
-    programs: list[Any] = [(spec.tile.fun, (dots, values, i, j))]
+    programs: list[Any] = [(spec.tile.fun, tile_arguments(spec))]
     if spec.epilogue is not None:
         raw = dataclasses.replace(spec, epilogue=None)
-        states = [jax.ShapeDtypeStruct((side, 1), s.dtype) for s in flat_shapes(raw)]
-        rows = tuple(shaped(k) for k in spec.epilogue.reads)
+        states = [jax.ShapeDtypeStruct((LEAST_SIDE, 1), s.dtype) for s in flat_shapes(raw)]
+        rows = tuple(operand_tile(spec, k) for k in spec.epilogue.reads)
         programs.append((spec.epilogue.fun, (bundle(raw, states), rows)))
     return triton_programs.unlowered(*programs)
 

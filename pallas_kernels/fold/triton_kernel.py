@@ -6,11 +6,11 @@ feature axes of every operand and result are merged into one axis.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -38,13 +38,32 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 )
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
+from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
-from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, indices, load, store
 
 Array = Any
 FEATURE = ""  # the name of the merged feature axis of an operand or a result
+LEAST_INNER_BLOCKS = 4  # fewer blocks inside the band do not pay for a loop of their own
 SPLIT = "split"  # the name of the first axis of stored results, one element per split of columns
+
+
+def tile_arguments(spec: FoldSpec) -> tuple[Any, ...]:
+    """Return the avals of a tile program's arguments for a least tile."""
+    side = LEAST_SIDE
+    dots = tuple(jax.ShapeDtypeStruct((side, side), c.dtype) for c in spec.contractions)
+    values = tuple(operand_tile(spec, k) for k in spec.tile.reads)
+    i, j = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((side, 1), (1, side)))
+    return dots, values, i, j
+
+
+def operand_tile(spec: FoldSpec, number: int) -> jax.ShapeDtypeStruct:
+    """Return the aval of an operand as programs over a least tile read it."""
+    axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
+    lead = [LEAST_SIDE if a in axes else 1 for a in (spec.row, spec.col)]
+    features = [spec.size[a] for a in spec.features(number)]
+    return jax.ShapeDtypeStruct([*lead, *features], dtype)
 
 
 def feature_order(spec: FoldSpec, number: int) -> tuple[str, ...]:
@@ -104,12 +123,17 @@ class FoldResult:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One fold with its block sizes; `axes` are the operands' axes after features are merged."""
+    """One fold with its block sizes.
+
+    axes: the operands' axes after features are merged.
+    is_inner: True for blocks of columns wholly inside the band and the array.
+    """
 
     spec: FoldSpec
     blocks: TritonBlocks
     axes: tuple[tuple[str, ...], ...]
     results: tuple[FoldResult, ...]
+    is_inner: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -183,7 +207,8 @@ class Kernel:
         if spec.row in axes:
             made[spec.row] = Extent(blocks.rows, 0, at[spec.row], spec.rows)
         if spec.col in axes:
-            made[spec.col] = Extent(blocks.cols, at[spec.col], at[spec.col], spec.cols)
+            limit = blocks.cols if self.is_inner else spec.cols  # inside, no column is masked
+            made[spec.col] = Extent(blocks.cols, at[spec.col], at[spec.col], limit)
         return [made[a] for a in axes if a not in spec.batch]
 
     def read(self, ref: Any, number: int, at: dict[str, Any], chunk: Any = None) -> Array:
@@ -272,44 +297,48 @@ class Kernel:
             high = jnp.maximum(jnp.minimum(high, last), begin)
         return low, high
 
+    def inner_blocks(self, row: Any, low: Any, high: Any) -> tuple[Any, Any]:
+        """Return the first of the blocks wholly inside the band and the array, and one past them.
+
+        low, high: the blocks of the program.
+        """
+        band, cols = self.spec.band, self.blocks.cols
+        first, last = jnp.int32(0), jnp.int32(self.spec.cols // cols)
+        if band.lower is not None:
+            first = _blocks_below(row + self.blocks.rows - 1 + band.lower + cols - 1, cols)
+        if band.upper is not None:
+            last = jnp.minimum(last, _blocks_below(row + band.upper + 1, cols))
+        first = jnp.clip(first, low, high)
+        return first, jnp.clip(last, first, high)
+
     def run(self, *refs: Any) -> None:
         spec, blocks = self.spec, self.blocks
         inputs, results = refs[: len(spec.operands)], refs[len(spec.operands) :]
         row = self.place(pl.program_id(0))[spec.row] * blocks.rows
         here = {spec.row: row, FEATURE: pl.program_id(2) * blocks.features}
-        i = (row + jnp.arange(blocks.rows, dtype=jnp.int32))[:, None]
         contracted = {k for k in spec.contracted if not self.is_chunked(k)}
         needed = {*spec.tile.reads, *weights_of(spec), *contracted}
         fixed = {
             k: self.read(inputs[k], k, here) for k in sorted(needed) if spec.col not in self.axes[k]
         }
-
-        def step(block: Any, states: tuple[State, ...]) -> tuple[State, ...]:
-            start = block * blocks.cols
-            at = {**here, spec.col: start}
-            j = (start + jnp.arange(blocks.cols, dtype=jnp.int32))[None, :]
-            loaded = dict(fixed)
-            dots = tuple(self.contraction(c, inputs, loaded, at) for c in spec.contractions)
-            for k in sorted(needed - set(loaded)):
-                loaded[k] = self.read(inputs[k], k, at)
-            values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
-            made = keeping_nan(spec.tile.fun)(dots, values, i, j)
-            made = made if isinstance(made, (tuple, list)) else (made,)
-            shape = (blocks.rows, blocks.cols)
-            made = [jnp.broadcast_to(t, shape) for t in made]
-            valid = None if spec.cols % blocks.cols == 0 else jnp.broadcast_to(j < spec.cols, shape)
-            return tuple(
-                _extend(o, s, *self.arguments(o, made, loaded, valid, j))
-                for o, s in zip(spec.outputs, states, strict=True)
-            )
-
         low, high = self.column_range(inputs, row, pl.program_id(1))
-        states = lax.fori_loop(low, high, step, self.start())
+        step = partial(self.step, inputs, sorted(needed), fixed, here)
+        states, rest = self.start(), low
+        if self.has_inner_loop:
+            first, last = self.inner_blocks(row, low, high)
+            if spec.band.lower is not None:
+                states = lax.fori_loop(low, first, step, states)
+            inner = replace(self, is_inner=True)
+            step_inside = partial(inner.step, inputs, sorted(needed), fixed, here)
+            states = lax.fori_loop(first, last, step_inside, states)
+            rest = last
+        if not self.has_inner_loop or spec.band.upper is not None or spec.cols % blocks.cols:
+            states = lax.fori_loop(rest, high, step, states)
         if spec.band.floor is not None:
             tops = self.least_top(inputs, fixed, states)
             states = self.beyond(tops, low, high, step, states)
-        last = spec.read_last
-        rows = [self._across(fixed.get(k, self.read(inputs[k], k, here)), k) for k in last]
+        last_read = spec.read_last
+        rows = [self._across(fixed.get(k, self.read(inputs[k], k, here)), k) for k in last_read]
         for k, value in enumerate(self.finish(states, rows)):
             self.write(results[k], self.results[k], value, here)
 
@@ -355,6 +384,62 @@ class Kernel:
             return jnp.int32(0), total
         part = pl.cdiv(pl.cdiv(self.spec.cols, self.blocks.cols), self.blocks.splits)
         return jnp.minimum(split * part, total), jnp.minimum((split + 1) * part, total)
+
+    def step(
+        self,
+        inputs: Sequence[Any],
+        needed: Sequence[int],
+        fixed: dict[int, Array],
+        here: dict[str, Any],
+        block: Any,
+        states: tuple[State, ...],
+    ) -> tuple[State, ...]:
+        """Return the states after one more block of columns.
+
+        needed: the operands that the step reads.
+        fixed: those of them that are read before the loop.
+        here: the numbers of the program's first row and feature.
+        """
+        spec, blocks = self.spec, self.blocks
+        start = block * blocks.cols
+        at = {**here, spec.col: start}
+        i = (here[spec.row] + jnp.arange(blocks.rows, dtype=jnp.int32))[:, None]
+        j = (start + jnp.arange(blocks.cols, dtype=jnp.int32))[None, :]
+        loaded = dict(fixed)
+        dots = tuple(self.contraction(c, inputs, loaded, at) for c in spec.contractions)
+        for k in needed:
+            if k not in loaded:
+                loaded[k] = self.read(inputs[k], k, at)
+        values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
+        made = for_triton(self.tile_program)(dots, values, i, j)
+        made = made if isinstance(made, (tuple, list)) else (made,)
+        shape = (blocks.rows, blocks.cols)
+        made = [jnp.broadcast_to(t, shape) for t in made]
+        whole = self.is_inner or spec.cols % blocks.cols == 0
+        valid = None if whole else jnp.broadcast_to(j < spec.cols, shape)
+        return tuple(
+            _extend(o, s, *self.arguments(o, made, loaded, valid, j))
+            for o, s in zip(spec.outputs, states, strict=True)
+        )
+
+    def tile_program(self, *given: Any) -> Any:
+        """Return the tiles, with masks that the band implies left out inside the band."""
+        if not self.is_inner:
+            return self.spec.tile.fun(*given)
+        band = self.spec.band
+        return inside_band(self.spec.tile.fun, given, (band.lower, band.upper))[0]
+
+    @property
+    def has_inner_loop(self) -> bool:
+        """Return True if blocks inside the band and the array are many, and cheaper than others."""
+        spec, blocks = self.spec, self.blocks
+        lower, upper = spec.band.lower, spec.band.upper
+        width = spec.cols
+        if lower is not None and upper is not None:
+            width = min(width, upper - lower + 2 - blocks.rows)
+        if width < LEAST_INNER_BLOCKS * blocks.cols:
+            return False
+        return spec.cols % blocks.cols > 0 or implies_masks(spec)
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Return all stored results, flat: [rows] or [rows, features]."""
@@ -405,7 +490,7 @@ class Kernel:
 
     def start(self) -> tuple[State, ...]:
         """Return the identity of every output's monoid, at the padded shapes of a block."""
-        raw = dataclasses.replace(self.spec, epilogue=None)
+        raw = replace(self.spec, epilogue=None)
         avals = []
         for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
             features = math.prod(shape.shape[len(self.spec.batch) + 1 :])
@@ -419,11 +504,38 @@ class Kernel:
         )
 
 
+@lru_cache(maxsize=256)
+def implies_masks(spec: FoldSpec) -> bool:
+    """Return True if the band of a fold implies masks of its tile program."""
+    band = (spec.band.lower, spec.band.upper)
+    if band == (None, None):
+        return False
+    found: list[bool] = []
+
+    def tile(*given: Any) -> Any:
+        made, decided = inside_band(spec.tile.fun, given, band)
+        found.append(decided)
+        return made
+
+    jax.eval_shape(tile, *tile_arguments(spec))
+    return found[0]
+
+
+def _blocks_below(column: Any, cols: int) -> Any:
+    """Return how many whole blocks of columns lie before a column; 0 if it is negative."""
+    return lax.div(jnp.maximum(column, 0), jnp.int32(cols))
+
+
 def _monoid(output: Output) -> Monoid:
     """Return the monoid; any and all are max and min of integers (Triton reduces no booleans)."""
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return monoid.MAX if output.kind == "any" else monoid.MIN
+    if isinstance(output, ExpSums):
+        return _EXP_SUMS
     return monoid_of(output)
+
+
+_EXP_SUMS = monoid.exp_sums_by(exp)
 
 
 def _total(output: ExpSums) -> int | None:

@@ -43,7 +43,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
     result_axes,
     result_shapes,
 )
-from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
+from symjax_rewrite.pallas_kernels.triton_programs import for_triton, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, indices, load, store
 
 Array = Any
@@ -288,7 +288,7 @@ class Body:
     def evaluate(self, program: ScanProgram, values: Sequence[Array], t: Any, *given: Any) -> Any:
         """Run a program of the scan on the operands of step `t`, after its other arguments."""
         read = tuple(values[k] for k in program.reads)
-        return keeping_nan(program.fun)(*given, read, t)
+        return for_triton(program.fun)(*given, read, t)
 
     def coefficients(self, values: Sequence[Array], t: Any) -> list[Array]:
         """Return `a` and `b` of a step, broadcast to the tile."""

@@ -84,14 +84,15 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT, "LEAST_SIDE": SHAPE},
     "pallas_kernels.fold.spec": {"FLUSHED": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
-    "pallas_kernels.fold.tiling": dict.fromkeys(
-        ("NARROWEST", "TILES_OF_FOUR_WARPS", "WIDE"), SHAPE
-    ),
+    "pallas_kernels.fold.tiling": dict.fromkeys(("NARROWEST", "NARROW_COLUMNS", "WIDE"), SHAPE),
+    "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
+    "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT, "_LINEAR": CODE},
     "pallas_kernels.scan.cost": dict.fromkeys(
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
     ),
     "pallas_kernels.scan.matrix_scan": {"CHUNK": SHAPE, "TAME": NUMERICS},
     "pallas_kernels.scan.triton": {"MOST_SUMMED": SHAPE, "TILE": SHAPE},
+    "pallas_kernels.triton_memory": {"ALIGNMENT": EXACT, "SWIZZLED": EXACT},
 }
 # Modules that ask for the backend at hand: a kernel runs there or not.
 ASK_FOR_BACKEND = {
