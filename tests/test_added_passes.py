@@ -295,7 +295,7 @@ def test_repr_has_a_line_per_rule_and_pass() -> None:
     lines = repr(packs.lora + MINE - "loop_fusion").splitlines()
     assert lines[0] == "RulePack 'lora+distributivity+mine': 6 rules"
     assert lines[1].split() == ["lora", "distributivity", "nd,do,dr,ro"]
-    assert "Σ a·(b + c) = Σ a·b + Σ a·c" in lines[5]
+    assert "x·(W + A·B) = x·W + (x·A)·B" in lines[5]
     assert lines[7].split()[:2] == ["pythagorean_identity", "pass"]
     assert lines[7].endswith("sin(x)² + cos(x)² → 1 for finite x.")
     assert lines[-1] == "  without loop_fusion"
