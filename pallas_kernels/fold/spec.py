@@ -170,9 +170,12 @@ class ColumnSums:
 FLUSHED = {"float64": 750.0}  # exponentials of less are zero; 104 for other dtypes
 
 
-def flushed(dtype: Any) -> float:
-    """Return a distance below a maximum at which an exponential of a dtype is zero."""
-    return FLUSHED.get(str(dtype), 110.0)
+def least_maximum(floor: float, dtype: Any) -> float:
+    """Return the maximum of a row beside which a fill of at most `floor` (below 0) weighs nothing.
+
+    A cast to half precision may round the fill towards zero by 2⁻⁸ of it.
+    """
+    return floor * (1 - 2.0**-7) + FLUSHED.get(str(dtype), 110.0)
 
 
 Output = Extremum | Sums | ExpSums | ArgExtremum | TopK | KeyedSums | ColumnSums

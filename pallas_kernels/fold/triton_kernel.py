@@ -30,8 +30,8 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Output,
     Sums,
     WeightedTerm,
-    flushed,
     in_two_parts,
+    least_maximum,
     state_axes,
     terms_of,
     weights_of,
@@ -369,7 +369,7 @@ class Kernel:
         assert floor is not None
         begin, end = self.own_columns(pl.program_id(1))
         inside = jnp.maximum(high - low, 0)
-        outside = jnp.where(top <= floor + flushed(top.dtype), end - begin - inside, 0)
+        outside = jnp.where(top <= least_maximum(floor, top.dtype), end - begin - inside, 0)
 
         def one(k: Any, states: tuple[State, ...]) -> tuple[State, ...]:
             b = begin + k

@@ -24,7 +24,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Extremum,
     FoldSpec,
     KeyedSums,
-    flushed,
+    least_maximum,
     result_axes,
     runs_across,
 )
@@ -157,7 +157,7 @@ class _Sweep:
 def _is_low(spec: FoldSpec, tops: Array) -> Array:
     """Return True if some maximum does not exceed the band's floor by enough."""
     assert spec.band.floor is not None
-    return jnp.any(tops <= spec.band.floor + flushed(tops.dtype))
+    return jnp.any(tops <= least_maximum(spec.band.floor, tops.dtype))
 
 
 def _maximum_is_low(spec: FoldSpec, states: tuple[State, ...]) -> Array:

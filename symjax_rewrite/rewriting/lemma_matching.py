@@ -130,7 +130,7 @@ class Bound(NamedTuple):
 
 
 class State(NamedTuple):
-    """What is known during a match; binding: leaf of the pattern to a `Bound` or a coefficient."""
+    """State of a match; binding: leaf of the pattern to a `Bound` or a coefficient."""
 
     groups: Groups
     binding: dict[int, Any]
