@@ -98,7 +98,12 @@ class ClassMaker(Protocol):
 
 @runtime_checkable
 class OneRun(ClassMaker, Protocol):
-    """A maker whose classes are computed from the results of one run."""
+    """A maker whose classes are computed from the results of one run.
+
+    beside: the classes that are read to compute a class from the results.
+    """
+
+    def beside(self, cls: int) -> Iterable[int]: ...
 
     def operands(self) -> Iterable[int]:
         """Return the classes that the run reads."""
@@ -177,12 +182,10 @@ class TermPart:
         return list(found)
 
     def _maker_needs(self, cls: int) -> Iterable[int]:
-        """Return the classes that a maker's class needs, beside the results of the maker's run."""
+        """Return the classes that a class needs, beside results that another part gives."""
         maker = self.makers[cls]
-        if self.results is None or not isinstance(maker, OneRun):
-            return maker.needs(cls)
-        operands = {*maker.operands()}
-        return [c for c in maker.needs(cls) if c not in operands]
+        is_run = self.results is not None and isinstance(maker, OneRun)
+        return maker.beside(cls) if is_run else maker.needs(cls)
 
     def divided(self, new_value: Callable[[Any], int]) -> tuple[MakerRun, TermPart] | None:
         """Return the run of the only maker, and the values from its results; None for others."""

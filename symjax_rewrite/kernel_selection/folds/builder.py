@@ -91,7 +91,11 @@ class FoldRoute:
 
     def needs(self, cls: int) -> list[int]:
         """Return the classes that a class needs: the operands and its row algebra's inputs."""
-        needed = self.operands()
+        return [*self.operands(), *self.beside(cls)]
+
+    def beside(self, cls: int) -> list[int]:
+        """Return the classes of the row algebra that computes a class from the fold's results."""
+        needed = []
         for piece in self.served[cls].form if cls in self.served else ():
             rows = piece.rows() if self.rows is None else [piece.after]
             needed += [r.cls for r in rows if r is not None]

@@ -22,7 +22,7 @@ from symjax_rewrite.ir.dataflow import Needed, live_classes, node_of, postorder
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONTRACT, MAP, Node, Ref, is_cast
 from symjax_rewrite.kernel_selection.folds.extremum_ties import is_tie
 
 POINTS = 3  # that stand for an index
@@ -106,7 +106,15 @@ class _Samples:
         if node.op == ADD:
             return all(1 / STEEPEST <= abs(k) <= STEEPEST for k in node.attr)
         powers = ("reciprocal", "integer_pow", "div")
-        return node.op == CONTRACT or (node.op == MAP and node.attr[0] in powers)
+        return (
+            node.op == CONTRACT
+            or (node.op == MAP and node.attr[0] in powers)
+            or self._is_rounding(node)
+        )
+
+    def _is_rounding(self, node: Node) -> bool:
+        """Return True for a cast between floats, which exact arithmetic does not see."""
+        return is_cast(node) and dtype_kind(self.g.classes[node.args[0].cls].dtype) == "f"
 
     def _random(self, cls: int) -> _Sample:
         shape = (POINTS,) * len(self.g.classes[cls].sizes)
@@ -120,6 +128,8 @@ class _Samples:
         if node.op == CONTRACT:
             return _Sample(*(self._contracted(node, which) for which in (0, 1)))
         below = self._read(node.args[-1], node.out)
+        if is_cast(node):
+            return below
         power = dict(node.attr[1]).get("y", -1)
         with np.errstate(all="ignore"):
             value = below.value**power

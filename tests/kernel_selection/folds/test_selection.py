@@ -335,3 +335,16 @@ def test_small_products_have_a_price_of_their_own(monkeypatch, queries, document
     shapes = [jax.ShapeDtypeStruct((*s, 128), jnp.float32) for s in (queries, documents)]
     report = sym_optimize(late_interaction, device="cpu").explain(*shapes)
     assert any(r.taken for r in report.routes if r.name == "fold") == taken, report
+
+
+def test_row_algebra_reads_an_operand_of_a_fold_that_runs_apart():
+    """The gradient's folds wait for each other: their runs are equations of their own."""
+
+    def sharpness(x, y):
+        s = x @ y.T
+        return jnp.sum(jax.nn.softmax(s) * s)
+
+    optimised = sym_optimize(sharpness, kernels="always", on_unsupported="error")
+    args = draw(8, D), draw(9, D, seed=1)
+    ours, theirs = (jax.grad(f, (0, 1))(*args) for f in (optimised, sharpness))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), ours, theirs)
