@@ -8,8 +8,8 @@ rule for some operations. This module handles these for every kind of kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +52,76 @@ def for_triton(fun: Fun) -> Fun:
     return _by_rules(_EXTREMA | {"exp": _exponential}, fun)
 
 
-def exp(x: Array) -> Array:
-    """Return e^x of f32 as a power of two; results below 2^-126 are 0.
+class _Operand(NamedTuple):
+    """A value of a program in a loop.
 
-    The result is e^(x·(1 + ε)) to 2 units in the last place, with ε at most 2^-23: x·log2 e is
-    rounded once, as x itself was where it was computed.
+    is_fixed: True if no step changes it. factors: what it is the product of, if anything.
     """
-    return jax_kernels.power_of_two(x * LOG2_E)
+
+    value: Array
+    is_fixed: bool
+    factors: tuple[_Operand, _Operand] | None = None
+
+
+def for_triton_loop(fun: Fun, is_fixed: Sequence[bool]) -> Fun:
+    """Return a function as `for_triton` does, for a loop whose steps do not change some arguments.
+
+    In `exp(a·b)` with b of these, b is multiplied by log2 e, which the compiler does once, before
+    the loop.
+
+    Args:
+        fun: an elementwise program.
+        is_fixed: by argument, as leaves of a pytree.
+    """
+
+    def apart(*args: Any) -> Any:
+        closed, tree = jax_internals.make_jaxpr(fun, *args)
+        if "exp" not in jax_kernels.float_primitives(closed):
+            return fun(*args)
+        given = map(_Operand, jax.tree.leaves(args), is_fixed)
+        outs = _with_factors(closed, [*given])
+        return jax.tree.unflatten(tree, [_operand(x).value for x in outs])
+
+    return for_triton(apart)
+
+
+def _with_factors(closed: Any, args: Sequence[Any]) -> list[Any]:
+    def run(eqn: Any, operands: list[Any]) -> list[Any]:
+        if eqn.primitive.name in jax_kernels.CALLS:
+            return _with_factors(jax_internals.bodies(eqn)[0], operands)
+        known = [_operand(x) for x in operands]
+        if eqn.primitive.name == "exp" and (made := _exp_of_product(known[0])) is not None:
+            return [_Operand(made, False)]
+        outs = jax_internals.eval_equation(eqn, [k.value for k in known])
+        factors = (known[0], known[1]) if eqn.primitive.name == "mul" else None
+        is_fixed = all(k.is_fixed for k in known)
+        return [_Operand(x, is_fixed, factors) for x in outs]
+
+    return jax_internals.eval_each(closed, args, run)
+
+
+def _operand(x: Any) -> _Operand:
+    return x if isinstance(x, _Operand) else _Operand(x, True)
+
+
+def _exp_of_product(x: _Operand) -> Array | None:
+    """Return e^x by a power of two if x is a product of one fixed factor and another in f32."""
+    if x.factors is None or x.value.dtype != jnp.float32:
+        return None
+    first, other = x.factors
+    if first.is_fixed == other.is_fixed:
+        return None
+    fixed, moving = (first, other) if first.is_fixed else (other, first)
+    return jax_kernels.power_of_two(moving.value * (fixed.value * LOG2_E))
+
+
+def exp(x: Array, factor: float = 1.0) -> Array:
+    """Return e^(x·factor) of f32 as a power of two; results below 2^-126 are 0.
+
+    The result is e^(x·factor·(1 + ε)) to 2 units in the last place, with ε at most 2^-23: the
+    exponent is rounded once, as x itself was where it was computed.
+    """
+    return jax_kernels.power_of_two(x * (LOG2_E * factor))
 
 
 def _by_rules(rules: dict[str, Fun], fun: Fun) -> Fun:

@@ -40,6 +40,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
+from symjax_rewrite.pallas_kernels.positive_factors import without_factors
 from symjax_rewrite.pallas_kernels.triton_programs import exp, for_triton, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, dot, indices, load, store
 
@@ -348,7 +349,7 @@ class Kernel:
         """Return the least of the maxima that the band's floor is compared with."""
         spec, against = self.spec, self.spec.band.against
         if against is None:
-            kinds = zip(spec.outputs, states, strict=True)
+            kinds = zip(spec.outputs, self.told(states), strict=True)
             tops = [s[0] for o, s in kinds if isinstance(o, ExpSums | Extremum)]
             return jnp.min(functools.reduce(jnp.minimum, tops))
         if against in fixed:
@@ -411,14 +412,17 @@ class Kernel:
             if k not in loaded:
                 loaded[k] = self.read(inputs[k], k, at)
         values = tuple(self._across(loaded[k], k) for k in spec.tile.reads)
-        made = for_triton(self.tile_program)(dots, values, i, j)
-        made = made if isinstance(made, (tuple, list)) else (made,)
         shape = (blocks.rows, blocks.cols)
-        made = [jnp.broadcast_to(t, shape) for t in made]
+        tiles = without_factors(for_triton(self.tile_program), dots, values, i, j)
+        factors = factors_of(spec)
+        made = [
+            jnp.broadcast_to(t.value if k == 1 else t.base, shape)
+            for t, k in zip(tiles, factors, strict=True)
+        ]
         whole = self.is_inner or spec.cols % blocks.cols == 0
         valid = None if whole else jnp.broadcast_to(j < spec.cols, shape)
         return tuple(
-            _extend(o, s, *self.arguments(o, made, loaded, valid, j))
+            _extend(o, s, factors[o.tile], *self.arguments(o, made, loaded, valid, j))
             for o, s in zip(spec.outputs, states, strict=True)
         )
 
@@ -443,7 +447,7 @@ class Kernel:
 
     def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
         """Return all stored results, flat: [rows] or [rows, features]."""
-        states = tuple(_told(o, s) for o, s in zip(self.spec.outputs, states, strict=True))
+        states = self.told(states)
         if self.spec.epilogue is None:
             return [x for state in states for x in state]
         wide = tuple(tuple(x[:, None] if x.ndim == 1 else x for x in state) for state in states)
@@ -457,6 +461,11 @@ class Kernel:
                 x = jnp.sum(x, axis=1, dtype=x.dtype)
             out.append(jnp.broadcast_to(x, shape))
         return out
+
+    def told(self, states: tuple[State, ...]) -> tuple[State, ...]:
+        """Return the states as they are stored."""
+        outputs, factors = self.spec.outputs, factors_of(self.spec)
+        return tuple(_told(o, s, factors[o.tile]) for o, s in zip(outputs, states, strict=True))
 
     def _across(self, value: Array, number: int) -> Array:
         """Return a vector over rows or columns as one that broadcasts over the tile."""
@@ -521,21 +530,52 @@ def implies_masks(spec: FoldSpec) -> bool:
     return found[0]
 
 
+@lru_cache(maxsize=256)
+def factors_of(spec: FoldSpec) -> tuple[float, ...]:
+    """Return by tile the factor that exponentials of it are multiplied by, 1 for other tiles.
+
+    Inside the band the program has fewer masks. The factor must be the same there.
+    """
+    band = (spec.band.lower, spec.band.upper)
+    found: list[tuple[float, ...]] = []
+
+    def factors(program: Any) -> Any:
+        def run(*given: Any) -> Any:
+            made = without_factors(for_triton(program), *given)
+            found.append(tuple(x.factor or 1.0 for x in made))
+            return [x.value for x in made]
+
+        return run
+
+    def inside(*given: Any) -> Any:
+        return inside_band(spec.tile.fun, given, band)[0]
+
+    for program in (spec.tile.fun, inside):
+        jax.eval_shape(factors(program), *tile_arguments(spec))
+    of_sums = {o.tile for o in spec.outputs if isinstance(o, ExpSums)}
+    others = {o.tile for o in spec.outputs if not isinstance(o, ExpSums)}
+    others |= {t.factor for o in spec.outputs for t in terms_of(o) if t.factor is not None}
+    return tuple(
+        k if k == inner and number in of_sums - others else 1.0
+        for number, (k, inner) in enumerate(zip(*found, strict=True))
+    )
+
+
 def _blocks_below(column: Any, cols: int) -> Any:
     """Return how many whole blocks of columns lie before a column; 0 if it is negative."""
     return lax.div(jnp.maximum(column, 0), jnp.int32(cols))
 
 
-def _monoid(output: Output) -> Monoid:
-    """Return the monoid; any and all are max and min of integers (Triton reduces no booleans)."""
+def _monoid(output: Output, factor: float = 1.0) -> Monoid:
+    """Return the monoid; any and all are max and min of integers (Triton reduces no booleans).
+
+    factor: of the exponents of `ExpSums`, which the tile and the stored maximum lack.
+    """
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return monoid.MAX if output.kind == "any" else monoid.MIN
     if isinstance(output, ExpSums):
-        return _EXP_SUMS
+        return monoid.exp_sums_by(partial(exp, factor=factor))
     return monoid_of(output)
-
-
-_EXP_SUMS = monoid.exp_sums_by(exp)
 
 
 def _total(output: ExpSums) -> int | None:
@@ -544,26 +584,34 @@ def _total(output: ExpSums) -> int | None:
     return next((1 + k for k in plain), None)
 
 
-def _extend(output: Output, state: State, *block: Any) -> State:
+def _extend(output: Output, state: State, factor: float, *block: Any) -> State:
     """Return the state after one more block; a NaN term makes the state NaN.
+
+    factor: as in `_monoid`.
 
     The maximum of exponents may drop a NaN where their sum keeps the NaN. Two more instructions per
     pair would make attention slower.
     """
-    extend = _monoid(output).extend
+    extend = _monoid(output, factor).extend
     if isinstance(output, ExpSums) and _total(output) is not None:
         return extend(state, *block)
     tile, *rest = block
     return keeping_nan(lambda state, tile: extend(state, tile, *rest))(state, tile)
 
 
-def _told(output: Output, state: State) -> State:
-    """Return the state to store: booleans from integers, and maxima NaN where sums are NaN."""
+def _told(output: Output, state: State, factor: float) -> State:
+    """Return the state to store: booleans from integers, and maxima NaN where sums are NaN.
+
+    factor: as in `_monoid`.
+    """
     if isinstance(output, Extremum) and output.kind in ("any", "all"):
         return (state[0] != 0,)
-    if isinstance(output, ExpSums) and (k := _total(output)) is not None:
-        return (jnp.where(state[k] != state[k], state[k], state[0]), *state[1:])
-    return state
+    if not isinstance(output, ExpSums):
+        return state
+    top = state[0] if factor == 1 else state[0] * factor
+    if (k := _total(output)) is not None:
+        top = jnp.where(state[k] != state[k], state[k], top)
+    return (top, *state[1:])
 
 
 def _dot_in_two_parts(a: Array, b: Array) -> Array:

@@ -43,7 +43,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
     result_axes,
     result_shapes,
 )
-from symjax_rewrite.pallas_kernels.triton_programs import for_triton, keeping_nan
+from symjax_rewrite.pallas_kernels.triton_programs import for_triton, for_triton_loop, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, indices, load, store
 
 Array = Any
@@ -292,7 +292,10 @@ class Body:
 
     def coefficients(self, values: Sequence[Array], t: Any) -> list[Array]:
         """Return `a` and `b` of a step, broadcast to the tile."""
-        made = self.evaluate(self.spec.coefficients, values, t)
+        program, operands = self.spec.coefficients, self.spec.operands
+        is_fixed = [self.spec.time not in operands[k].axes for k in program.reads]
+        read = tuple(values[k] for k in program.reads)
+        made = for_triton_loop(program.fun, [*is_fixed, False])(read, t)
         return [jnp.broadcast_to(x, self.sweep.tile).astype(carried(self.spec)) for x in made]
 
     def over_time(self, refs: Sequence[Any], state: Any, step: Any) -> Any:

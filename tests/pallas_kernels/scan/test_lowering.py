@@ -84,6 +84,15 @@ def test_forward_is_few_kernels_without_spills(name, compile_h200):
     assert compiled.memory_analysis().temp_size_in_bytes < states / 8
 
 
+def test_decays_are_multiplied_by_log2_e_once(compile_h200, tmp_path):
+    """Before the loop: in it there is one multiplication per exponential."""
+    spec = forward(SelectiveScan(1, 2048, 2048, 16))
+    compile_h200(lambda *xs: scan_triton(spec, *xs), *spec.avals, dump_to=tmp_path)
+    ptx = "\n".join(p.read_text() for p in tmp_path.rglob("*.ptx"))
+    log2_e = ptx.lower().count("0f3fb8aa3b")
+    assert 0 < log2_e < ptx.count("ex2.approx.ftz.f32") / 2
+
+
 def associative(x, dt, A, B, C):
     """The spelling that writes every state."""
     a = jnp.exp(dt[..., None] * A)
