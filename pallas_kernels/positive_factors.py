@@ -1,8 +1,8 @@
 """Elementwise programs without a constant positive factor of their results.
 
-The maximum of x·k is k times the maximum of x, and e^(x·k - m·k) is e^((x - m)·k). A kernel that sums
-exponentials multiplies by k where it multiplies by log2 e anyway, so that a scale of scores costs
-nothing per pair (may import the ground layer alone).
+The maximum of x·k is k times the maximum of x, and e^(x·k - m·k) is e^((x - m)·k). A kernel that
+sums exponentials multiplies by k where it multiplies by log2 e anyway, so that a scale of scores
+costs nothing per pair (may import the ground layer alone).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _known(x: Any) -> Scaled:
 
 
 def _scaled(value: Array, base: Scaled, factor: float) -> Scaled:
-    """Return a value that is another one times a number, with the number as a factor if it is one."""
+    """Return a value that is another one times a number, with this number as a factor if allowed."""
     total = factor * (base.factor or 1.0)
-    if base.factor is None or not LEAST_FACTOR <= total <= 1 or not 0 < factor:
+    if base.factor is None or not LEAST_FACTOR <= total <= 1 or not factor > 0:
         return Scaled(value, value)
     return Scaled(value, base.base, total)
 
