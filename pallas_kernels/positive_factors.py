@@ -69,7 +69,7 @@ def _known(x: Any) -> Scaled:
 
 
 def _scaled(value: Array, base: Scaled, factor: float) -> Scaled:
-    """Return a value that is another one times a number, with this number as a factor if allowed."""
+    """Return a value that is another one times a number, with this number as a factor."""
     total = factor * (base.factor or 1.0)
     if base.factor is None or not LEAST_FACTOR <= total <= 1 or not factor > 0:
         return Scaled(value, value)
