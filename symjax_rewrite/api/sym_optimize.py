@@ -33,7 +33,7 @@ from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
-    from symjax_rewrite.api.report import Report
+    from symjax_rewrite.reports.record import Report
     from symjax_rewrite.optimizer import Optimiser, Result
 
 KERNELS = "kernels"  # the name that `bisect` gives to kernels
@@ -398,7 +398,7 @@ class _Worker:
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""
-        from symjax_rewrite.api.report_builder import make_report
+        from symjax_rewrite.reports.builder import make_report
         from symjax_rewrite.optimizer import Result
 
         closed = plain.trace(*args, **kwargs).jaxpr

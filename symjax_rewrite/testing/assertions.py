@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.report import Report
-from symjax_rewrite.api.report_builder import make_report
+from symjax_rewrite.reports.record import Report
+from symjax_rewrite.reports.builder import make_report
 from symjax_rewrite.api.tolerance import Rounding, difference
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
