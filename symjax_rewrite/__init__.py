@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _TYPE_CHECKING:
     from symjax_rewrite import errors as errors
     from symjax_rewrite import testing as testing
-    from symjax_rewrite.reports.record import Report as Report
     from symjax_rewrite.api.sym_optimize import bisect as bisect
     from symjax_rewrite.api.sym_optimize import keep as keep
     from symjax_rewrite.api.sym_optimize import sym_optimize as sym_optimize
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
+    from symjax_rewrite.reports.record import Report as Report
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
     from symjax_rewrite.rewriting.rule import axiom as axiom
     from symjax_rewrite.rewriting.rule import lemma as lemma

@@ -62,7 +62,9 @@ class Derivations:
             if node == written or reason == ORIGINAL or node.op == LEAF:
                 continue
             here = lambda c, cls=cls, node=node: node if c == cls else first(c)  # noqa: E731
-            before = Writer(g, first, names.of, taken=names.letters)
+            opened = {g.find(a).cls for a in written.args} - names.leaves
+            closed = lambda c, o=opened: None if c in o else names.of(c)  # noqa: E731
+            before = Writer(g, first, closed, taken=names.letters)
             after = Writer(g, here, names.of, taken=names.letters)
             left = range(len(g.classes[cls].sizes))
             texts = [_cut(w.formula(g.ref(cls), left)) for w in (before, after)]
@@ -95,6 +97,7 @@ class _LeafNames:
         self.known: dict[int, Name | None] = {}
         used = (self.of(cls) for cls in form.g.live())
         self.letters = frozenset(n.text for n in used if n is not None and len(n.text) == 1)
+        self.leaves = {c for c in form.g.live() if _leaf(form, c) is not None}
 
     def of(self, cls: int) -> Name | None:
         """Return the name of a region's class, or None."""
@@ -148,10 +151,11 @@ def law_of(rule: Axiom | Lemma | None) -> str:
     if rule is None:
         return ""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(rule.sides)))
+        source = textwrap.dedent(inspect.getsource(rule.sides))
+        found = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Return)]
     except (OSError, SyntaxError):  # a lemma typed at a prompt has no source
         return ""
-    found = [n.value for n in ast.walk(tree) if isinstance(n, ast.Return)]
     if len(found) == 1 and isinstance(found[0], ast.Tuple) and len(found[0].elts) == 2:
-        return " = ".join(map(ast.unparse, found[0].elts))
+        sides = (ast.get_source_segment(source, side) for side in found[0].elts)
+        return " = ".join(" ".join((side or "").split()) for side in sides)
     return ""

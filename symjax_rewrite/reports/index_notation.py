@@ -44,6 +44,21 @@ class Formula(NamedTuple):
         return self.text if self.binds >= least else f"({self.text})"
 
 
+class Part:
+    """An index of a slice: one place, or (start, stride) of the places that another index reads."""
+
+    def __init__(self, part: Any, index: object) -> None:
+        self.part, self.index = part, index
+
+    def text(self, letter: str) -> str:
+        """Return the place, given the letter of the index."""
+        if not isinstance(self.part, tuple):
+            return str(self.part)
+        start, stride = self.part
+        scaled = letter if stride == 1 else f"{stride}·{letter}"
+        return scaled if start == 0 else f"{scaled}+{start}"
+
+
 class Letters:
     """The letters of the indices of one statement, given out in the order of reading."""
 
@@ -53,7 +68,9 @@ class Letters:
         self._rank: dict[object, int] = {index: n for n, index in enumerate(left)}
 
     def of(self, index: object) -> str:
-        """Return the letter of an index; a new one at its first use."""
+        """Return the letter of an index, a new one at its first use; of a part, its place."""
+        if isinstance(index, Part):
+            return index.text(self.of(index.index) if isinstance(index.part, tuple) else "")
         if index not in self._letter:
             new = self._free.pop() if self._free else f"i{len(self._letter)}"
             self._letter[index] = new
@@ -143,7 +160,10 @@ class Writer:
         return Formula(f"Σ_{_subscript(self._over(node, index, letters))} {body}", SUM)
 
     def _add(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
-        signed = [(c, a, not isinstance(c, complex) and c < 0) for c, a in zip(node.attr, args, strict=True)]
+        signed = [
+            (c, a, not isinstance(c, complex) and c < 0)
+            for c, a in zip(node.attr, args, strict=True)
+        ]
         out = ""
         for n, (c, a, negative) in enumerate(sorted(signed, key=_place_in_sum)):
             size, sign = (-c, "−") if negative else (c, "+")
@@ -181,17 +201,9 @@ class Writer:
         return Formula(f"{node.attr}_{_subscript(self._over(node, index, letters))}({body})", ATOM)
 
     def _slice(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
-        ref = args[0]
-        marked = tuple(
-            i if part is None else _Part(part, i)
-            for part, i in zip(node.attr, ref.axes, strict=True)
-        )
-        name = self.name_of(self.g.find(ref).cls)
-        if name is not None and self.g.find(ref) == ref:
-            return Formula(_indexed(name, dict(enumerate(marked)), letters), ATOM)
-        inner = self.ref(ref, letters)
-        parts = (m.text(letters) for m in marked if isinstance(m, _Part))
-        return Formula(f"{inner.within(ATOM)}[{', '.join(parts)}]", ATOM)
+        parts = zip(node.attr, args[0].axes, strict=True)
+        axes: list[Any] = [i if part is None else Part(part, i) for part, i in parts]
+        return self.ref(Ref(args[0].cls, tuple(axes)), letters)
 
     def _concat(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
         inside = ", ".join(self.ref(a, letters).text for a in args)
@@ -218,27 +230,12 @@ class Writer:
         return Formula(f"cumsum_{letters.of(index[node.attr[0]])}({inner})", ATOM)
 
 
-class _Part:
-    """An axis that is read at part of its places: one place, or every stride-th from a start."""
-
-    def __init__(self, part: Any, index: object) -> None:
-        self.part, self.index = part, index
-
-    def text(self, letters: Letters) -> str:
-        if not isinstance(self.part, tuple):
-            return str(self.part)
-        start, stride, _ = self.part
-        letter = letters.of(self.index)
-        scaled = letter if stride == 1 else f"{stride}{letter}"
-        return scaled if start == 0 else f"{scaled}+{start}"
-
-
 def _indexed(name: Name, axes: dict[int, Any], letters: Letters) -> str:
     """Return `name[i,(h,d)]`: one entry per axis; an axis of several slots in parentheses."""
     entries = []
     for group in name.groups:
         parts = [axes[s] for s in group if s in axes]
-        texts = [p.text(letters) if isinstance(p, _Part) else letters.of(p) for p in parts]
+        texts = [letters.of(p) for p in parts]
         entries.append(texts[0] if len(texts) == 1 else f"({','.join(texts)})" if texts else "0")
     return f"{name.text}[{','.join(entries)}]" if entries else name.text
 

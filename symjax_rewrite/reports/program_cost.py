@@ -65,7 +65,9 @@ class Traffic:
     def times(self, n: Dim, sample: Sample) -> Traffic:
         """Return the traffic of n repetitions."""
         count = _at(n, sample)
-        seconds, launches = (None if x is None else count * x for x in (self.seconds, self.launches))
+        seconds, launches = (
+            None if x is None else count * x for x in (self.seconds, self.launches)
+        )
         return Traffic(None if self.bytes is None else n * self.bytes, seconds, launches)
 
 

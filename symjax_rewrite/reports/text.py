@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.record import Report
@@ -41,7 +40,10 @@ def headline(report: Report) -> str:
     if (gain := units.ratio_of(before.seconds, after.seconds)) and gain != "1.00×":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
         gains.append(f"predicted {gain} as fast ({times})")
-    for label, name in (("memory traffic", "bytes"), ("largest intermediate", "largest_intermediate")):
+    for label, name in (
+        ("memory traffic", "bytes"),
+        ("largest intermediate", "largest_intermediate"),
+    ):
         b, a = getattr(before, name), getattr(after, name)
         if units.is_number(b, a) and a and b > 1.25 * a:
             gains.append(f"{label} {units.ratio(b / a)} smaller")
@@ -52,7 +54,8 @@ def _alternative(report: Report) -> str:
     """Return the refused candidate with the highest predicted gain, as the end of a sentence."""
     best = report.best_alternative
     if best is None:
-        return ""
+        undecided = report.details.result.crossovers
+        return "; which form is cheaper depends on the sizes" if undecided else ""
     slower = ", slower" if (best.ratio or 0) < 1 else ""
     return f"; best alternative: {best.name}, predicted {units.ratio(best.ratio or 0)}{slower}"
 
@@ -157,5 +160,4 @@ def refusal(use: RouteUse) -> str:
 
 
 def _search(report: Report) -> Iterator[str]:
-    yield f"search: {report.stop}; optimiser {units.duration(report.time_s)}"
-
+    yield f"rule search: {report.stop}; optimiser {units.duration(report.time_s)}"

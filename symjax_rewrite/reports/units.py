@@ -97,3 +97,16 @@ def scaled_numbers(text: str) -> str:
 def times(count: int) -> str:
     """Return a number of repetitions: ` ×12`; empty for one."""
     return f" ×{count}" if count > 1 else ""
+
+
+def short(value: float) -> str:
+    """Return a power of ten with a prefix, to stand before a unit.
+
+    Example:
+        >>> short(1e9), short(1e4)
+        ('1 G', '10 k')
+    """
+    for size, prefix in PREFIXES:
+        if value >= 0.9995 * size:
+            return f"{value / size:g} {prefix}"
+    return f"{value:g} "

@@ -109,7 +109,7 @@ def _found(
     yield from (FoundCrossover(*costs) for costs in s.crossovers)
     if not s.changed:
         if s.declined:
-            ratio = ratio_of(s.before.seconds, s.after.seconds)
+            ratio = None if s.crossovers else ratio_of(s.before.seconds, s.after.seconds)
             yield Refusal("rewrite", s.declined, where, ratio=ratio)
         return
     names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))

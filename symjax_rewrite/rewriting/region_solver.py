@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
