@@ -105,8 +105,8 @@ class Result:
         """Record a candidate that was taken."""
         if c.key and c.key not in self.keys:
             self.keys.append(c.key)
-        prices = c.before, c.after
-        seconds = None if None in prices else tuple(p.seconds for p in prices)
+        b, a = c.before, c.after
+        seconds = None if b is None or a is None else (b.seconds, a.seconds)
         if c.reason:
             log("route", "%s: %s", c.name, c.reason)
             use = RouteUse(c.name, True, c.reason, c.where, c.count, c.ratio, seconds)

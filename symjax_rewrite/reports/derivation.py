@@ -50,8 +50,13 @@ class Derivations:
 
     def _of_form(self, part: TermPart, form: RegionForm, roots: list[int]) -> Iterator[Step]:
         g, names = form.g, _LeafNames(part, form, self.names)
-        first = lambda cls: g.classes[cls].first  # noqa: E731
-        chosen = lambda cls: form.choice.get(cls, first(cls))  # noqa: E731
+
+        def first(cls: int) -> Node:
+            return g.classes[cls].first
+
+        def chosen(cls: int) -> Node:
+            return form.choice.get(cls) or first(cls)
+
         try:
             order = postorder(roots, lambda c: [g.find(a).cls for a in chosen(c).args])
         except CycleError:  # a class that became one of its own operands has no order

@@ -156,14 +156,12 @@ class Writer:
         factors = [x if n == 1 else f"{_closed(x)}{_power(n)}" for x, n in powers.items()]
         body = "·".join(factors) or "1"
         if not node.bound:
-            return Formula(body, PRODUCT if len(factors) > 1 else ATOM if factors else ATOM)
+            return Formula(body, PRODUCT if len(factors) > 1 else ATOM)
         return Formula(f"Σ_{_subscript(self._over(node, index, letters))} {body}", SUM)
 
     def _add(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
-        signed = [
-            (c, a, not isinstance(c, complex) and c < 0)
-            for c, a in zip(node.attr, args, strict=True)
-        ]
+        pairs = zip(node.attr, args, strict=True)
+        signed = [(c, a, not isinstance(c, complex) and c < 0) for c, a in pairs]
         out = ""
         for n, (c, a, negative) in enumerate(sorted(signed, key=_place_in_sum)):
             size, sign = (-c, "−") if negative else (c, "+")

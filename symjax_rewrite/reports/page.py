@@ -9,6 +9,7 @@ from typing import Any
 
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.term_graph import dtype_of
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import Step
 from symjax_rewrite.reports.page_style import PAGE_STYLE, SCOPE, STYLE
@@ -227,7 +228,8 @@ def _block(block: Block) -> str:
         notes = "".join(f'<div class="note {n.kind}">{escape(n.text)}</div>' for n in line.notes)
         rows.append(
             f'<div class="row"><span class="no">{line.number}</span>'
-            f'<span class="share">{share}</span><code>{escape(line.text) or " "}</code>{notes}</div>'
+            f'<span class="share">{share}</span><code>{escape(line.text) or " "}</code>'
+            f"{notes}</div>"
         )
     name = escape(short_place(f"{block.file}:{block.lines[0].number} (f)").rpartition(":")[0])
     return f'<h3 class="mono">{name}</h3><div class="src">{"".join(rows)}</div>'
@@ -268,7 +270,7 @@ def _at(size: Any, sample: dict[str, int]) -> float:
 def _product_dtypes(program: Program) -> list[str]:
     """Return the dtypes of a program's products, at most three."""
     dots = (e for e in program.equations if e.name in ("dot_general", "conv_general_dilated"))
-    found = dict.fromkeys(str(e.eqn.invars[0].aval.dtype) for e in dots)
+    found = dict.fromkeys(dtype_of(e.eqn.invars[0].aval) for e in dots)
     return [*found][:3] or ["float32"]
 
 

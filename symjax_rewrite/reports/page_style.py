@@ -4,10 +4,11 @@ SCOPE = "symjax-report"
 
 _STYLE = """
 { --bg:#fff; --fg:#1d2433; --dim:#5d6779; --line:#dfe3ea; --soft:#f4f6f9; --good:#0a7d4f;
-  --goodbg:#e3f5ec; --bad:#9a5b00; --badbg:#fff3dc; --before:#b4462a; --after:#0a7d4f; --bar:#c9d8f5;
-  background:var(--bg); color:var(--fg); border:1px solid var(--line); border-radius:10px;
-  box-sizing:border-box; font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;
-  margin:0 auto; max-width:1100px; overflow-wrap:anywhere; padding:18px; text-align:left; }
+  --goodbg:#e3f5ec; --bad:#9a5b00; --badbg:#fff3dc; --before:#b4462a; --after:#0a7d4f;
+  --bar:#c9d8f5; background:var(--bg); color:var(--fg); border:1px solid var(--line);
+  border-radius:10px; box-sizing:border-box; font:15px/1.5 system-ui,-apple-system,"Segoe
+  UI",Roboto,sans-serif; margin:0 auto; max-width:1100px; overflow-wrap:anywhere; padding:18px;
+  text-align:left; }
 *, *::before { box-sizing:border-box; }
 h1 { font-size:21px; line-height:1.3; margin:0 0 2px; color:var(--fg); }
 h2 { border-top:1px solid var(--line); color:var(--fg); font-size:16px; margin:22px 0 8px;
@@ -15,8 +16,8 @@ h2 { border-top:1px solid var(--line); color:var(--fg); font-size:16px; margin:2
 h3 { color:var(--fg); font-size:14px; margin:10px 0 4px; }
 p { margin:4px 0; color:var(--fg); }
 .dim { color:var(--dim); }
-code, pre, .mono { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;
-  font-size:13px; background:none; color:inherit; }
+code, pre, .mono { font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans
+  Mono",monospace; font-size:13px; background:none; color:inherit; }
 .cards { display:grid; gap:10px; grid-template-columns:repeat(auto-fit,minmax(150px,1fr));
   margin:14px 0; }
 .card { background:var(--soft); border-radius:8px; padding:10px 12px; }
@@ -34,7 +35,8 @@ th:first-child, td:first-child { padding-left:0; text-align:left; }
 td.num { white-space:nowrap; }
 td.good { color:var(--good); font-weight:600; }
 td.bad { color:var(--bad); }
-.sides { display:grid; gap:14px; grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr)); }
+.sides { display:grid; gap:14px;
+  grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr)); }
 .lines { background:var(--soft); border-radius:8px; font-family:ui-monospace,SFMono-Regular,Menlo,
   Consolas,"DejaVu Sans Mono",monospace; font-size:13px; line-height:1.55; max-height:460px;
   overflow:auto; padding:8px 0; }
@@ -43,17 +45,20 @@ td.bad { color:var(--bad); }
 .lines .new { border-left-color:var(--after); background:var(--goodbg); }
 .lines .shape { color:var(--dim); font-size:11.5px; margin-left:.8em; white-space:nowrap; }
 .lines .times { color:var(--after); font-weight:600; margin-left:.6em; }
-.src { background:var(--soft); border-radius:8px; font-size:13px; overflow-x:auto; padding:8px 0; }
+.src { background:var(--soft); border-radius:8px; font-size:13px; overflow-x:auto; padding:8px 0;
+  }
 .src .row { display:grid; grid-template-columns:44px 60px minmax(0,1fr); }
-.src .no { color:var(--dim); padding-right:8px; text-align:right; user-select:none;
-  font:12px/1.7 ui-monospace,Menlo,Consolas,monospace; }
-.src .share { align-self:start; margin-top:2px; color:var(--fg); font-size:11px; height:17px; line-height:17px;
-  position:relative; text-align:right; padding-right:6px; }
-.src .share i { background:var(--bar); border-radius:2px; bottom:0; left:0; position:absolute; top:0; }
+.src .no { color:var(--dim); padding-right:8px; text-align:right; user-select:none; font:12px/1.7
+  ui-monospace,Menlo,Consolas,monospace; }
+.src .share { align-self:start; margin-top:2px; color:var(--fg); font-size:11px; height:17px;
+  line-height:17px; position:relative; text-align:right; padding-right:6px; }
+.src .share i { background:var(--bar); border-radius:2px; bottom:0; left:0; position:absolute;
+  top:0; }
 .src .share b { font-weight:400; position:relative; }
-.src code { font-size:12.5px; line-height:1.7; padding-right:12px; tab-size:4; white-space:pre-wrap; }
-.src .note { font-size:12.5px; grid-column:3; line-height:1.45; margin:1px 12px 4px 0;
-  padding:2px 8px; border-radius:5px; width:fit-content; }
+.src code { font-size:12.5px; line-height:1.7; padding-right:12px; tab-size:4;
+  white-space:pre-wrap; }
+.src .note { font-size:12.5px; grid-column:3; line-height:1.45; margin:1px 12px 4px 0; padding:2px
+  8px; border-radius:5px; width:fit-content; }
 .src .taken { background:var(--goodbg); color:var(--good); }
 .src .refused { background:var(--badbg); color:var(--bad); }
 .src .gap { color:var(--dim); padding-left:20px; }
@@ -69,8 +74,8 @@ details { margin:6px 0; }
 summary { cursor:pointer; color:var(--fg); font-size:14px; }
 .step { border-left:3px solid var(--line); margin:8px 0; padding:2px 0 2px 12px; }
 .step .mono { display:block; padding-left:1.6em; text-indent:-1.6em; }
-.passes { display:grid; font-size:13px; gap:2px 10px; grid-template-columns:max-content 1fr max-content;
-  max-width:620px; align-items:center; }
+.passes { display:grid; font-size:13px; gap:2px 10px; grid-template-columns:max-content 1fr
+  max-content; max-width:620px; align-items:center; }
 .passes i { background:var(--bar); border-radius:2px; display:block; height:11px; min-width:1px; }
 svg { display:block; height:auto; max-width:720px; width:100%; }
 svg text { fill:var(--fg); font:13px system-ui,sans-serif; }
@@ -109,7 +114,8 @@ def _scoped(rules: str) -> str:
     for rule in rules.strip().split("}\n"):
         selectors, _, body = rule.partition("{")
         scoped = ", ".join(f".{SCOPE} {s.strip()}".strip() for s in selectors.split(","))
-        out.append(f"{scoped} {{{body.strip().rstrip('}')}}}")
+        text = " ".join(body.replace("}", "").split())
+        out.append(f"{scoped} {{{text}}}")
     return "\n".join(out)
 
 

@@ -58,10 +58,7 @@ def as_data(report: Report) -> dict[str, Any]:
 def _side(side: Side, statements: list[Statement]) -> dict[str, Any]:
     names = ("flops", "bytes", "seconds", "peak_bytes", "largest_intermediate", "launches")
     prices = {name: getattr(side, name) for name in names}
-    terms = [
-        {"text": s.text, "shape": s.shape, "where": s.where, "depth": s.depth} for s in statements
-    ]
-    return {"jaxpr": str(side.jaxpr), **prices, "terms": terms}
+    return {"jaxpr": str(side.jaxpr), **prices, "terms": [asdict(s) for s in statements]}
 
 
 def _change(report: Report, change: Change) -> dict[str, Any]:

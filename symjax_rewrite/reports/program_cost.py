@@ -65,10 +65,9 @@ class Traffic:
     def times(self, n: Dim, sample: Sample) -> Traffic:
         """Return the traffic of n repetitions."""
         count = _at(n, sample)
-        seconds, launches = (
-            None if x is None else count * x for x in (self.seconds, self.launches)
-        )
-        return Traffic(None if self.bytes is None else n * self.bytes, seconds, launches)
+        moved = None if self.bytes is None else n * self.bytes
+        both = (self.seconds, self.launches)
+        return Traffic(moved, *(None if x is None else count * x for x in both))
 
 
 UNKNOWN = Traffic(None, None, None)
@@ -209,7 +208,7 @@ def temporary_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> floa
 
 
 def traffic(closed: ClosedJaxpr, device: Device, sample: Sample) -> Traffic:
-    """Return the bytes that a jaxpr's kernels move, its seconds at sample sizes, and its kernels."""
+    """Return the bytes that a jaxpr's kernels move, its seconds at sample sizes, its kernels."""
     return program_traffic(flatten(closed), device, sample)
 
 

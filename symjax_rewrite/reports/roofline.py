@@ -85,11 +85,8 @@ def _roofs(scale: Scale, device: Device, peaks: dict[str, float]) -> Iterator[st
     floor = 10.0 ** scale.y[0]
     top = max(peaks.values())
     start = max(first, floor / device.bytes_per_s)
-    yield _line(
-        *scale.at(start, start * device.bytes_per_s),
-        *scale.at(top / device.bytes_per_s, top),
-        "sj-roof",
-    )
+    low, high = ((x, x * device.bytes_per_s) for x in (start, top / device.bytes_per_s))
+    yield _line(*scale.at(*low), *scale.at(*high), "sj-roof")
     for name, peak in peaks.items():
         ridge = peak / device.bytes_per_s
         yield _line(*scale.at(ridge, peak), *scale.at(last, peak), "sj-roof")
@@ -111,15 +108,9 @@ def _points(scale: Scale, points: Sequence[Point]) -> Iterator[str]:
         yield _line(*places[0], *places[1], "sj-move")
     for k, (p, (x, y)) in enumerate(zip(points, places, strict=True)):
         yield f'<circle class="sj-{p.label.split()[0]}" cx="{x:.1f}" cy="{y:.1f}" r="6"/>'
-        is_right = x > WIDTH - 130
-        below = len(places) == 2 and places[k][1] >= places[1 - k][1]
-        yield _text(
-            x + (-10 if is_right else 10),
-            y + (18 if below else -10),
-            p.label,
-            "end" if is_right else "start",
-            "sj-label",
-        )
+        across, anchor = (-10, "end") if x > WIDTH - 130 else (10, "start")
+        is_lower = len(places) == 2 and y >= places[1 - k][1]
+        yield _text(x + across, y + (18 if is_lower else -10), p.label, anchor, "sj-label")
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:

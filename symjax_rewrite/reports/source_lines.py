@@ -58,9 +58,7 @@ def source_blocks(report: Report) -> list[Block]:
             numbers = numbers[:left]
             left -= len(numbers)
             lines = [
-                SourceLine(
-                    n, text[n - 1].rstrip(), shares.get((file, n), 0), notes.get((file, n), [])
-                )
+                SourceLine(n, text[n - 1].rstrip(), shares.get((file, n), 0.0), notes[file, n])
                 for n in numbers
             ]
             blocks += [Block(file, lines)] if lines else []

@@ -40,10 +40,7 @@ def headline(report: Report) -> str:
     if (gain := units.ratio_of(before.seconds, after.seconds)) and gain != "1.00×":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
         gains.append(f"predicted {gain} as fast ({times})")
-    for label, name in (
-        ("memory traffic", "bytes"),
-        ("largest intermediate", "largest_intermediate"),
-    ):
+    for label, name, _ in ROWS[1:3]:
         b, a = getattr(before, name), getattr(after, name)
         if units.is_number(b, a) and a and b > 1.25 * a:
             gains.append(f"{label} {units.ratio(b / a)} smaller")

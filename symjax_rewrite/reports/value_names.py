@@ -75,7 +75,7 @@ class Names:
 
     @functools.cached_property
     def assigned(self) -> dict[int, str]:
-        """Return the names that the user's source assigns, by value: that of a line's last value."""
+        """Return the names that the user's source assigns, by the last value of a line."""
         out: dict[int, str] = {}
         equations = self.program.equations
         places = [e.where() for e in equations]
