@@ -16,7 +16,7 @@ if _TYPE_CHECKING:
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
-    from symjax_rewrite.reports.record import Report as Report
+    from symjax_rewrite.reports.report import Report as Report
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
     from symjax_rewrite.rewriting.rule import axiom as axiom
     from symjax_rewrite.rewriting.rule import lemma as lemma
@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
 
 # The public names by the module that defines them, and the public modules.
 _HOMES = {
-    "reports.record": ("Report",),
+    "reports.report": ("Report",),
     "api.sym_optimize": ("bisect", "keep", "sym_optimize"),
     "options": ("Budget", "Options", "disabled"),
     "rewriting.rule": ("RulePack", "axiom", "lemma"),

@@ -34,7 +34,7 @@ from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
     from symjax_rewrite.optimizer import Optimiser, Result
-    from symjax_rewrite.reports.record import Report
+    from symjax_rewrite.reports.report import Report
 
 KERNELS = "kernels"  # the name that `bisect` gives to kernels
 

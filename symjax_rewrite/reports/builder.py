@@ -20,7 +20,8 @@ from symjax_rewrite.reports.program_cost import (
     temporary_bytes,
     terms_traffic,
 )
-from symjax_rewrite.reports.record import Report, Side
+from symjax_rewrite.reports.record import Side
+from symjax_rewrite.reports.report import Report
 
 Makers = tuple[Callable[[], ClosedJaxpr], Callable[[], ClosedJaxpr]]
 

@@ -13,7 +13,7 @@ from symjax_rewrite.codegen.emission import RegionForm, TermPart
 from symjax_rewrite.ir.dataflow import CycleError, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL
 from symjax_rewrite.ir.term import LEAF, Node
-from symjax_rewrite.reports.index_notation import Name, Writer
+from symjax_rewrite.reports.index_notation import Name, TermWriter
 from symjax_rewrite.rewriting.rule import Axiom, Lemma
 from symjax_rewrite.usage_records import Change
 
@@ -21,7 +21,7 @@ LONGEST = 400  # characters of one side
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DerivationStep:
     """One use of a rule: its name, property and law, and a value before and after."""
 
     rule: str
@@ -40,15 +40,15 @@ class Derivations:
     def __init__(self, rules: Mapping[str, Axiom | Lemma], names: Mapping[int, str]) -> None:
         self.rules, self.names = rules, names
 
-    def steps(self, change: Change) -> list[Step]:
+    def steps(self, change: Change) -> list[DerivationStep]:
         """Return the steps of a change that rules made; none for a kernel or a loop."""
-        out: dict[Step, None] = {}
+        out: dict[DerivationStep, None] = {}
         for part in change.parts:
             for form, roots in _forms(part):
                 out.update(dict.fromkeys(self._of_form(part, form, roots)))
         return list(out)
 
-    def _of_form(self, part: TermPart, form: RegionForm, roots: list[int]) -> Iterator[Step]:
+    def _of_form(self, part: TermPart, form: RegionForm, roots: list[int]) -> Iterator[DerivationStep]:
         g, names = form.g, _LeafNames(part, form, self.names)
 
         def first(cls: int) -> Node:
@@ -69,16 +69,16 @@ class Derivations:
             here = lambda c, cls=cls, node=node: node if c == cls else first(c)  # noqa: E731
             opened = {g.find(a).cls for a in written.args} - names.leaves
             closed = lambda c, o=opened: None if c in o else names.of(c)  # noqa: E731
-            before = Writer(g, first, closed, taken=names.letters)
-            after = Writer(g, here, names.of, taken=names.letters)
+            before = TermWriter(g, first, closed, taken=names.letters)
+            after = TermWriter(g, here, names.of, taken=names.letters)
             left = range(len(g.classes[cls].sizes))
             texts = [_cut(w.formula(g.ref(cls), left)) for w in (before, after)]
             if texts[0] != texts[1]:
                 yield self._step(reason.rule, *texts)
 
-    def _step(self, name: str, before: str, after: str) -> Step:
+    def _step(self, name: str, before: str, after: str) -> DerivationStep:
         rule = self.rules.get(name)
-        return Step(name, rule.property if rule else "", law_of(rule), before, after)
+        return DerivationStep(name, rule.property if rule else "", law_of(rule), before, after)
 
 
 def _forms(part: object) -> Iterator[tuple[RegionForm, list[int]]]:

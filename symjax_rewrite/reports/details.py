@@ -11,7 +11,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.reports.crossovers import Advice, Facts, advise
-from symjax_rewrite.reports.derivation import Derivations, Step
+from symjax_rewrite.reports.derivation import Derivations, DerivationStep
 from symjax_rewrite.reports.program_cost import ProgramTerms, equation_traffic, kernel_seconds
 from symjax_rewrite.reports.statements import Statement, Statements
 from symjax_rewrite.usage_records import Change
@@ -65,7 +65,7 @@ class Details:
     def _written(self) -> Statements:
         return Statements(self.sides[0], {})
 
-    def steps(self, change: Change) -> list[Step]:
+    def steps(self, change: Change) -> list[DerivationStep]:
         """Return the derivation of a change, step by step."""
         return self._derivations.steps(change)
 

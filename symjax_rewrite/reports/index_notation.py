@@ -44,7 +44,7 @@ class Formula(NamedTuple):
         return self.text if self.binds >= least else f"({self.text})"
 
 
-class Part:
+class SlicedIndex:
     """An index of a slice: one place, or (start, stride) of the places that another index reads."""
 
     def __init__(self, part: Any, index: object) -> None:
@@ -69,7 +69,7 @@ class Letters:
 
     def of(self, index: object) -> str:
         """Return the letter of an index, a new one at its first use; of a part, its place."""
-        if isinstance(index, Part):
+        if isinstance(index, SlicedIndex):
             return index.text(self.of(index.index) if isinstance(index.part, tuple) else "")
         if index not in self._letter:
             new = self._free.pop() if self._free else f"i{len(self._letter)}"
@@ -88,7 +88,7 @@ class Letters:
         return sorted(factors, key=place)
 
 
-class Writer:
+class TermWriter:
     """Writes the classes of one e-graph.
 
     node_of: the node by which a class is computed. name_of: the name of a class; None if it is
@@ -200,7 +200,7 @@ class Writer:
 
     def _slice(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
         parts = zip(node.attr, args[0].axes, strict=True)
-        axes: list[Any] = [i if part is None else Part(part, i) for part, i in parts]
+        axes: list[Any] = [i if part is None else SlicedIndex(part, i) for part, i in parts]
         return self.ref(Ref(args[0].cls, tuple(axes)), letters)
 
     def _concat(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:

@@ -11,12 +11,12 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term_graph import dtype_of
 from symjax_rewrite.reports import units
-from symjax_rewrite.reports.derivation import Step
+from symjax_rewrite.reports.derivation import DerivationStep
 from symjax_rewrite.reports.page_style import PAGE_STYLE, SCOPE, STYLE
-from symjax_rewrite.reports.record import Report, Side
+from symjax_rewrite.reports.record import Record, Side
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.roofline import Point, roofline
-from symjax_rewrite.reports.source_lines import Block, source_blocks
+from symjax_rewrite.reports.source_lines import SourceBlock, source_blocks
 from symjax_rewrite.reports.statements import Statement
 from symjax_rewrite.reports.text import ROWS, grouped, headline, short_place, title
 from symjax_rewrite.usage_records import Change
@@ -26,7 +26,7 @@ MOST_STEPS = 40  # of one change
 _NUMBERED = re.compile(r"[₀-₉]+|_\d+\b|(?<=\bt)\d+\b")
 
 
-def as_page(report: Report) -> str:
+def as_page(report: Record) -> str:
     """Return a report as a page of its own."""
     name = escape(f"{report.function} on {report.device}")
     return (
@@ -37,7 +37,7 @@ def as_page(report: Report) -> str:
     )
 
 
-def as_fragment(report: Report) -> str:
+def as_fragment(report: Record) -> str:
     """Return a report as an element with a style of its own, as a notebook shows it."""
     sections = (
         _head(report), _costs(report), _done(report), _undecided(report), _formulas(report),
@@ -50,7 +50,7 @@ def as_fragment(report: Report) -> str:
 # ---------------------------------------------------------------- prices
 
 
-def _head(report: Report) -> Iterator[str]:
+def _head(report: Record) -> Iterator[str]:
     lead = headline(report)
     name, _, gains = lead.partition(": ")
     if not report.changed:
@@ -62,7 +62,7 @@ def _head(report: Report) -> Iterator[str]:
         yield f'<div class="cards">{"".join(cards)}</div>'
 
 
-def _cards(report: Report) -> Iterator[str]:
+def _cards(report: Record) -> Iterator[str]:
     named = (
         ("seconds", "as fast, predicted"), ("flops", "fewer FLOPs"),
         ("bytes", "less memory traffic"), ("largest_intermediate", "smaller largest intermediate"),
@@ -75,7 +75,7 @@ def _cards(report: Report) -> Iterator[str]:
             yield f'<div class="card {kind}"><b>{units.ratio(b / a)}</b><span>{text}</span></div>'
 
 
-def _costs(report: Report) -> Iterator[str]:
+def _costs(report: Record) -> Iterator[str]:
     yield f"<h2>Costs by the model of {escape(report.device)}</h2>"
     heads = ("", "before", "after", "") if report.changed else ("", "as written")
     rows = [_cost_row(report, "model time", "seconds", None)]
@@ -86,7 +86,7 @@ def _costs(report: Report) -> Iterator[str]:
         yield f'<p class="dim">Model time and launches at {escape(at)}.</p>'
 
 
-def _cost_row(report: Report, label: str, field: str, unit: str | None) -> str:
+def _cost_row(report: Record, label: str, field: str, unit: str | None) -> str:
     b, a = getattr(report.before, field), getattr(report.after, field)
 
     def text(x: Any) -> str:
@@ -111,7 +111,7 @@ def _row(cell: str, texts: Sequence[str], more: str = "") -> str:
 # ---------------------------------------------------------------- what was done
 
 
-def _done(report: Report) -> Iterator[str]:
+def _done(report: Record) -> Iterator[str]:
     groups = grouped(report.changes)
     if not groups:
         return
@@ -122,7 +122,7 @@ def _done(report: Report) -> Iterator[str]:
         yield from _derivation(report, change)
 
 
-def _derivation(report: Report, change: Change) -> Iterator[str]:
+def _derivation(report: Record, change: Change) -> Iterator[str]:
     steps = report.details.steps(change)[:MOST_STEPS]
     if steps:
         count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
@@ -130,7 +130,7 @@ def _derivation(report: Report, change: Change) -> Iterator[str]:
         yield f"<details open><summary>Derivation, {count}</summary>{inside}</details>"
 
 
-def _step(step: Step) -> str:
+def _step(step: DerivationStep) -> str:
     law = f"{step.property}: {step.law}" if step.law else step.property
     return (
         f'<div class="step"><b>{escape(step.rule)}</b> <span class="law">{escape(law)}</span>'
@@ -139,7 +139,7 @@ def _step(step: Step) -> str:
     )
 
 
-def _undecided(report: Report) -> Iterator[str]:
+def _undecided(report: Record) -> Iterator[str]:
     advice = report.details.crossovers
     yield from ["<h2>Undecided for symbolic sizes</h2>"] if advice else []
     for each in advice:
@@ -160,7 +160,7 @@ def _candidate(kind: str, name: str, gain: str, places: Iterable[str], advice: s
     )
 
 
-def _candidates(report: Report) -> Iterator[str]:
+def _candidates(report: Record) -> Iterator[str]:
     refused = [use for use in report.routes if not use.taken]
     yield from ["<h2>Considered, not done</h2>"] if refused else []
     for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
@@ -172,7 +172,7 @@ def _candidates(report: Report) -> Iterator[str]:
 # ---------------------------------------------------------------- formulas and sources
 
 
-def _formulas(report: Report) -> Iterator[str]:
+def _formulas(report: Record) -> Iterator[str]:
     before = _counted(report.details.before)
     yield "<h2>The program in index notation</h2>"
     if not report.changed:
@@ -208,7 +208,7 @@ def _lines(mine: dict[str, tuple[Statement, int]], others: Any, kind: str) -> st
     return f'<div class="lines">{"".join(rows)}</div>'
 
 
-def _sources(report: Report) -> Iterator[str]:
+def _sources(report: Record) -> Iterator[str]:
     blocks = source_blocks(report)
     if blocks:
         yield "<h2>Source lines</h2>"
@@ -216,7 +216,7 @@ def _sources(report: Report) -> Iterator[str]:
     yield from map(_block, blocks)
 
 
-def _block(block: Block) -> str:
+def _block(block: SourceBlock) -> str:
     rows, last = [], None
     for line in block.lines:
         if last is not None and line.number != last + 1:
@@ -238,7 +238,7 @@ def _block(block: Block) -> str:
 # ---------------------------------------------------------------- pictures
 
 
-def _roofline(report: Report) -> Iterator[str]:
+def _roofline(report: Record) -> Iterator[str]:
     sides = [("before", report.before), ("after", report.after)][: 1 + report.changed]
     found = (_point(label, side, report.sample) for label, side in sides)
     points = [p for p in found if p is not None]
@@ -274,7 +274,7 @@ def _product_dtypes(program: Program) -> list[str]:
     return [*found][:3] or ["float32"]
 
 
-def _passes(report: Report) -> Iterator[str]:
+def _passes(report: Record) -> Iterator[str]:
     yield "<h2>The optimiser</h2>"
     search = f"Search among the rules: {report.stop}. {units.duration(report.time_s)} in all."
     yield f'<p class="dim">{escape(search)}</p>'

@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from symjax_rewrite.reports.record import Report, Side
+from symjax_rewrite.reports.record import Record, Side
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.statements import Statement
 from symjax_rewrite.reports.text import headline
@@ -23,12 +23,12 @@ SCHEMA = "symjax_rewrite.report"
 VERSION = 1
 
 
-def as_json(report: Report) -> str:
+def as_json(report: Record) -> str:
     """Return a report as JSON text."""
     return json.dumps(as_data(report), indent=1, default=str, ensure_ascii=False)
 
 
-def as_data(report: Report) -> dict[str, Any]:
+def as_data(report: Record) -> dict[str, Any]:
     """Return a report as dictionaries, lists, numbers and text."""
     details, best = report.details, report.best_alternative
     seconds = details.seconds_by_line
@@ -61,7 +61,7 @@ def _side(side: Side, statements: list[Statement]) -> dict[str, Any]:
     return {"jaxpr": str(side.jaxpr), **prices, "terms": [asdict(s) for s in statements]}
 
 
-def _change(report: Report, change: Change) -> dict[str, Any]:
+def _change(report: Record, change: Change) -> dict[str, Any]:
     return {
         "name": change.name,
         "rules": [{"name": name, "property": prop} for name, prop in change.rules],

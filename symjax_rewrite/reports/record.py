@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -39,8 +38,8 @@ class Side:
 
 
 @dataclass(slots=True, repr=False)
-class Report:
-    """The result of `explain`.
+class Record:
+    """The data of a report.
 
     before, after: the program as written and as emitted. rules: the rules that were used. routes:
     kernels and rules that were considered, one entry for each name and reason. stop: the reason why
@@ -49,14 +48,6 @@ class Report:
     candidates that were taken, with the seconds of their part of the program. passes: seconds by
     pass. sample: the numbers at which named sizes were priced in seconds. details: source lines,
     index notation and derivations, made on demand.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from symjax_rewrite import sym_optimize
-        >>> a, v = jnp.ones((512, 512)), jnp.ones(512)
-        >>> report = sym_optimize(lambda a, v: (a @ a) @ v, device="cpu").explain(a, v)
-        >>> report.before.flops > 100 * report.after.flops, report.rules[0].name
-        (True, 'contraction_order')
     """
 
     before: Side
@@ -88,33 +79,3 @@ class Report:
     def changed(self) -> bool:
         """Return True if the emitted program differs from the program as written."""
         return bool(self.changes)
-
-    def __str__(self) -> str:
-        from symjax_rewrite.reports.text import as_text
-
-        return as_text(self)
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        from symjax_rewrite.reports.page import as_fragment
-
-        return as_fragment(self)
-
-    def to_html(self) -> str:
-        """Return a page of its own: no scripts, nothing loaded, light and dark."""
-        from symjax_rewrite.reports.page import as_page
-
-        return as_page(self)
-
-    def to_json(self) -> str:
-        """Return the report as JSON (`reports.plain`), with its schema's version."""
-        from symjax_rewrite.reports.plain import as_json
-
-        return as_json(self)
-
-    def save(self, path: str | Path) -> None:
-        """Write a page if the path ends in .html, text if in .txt, else `to_json()`."""
-        path = Path(path)
-        text = {".html": self.to_html, ".txt": self.__str__}.get(path.suffix, self.to_json)()
-        path.write_text(text, encoding="utf-8")

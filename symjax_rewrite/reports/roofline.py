@@ -28,7 +28,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
+class LogScale:
     """Logarithmic axes: the decades of FLOPs per byte and per second that the picture shows."""
 
     x: tuple[float, float]
@@ -57,7 +57,7 @@ def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> 
     x = (math.floor(math.log10(min(xs) / 3)), math.ceil(math.log10(max(xs) * 3)))
     lowest = min([*(p.rate for p in points), 10 ** x[0] * device.bytes_per_s])
     y = (math.floor(math.log10(lowest)), math.ceil(math.log10(top * 1.5)))
-    scale = Scale(x, y)
+    scale = LogScale(x, y)
     body = [*_grid(scale), *_roofs(scale, device, peaks), *_points(scale, points)]
     title = f"Roofline of {device.name}"
     return (
@@ -66,7 +66,7 @@ def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> 
     )
 
 
-def _grid(scale: Scale) -> Iterator[str]:
+def _grid(scale: LogScale) -> Iterator[str]:
     """Yield a line and a label for every decade."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for k in range(round(scale.x[0]), round(scale.x[1]) + 1):
@@ -80,7 +80,7 @@ def _grid(scale: Scale) -> Iterator[str]:
     yield _text((LEFT + right) / 2, HEIGHT - 12, "FLOPs per byte of memory traffic", "middle")
 
 
-def _roofs(scale: Scale, device: Device, peaks: dict[str, float]) -> Iterator[str]:
+def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator[str]:
     first, last = 10.0 ** scale.x[0], 10.0 ** scale.x[1]
     floor = 10.0 ** scale.y[0]
     top = max(peaks.values())
@@ -102,7 +102,7 @@ def _roofs(scale: Scale, device: Device, peaks: dict[str, float]) -> Iterator[st
     )
 
 
-def _points(scale: Scale, points: Sequence[Point]) -> Iterator[str]:
+def _points(scale: LogScale, points: Sequence[Point]) -> Iterator[str]:
     places = [scale.at(p.intensity, p.rate) for p in points]
     if len(places) == 2:
         yield _line(*places[0], *places[1], "sj-move")

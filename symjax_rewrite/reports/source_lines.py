@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from symjax_rewrite.reports import units
-from symjax_rewrite.reports.record import Report
+from symjax_rewrite.reports.record import Record
 from symjax_rewrite.reports.text import grouped, refusal, title
 from symjax_rewrite.reports.value_names import place
 
@@ -37,14 +37,14 @@ class SourceLine:
 
 
 @dataclass(slots=True)
-class Block:
+class SourceBlock:
     """A function of the user: its file, and its lines; a gap in their numbers is a gap in these."""
 
     file: str
     lines: list[SourceLine]
 
 
-def source_blocks(report: Report) -> list[Block]:
+def source_blocks(report: Record) -> list[SourceBlock]:
     """Return the functions that the program was traced through, in the order of their use."""
     notes, shares = _notes(report), _shares(report)
     by_file: dict[str, set[int]] = defaultdict(set)
@@ -61,11 +61,11 @@ def source_blocks(report: Report) -> list[Block]:
                 SourceLine(n, text[n - 1].rstrip(), shares.get((file, n), 0.0), notes[file, n])
                 for n in numbers
             ]
-            blocks += [Block(file, lines)] if lines else []
+            blocks += [SourceBlock(file, lines)] if lines else []
     return blocks
 
 
-def _shares(report: Report) -> dict[tuple[str, int], float]:
+def _shares(report: Record) -> dict[tuple[str, int], float]:
     """Return the share of the predicted time by file and line."""
     seconds: dict[tuple[str, int], float] = defaultdict(float)
     for where, s in report.details.seconds_by_line.items():
@@ -75,7 +75,7 @@ def _shares(report: Report) -> dict[tuple[str, int], float]:
     return {at: s / whole for at, s in seconds.items()} if whole else {}
 
 
-def _notes(report: Report) -> dict[tuple[str, int], list[Note]]:
+def _notes(report: Record) -> dict[tuple[str, int], list[Note]]:
     """Return what was taken and refused, by file and line."""
     out: dict[tuple[str, int], list[Note]] = defaultdict(list)
     found = [

@@ -10,7 +10,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.ir.term import CONST, CONV, IOTA, LEAF, NATIVE
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.reports.index_notation import Name, Writer, dtype_text
+from symjax_rewrite.reports.index_notation import Name, TermWriter, dtype_text
 from symjax_rewrite.reports.program_cost import ProgramTerms
 from symjax_rewrite.reports.value_names import Names
 
@@ -52,7 +52,7 @@ class Statements:
         for cls, v in self.t.leaf_value.items():
             self.named[cls] = Name(self.names.of[v], self.t.positions[v])
         self._name_classes()
-        self.writer = Writer(
+        self.writer = TermWriter(
             self.t.graph,
             self.terms.choice.__getitem__,
             self.named.get,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from symjax_rewrite.reports import units
-from symjax_rewrite.reports.record import Report
+from symjax_rewrite.reports.record import Record
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.value_names import place
 from symjax_rewrite.usage_records import Change, RouteUse
@@ -22,13 +22,13 @@ ROWS = (
 MOST_PLACES = 4  # source lines named for one entry
 
 
-def as_text(report: Report) -> str:
+def as_text(report: Record) -> str:
     """Return a report as text for a terminal."""
     sections = (_table(report), _done(report), _open(report), _refused(report), _search(report))
     return "\n".join([headline(report), *(line for s in sections for line in s)])
 
 
-def headline(report: Report) -> str:
+def headline(report: Record) -> str:
     """Return what was gained, in one line."""
     before, after = report.before, report.after
     where = f"{report.function} on {report.device}"
@@ -47,17 +47,17 @@ def headline(report: Report) -> str:
     return f"{where}: {'; '.join(gains) or 'rewritten, without a price'}"
 
 
-def _alternative(report: Report) -> str:
+def _alternative(report: Record) -> str:
     """Return the refused candidate with the highest predicted gain, as the end of a sentence."""
     best = report.best_alternative
     if best is None:
-        undecided = report.details.result.crossovers
+        undecided = report.details.crossovers
         return "; which form is cheaper depends on the sizes" if undecided else ""
     slower = ", slower" if (best.ratio or 0) < 1 else ""
     return f"; best alternative: {best.name}, predicted {units.ratio(best.ratio or 0)}{slower}"
 
 
-def _table(report: Report) -> Iterator[str]:
+def _table(report: Record) -> Iterator[str]:
     """Yield the prices of both forms; one column if nothing changed."""
     rows = [_time_row(report), *(_row(report, *row) for row in ROWS)]
     if report.changed:
@@ -73,19 +73,19 @@ def _table(report: Report) -> Iterator[str]:
         yield f"  model time and launches at {at}"
 
 
-def _time_row(report: Report) -> tuple[str, str, str, str]:
+def _time_row(report: Record) -> tuple[str, str, str, str]:
     b, a = report.before.seconds, report.after.seconds
     return "model time", units.duration(b), units.duration(a), units.ratio_of(b, a)
 
 
-def _row(report: Report, label: str, name: str, unit: str) -> tuple[str, str, str, str]:
+def _row(report: Record, label: str, name: str, unit: str) -> tuple[str, str, str, str]:
     b, a = getattr(report.before, name), getattr(report.after, name)
     if not unit:
         return label, units.count(b), units.count(a), units.ratio_of(b, a)
     return label, units.quantity(b, unit), units.quantity(a, unit), units.ratio_of(b, a)
 
 
-def _done(report: Report) -> Iterator[str]:
+def _done(report: Record) -> Iterator[str]:
     groups = grouped(report.changes)
     yield from ["done:"] if groups else []
     for change, places, ratio in groups:
@@ -131,7 +131,7 @@ def short_place(where: str) -> str:
     return f"{os.path.relpath(path) if inside else path}:{line} ({function})"
 
 
-def _open(report: Report) -> Iterator[str]:
+def _open(report: Record) -> Iterator[str]:
     """Yield what symbolic sizes leave undecided, and the facts that decide it."""
     for advice in report.details.crossovers:
         yield f"crossover: {advice}"
@@ -139,7 +139,7 @@ def _open(report: Report) -> Iterator[str]:
         yield f"    {advice.advice()}"
 
 
-def _refused(report: Report) -> Iterator[str]:
+def _refused(report: Record) -> Iterator[str]:
     refused = [r for r in report.routes if not r.taken]
     yield from ["considered, not done:"] if refused else []
     for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
@@ -156,5 +156,5 @@ def refusal(use: RouteUse) -> str:
     return reason if told else f"{reason} (predicted {units.ratio(use.ratio or 0)} there)"
 
 
-def _search(report: Report) -> Iterator[str]:
+def _search(report: Record) -> Iterator[str]:
     yield f"rule search: {report.stop}; optimiser {units.duration(report.time_s)}"

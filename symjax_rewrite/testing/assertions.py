@@ -19,7 +19,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Numerics, Options
 from symjax_rewrite.reports.builder import make_report
-from symjax_rewrite.reports.record import Report
+from symjax_rewrite.reports.report import Report
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import tolerance as tolerance
 from symjax_rewrite.testing.rule_checker import check_rule as check_rule
