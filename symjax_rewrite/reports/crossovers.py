@@ -65,7 +65,7 @@ def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool]) -> Ad
     return Advice(
         text_of(found.before.flops),
         text_of(found.after.flops),
-        next((f"{symbol} = {root}" for symbol, root, _ in _solved(gain)), ""),
+        _equal_at(gain),
         tuple(f"{inequality(p)} ({text})" for p, text in open_),
         facts,
     )
@@ -96,8 +96,8 @@ def inequality(p: Dim | float) -> str:
     return f"{Poly(low)} <= {Poly(high)}"
 
 
-def _solved(difference: Dim) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (name, positive root, slope there) of a difference for every name that has one."""
+def _equal_at(difference: Dim) -> str:
+    """Return the size at which a difference is zero, solved for the first name; empty if none."""
     import sympy
 
     factored = sympy.factor(to_sympy(difference))
@@ -108,7 +108,8 @@ def _solved(difference: Dim) -> Iterator[tuple[Any, Any, Any]]:
             continue
         for root in roots:
             if root.is_positive:
-                yield symbol, root, sympy.diff(factored, symbol).subs(symbol, root)
+                return f"{symbol} = {root}"
+    return ""
 
 
 def _deciding(
@@ -133,13 +134,9 @@ def _proved(gain: Dim, saved: Dim, facts: Facts, names: Sequence[str]) -> bool:
 
 
 def _proposals(differences: Sequence[Dim], names: Sequence[str]) -> list[str]:
-    """Return facts that may decide: sides of the roots, then bounds of a size by another."""
-    out = []
-    for difference in differences:
-        for symbol, root, slope in _solved(difference):
-            sides = (">=",) if slope.is_positive else ("<=",) if slope.is_negative else ("<=", ">=")
-            out += [f"{symbol} {side} {root}" for side in sides]
-    bounds = " ".join(fact.split("= ")[1] for fact in out)
+    """Return facts that may decide: what is undecided itself, then bounds of a size by another."""
+    out = [inequality(p) for p in differences]
+    bounds = " ".join(fact.split("<= ")[1] for fact in out)
     pairs = sorted(itertools.permutations(names, 2), key=lambda pair: pair[1] not in bounds)
     for factor in ("", "/2", "/4", "/8", "/16"):
         out += [f"{a} <= {b}{factor}" for a, b in pairs]

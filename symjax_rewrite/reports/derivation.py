@@ -48,7 +48,9 @@ class Derivations:
                 out.update(dict.fromkeys(self._of_form(part, form, roots)))
         return list(out)
 
-    def _of_form(self, part: TermPart, form: RegionForm, roots: list[int]) -> Iterator[DerivationStep]:
+    def _of_form(
+        self, part: TermPart, form: RegionForm, roots: list[int]
+    ) -> Iterator[DerivationStep]:
         g, names = form.g, _LeafNames(part, form, self.names)
 
         def first(cls: int) -> Node:
@@ -71,7 +73,7 @@ class Derivations:
             closed = lambda c, o=opened: None if c in o else names.of(c)  # noqa: E731
             before = TermWriter(g, first, closed, taken=names.letters)
             after = TermWriter(g, here, names.of, taken=names.letters)
-            left = range(len(g.classes[cls].sizes))
+            left = names.order(cls)
             texts = [_cut(w.formula(g.ref(cls), left)) for w in (before, after)]
             if texts[0] != texts[1]:
                 yield self._step(reason.rule, *texts)
@@ -120,15 +122,24 @@ class _LeafNames:
             return None
         return self._of_program(origin.cls, origin.axes)
 
+    def order(self, cls: int) -> list[int]:
+        """Return the slots of a region's class in the order of the axes of the user's array."""
+        slots = range(len(self.form.g.classes[cls].sizes))
+        origin, t = self.form.origin.get(cls), self.part.t
+        if origin is None or not (held := t.values_of(origin.cls)):
+            return list(slots)
+        axes = t.view(held[0]).axes
+        return sorted(slots, key=lambda s: axes[origin.axes[s]])
+
     def _of_program(self, cls: int, slots: Sequence[int] | None = None) -> Name | None:
-        """Return the name of a class of the program, over its slots or those given."""
+        """Return the name of a class of the program; `slots` are those that the region's read."""
         t = self.part.t
         for v in [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls):
             axes, groups = t.view(v).axes, t.positions[v]
             if v in self.names and sorted(axes) == sorted(p for g in groups for p in g):
                 slot_of = {p: s for s, p in enumerate(axes)}
                 named = [[slot_of[p] for p in g] for g in groups]
-                place = slots or range(len(axes))
+                place = {s: k for k, s in enumerate(slots or range(len(axes)))}
                 return Name(self.names[v], [[place[s] for s in g] for g in named])
         return None
 

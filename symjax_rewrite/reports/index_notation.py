@@ -163,7 +163,7 @@ class TermWriter:
         pairs = zip(node.attr, args, strict=True)
         signed = [(c, a, not isinstance(c, complex) and c < 0) for c, a in pairs]
         out = ""
-        for n, (c, a, negative) in enumerate(sorted(signed, key=_place_in_sum)):
+        for n, (c, a, negative) in enumerate(sorted(signed, key=self._place_in_sum)):
             size, sign = (-c, "−") if negative else (c, "+")
             term = self.ref(a, letters)
             is_last = 0 < n == len(signed) - 1 and not negative and size == 1
@@ -171,6 +171,11 @@ class TermWriter:
             text = text if size == 1 else f"{number(size)}·{text}"
             out += f" {sign} {text}" if out else f"{'−' * negative}{text}"
         return Formula(out, PRODUCT if len(signed) == 1 and not out.startswith("−") else SUM)
+
+    def _place_in_sum(self, term: tuple[Any, Ref, bool]) -> tuple[bool, int, bool]:
+        """Return the order of a term: those subtracted last, those of fewer axes later."""
+        _, ref, negative = term
+        return negative, -len(ref.axes), self.name_of(self.g.find(ref).cls) is None
 
     def _map(self, node: Node, args: list[Ref], index: list[Any], letters: Letters) -> Formula:
         name, params = node.attr
@@ -236,12 +241,6 @@ def _indexed(name: Name, axes: dict[int, Any], letters: Letters) -> str:
         texts = [letters.of(p) for p in parts]
         entries.append(texts[0] if len(texts) == 1 else f"({','.join(texts)})" if texts else "0")
     return f"{name.text}[{','.join(entries)}]" if entries else name.text
-
-
-def _place_in_sum(term: tuple[Any, Ref, bool]) -> tuple[bool, int]:
-    """Return the order of a term: added before subtracted, and of more axes before fewer."""
-    _, ref, negative = term
-    return negative, -len(ref.axes)
 
 
 def _closed(text: str) -> str:

@@ -75,11 +75,22 @@ class Names:
 
     @functools.cached_property
     def assigned(self) -> dict[int, str]:
-        """Return the names that the user's source assigns, by the last value of a line."""
+        """Return the names that the user's source assigns, by the last value of a line.
+
+        If the next equation is of another function, which the line may call, it is not the last.
+        """
         out: dict[int, str] = {}
         equations = self.program.equations
         places = [e.where() for e in equations]
         for e, where, after in zip(equations, places, [*places[1:], ""], strict=True):
-            if where != after and len(e.outvals) == 1 and (name := assigned_name(where)):
+            if where == after or len(e.outvals) != 1 or (after and not _same_frame(where, after)):
+                continue
+            if name := assigned_name(where):
                 out[e.outvals[0]] = name
         return out
+
+
+def _same_frame(where: str, other: str) -> bool:
+    """Return True if two lines are of one function."""
+    one, two = place(where), place(other)
+    return one is not None and two is not None and (one[0], one[2]) == (two[0], two[2])

@@ -28,7 +28,9 @@ def alone(monkeypatch):
 def _text(name: str) -> str:
     text = re.sub(r"\S*tests/reports/", "", str(report_of(name)))
     text = re.sub(r"\d[\d.]*( k)?×", "#×", text)
-    return re.sub(r"\d[\d.]* (s|ms|µs|ns)\b", "# s", re.sub(r" {2,}(?=\S+×?$|\d)", "  ", text)) + "\n"
+    return (
+        re.sub(r"\d[\d.]* (s|ms|µs|ns)\b", "# s", re.sub(r" {2,}(?=\S+×?$|\d)", "  ", text)) + "\n"
+    )
 
 
 def _data(name: str) -> str:
