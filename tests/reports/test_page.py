@@ -110,7 +110,8 @@ def test_report_of_many_equations_is_small():
 
 def test_lines_of_repeated_layers_stand_once():
     page = report_of("layers").to_html()
-    assert page.count("fold(") == 2 and "×3" in page  # the last has the result's name
+    assert page.count("fold(") == 3 and "×4" in page  # the first reads x, the last makes out
+    assert page.count("(attention) ×6") == 1
     assert page.count("scores = q @ k.T") == 1
 
 
