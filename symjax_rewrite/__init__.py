@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 if _TYPE_CHECKING:
     from symjax_rewrite import errors as errors
     from symjax_rewrite import testing as testing
-    from symjax_rewrite.api.report import Report as Report
     from symjax_rewrite.api.sym_optimize import bisect as bisect
     from symjax_rewrite.api.sym_optimize import keep as keep
     from symjax_rewrite.api.sym_optimize import sym_optimize as sym_optimize
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
+    from symjax_rewrite.reports.report import Report as Report
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
     from symjax_rewrite.rewriting.rule import axiom as axiom
     from symjax_rewrite.rewriting.rule import lemma as lemma
@@ -26,7 +26,7 @@ if _TYPE_CHECKING:
 
 # The public names by the module that defines them, and the public modules.
 _HOMES = {
-    "api.report": ("Report",),
+    "reports.report": ("Report",),
     "api.sym_optimize": ("bisect", "keep", "sym_optimize"),
     "options": ("Budget", "Options", "disabled"),
     "rewriting.rule": ("RulePack", "axiom", "lemma"),

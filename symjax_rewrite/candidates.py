@@ -118,9 +118,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """The sizes from which another form pays, as text."""
+    """A form that is cheaper for some sizes only: the costs as written and of the form."""
 
-    text: str
+    before: Cost
+    after: Cost
 
 
 @dataclass(frozen=True, slots=True)

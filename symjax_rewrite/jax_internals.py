@@ -443,3 +443,31 @@ def replacement_equation(
 def is_replacement(eqn: JaxprEqn) -> bool:
     """Return True if an equation represents a function chosen by a pass."""
     return eqn.primitive is _replacement_p
+
+
+def argument_names(closed: ClosedJaxpr) -> list[str]:
+    """Return the user's names of a jaxpr's inputs (`p['a'][0]`); empty where JAX knows none."""
+    info = getattr(closed.jaxpr, "debug_info", None)
+    names = [str(name or "") for name in getattr(info, "arg_names", None) or ()]
+    count = len(closed.jaxpr.invars)
+    return names if len(names) == count else [""] * count
+
+
+def result_names(closed: ClosedJaxpr) -> list[str]:
+    """Return the paths of a jaxpr's results (`result[1]`); empty where JAX knows none."""
+    info = getattr(closed.jaxpr, "debug_info", None)
+    names = [str(name or "") for name in getattr(info, "result_paths", None) or ()]
+    count = len(closed.jaxpr.outvars)
+    return names if len(names) == count else [""] * count
+
+
+def traced_name(closed: ClosedJaxpr) -> str:
+    """Return the name of the function that a jaxpr was traced from; empty if JAX knows none."""
+    info = getattr(closed.jaxpr, "debug_info", None)
+    return str(getattr(info, "func_src_info", None) or "").split(" at ")[0]
+
+
+def precision_now() -> Callable[[], Any]:
+    """Return a function that enters the present setting of 64-bit types as a context."""
+    is_wide = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    return lambda: jax.enable_x64(is_wide)

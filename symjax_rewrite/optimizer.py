@@ -33,7 +33,14 @@ from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
-from symjax_rewrite.usage_records import REPLAN, RouteUse, RuleUse, fingerprint, planned_regions
+from symjax_rewrite.usage_records import (
+    REPLAN,
+    Change,
+    RouteUse,
+    RuleUse,
+    fingerprint,
+    planned_regions,
+)
 
 
 @dataclass(slots=True)
@@ -44,14 +51,17 @@ class Result:
     which symbolic sizes are priced. keys: of the candidates taken, for plans. repeated_s: seconds
     of work repeated for copies of an operand, which no term counts. finished: True if all passes
     ran on the whole program. spent: the limit of the budget by which the program, or a body in it,
-    was kept as written. emitted: the jaxpr of `program`, once it has been made.
+    was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
+    candidates that were taken. passes: seconds by pass.
     """
 
     closed: ClosedJaxpr
     program: Program | None = None
     rules: dict[str, RuleUse] = field(default_factory=dict)
     routes: list[RouteUse] = field(default_factory=list)
-    crossovers: list[str] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    crossovers: list[Crossover] = field(default_factory=list)
+    passes: dict[str, float] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     sample: dict[str, int] = field(default_factory=dict)
     repeated_s: float = 0.0
@@ -86,6 +96,7 @@ class Result:
             if (use.name, use.taken, use.reason) == (f.name, False, f.reason):
                 use.count += f.count
                 use.ratio = max((r for r in (use.ratio, f.ratio) if r is not None), default=None)
+                use.places[f.where] = use.places.get(f.where, 0) + f.count
                 return
         log("route", "%s: %s", f.name, f.reason)
         self.routes.append(RouteUse(f.name, False, f.reason, f.where, f.count, f.ratio))
@@ -94,9 +105,14 @@ class Result:
         """Record a candidate that was taken."""
         if c.key and c.key not in self.keys:
             self.keys.append(c.key)
+        b, a = c.before, c.after
+        seconds = None if b is None or a is None else (b.seconds, a.seconds)
         if c.reason:
             log("route", "%s: %s", c.name, c.reason)
-            self.routes.append(RouteUse(c.name, True, c.reason, c.where, c.count, c.ratio))
+            use = RouteUse(c.name, True, c.reason, c.where, c.count, c.ratio, seconds)
+            self.routes.append(use)
+        places = {c.where: c.count} | {where: 1 for _, where in c.also if where != c.where}
+        self.changes.append(Change(c.name, c.rules, c.reason, places, seconds, c.key, c.parts))
         self.routes += [RouteUse(c.name, True, reason, where) for reason, where in c.also]
         for name, prop in c.rules:
             use = self.rules.setdefault(name, RuleUse(name, prop, 0))
@@ -115,6 +131,7 @@ class Result:
                 self.routes.append(use)
             else:
                 self.declined(use)
+        self.changes += body.changes
         self.crossovers += body.crossovers
         self.keys += body.keys
         self.repeated_s += times * body.repeated_s
@@ -210,7 +227,7 @@ class _Run:
     def _run(self, each: Pass) -> None:
         if self.seen.get(each.name) is self.program:
             return
-        again = each.name in self.seen
+        again, start = each.name in self.seen, time.perf_counter()
         found = [*each.candidates(self.program, self.context)]
         proposed = [f for f in found if isinstance(f, Candidate)]
         taken: list[Candidate] = []
@@ -223,6 +240,8 @@ class _Run:
         for f in found:
             if f in taken if isinstance(f, Candidate) else not (again and self._is_known(f)):
                 self._note(f)
+        took = time.perf_counter() - start
+        self.result.passes[each.name] = self.result.passes.get(each.name, 0.0) + took
 
     def _is_known(self, f: Found) -> bool:
         """Return True for a refusal that the first run of a pass gave."""
@@ -235,8 +254,8 @@ class _Run:
                 self.result.took(f)
             case Refusal():
                 self.result.declined(f)
-            case Crossover(text) if text not in self.result.crossovers:
-                self.result.crossovers.append(text)
+            case Crossover() if f not in self.result.crossovers:
+                self.result.crossovers.append(f)
             case Stopped(reason):
                 self.stops.add(reason)
 

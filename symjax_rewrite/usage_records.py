@@ -29,7 +29,7 @@ class RouteUse:
 
     count: number of places of the program it represents. seconds: predicted, of these places as
     written and with the kernel or rule; None if no pass compared them. ratio: the first number of
-    `seconds` divided by the second.
+    `seconds` divided by the second. places: the number of places by line.
     """
 
     name: str
@@ -39,10 +39,36 @@ class RouteUse:
     count: int = 1
     ratio: float | None = None
     seconds: tuple[float, float] | None = None
+    places: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.places and self.where:
+            self.places = {self.where: self.count}
         if self.ratio is None and self.seconds is not None:
             self.ratio = ratio_of(*self.seconds)
+
+
+@dataclass(slots=True)
+class Change:
+    """A candidate that was taken: its rules with their properties or its reason, line and prices.
+
+    seconds: predicted, as written and changed; None if no pass compared them. places: the number of
+    places by line. key: equal for equal regions. parts: the parts of the program that compute the
+    new form (`candidates.Part`).
+    """
+
+    name: str
+    rules: tuple[tuple[str, str], ...]
+    reason: str
+    places: dict[str, int]
+    seconds: tuple[float, float] | None
+    key: str
+    parts: tuple[Any, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the predicted speedup of the region; None if it is not known."""
+        return None if self.seconds is None else ratio_of(*self.seconds)
 
 
 def ratio_of(before_s: float, after_s: float) -> float | None:

@@ -17,7 +17,7 @@ HEAVY = (
     "matplotlib",
     "sympy",
     "symjax_rewrite.api.differentiation",
-    "symjax_rewrite.api.report_builder",
+    "symjax_rewrite.reports.builder",
     "symjax_rewrite.kernel_selection",
     "symjax_rewrite.loops",
     "symjax_rewrite.optimizer",

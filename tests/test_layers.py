@@ -29,6 +29,7 @@ LAYERS = {
     "loops": ("loops",),
     "kernel_selection": ("kernel_selection",),
     "driver": ("passes", "added_passes", "optimizer"),
+    "reports": ("reports",),
     "api": ("api",),
     "testing": ("testing",),
     "door": ("__main__", "__init__"),

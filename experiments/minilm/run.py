@@ -1,13 +1,15 @@
 """The main job: a sentence encoder with low-rank adapters, before and after `sym_optimize`.
 
-python experiments/minilm/run.py            # everything, under a minute on two cores
-python experiments/minilm/run.py --write    # and the results, beside this script
+python experiments/minilm/run.py            # what is gained, under a minute on two cores
+python experiments/minilm/run.py --write    # everything, and the results beside this script
 python experiments/minilm/run.py --quick    # two layers, few rounds: a smoke test
 """
 
 import argparse
+import dataclasses
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,99 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two layers, few rounds")
     parser.add_argument("--write", action="store_true", help="write README.md and results.json")
     options = parser.parse_args()
-    quick = options.quick
+    rounds = 3 if options.quick else 11 if options.write else 5
+    with Phases(5 if options.write else 4) as phases:
+        phases.next("loading the model")
+        encoder, arguments = load(options.quick)
+        calls = calls_of(arguments)
+        phases.next("optimising")
+        rewritten = sym_optimize(model.encode)
+        reports = {title: rewritten.explain(*call) for title, call in calls.items()}
+        gaining = [title for title in calls if reports[title].changed] or [*calls][-1:]
+        phases.next("compiling, as written and rewritten")
+        timed = [*calls] if options.write else gaining
+        pairs = {title: Compiled.of(rewritten, calls[title]) for title in timed}
+        phases.next("running both in turn")
+        speed = {title: measured(pairs[title], calls[title], rounds) for title in timed}
+        last = gaining[-1]
+        vectors = encoded(pairs[last], calls[last], arguments)
+        build = build_of(pairs[last], reports[last])
+        if options.write:
+            phases.next("timing the optimiser against XLA's compiler")
+            specs = harness.specs_of(arguments)
+            count = 1 if options.quick else 3
+            build = harness.build_time(model.encode, sym_optimize, specs, count)
+    tell_gains(reports, speed)
+    print(f"\nMiniLM, {len(arguments[1])} layers, adapters of rank 8 on every projection.")
+    print(f"Weights: {encoder.origin}. Input: {len(SENTENCES)} sentences of up to {TOKENS} tokens.")
+    resources = tell_resources(reports)
+    for title, report in reports.items():
+        tell_rules(title, report)
+    difference = compare_meaning(*vectors)
+    tell_build(build)
+    if options.write:
+        rules = {t: {rule.name: rule.count for rule in r.rules} for t, r in reports.items()}
+        save(encoder.origin, difference, rules, resources, build, speed)
+
+
+class Phases:
+    """Tells on stderr which phase of how many runs, and for how long: a bar on a terminal."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.now, self.start = count, 0, time.perf_counter()
+        self.bar: Any = None
+
+    def __enter__(self) -> "Phases":
+        if sys.stderr.isatty():
+            from rich import console, progress
+
+            parts = ("{task.description}", progress.BarColumn(), progress.TimeElapsedColumn())
+            screen = console.Console(stderr=True)
+            self.bar = progress.Progress(*parts, console=screen, transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def next(self, title: str) -> None:
+        """Begin a phase."""
+        text, self.now = f"[{self.now + 1}/{self.count}] {title}", self.now + 1
+        if self.bar is not None:
+            self.bar.update(self.task, description=text.replace("[", r"\["), completed=self.now - 1)
+        else:
+            seconds = time.perf_counter() - self.start
+            print(f"{seconds:5.1f} s {text} …", file=sys.stderr, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One call compiled as written and rewritten, with the seconds that lowering and XLA took."""
+
+    plain: Any
+    rewritten: Any
+    lower_s: float
+    compile_s: float
+    compile_after_s: float
+
+    @classmethod
+    def of(cls, rewritten: Any, call: tuple) -> "Compiled":
+        """Compile a call."""
+        start = time.perf_counter()
+        lowered = jax.jit(model.encode).lower(*call)
+        lower_s = time.perf_counter() - start
+        both, seconds = [], []
+        for each in (lowered, rewritten.lower(*call)):
+            start = time.perf_counter()
+            both.append(each.compile())
+            seconds.append(time.perf_counter() - start)
+        return cls(*both, lower_s, *seconds)
+
+
+def load(quick: bool) -> tuple[Any, tuple]:
+    """Return the encoder, and the arguments of the largest call."""
     encoder = weights.load()
     params, adapters = encoder.params, weights.lora_adapters(encoder.params)
     if quick:
@@ -52,39 +146,56 @@ def main() -> None:
         adapters = adapters[:2]
     params, adapters = jax.device_put((params, adapters))
     ids, mask = jax.device_put(encoder.tokenise(SENTENCES, TOKENS))
-    arguments = (params, adapters, ids, mask)
-    print(f"MiniLM, {len(adapters)} layers, adapters of rank 8 on every projection.")
-    print(f"Weights: {encoder.origin}.")
-    print(f"Input: {len(SENTENCES)} sentences of up to {TOKENS} tokens.\n")
-
-    plain, rewritten = jax.jit(model.encode), sym_optimize(model.encode)
-    phase("compiling both programs, then running them in turn")
-    speed = tell_speed(plain, rewritten, arguments, rounds=3 if quick else 11)
-    phase("reading off what both programs need")
-    reports = {title: rewritten.explain(*call) for title, call in calls_of(arguments).items()}
-    resources = tell_resources(reports)
-    difference = compare_meaning(plain(*arguments), rewritten(*arguments))
-    for title, report in reports.items():
-        tell_rules(title, report)
-    phase("timing the optimiser against XLA's compiler")
-    build = tell_build(arguments, rounds=1 if quick else 3)
-    if options.write:
-        rules = {
-            title: {rule.name: rule.count for rule in report.rules}
-            for title, report in reports.items()
-        }
-        save(encoder.origin, difference, rules, resources, build, speed)
+    return encoder, (params, adapters, ids, mask)
 
 
-def compare_meaning(before: jax.Array, after: jax.Array) -> float:
+def measured(pair: Compiled, call: tuple, rounds: int) -> dict[str, Any]:
+    """Time both programs in turn: medians, and the ratio with its quartiles."""
+    samples = harness.interleave(
+        {"before": lambda: pair.plain(*call), "after": lambda: pair.rewritten(*call)}, rounds
+    )
+    before, after = (harness.duration(samples.median(name)) for name in ("before", "after"))
+    return {"before": before, "after": after, "ratio": samples.ratio("before", "after")}
+
+
+def encoded(pair: Compiled, call: tuple, arguments: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """Return the vectors of all sentences by both programs, as many rows at a time as in a call."""
+    params, adapters, ids, mask = arguments
+    rows = len(call[2])
+    parts = [(ids[k : k + rows], mask[k : k + rows]) for k in range(0, len(ids), rows)]
+    before, after = (
+        np.concatenate([np.asarray(run(params, adapters, *part)) for part in parts])
+        for run in (pair.plain, pair.rewritten)
+    )
+    return before, after
+
+
+def build_of(pair: Compiled, report: Any) -> harness.BuildTime:
+    """Return the times before the first call, of one round."""
+    compiles = (pair.compile_s, pair.compile_after_s)
+    return harness.BuildTime(report.time_s, report.time_s, pair.lower_s, *compiles)
+
+
+def tell_gains(reports: dict[str, Any], speed: dict[str, Any]) -> None:
+    """Print what was gained: measured, then predicted; the calls that gained first."""
+    heading("Gained")
+    for title in sorted(reports, key=lambda t: not reports[t].changed):
+        report, one = reports[title], speed.get(title)
+        if one is not None:
+            times = f"{one['before']} → {one['after']} a call"
+            print(f"{title:<14}{one['ratio']} times as fast, measured: {times}")
+        print(f"{title if one is None else '':<14}{str(report).splitlines()[0]}")
+
+
+def compare_meaning(before: np.ndarray, after: np.ndarray) -> float:
     """Print the similarities, and how far both programs are apart; returns that."""
     heading("Cosine similarities (rewritten program)")
-    similarity = np.asarray(after) @ np.asarray(after).T
+    similarity = after @ after.T
     print(" " * 46 + "".join(f"{i + 1:>6}" for i in range(len(similarity))))
     for i, row in enumerate(similarity):
         sentence = textwrap.shorten(SENTENCES[i], 41, placeholder="…")
         print(f"{i + 1:>3} {sentence:<42}" + "".join(f"{value:6.2f}" for value in row))
-    difference = float(np.abs(np.asarray(before) @ np.asarray(before).T - similarity).max())
+    difference = float(np.abs(before @ before.T - similarity).max())
     print(f"\nLargest difference from the unrewritten program's: {difference:.1e}")
     return difference
 
@@ -112,7 +223,7 @@ def unique(where: Any) -> list[str]:
 
 
 def tell_resources(reports: dict[str, Any]) -> dict[str, list[str]]:
-    heading("Gained: resources, from the program alone")
+    heading("Resources, from the program alone")
     units = {"flops": "FLOP", "bytes": "B", "largest_intermediate": "B"}
     rows = {}
     print(f"{'':<40}{'before':>14}{'after':>14}")
@@ -130,28 +241,12 @@ def price(value: Any, unit: str) -> str:
     return "not priced" if value is None else harness.quantity(float(value), unit)
 
 
-def tell_build(arguments: tuple, rounds: int) -> harness.BuildTime:
+def tell_build(build: harness.BuildTime) -> None:
     heading("Time before the first call")
-    build = harness.build_time(model.encode, sym_optimize, harness.specs_of(arguments), rounds)
     print(f"optimiser                {harness.duration(build.optimise_s):>10}")
     print(f"XLA compile, as written  {harness.duration(build.compile_s):>10}")
     print(f"XLA compile, rewritten   {harness.duration(build.compile_after_s):>10}")
     print(f"optimiser / compile      {build.share:>10.1%}")
-    return build
-
-
-def tell_speed(plain: Any, rewritten: Any, arguments: tuple, rounds: int) -> dict[str, Any]:
-    heading("Gained: time per call, measured in turn (median, quartiles of the ratio)")
-    speed = {}
-    for title, call in calls_of(arguments).items():
-        samples = harness.interleave(
-            {"before": lambda c=call: plain(*c), "after": lambda c=call: rewritten(*c)}, rounds
-        )
-        ratio = samples.ratio("before", "after")
-        before, after = (harness.duration(samples.median(name)) for name in ("before", "after"))
-        print(f"{title:<16}{before:>10} → {after:>8}   {ratio} times as fast")
-        speed[title] = {"before": before, "after": after, "ratio": ratio}
-    return speed
 
 
 def save(
@@ -176,11 +271,6 @@ def save(
     record = {"weights": origin, "largest_similarity_difference": difference, "rules": rules}
     record |= {"resources": resources, "build": build, "speed": speed}
     harness.write_json(HERE / "results.json", record)
-
-
-def phase(text: str) -> None:
-    """Say on the terminal what takes its time now."""
-    print(f"… {text}", file=sys.stderr, flush=True)
 
 
 def heading(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from symjax_rewrite.api.program_cost import program_traffic, traffic
+from symjax_rewrite.reports.program_cost import program_traffic, traffic
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.cost.device_profiles import Device, device_profile
 from symjax_rewrite.optimizer import Optimiser, Result

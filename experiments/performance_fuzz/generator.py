@@ -11,7 +11,7 @@ from performance_fuzz import features, pairs, reductions
 from performance_fuzz.builder import Builder
 from performance_fuzz.program import LOOPS, Program, Wrap
 
-from symjax_rewrite.api.program_cost import memory
+from symjax_rewrite.reports.program_cost import memory
 from symjax_rewrite.ir.flat_program import flatten
 
 LEAST_ELEMENTS, MOST_ELEMENTS, MOST_FEATURES = 1e3, 1e8, 4096

@@ -22,7 +22,7 @@ import sections
 import zoo
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api.report import Report
+from symjax_rewrite.reports.report import Report
 
 SLOWER = 1.02  # how many times the plain program's time a model may take
 SHARE = 0.25  # of XLA's compile time the optimiser may take ...

@@ -1,4 +1,4 @@
-"""The public interface: `sym_optimize`, its derivatives, frozen arguments, checks, and the report.
+"""The public interface: `sym_optimize`, its derivatives, frozen arguments, and checks.
 
 May import every other folder but `testing`. Before: a Python function or a `jax.jit` object.
 After: a `jax.jit` object that runs the optimised program.

@@ -33,8 +33,8 @@ from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
-    from symjax_rewrite.api.report import Report
     from symjax_rewrite.optimizer import Optimiser, Result
+    from symjax_rewrite.reports.report import Report
 
 KERNELS = "kernels"  # the name that `bisect` gives to kernels
 
@@ -398,8 +398,8 @@ class _Worker:
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""
-        from symjax_rewrite.api.report_builder import make_report
         from symjax_rewrite.optimizer import Result
+        from symjax_rewrite.reports.builder import make_report
 
         closed = plain.trace(*args, **kwargs).jaxpr
         off = why_off()

@@ -104,7 +104,7 @@ class Poly:
     def __str__(self) -> str:
         parts = []
         for m, c in sorted(self.terms, key=lambda t: (-sum(p for _, p in t[0]), t[0])):
-            factors = [n if p == 1 else f"{n}^{p}" for n, p in m]
+            factors = [n if p == 1 else f"{n}**{p}" for n, p in m]
             if c != 1 or not factors:
                 factors.insert(0, str(c))
             parts.append("*".join(factors))
@@ -238,7 +238,7 @@ class Assumptions:
             for scale in (64, 1024, 16)
             for ratio in (1, 8, 64)
         ]
-        good = [env for env in out if self._holds(env)]
+        good = [env for env in out if self.holds(env)]
         return good or self._search(ordered) or out[:1]
 
     def _search(self, ordered: list[str]) -> list[dict[str, int]]:
@@ -246,9 +246,10 @@ class Assumptions:
         trials = itertools.product((2, 16, 128, 1024, 8192), repeat=len(ordered[:5]))
         rest = dict.fromkeys(ordered[5:], 64)
         envs = (dict(zip(ordered[:5], trial, strict=True)) | rest for trial in trials)
-        return [e for e in envs if self._holds(e)][:9]
+        return [e for e in envs if self.holds(e)][:9]
 
-    def _holds(self, env: Mapping[str, int]) -> bool:
+    def holds(self, env: Mapping[str, int]) -> bool:
+        """Return True if the facts about these sizes hold."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
 

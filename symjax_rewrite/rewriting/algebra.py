@@ -106,10 +106,10 @@ def _found(
     where = _where(t, region)
     for rule, reason in s.refused:
         yield Refusal(rule, reason, where)
-    yield from map(FoundCrossover, s.crossovers)
+    yield from (FoundCrossover(*costs) for costs in s.crossovers)
     if not s.changed:
         if s.declined:
-            ratio = ratio_of(s.before.seconds, s.after.seconds)
+            ratio = None if s.crossovers else ratio_of(s.before.seconds, s.after.seconds)
             yield Refusal("rewrite", s.declined, where, ratio=ratio)
         return
     names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))

@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import Any
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir.sizes import Assumptions, Dim, to_sympy, value
+from symjax_rewrite.ir.sizes import Assumptions, Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.options import Options, log
@@ -36,6 +35,7 @@ class Solution:
 
     to: region-local class number to e-graph reference. changed: classes computed by another node.
     declined: the reason why a cheaper form was not taken. digest: names the rewrite in plans.
+    crossovers: costs as written and of another form, of forms that are cheaper for some sizes only.
     """
 
     g: EGraph
@@ -48,7 +48,7 @@ class Solution:
     refused: dict[tuple[str, str], int]
     stop: str
     digest: str
-    crossovers: list[str] = field(default_factory=list)
+    crossovers: list[tuple[Cost, Cost]] = field(default_factory=list)
 
     def rule_of(self, cls: int) -> str:
         """Return the rule that created the node by which a class is computed."""
@@ -157,11 +157,11 @@ class Solver:
 
     def _symbolic(
         self, g: EGraph, roots: tuple[int, ...], found: list[Extraction], model: CostModel
-    ) -> tuple[Extraction, list[str]]:
+    ) -> tuple[Extraction, list[tuple[Cost, Cost]]]:
         """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes."""
         original = original_choice(g)
         before = model.symbolic(g, original, roots)
-        crossovers: list[str] = []
+        crossovers: list[tuple[Cost, Cost]] = []
         for candidate in found:
             if not candidate.taken:
                 continue
@@ -171,11 +171,10 @@ class Solver:
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))
                 return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
-            text = crossover(before, after)
-            if text not in crossovers:
-                crossovers.append(text)
+            if (before, after) not in crossovers:
+                crossovers.append((before, after))
         same = replace(before, seconds=found[0].before.seconds)
-        reason = "neither form is cheaper for all sizes: pass assume=(...) to decide"
+        reason = "neither form is cheaper for all sizes"
         return Extraction(same, same, original, False, reason), crossovers
 
 
@@ -187,20 +186,3 @@ def _root(g: EGraph, cls: int) -> int:
     while (edge := g.parent[cls]) is not None:
         cls = edge.cls
     return cls
-
-
-def crossover(before: Cost, after: Cost) -> str:
-    """Return the sizes at which two forms cost the same FLOPs, solved for every possible size."""
-    import sympy
-
-    b, a = to_sympy(before.flops), to_sympy(after.flops)
-    difference = sympy.factor(b - a)
-    parts: list[str] = []
-    for symbol in sorted(difference.free_symbols, key=str):
-        try:
-            roots: list[Any] = sympy.solve(difference, symbol)
-        except NotImplementedError:
-            continue
-        parts += [f"{symbol} = {r}" for r in roots if r.is_positive]
-    where = " or ".join(parts) or "no single size decides"
-    return f"written {b} FLOPs, other form {a} FLOPs; equal at {where}"

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.api.report import Report
-from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.api.tolerance import Rounding, difference
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Numerics, Options
+from symjax_rewrite.reports.builder import make_report
+from symjax_rewrite.reports.report import Report
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import tolerance as tolerance
 from symjax_rewrite.testing.rule_checker import check_rule as check_rule

@@ -223,7 +223,7 @@ def test_report():
     assert report.before.largest_intermediate == 512 * 512 * 4
     assert report.stop
     assert report.time_s > 0
-    assert "<pre>" in report._repr_html_()
+    assert "lora (distributivity)" in report._repr_html_()
 
 
 def test_report_is_saved(tmp_path):

@@ -12,8 +12,8 @@ from jax import export, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api import program_cost
 from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.reports import program_cost
 from tests.profiles import changed
 from tests.programs import Pair, Tagged
 

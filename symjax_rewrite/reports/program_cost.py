@@ -18,7 +18,7 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import summed_sizes
-from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, reachable
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
@@ -49,21 +49,63 @@ PRODUCTS = frozenset({"fft", "ragged_dot", "ragged_dot_general", "scaled_dot"})
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes read and written by all kernels, and modelled seconds; None if unknown."""
+    """Bytes read and written by all kernels, modelled seconds, and kernels; None if unknown."""
 
     bytes: Dim | float | None = 0
     seconds: float | None = 0.0
+    launches: float | None = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(_plus(self.bytes, other.bytes), _plus(self.seconds, other.seconds))
+        return Traffic(
+            _plus(self.bytes, other.bytes),
+            _plus(self.seconds, other.seconds),
+            _plus(self.launches, other.launches),
+        )
 
     def times(self, n: Dim, sample: Sample) -> Traffic:
         """Return the traffic of n repetitions."""
+        count = _at(n, sample)
         moved = None if self.bytes is None else n * self.bytes
-        return Traffic(moved, None if self.seconds is None else _at(n, sample) * self.seconds)
+        both = (self.seconds, self.launches)
+        return Traffic(moved, *(None if x is None else count * x for x in both))
 
 
-UNKNOWN = Traffic(None, None)
+UNKNOWN = Traffic(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTerms:
+    """A program as index terms, every class computed as written: the input of all prices."""
+
+    t: TermGraph
+    need: Needed
+    choice: dict[int, Node]
+
+    @classmethod
+    def of(cls, program: Program) -> ProgramTerms:
+        """Build the terms of a program."""
+        t = build(program)
+        need = needed(t)
+        return cls(t, need, {c: node_of(t.graph, c) for c in need.order})
+
+    def native(self) -> list[int]:
+        """Return the classes of equations that no term describes."""
+        return [c for c in self.need.order if self.choice[c].op == NATIVE]
+
+    def roots(self) -> tuple[int, ...]:
+        """Return the classes that results and native equations read."""
+        read = {a.cls for c in self.native() for a in self.choice[c].args}
+        return tuple(sorted(self.need.outside | read))
+
+    def equations(self) -> list[Equation]:
+        """Return the equations of native classes, and those with effects."""
+        places = {self.t.made_by[c][0] for c in self.native()}
+        places |= {n for n, e in enumerate(self.t.program.equations) if e.eqn.effects}
+        return [self.t.program.equations[n] for n in sorted(places)]
+
+    def model(self, device: Device, sample: Sample) -> CostModel:
+        """Return the cost model of a device at sample sizes."""
+        return CostModel(device, lambda d: value(d, sample))
 
 
 def _plus(a: Any, b: Any) -> Any:
@@ -155,55 +197,56 @@ def trips_of(eqn: JaxprEqn) -> Dim | None:
     return None if loop is None else loop.length
 
 
-def temporary_bytes(program: Program, device: Device, sample: Sample) -> float:
+def temporary_bytes(terms: ProgramTerms, device: Device, sample: Sample) -> float:
     """Return the bytes of the largest value that a program writes, inputs and results excluded."""
-    if not program.equations:
-        return 0.0
-    t, need, choice, model = _modelled(program, device, sample)
+    t, need, choice = terms.t, terms.need, terms.choice
+    model = terms.model(device, sample)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     written = model.written(facts, tuple(sorted(need.outside)), set())
     made = [c for c in written if c not in need.outside and c not in t.leaf_value]
     return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
 
 
-def _modelled(
-    program: Program, device: Device, sample: Sample
-) -> tuple[TermGraph, Needed, dict[int, Node], CostModel]:
-    t = build(program)
-    need = needed(t)
-    choice = {c: node_of(t.graph, c) for c in need.order}
-    return t, need, choice, CostModel(device, lambda d: value(d, sample))
-
-
 def traffic(closed: ClosedJaxpr, device: Device, sample: Sample) -> Traffic:
-    """Return the bytes that a jaxpr's kernels move, and its seconds at sample sizes."""
+    """Return the bytes that a jaxpr's kernels move, its seconds at sample sizes, its kernels."""
     return program_traffic(flatten(closed), device, sample)
 
 
 def program_traffic(program: Program, device: Device, sample: Sample) -> Traffic:
-    """Return the bytes that a program's kernels move, and its seconds at sample sizes."""
-    if not program.equations:
+    """Return the traffic of a program, as of a jaxpr."""
+    return terms_traffic(ProgramTerms.of(program), device, sample)
+
+
+def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffic:
+    """Return the traffic of a program whose terms are built."""
+    t = terms.t
+    if not t.program.equations:
         return Traffic()
-    t, need, choice, model = _modelled(program, device, sample)
-    native = [c for c in need.order if choice[c].op == NATIVE]
-    read = {a.cls for c in native for a in choice[c].args}
-    roots = tuple(sorted(need.outside | read))
-    cost = model.evaluate(t.graph, choice, roots)
-    moved = model.symbolic(t.graph, choice, roots).bytes if t.dim_env else cost.bytes
-    total = Traffic(moved, cost.seconds)
-    places = {t.made_by[c][0] for c in native}
-    places |= {n for n, e in enumerate(t.program.equations) if e.eqn.effects}
-    equations = (t.program.equations[n].eqn for n in sorted(places))
-    return sum((_equation_traffic(eqn, device, sample) for eqn in equations), start=total)
+    model, roots = terms.model(device, sample), terms.roots()
+    cost = model.evaluate(t.graph, terms.choice, roots)
+    moved = model.symbolic(t.graph, terms.choice, roots).bytes if t.dim_env else cost.bytes
+    natives = (equation_traffic(e.eqn, device, sample) for e in terms.equations())
+    return sum(natives, start=Traffic(moved, cost.seconds, cost.launches))
 
 
-def _equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+def kernel_seconds(terms: ProgramTerms, device: Device, sample: Sample) -> dict[int, float]:
+    """Return the modelled seconds of every kernel of terms, by the class that it writes."""
+    model, g = terms.model(device, sample), terms.t.graph
+    roots = terms.roots()
+    facts = {c: model.facts_of(g, c, terms.choice[c]) for c in reachable(terms.choice, roots)}
+    written = model.written(facts, roots, set())
+    kernels = [c for c in facts if c in written and not facts[c].is_free]
+    return {c: model.kernel_seconds(facts, c, written, set()) for c in kernels}
+
+
+def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+    """Return the traffic of an equation that no term describes."""
     name = eqn.primitive.name
     if name in FREE:
         return Traffic()
     if jax_internals.is_replacement(eqn):
         cost = replacement_cost(eqn, device)
-        found = cost and Traffic(cost.bytes, cost.seconds)
+        found = cost and Traffic(cost.bytes, cost.seconds, max(1, cost.launches))
         return found or traffic(_staged(eqn), device, sample)
     if name == "pallas_call":
         return _kernel_traffic(eqn, device)
@@ -213,7 +256,7 @@ def _equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     if not arrays or not _has_no_products(name):
         return UNKNOWN
     moved = _moved(eqn)
-    return Traffic(moved, _pass_seconds(eqn, _at(moved, sample), device, sample))
+    return Traffic(moved, _pass_seconds(eqn, _at(moved, sample), device, sample), 1)
 
 
 def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
@@ -236,7 +279,7 @@ def _kernel_traffic(eqn: JaxprEqn, device: Device) -> Traffic:
     products = estimate.flops / device.peak(dtype)
     others = estimate.transcendentals / device.elementwise_per_s
     moved = estimate.bytes_accessed
-    return Traffic(moved, max(products, others, moved / device.bytes_per_s) + device.launch_s)
+    return Traffic(moved, max(products, others, moved / device.bytes_per_s) + device.launch_s, 1)
 
 
 def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -> float | None:

@@ -1,0 +1,104 @@
+"""The construction of a `Report` from a decision: both programs, priced by one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.kernel_selection.folds.fold_price import page_seconds, with_temporaries
+from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.reports.details import Details
+from symjax_rewrite.reports.program_cost import (
+    UNKNOWN,
+    ProgramTerms,
+    Traffic,
+    memory,
+    program_flops,
+    temporary_bytes,
+    terms_traffic,
+)
+from symjax_rewrite.reports.record import Side
+from symjax_rewrite.reports.report import Report
+
+Makers = tuple[Callable[[], ClosedJaxpr], Callable[[], ClosedJaxpr]]
+
+
+def make_report(
+    result: Result, optimiser: Optimiser, sides: tuple[ClosedJaxpr, ...] = ()
+) -> Report:
+    """Return the report of one decision, with both programs priced on the optimiser's device.
+
+    sides: the programs to report; default: the traced and the emitted program.
+    """
+    makers, (before, after) = _programs(result, sides)
+    device = optimiser.device
+    fresh = temporary_bytes(before, device, result.sample)
+    if any(use.taken and use.name == "fold" for use in result.routes):  # as folds are compared
+        device = with_temporaries(device, fresh)
+    first = _side(makers[0], before, result, device)
+    second = first if after is before else _side(makers[1], after, result, device)
+    if first.seconds is not None and second is not first:
+        first.seconds += result.repeated_s
+    details = Details(result, optimiser, (before, after))
+    return Report(
+        before=first,
+        after=second,
+        rules=sorted(result.rules.values(), key=lambda r: r.name),
+        routes=result.routes,
+        stop=result.stop,
+        time_s=result.time_s,
+        plan=result.plan_record(),
+        function=details.title(),
+        device=optimiser.device.name,
+        changes=result.changes,
+        passes=result.passes,
+        sample=result.sample,
+        details=details,
+    )
+
+
+def _programs(
+    result: Result, sides: tuple[ClosedJaxpr, ...]
+) -> tuple[Makers, tuple[ProgramTerms, ProgramTerms]]:
+    """Return the makers of both jaxprs, and both programs to price; in these kernels are opaque."""
+    if sides:
+        first, second = sides
+        terms = ProgramTerms.of(flatten(first)), ProgramTerms.of(flatten(second))
+        return (lambda: first, lambda: second), terms
+    written = ProgramTerms.of(flatten(result.closed))
+    program = result.program
+    if program is None:
+        return (lambda: result.closed, lambda: result.closed), (written, written)
+    return (lambda: result.closed, _emitter(result)), (written, ProgramTerms.of(program))
+
+
+def _emitter(result: Result) -> Callable[[], ClosedJaxpr]:
+    """Return a function that emits the optimised program once, with the dtypes of now."""
+    precision, made = jax_internals.precision_now(), []
+
+    def emitted() -> ClosedJaxpr:
+        if not made:
+            with precision():
+                avals = result.closed.in_avals
+                made.append(jax_internals.make_avals_jaxpr(result.emit(), avals))
+        return made[0]
+
+    return emitted
+
+
+def _side(
+    make: Callable[[], ClosedJaxpr], terms: ProgramTerms, result: Result, device: Device
+) -> Side:
+    program = terms.t.program
+    moved: Traffic = UNKNOWN
+    if result.finished or not program.equations:
+        moved = terms_traffic(terms, device, result.sample)
+    if moved.seconds is not None:
+        fresh = temporary_bytes(terms, device, result.sample)
+        moved = moved + Traffic(0, page_seconds(device, fresh))
+    peak, largest = memory(program, device) or (None, None)
+    flops = program_flops(program, device)
+    return Side(flops, moved.bytes, moved.seconds, peak, largest, moved.launches, make)

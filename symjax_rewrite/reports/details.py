@@ -1,0 +1,107 @@
+"""Details of a report that take time to write: made on demand, each once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.reports.crossovers import Advice, Facts, advise
+from symjax_rewrite.reports.derivation import Derivations, DerivationStep
+from symjax_rewrite.reports.program_cost import ProgramTerms, equation_traffic, kernel_seconds
+from symjax_rewrite.reports.statements import Statement, Statements
+from symjax_rewrite.usage_records import Change
+
+MOST_STATEMENTS = 2000  # of one side
+
+
+class Details:
+    """What a report tells beside prices: statements, derivations, seconds by source line.
+
+    Args:
+        result: the decision.
+        optimiser: its rules and options.
+        sides: the terms of the program as written and of the emitted program; kernels are opaque.
+    """
+
+    def __init__(
+        self, result: Result, optimiser: Optimiser, sides: tuple[ProgramTerms, ProgramTerms]
+    ) -> None:
+        self.result, self.optimiser, self.sides = result, optimiser, sides
+        self.device = optimiser.device
+
+    @functools.cached_property
+    def crossovers(self) -> list[Advice]:
+        """Return what is undecided for symbolic sizes, with facts that decide it."""
+        given = self.optimiser.options.assume
+        found = [advise(c, given, self._takes) for c in self.result.crossovers]
+        return list({str(c): c for c in found}.values())
+
+    def _takes(self, facts: Facts) -> bool:
+        """Return True if the optimiser takes more candidates under these facts."""
+        options = self.optimiser.options
+        options = dataclasses.replace(options, assume=(*options.assume, *facts))
+        other = Optimiser(options, self.optimiser.rules, self.device).run(self.result.closed)
+        return len(other.changes) > len(self.result.changes)
+
+    @functools.cached_property
+    def before(self) -> list[Statement]:
+        """Return the program as written, in index notation."""
+        return _first(self._written)
+
+    @functools.cached_property
+    def after(self) -> list[Statement]:
+        """Return the emitted program in index notation; a kernel is a call by name."""
+        if self.sides[1] is self.sides[0]:
+            return self.before
+        labels = {id(p): c.name for c in self.result.changes for p in c.parts}
+        return _first(Statements(self.sides[1], labels))
+
+    @functools.cached_property
+    def _written(self) -> Statements:
+        return Statements(self.sides[0], {})
+
+    def steps(self, change: Change) -> list[DerivationStep]:
+        """Return the derivation of a change, step by step."""
+        return self._derivations.steps(change)
+
+    @functools.cached_property
+    def _derivations(self) -> Derivations:
+        rules = {r.name: r for r in self.optimiser.rules.rules}
+        return Derivations(rules, self._written.names_of_values())
+
+    @functools.cached_property
+    def seconds_by_line(self) -> dict[str, float]:
+        """Return the modelled seconds of the program as written, by source line."""
+        terms, out = self.sides[0], {}
+        sample, t = self.result.sample, self.sides[0].t
+        if not self.result.finished or not t.program.equations:
+            return out
+        for cls, seconds in kernel_seconds(terms, self.device, sample).items():
+            out[t.where(cls)] = out.get(t.where(cls), 0.0) + seconds
+        for e in terms.equations():
+            seconds = equation_traffic(e.eqn, self.device, sample).seconds or 0.0
+            out[e.where()] = out.get(e.where(), 0.0) + seconds
+        return out
+
+    @functools.cached_property
+    def lines(self) -> Sequence[str]:
+        """Return the source lines of the program as written, each once, in its order."""
+        return list(dict.fromkeys(e.where() for e in self._program().equations))
+
+    def _program(self) -> Program:
+        return self.sides[0].t.program
+
+    def title(self) -> str:
+        """Return the name of the function."""
+        info = jax_internals.traced_name(self.result.closed)
+        return info or "function"
+
+
+def _first(statements: Statements) -> list[Statement]:
+    """Return the statements of a program, as many as a reader may want."""
+    return list(itertools.islice(statements.lines(), MOST_STATEMENTS))

@@ -1,0 +1,112 @@
+"""Quantities as text: three digits and a prefix, so that columns align and units are right."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+NOT_PRICED = "not priced"
+PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds for a reader.
+
+    Example:
+        >>> duration(1.884), duration(0.0338), duration(2.7e-5), duration(None)
+        ('1.88 s', '33.8 ms', '27.0 µs', 'not priced')
+    """
+    if seconds is None:
+        return NOT_PRICED
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{digits(seconds / size)} {unit}"
+    return f"{digits(seconds / 1e-9)} ns"
+
+
+def quantity(value: Any, unit: str = "") -> str:
+    """Return a count of a unit for a reader; an expression of symbolic sizes as it is.
+
+    Example:
+        >>> quantity(671088640, "FLOP"), quantity(4, "B"), quantity(None, "B")
+        ('671 MFLOP', '4 B', 'not priced')
+    """
+    if value is None:
+        return NOT_PRICED
+    if not isinstance(value, (int, float)):
+        return str(value)
+    for size, prefix in PREFIXES:
+        if value >= 0.9995 * size:
+            return f"{digits(value / size)} {prefix}{unit}"
+    text = str(int(value)) if float(value).is_integer() else digits(value)
+    return f"{text} {unit}".rstrip()
+
+
+def count(value: Any) -> str:
+    """Return a number of things, in full below a million."""
+    if is_number(value) and value < 1e6:
+        return f"{value:.0f}"
+    return quantity(value)
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits; a whole number below 1000 as it is.
+
+    Example:
+        >>> digits(1123.75), digits(33.84), digits(1.0), digits(4.2), digits(0.384)
+        ('1124', '33.8', '1.00', '4.20', '0.384')
+    """
+    for least, places in ((99.95, 0), (9.995, 1), (0.9995, 2)):
+        if value >= least:
+            return f"{value:.{places}f}"
+    return f"{value:.3g}"
+
+
+def ratio(value: float) -> str:
+    """Return how many times, for a reader.
+
+    Example:
+        >>> ratio(2.136), ratio(1.0), ratio(1123.75), ratio(0.05), ratio(262144)
+        ('2.14×', '1.00×', '1124×', '0.05×', '262 k×')
+    """
+    if value >= 1e4:
+        return f"{quantity(value)}×"
+    return f"{value:.2f}×" if value < 9.995 else f"{digits(value)}×"
+
+
+def ratio_of(before: Any, after: Any) -> str:
+    """Return `before / after` for a reader; empty unless both are positive numbers."""
+    return ratio(before / after) if is_number(before, after) and before and after else ""
+
+
+def is_number(*values: Any) -> bool:
+    """Return True if all values are numbers."""
+    return all(isinstance(x, (int, float)) for x in values)
+
+
+def scaled_numbers(text: str) -> str:
+    """Return a text with its large integers scaled.
+
+    Example:
+        >>> scaled_numbers("16777216 pairs are never stored")
+        '16.8 M pairs are never stored'
+    """
+    return re.sub(r"\b\d{6,}\b", lambda m: quantity(int(m[0])), text)
+
+
+def times(count: int) -> str:
+    """Return a number of repetitions: ` ×12`; empty for one."""
+    return f" ×{count}" if count > 1 else ""
+
+
+def short(value: float) -> str:
+    """Return a power of ten with a prefix, to stand before a unit.
+
+    Example:
+        >>> short(1e9), short(1e4)
+        ('1 G', '10 k')
+    """
+    for size, prefix in PREFIXES:
+        if value >= 0.9995 * size:
+            return f"{value / size:g} {prefix}"
+    return f"{value:g} "

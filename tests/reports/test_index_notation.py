@@ -1,0 +1,158 @@
+"""Programs in index notation, and the derivations of what rules did to them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.reports.remedies import remedy
+from symjax_rewrite.usage_records import RouteUse
+from tests.reports.examples import EXAMPLES, f32, report_of
+
+
+def written(fun, *specs):
+    return [s.text for s in sym_optimize(fun, device="cpu").explain(*specs).details.before]
+
+
+def test_arguments_results_and_assignments_keep_their_names():
+    def f(x, p):
+        hidden = jnp.tanh(x @ p["w"])
+        return {"y": hidden @ p["v"][0], "h": hidden}
+
+    lines = written(f, f32(3, 4), {"w": f32(4, 5), "v": [f32(5, 2)]})
+    assert lines == [
+        "out.h[i,k] = tanh(Σ_j x[i,j]·p.w[j,k])",
+        "out.y[i,k] = Σ_j out.h[i,j]·p.v₀[j,k]",
+    ]
+
+
+def test_value_that_a_call_takes_does_not_get_the_name_of_its_result():
+    def square(x):
+        return x @ x
+
+    def f(x):
+        y = square(x + 1)
+        return y, jnp.exp(y)
+
+    assert "y" not in "".join(written(f, f32(3, 3)))
+
+
+FORMULAS = {
+    "product": (lambda x, W: x @ W, ((2, 3), (3, 4)), "out[i,k] = Σ_j x[i,j]·W[j,k]"),
+    "chain": (
+        lambda a, b, c: a @ b @ c,
+        ((2, 3), (3, 4), (4, 5)),
+        "out[i,l] = Σ_k (Σ_j a[i,j]·b[j,k])·c[k,l]",
+    ),
+    "transpose": (lambda x: x.T, ((2, 3),), "out[j,i] = x[i,j]"),
+    "heads": (
+        lambda x, w: (x @ w).reshape(2, 3, 4).transpose(1, 0, 2),
+        ((2, 5), (5, 12)),
+        "out[j,l,k] = Σ_i w[i,(j,k)]·x[l,i]",
+    ),
+    "square": (lambda x: x * x - 1, ((3,),), "out[i] = x[i]² − 1"),
+    "slice": (lambda x: x[1::2] + 3 * x[0], ((8,),), "out[i] = x[2·i+1] + 3·x[0]"),
+    "maximum": (lambda x: x.max(-1), ((2, 3),), "out[i] = max_j(x[i,j])"),
+    "constant": (lambda x: jnp.exp(-x / 7), ((3,),), "out[i] = exp(0.142857·(−x[i]))"),
+    "select": (
+        lambda x: jnp.where(x > 0, x, 0.1 * x),
+        ((3,),),
+        "out[i] = where(x[i] > 0, x[i], 0.1·x[i])",
+    ),
+    "number": (lambda x: jnp.sum(x), ((2, 3),), "out = Σ_{i,j} x[i,j]"),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formula(name):
+    fun, shapes, formula = FORMULAS[name]
+    assert written(fun, *(f32(*s) for s in shapes)) == [formula]
+
+
+def test_letters_of_arguments_are_no_indices():
+    (line,) = written(lambda i, j: i @ j, f32(2, 3), f32(3, 4))
+    assert line == "out[k,m] = Σ_l i[k,l]·j[l,m]"
+
+
+def test_loop_is_followed_by_its_body():
+    lines = report_of("recurrence").details.before
+    assert [(s.depth, s.text) for s in lines][:2] == [
+        (0, "_, out = scan(0, a, x)"),
+        (1, "h′[i] = given₁[i] + h[i]·given₀[i]"),
+    ]
+
+
+def test_branches_and_unknown_operations_are_calls_by_name():
+    def f(flag, x):
+        y = lax.cond(flag, lambda x: jnp.linalg.cholesky(x), lambda x: x + 1, x)
+        return lax.sort(y)
+
+    text = "\n".join(written(f, jax.ShapeDtypeStruct((), bool), f32(3, 3)))
+    assert "cond(" in text and "cholesky(" in text and "sort(" in text
+
+
+def test_kernel_is_a_call_by_the_name_of_its_candidate(monkeypatch):
+    monkeypatch.setattr("symjax_rewrite.jax_internals.may_be_partitioned", lambda: False)
+    (line,) = report_of("attention").details.after
+    assert line.text == "out = fold(q, k, v)"
+
+
+def test_derivation_names_rule_law_and_both_forms():
+    report = report_of("lora")
+    (change,) = report.changes
+    (step,) = report.details.steps(change)
+    assert (step.rule, step.property) == ("lora", "distributivity")
+    assert step.law == "x @ (W + A @ B) = x @ W + (x @ A) @ B"
+    assert step.before == "Σ_j x[i,j]·(W[j,k] + Σ_l A[j,l]·B[l,k])"
+    assert step.after == "(Σ_j x[i,j]·W[j,k]) + Σ_m (Σ_l x[i,l]·A[l,m])·B[m,k]"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_rewrite_has_a_derivation(name):
+    report = report_of(name)
+    rules = {rule.name for rule in report.rules}
+    steps = [s for c in report.changes for s in report.details.steps(c)]
+    assert {s.rule for s in steps} <= rules
+    assert bool(steps) == bool(rules)
+    assert all(s.before != s.after for s in steps)
+
+
+def test_sides_of_a_gradient_agree_with_the_derivation():
+    """What a derivation opens is written in full; what it leaves alone is a name of the program."""
+    report = report_of("gradient")
+    texts = {s.after for c in report.changes for s in report.details.steps(c)}
+    assert any("(Σ_j x[i,j]·p₀[j,k]) + Σ_m (Σ_l x[i,l]·p₁[l,m])·p₂[m,k]" in t for t in texts)
+
+
+def test_undecided_sizes_come_with_facts_that_decide():
+    report = report_of("symbolic")
+    (advice,) = report.details.crossovers
+    assert advice.equal_at == "T = d/2"
+    assert "2*T <= d (no more FLOPs)" in advice.undecided
+    assert advice.facts and f"assume={advice.facts!r}" in str(report)
+    decided = report_of("symbolic", assume=advice.facts)
+    assert [r.name for r in decided.rules] == ["lora"]
+    assert not decided.crossovers
+
+
+def test_text_has_each_crossover_once_and_one_sign_for_powers():
+    text = str(report_of("symbolic"))
+    assert text.count("equal at") == 1
+    assert "^" not in text and "d**2" in text
+
+
+REFUSED = {
+    "predicted gain 1.10 is below 1.25": ("fold", 1.1, "kernels='always'"),
+    "predicted gain is below 1.15": ("rewrite", 1.1, "write that form yourself"),
+    "predicted gain is below 1.25": ("fold", 0.4, ""),
+    "needs numerics='cancels'": ("distribute", None, "numerics"),
+    "a low-rank product would become dense": ("factor", None, ""),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_remedy(reason):
+    name, ratio, start = REFUSED[reason]
+    text = remedy(RouteUse(name, False, reason, ratio=ratio))
+    assert bool(text) == bool(start) and start in text
