@@ -25,9 +25,11 @@ from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
 from symjax_rewrite.rewriting.laws import Sides
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
+from symjax_rewrite.rewriting.route import Route
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
+from symjax_rewrite.testing.route_checker import check_route
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Sizes, Specimen, arguments, size_tables
 from symjax_rewrite.testing.rule_forms import (
     DTYPES,
@@ -46,25 +48,29 @@ LAW_DTYPES = ("float64", "int32")
 LARGE = 32  # times the usual sizes: FLOPs, not launches, then decide the cheaper form
 
 
-def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
+def check_rule(rule: Axiom | Lemma | Route, examples: Iterable[Any] = ()) -> int:
     """Test a rule on generated programs; return the number of programs in which it fired.
 
     Args:
-        rule: an axiom or a lemma.
-        examples: specimens of your own, for an axiom that does not fire in the library's.
+        rule: an axiom, a lemma or a route.
+        examples: for an axiom that does not fire in the library's specimens, specimens of your own;
+            for a route, tuples of `jax.ShapeDtypeStruct`s at which its kernel runs.
 
     Returns:
         The number of programs in which the rule fired.
 
     Raises:
         RuleError: a form has another shape or value; or the rule never fires; or it fires with
-            `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof.
+            `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof. The
+            message has a counterexample: sizes, dtype and both values.
 
     Example:
         >>> from symjax_rewrite import packs
         >>> check_rule(packs.associativity.rules[0]) >= 4
         True
     """
+    if isinstance(rule, Route):
+        return check_route(rule, tuple(examples))
     if isinstance(rule, Lemma):
         return _check_lemma(rule)
     check_laws(rule)

@@ -78,6 +78,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     ),
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
+    "rewriting.route_matching": {"MOST_SINGLE": SEARCH},
     "rewriting.scales": {"NOISE": NUMERICS},
     "rules.cancellation": {"MOST_DIAGONALS": SEARCH},
     "rules.distributivity": {"MAX_SHARED": SEARCH, "MOST_OPENED": SEARCH},
