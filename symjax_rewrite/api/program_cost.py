@@ -159,16 +159,17 @@ def temporary_bytes(program: Program, device: Device, sample: Sample) -> float:
     """Return the bytes of the largest value that a program writes, inputs and results excluded."""
     if not program.equations:
         return 0.0
-    t, need, choice, model = _modelled(program, device, sample)
+    t, need, choice, model = modelled(program, device, sample)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     written = model.written(facts, tuple(sorted(need.outside)), set())
     made = [c for c in written if c not in need.outside and c not in t.leaf_value]
     return max((facts[c].bytes for c in made if choice[c].op != CONST), default=0.0)
 
 
-def _modelled(
+def modelled(
     program: Program, device: Device, sample: Sample
 ) -> tuple[TermGraph, Needed, dict[int, Node], CostModel]:
+    """Return a program's terms, its live set, the written node of every class, and their prices."""
     t = build(program)
     need = needed(t)
     choice = {c: node_of(t.graph, c) for c in need.order}
@@ -184,7 +185,7 @@ def program_traffic(program: Program, device: Device, sample: Sample) -> Traffic
     """Return the bytes that a program's kernels move, and its seconds at sample sizes."""
     if not program.equations:
         return Traffic()
-    t, need, choice, model = _modelled(program, device, sample)
+    t, need, choice, model = modelled(program, device, sample)
     native = [c for c in need.order if choice[c].op == NATIVE]
     read = {a.cls for c in native for a in choice[c].args}
     roots = tuple(sorted(need.outside | read))
@@ -194,10 +195,11 @@ def program_traffic(program: Program, device: Device, sample: Sample) -> Traffic
     places = {t.made_by[c][0] for c in native}
     places |= {n for n, e in enumerate(t.program.equations) if e.eqn.effects}
     equations = (t.program.equations[n].eqn for n in sorted(places))
-    return sum((_equation_traffic(eqn, device, sample) for eqn in equations), start=total)
+    return sum((equation_traffic(eqn, device, sample) for eqn in equations), start=total)
 
 
-def _equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
+    """Return the bytes that an equation outside the terms moves, and its seconds."""
     name = eqn.primitive.name
     if name in FREE:
         return Traffic()

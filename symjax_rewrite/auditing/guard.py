@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
 
 from symjax_rewrite.api.report import Report
 from symjax_rewrite.auditing.intermediates import Intermediate, largest_intermediate
+from symjax_rewrite.auditing.laws import law_text
 from symjax_rewrite.auditing.quantities import bytes_text, parse_bytes, seconds_text
-from symjax_rewrite.auditing.tracing import TracedFunction, trace
+from symjax_rewrite.auditing.tracing import Decision, TracedFunction, trace
 from symjax_rewrite.errors import CliffError, UsageError
-from symjax_rewrite.rewriting.rule import Axiom, Lemma
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import ratio_of
 
@@ -81,58 +78,63 @@ def guard(
         raise UsageError("max_regret must be a number >= 1", expected=">= 1", got=repr(max_regret))
     most_bytes = None if max_intermediate is None else parse_bytes(max_intermediate)
     t = trace(f, specs, device)
-    mine = t.decided(t.options)
-    own = mine.report()
+    own = t.decided(t.options)
     best = own if not t.is_optimised else _unrestricted(t, own)
-    used, used_s = (own.after, own.after.seconds) if t.is_optimised else (own.before, own.before.seconds)
-    largest = largest_intermediate(used.jaxpr, own.sample)
-    least_s = min((s for s in (best.after.seconds, used_s) if s is not None), default=None)
-    regret = None if used_s is None or least_s is None else ratio_of(used_s, least_s)
-    if used_s == 0:
-        regret = 1.0
+    mine, other = own.report(), best.report()
+    used = mine.after if t.is_optimised else mine.before
+    largest = largest_intermediate(used.jaxpr, mine.sample)
+    regret = _regret(mine, other, t.is_optimised)
     if regret is not None and max_regret is not None and regret > max_regret:
-        raise _cliff(t, best, regret, max_regret, (used_s, least_s))
+        raise _cliff(t, best, other, regret, max_regret)
     if most_bytes is not None and largest.bytes > most_bytes:
-        raise _too_large(t, largest, most_bytes, best)
-    note = "" if regret is not None else f"no price: {best.stop}"
+        raise _too_large(t, largest, most_bytes, other)
+    note = "" if regret is not None else f"no price: {other.stop}"
     return GuardResult(regret, largest.bytes, largest.where, t.device.name, note)
+
+
+def _regret(mine: Report, best: Report, is_optimised: bool) -> float | None:
+    """Return how many times faster the best form is; each report prices its sides alike."""
+    gain = _speedup(best)
+    own = _speedup(mine) if is_optimised else 1.0
+    return None if gain is None or own is None else max(gain / own, 1.0)
+
+
+def _speedup(report: Report) -> float | None:
+    before, after = report.before.seconds, report.after.seconds
+    if before is None or after is None:
+        return None
+    return 1.0 if before == after else ratio_of(before, after)
 
 
 def _is_limit(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1
 
 
-def _unrestricted(t: TracedFunction, own: Report) -> Report:
-    """Return the report under the default rules and kernels, where the function's own differ."""
+def _unrestricted(t: TracedFunction, own: Decision) -> Decision:
+    """Return the decision under the default rules and kernels, if the function has others."""
     options = replace(t.options, rules=packs.default, kernels="auto", plan=None, tune=False)
-    return own if options == t.options else t.decided(options).report()
+    return own if options == t.options else t.decided(options)
 
 
 def _cliff(
-    t: TracedFunction,
-    best: Report,
-    regret: float,
-    most: float,
-    seconds: tuple[float | None, float | None],
+    t: TracedFunction, best: Decision, report: Report, regret: float, most: float
 ) -> CliffError:
     """Return the error that names the better form."""
-    forms = _forms(best, t)
+    forms = _forms(best, report)
     form, where = forms[0] if forms else ("the optimised program", "")
     also = f", and {', '.join(text for text, _ in forms[1:])}" if forms[1:] else ""
-    before, after = map(seconds_text, seconds)
-    advice = "use the default rules= and kernels=" if t.is_optimised else "decorate it: @sym_optimize"
+    after_s = report.after.seconds or 0.0
+    advice = "leave out rules= and kernels=" if t.is_optimised else "decorate it: @sym_optimize"
     return CliffError(
         f"an equal form of {t.name} is predicted {regret:.3g} times faster on {t.device.name}",
         where=where,
         expected=f"at most {most:g} times the cheapest equal form",
-        got=f"{before}; {after} by {form}{also}",
+        got=f"{seconds_text(regret * after_s)}; {seconds_text(after_s)} by {form}{also}",
         remedy=f"write that form, or {advice}",
     )
 
 
-def _too_large(
-    t: TracedFunction, found: Intermediate, most: float, best: Report
-) -> CliffError:
+def _too_large(t: TracedFunction, found: Intermediate, most: float, best: Report) -> CliffError:
     """Return the error that names a large intermediate."""
     other = largest_intermediate(best.after.jaxpr, best.sample).bytes
     remedy = "compute it in blocks, or raise max_intermediate="
@@ -147,30 +149,18 @@ def _too_large(
     )
 
 
-def _forms(report: Report, t: TracedFunction) -> list[tuple[str, str]]:
-    """Return the rules and kernels of a report as text, with lines; those with a law first."""
-    pack: Any = packs.default if t.options.rules is None else t.options.rules
-    laws = {r.name: law_text(r) for r in (*packs.default.rules, *pack.rules)}
+def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
+    """Return the rules and kernels of a report as text, with lines, the largest gain first."""
+    laws = {r.name: law_text(r) for r in best.optimiser.rules.rules}
+    gains: dict[str, float] = {}
+    for c in best.proposed:
+        gains[c.where] = max(gains.get(c.where, 0.0), c.saved_s)
     out = []
     for use in report.rules:
         law = laws.get(use.name, "")
-        text = f"{use.name} ({use.property})" + (f": {law}" if law else "")
-        out.append((text, use.where[0] if use.where else ""))
-    named = {name.name for name in report.rules}
+        where = max(use.where, key=lambda w: gains.get(w, 0.0), default="")
+        out.append((f"{use.name} ({use.property})" + (f": {law}" if law else ""), where))
+    named = {use.name for use in report.rules}
     taken = [r for r in report.routes if r.taken and r.name not in named]
-    return [(f"{r.name}: {r.reason}", r.where) for r in taken] + out
-
-
-def law_text(rule: Axiom | Lemma) -> str:
-    """Return a rule as an equation: the law of an axiom, or the two sides of a lemma as written."""
-    if isinstance(rule, Axiom):
-        return rule.law.partition(";")[0]
-    try:
-        (fun,) = ast.parse(textwrap.dedent(inspect.getsource(rule.sides))).body
-    except (OSError, SyntaxError, TypeError, ValueError):
-        return ""  # made where there is no source: in an interpreter, or as a lambda
-    last = fun.body[-1] if isinstance(fun, ast.FunctionDef) else None
-    both = last.value if isinstance(last, ast.Return) else None
-    if not isinstance(both, ast.Tuple) or len(both.elts) != 2:
-        return ""
-    return " = ".join(map(ast.unparse, both.elts))
+    out += [(f"{r.name}: {r.reason}", r.where) for r in taken]
+    return sorted(out, key=lambda form: -gains.get(form[1], 0.0))

@@ -8,13 +8,16 @@ from typing import Any
 import jax
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.api.program_cost import temporary_bytes
 from symjax_rewrite.api.report import Report
 from symjax_rewrite.api.report_builder import make_report
 from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.cost.device_profiles import Device, device_profile
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.kernel_selection.folds.fold_price import with_temporaries
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RulePack
@@ -90,9 +93,10 @@ def trace(f: Any, specs: tuple[Any, ...], device: str | None) -> TracedFunction:
     """
     if not callable(f):
         raise UsageError("needs a function", expected="a callable of arrays", got=repr(f))
-    base = getattr(f, "__wrapped__", None)
-    ours = hasattr(f, "remake") and base is jax_internals.inside_jit(f.remake.args[0])
-    fun, options, statics = f.remake.args if ours else (f, Options(rules=packs.default), {})
+    made: Any = getattr(f, "remake", None)
+    base = getattr(f, "__wrapped__", None)  # a wrapper (the gradient) has the attributes too
+    ours = made is not None and base is jax_internals.inside_jit(made.args[0])
+    fun, options, statics = made.args if ours else (f, Options(rules=packs.default), {})
     settings = {**(jax_internals.jit_settings(fun) or {}), **statics}
     plain: Any = jax.jit(jax_internals.inside_jit(fun), **settings)
     named = device or options.device
@@ -104,3 +108,11 @@ def trace(f: Any, specs: tuple[Any, ...], device: str | None) -> TracedFunction:
         ours,
         "in_shardings" in settings or "out_shardings" in settings,
     )
+
+
+def pricing_device(decision: Decision, written: Program) -> Device:
+    """Return the profile on which the report of a decision prices its programs."""
+    device, result = decision.optimiser.device, decision.result
+    if not any(use.taken and use.name == "fold" for use in result.routes):
+        return device
+    return with_temporaries(device, temporary_bytes(written, device, result.sample))
