@@ -19,6 +19,8 @@ def seconds_text(seconds: float | None) -> str:
     """
     if seconds is None:
         return "not priced"
+    if seconds == 0:
+        return "0 s"
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"

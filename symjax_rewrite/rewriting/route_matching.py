@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.core import InconclusiveDimensionOperation
+from jax.errors import InconclusiveDimensionOperation
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
