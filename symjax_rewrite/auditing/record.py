@@ -35,12 +35,12 @@ from symjax_rewrite.rewriting.rule import (
 
 PROPERTIES = (ASSOCIATIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 # The properties that a kernel or pass uses, the main one first, by its name in reports. A pass may
-# declare its own as `properties`.
+# declare its own as `uses`.
 USES: dict[str, tuple[str, ...]] = {
     "fold": (ASSOCIATIVITY, SPARSITY, LOCALITY),
     "scan": (ASSOCIATIVITY, SEPARABILITY),
     "norm_linear": (SEPARABILITY, ASSOCIATIVITY),
-    "fold_scale": (REDUNDANCY, SEPARABILITY),
+    "frozen_norm": (REDUNDANCY, SEPARABILITY),
     "selection": (ASSOCIATIVITY, LOCALITY),
     "banded": (SPARSITY, LOCALITY),
     "sparse": (SPARSITY, ASSOCIATIVITY),
@@ -102,7 +102,7 @@ def findings(decision: Decision, closed: ClosedJaxpr, parts: list[Bottleneck]) -
     """Return the properties of a program with what uses them, in the order of `PROPERTIES`."""
     device, sample = decision.optimiser.device, decision.result.sample
     traits = [t for r in _readings(closed, device, sample) for t in find_traits(r)]
-    uses = [*_taken(decision), *_refused(decision)]
+    uses = [u for u in (*_taken(decision), *_refused(decision)) if u.properties]
     left = [t for t in traits if not _joined(t, uses)]
     out = [f for use in uses for f in _of_use(use)] + [_unused(t, parts) for t in left]
     unique = {(f.property, f.what, f.where, f.used_by, f.reason): f for f in out}
@@ -159,9 +159,9 @@ def _refused(decision: Decision) -> Iterator[_Use]:
 
 
 def _kernel_properties(name: str, pack: RulePack) -> tuple[str, ...]:
-    """Return the properties of a kernel or pass; those of an added pass if it declares them."""
+    """Return the properties that a kernel or pass uses; those that an added pass declares."""
     added = next((p for p in pack.added if p.name == name), None)
-    return tuple(getattr(added, "properties", ())) or USES.get(name, ())
+    return tuple(getattr(added, "uses", ())) or USES.get(name, ())
 
 
 def _serves(name: str, prop: str, pack: RulePack) -> tuple[str, ...]:

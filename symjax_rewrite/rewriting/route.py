@@ -30,6 +30,7 @@ class Route:
     seconds: Callable[..., float] | float | None = None
     dtypes: tuple[str, ...] = ()
     numerics: str = "reassoc"
+    uses: tuple[str, ...] = ()
     source: str = ""
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
@@ -64,6 +65,7 @@ def route(
     seconds: Callable[..., float] | float | None = None,
     dtypes: str | Sequence[str] = (),
     numerics: str = "reassoc",
+    uses: str | Sequence[str] = (),
     source: str = "",
 ) -> Route:
     """Send every value that a program computes like `pattern` to a kernel of your own.
@@ -87,6 +89,7 @@ def route(
         dtypes: dtypes of the arguments (one for all, or one each); default: every dtype of the
             program, one for all arguments.
         numerics: the level that the kernel needs: `"exact"` if it gives the same bits.
+        uses: properties that the kernel rests on, such as `"associativity"`, for `audit`.
         source: where the kernel comes from.
 
     Returns:
@@ -118,4 +121,5 @@ def route(
     kinds = (dtypes,) * len(words) if isinstance(dtypes, str) else tuple(map(str, dtypes))
     if kinds and len(kinds) != len(words):
         raise RuleError("a route needs one dtype, or one for each argument", got=repr(dtypes))
-    return Route(name, words, pattern, kernel, when, seconds, kinds, numerics, source)
+    rests_on = (uses,) if isinstance(uses, str) else tuple(uses)
+    return Route(name, words, pattern, kernel, when, seconds, kinds, numerics, rests_on, source)
