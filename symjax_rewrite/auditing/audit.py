@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from symjax_rewrite.auditing.audit_page import fragment, page
 from symjax_rewrite.auditing.bottlenecks import Bottleneck, bottlenecks, kernel_times
 from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
 from symjax_rewrite.auditing.record import PROPERTIES, Finding, findings
@@ -60,8 +61,6 @@ class Audit:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from symjax_rewrite.auditing.audit_page import fragment
-
         return fragment(self)
 
     def to_json(self) -> str:
@@ -70,8 +69,6 @@ class Audit:
 
     def save(self, path: str | Path) -> None:
         """Write a self-contained page if the path ends in .html, else JSON."""
-        from symjax_rewrite.auditing.audit_page import page
-
         path = Path(path)
         path.write_text(page(self) if path.suffix == ".html" else self.to_json(), encoding="utf-8")
 

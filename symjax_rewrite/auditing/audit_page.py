@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import Any
 
 from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
 from symjax_rewrite.auditing.record import PROPERTIES, Finding
-
-if TYPE_CHECKING:
-    from symjax_rewrite.auditing.audit import Audit
 
 STYLE = """
 .symjax-audit { color-scheme: light dark; --line: #8884; --good: #2a7d46; --bad: #a35a00;
@@ -32,8 +29,8 @@ STYLE = """
 HEADS = ("property", "what has it", "line", "what uses it", "gain")
 
 
-def page(audit: Audit) -> str:
-    """Return a page of its own."""
+def page(audit: Any) -> str:
+    """Return an `Audit` as a page of its own."""
     title = escape(f"audit of {audit.name}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -43,8 +40,8 @@ def page(audit: Audit) -> str:
     )
 
 
-def fragment(audit: Audit) -> str:
-    """Return the tables, for a notebook."""
+def fragment(audit: Any) -> str:
+    """Return the tables of an `Audit`, for a notebook."""
     summary = (
         f"{seconds_text(audit.before_s)} as written, {seconds_text(audit.after_s)} optimised; "
         f"largest intermediate {bytes_text(audit.before_bytes)} as written, "

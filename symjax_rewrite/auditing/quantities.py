@@ -6,8 +6,8 @@ import re
 
 from symjax_rewrite.errors import UsageError
 
-_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_decimal = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_binary = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -37,9 +37,9 @@ def bytes_text(count: float | None) -> str:
     if count is None:
         return "not priced"
     for prefix in ("t", "g", "m", "k"):
-        if count >= _DECIMAL[prefix]:
+        if count >= _decimal[prefix]:
             unit = prefix if prefix == "k" else prefix.upper()
-            return f"{count / _DECIMAL[prefix]:.3g} {unit}B"
+            return f"{count / _decimal[prefix]:.3g} {unit}B"
     return f"{count:.3g} B"
 
 
@@ -55,7 +55,7 @@ def parse_bytes(size: float | str) -> float:
     """
     text = str(size).strip()
     match = re.fullmatch(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*(?:([kmgt]?)(i?)b)?", text.lower())
-    units = _BINARY if match and match[3] else _DECIMAL
+    units = _binary if match and match[3] else _decimal
     if isinstance(size, bool) or match is None or (match[2] or "") not in units:
         raise UsageError("not a size in bytes", expected='such as 2e9 or "2 GB"', got=repr(size))
     return float(match[1]) * units[match[2] or ""]

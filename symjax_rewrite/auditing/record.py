@@ -161,7 +161,8 @@ def _refused(decision: Decision) -> Iterator[_Use]:
 def _kernel_properties(name: str, pack: RulePack) -> tuple[str, ...]:
     """Return the properties that a kernel or pass uses; those that an added pass declares."""
     added = next((p for p in pack.added if p.name == name), None)
-    return tuple(getattr(added, "uses", ())) or USES.get(name, ())
+    declared = tuple(p for p in getattr(added, "uses", ()) if p in PROPERTIES)
+    return declared or USES.get(name, ())
 
 
 def _serves(name: str, prop: str, pack: RulePack) -> tuple[str, ...]:

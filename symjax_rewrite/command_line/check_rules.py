@@ -12,7 +12,7 @@ from symjax_rewrite.command_line.main import FOUND, OK, one_line
 from symjax_rewrite.command_line.program import load
 from symjax_rewrite.command_line.terminal import print_table, progress
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.rewriting.route import Route
+from symjax_rewrite.rewriting.route import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
 
@@ -64,14 +64,14 @@ def _chosen(name: str, names: Sequence[str]) -> list[Any]:
     """Return the rules and routes of a pack, or those of it that are named."""
     found = load(name) if ":" in name else packs.named(name)
     pack = found if isinstance(found, RulePack) else RulePack(name, (found,))
-    rules = [r for r in (*pack.rules, *pack.added) if isinstance(r, (Axiom, Lemma, Route))]
+    rules = [r for r in (*pack.rules, *pack.added) if isinstance(r, (Axiom, Lemma, PatternRoute))]
     known = [r.name for r in rules]
     if unknown := [n for n in names if n not in known]:
         raise RuleError("no such rule in this pack", expected=", ".join(known), got=unknown[0])
     return [r for r in rules if not names or r.name in names]
 
 
-def _verdict(rule: Axiom | Lemma | Route) -> Verdict:
+def _verdict(rule: Axiom | Lemma | PatternRoute) -> Verdict:
     from symjax_rewrite.testing.rule_checker import check_rule
 
     start, programs, wrong = time.perf_counter(), 0, ""
@@ -79,6 +79,6 @@ def _verdict(rule: Axiom | Lemma | Route) -> Verdict:
         programs = check_rule(rule)
     except RuleError as error:
         wrong = one_line(error)
-    kind = type(rule).__name__.lower()
-    used = "" if isinstance(rule, Route) else rule.property
+    kind = "route" if isinstance(rule, PatternRoute) else type(rule).__name__.lower()
+    used = "" if isinstance(rule, PatternRoute) else rule.property
     return Verdict(rule.name, kind, used, programs, time.perf_counter() - start, wrong)

@@ -40,7 +40,7 @@ from symjax_rewrite.rewriting.lemma_matching import (
     State,
     shape,
 )
-from symjax_rewrite.rewriting.route import Route
+from symjax_rewrite.rewriting.route import PatternRoute
 
 Sizes = tuple[tuple[str, Any], ...]  # a size for every letter
 MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
@@ -73,7 +73,7 @@ class Argument(NamedTuple):
     value: Any = None
 
 
-class Place(NamedTuple):
+class KernelPlace(NamedTuple):
     """A class that a kernel computes: its arguments, and the slots that its result's axes hold.
 
     shape: of the kernel's result; None until the pattern is traced at the sizes of the program.
@@ -91,7 +91,7 @@ class _Target:
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
 
-def find_places(route: Route, program: Program, context: Context) -> Iterator[Found]:
+def find_places(route: PatternRoute, program: Program, context: Context) -> Iterator[Found]:
     """Yield a candidate or a refusal for every class that is computed like a route's pattern."""
     terms = context.terms(program)
     g, inside = terms.t.graph, set()
@@ -110,7 +110,7 @@ def find_places(route: Route, program: Program, context: Context) -> Iterator[Fo
 # ---------------------------------------------------------------- matching
 
 
-def _matched(route: Route, t: TermGraph, cls: int) -> Place | None:
+def _matched(route: PatternRoute, t: TermGraph, cls: int) -> KernelPlace | None:
     """Return the match of a route at a class, if there is one."""
     own = _own_sizes(route)
     for dtypes, ones in product(_dtypes(route, t, cls), _single_axes(route, t)):
@@ -126,7 +126,7 @@ def _matched(route: Route, t: TermGraph, cls: int) -> Place | None:
     return None
 
 
-def _single_axes(route: Route, t: TermGraph) -> list[tuple[str, ...]]:
+def _single_axes(route: PatternRoute, t: TermGraph) -> list[tuple[str, ...]]:
     """Return the sets of letters to try as axes of size 1, of which index terms have no index."""
     if not any(1 in getattr(aval, "shape", ()) for aval in t.program.avals):
         return [()]
@@ -134,7 +134,7 @@ def _single_axes(route: Route, t: TermGraph) -> list[tuple[str, ...]]:
     return [q for n in range(MOST_SINGLE + 1) for q in combinations(letters, n)]
 
 
-def _dtypes(route: Route, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
+def _dtypes(route: PatternRoute, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
     """Return the dtypes of arguments at which a pattern may match a class."""
     if route.dtypes:
         return [route.dtypes]
@@ -144,7 +144,7 @@ def _dtypes(route: Route, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
     return [(d,) * len(route.shapes) for d in usual]
 
 
-def _own_sizes(route: Route) -> Sizes:
+def _own_sizes(route: PatternRoute) -> Sizes:
     letters = sorted({c for word in route.shapes for c in word})
     if len(letters) > len(PRIMES):
         raise RuleError("a route has too many named sizes", expected=f"<= {len(PRIMES)}")
@@ -152,7 +152,9 @@ def _own_sizes(route: Route) -> Sizes:
 
 
 @functools.lru_cache(maxsize=512)
-def compile_route(route: Route, dtypes: tuple[str, ...], sizes: Sizes) -> RoutePattern | None:
+def compile_route(
+    route: PatternRoute, dtypes: tuple[str, ...], sizes: Sizes
+) -> RoutePattern | None:
     """Trace the pattern of a route at some dtypes and sizes; None if axes of size 1 are all it has.
 
     Raises:
@@ -182,7 +184,7 @@ def compile_route(route: Route, dtypes: tuple[str, ...], sizes: Sizes) -> RouteP
 
 
 def route_avals(
-    route: Route, dtypes: Sequence[str], sizes: dict[str, Any]
+    route: PatternRoute, dtypes: Sequence[str], sizes: dict[str, Any]
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the arguments of a route at a size for every letter."""
     words = zip(route.shapes, dtypes, strict=True)
@@ -190,13 +192,13 @@ def route_avals(
 
 
 def _places(
-    route: Route,
+    route: PatternRoute,
     pattern: RoutePattern,
     t: TermGraph,
     cls: int,
     ones: tuple[str, ...],
     any_number: bool,
-) -> Iterator[tuple[Place, dict[str, Any]]]:
+) -> Iterator[tuple[KernelPlace, dict[str, Any]]]:
     """Yield the matches of a pattern at a class, with the size of every letter."""
     g, axes = t.graph, pattern.result.axes
     if shape(g, cls) != pattern.shape or g.classes[cls].dtype != str(pattern.aval.dtype):
@@ -209,11 +211,11 @@ def _places(
         read = _arguments(route, pattern, t, state, ones)
         order = tuple(i for q in sorted(axes) for i in state.groups.get(q, ()))
         if read is not None and sorted(order) == [*range(len(g.classes[cls].sizes))]:
-            yield Place(cls, read[0], order), read[1]
+            yield KernelPlace(cls, read[0], order), read[1]
 
 
 def _arguments(
-    route: Route, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
+    route: PatternRoute, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
 ) -> tuple[tuple[Argument, ...], dict[str, Any]] | None:
     """Return the arguments of a match and the size of every letter; None if they do not fit."""
     args: list[Argument] = []
@@ -244,7 +246,9 @@ def _arguments(
 # ---------------------------------------------------------------- decision
 
 
-def _decided(route: Route, terms: Terms, place: Place, context: Context) -> Candidate | Refusal:
+def _decided(
+    route: PatternRoute, terms: Terms, place: KernelPlace, context: Context
+) -> Candidate | Refusal:
     """Return the kernel call at a place, or the reason why the program stays as written there."""
     t = terms.t
     specs = [
@@ -277,7 +281,7 @@ def _decided(route: Route, terms: Terms, place: Place, context: Context) -> Cand
     )
 
 
-def _reason_against(route: Route, specs: list[Any], context: Context) -> str:
+def _reason_against(route: PatternRoute, specs: list[Any], context: Context) -> str:
     if context.options.kernels == "off":
         return "kernels='off'"
     if not context.options.numerics.permits(route.numerics):
@@ -290,13 +294,13 @@ def _text(spec: Any) -> str:
     return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
 
 
-def _inside(terms: Terms, place: Place) -> set[int]:
+def _inside(terms: Terms, place: KernelPlace) -> set[int]:
     """Return the classes that a kernel computes or makes superfluous, its arguments excluded."""
     ends = {a.cls for a in place.args if a.cls is not None}
     return cone([place.cls], class_operands(terms.t.graph), ends)
 
 
-def _written_s(terms: Terms, place: Place) -> float:
+def _written_s(terms: Terms, place: KernelPlace) -> float:
     """Return the seconds that a kernel saves: of the written operations that nothing else needs."""
     g, need = terms.t.graph, terms.need
     inside = _inside(terms, place)
@@ -322,7 +326,7 @@ class KernelCall:
     """The call of a user's kernel that computes one class."""
 
     t: TermGraph
-    place: Place
+    place: KernelPlace
     kernel: Callable[..., Any]
     seconds: float | None
 

@@ -16,7 +16,7 @@ import numpy as np
 from symjax_rewrite.api.tolerance import Rounding, difference
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.options import Numerics
-from symjax_rewrite.rewriting.route import Route
+from symjax_rewrite.rewriting.route import PatternRoute
 from symjax_rewrite.rewriting.route_matching import compile_route, route_avals
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,7 +25,7 @@ SIZES = ((3, 5, 2, 7, 4, 6), (64, 128, 32, 16), (128,), (1,))
 SCALES = ((1.0, 0.0), (1e-3, 0.0), (8.0, 2.0))  # factor and offset of the samples
 
 
-def check_route(route: Route, examples: Sequence[Sequence[Any]] = ()) -> int:
+def check_route(route: PatternRoute, examples: Sequence[Sequence[Any]] = ()) -> int:
     """Compare a route's kernel with its pattern; return the number of tables of sizes compared.
 
     Args:
@@ -47,7 +47,7 @@ def check_route(route: Route, examples: Sequence[Sequence[Any]] = ()) -> int:
     return compared
 
 
-def _specs(route: Route) -> Iterator[list[jax.ShapeDtypeStruct]]:
+def _specs(route: PatternRoute) -> Iterator[list[jax.ShapeDtypeStruct]]:
     letters = sorted({c for word in route.shapes for c in word})
     kinds = [route.dtypes] if route.dtypes else [(d,) * len(route.shapes) for d in DTYPES]
     for dtypes in kinds:
@@ -57,7 +57,7 @@ def _specs(route: Route) -> Iterator[list[jax.ShapeDtypeStruct]]:
                 yield route_avals(route, dtypes, table)
 
 
-def _compare(route: Route, specs: Sequence[Any]) -> None:
+def _compare(route: PatternRoute, specs: Sequence[Any]) -> None:
     at = ", ".join(f"{s.dtype}[{','.join(map(str, s.shape))}]" for s in specs)
     for seed, (factor, offset) in enumerate(SCALES):
         args = [_sample(seed + 10 * k, s, factor, offset) for k, s in enumerate(specs)]

@@ -25,7 +25,7 @@ from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
 from symjax_rewrite.rewriting.laws import Sides
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
-from symjax_rewrite.rewriting.route import Route
+from symjax_rewrite.rewriting.route import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
@@ -48,7 +48,7 @@ LAW_DTYPES = ("float64", "int32")
 LARGE = 32  # times the usual sizes: FLOPs, not launches, then decide the cheaper form
 
 
-def check_rule(rule: Axiom | Lemma | Route, examples: Iterable[Any] = ()) -> int:
+def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ()) -> int:
     """Test a rule on generated programs; return the number of programs in which it fired.
 
     Args:
@@ -69,7 +69,7 @@ def check_rule(rule: Axiom | Lemma | Route, examples: Iterable[Any] = ()) -> int
         >>> check_rule(packs.associativity.rules[0]) >= 4
         True
     """
-    if isinstance(rule, Route):
+    if isinstance(rule, PatternRoute):
         return check_route(rule, tuple(examples))
     if isinstance(rule, Lemma):
         return _check_lemma(rule)

@@ -227,6 +227,8 @@ MALFORMED = {
     "a pattern that is no function": (lambda: call("a", "nd", pattern=3, kernel=gelu), "pattern"),
     "numerics": (
         lambda: route("a", "nd,do", pattern=gelu, kernel=gelu, numerics="fast"), "'fast'"),
+    "properties": (
+        lambda: route("a", "nd,do", pattern=gelu, kernel=gelu, uses="magic"), "'magic'"),
     "dtypes": (
         lambda: route("a", "nd,do", pattern=gelu, kernel=gelu, dtypes=["f"]), "one for each"),
     "a pattern that does not trace": (
