@@ -1,59 +1,30 @@
 """Routes: a pattern on the left, a kernel of the user's on the right.
 
-A route is a pass (`candidates.Pass`), so it is added to a `RulePack` like a rule. `route_matching`
-finds the pattern, and is imported when a program is optimised.
+A route is a pass (`candidates.Pass`), so it is added to a `RulePack` like a rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.errors import RuleError
+from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.options import NUMERICS
+from symjax_rewrite.rewriting.kernel_pattern import KernelPattern
+from symjax_rewrite.rewriting.route_matching import find_places
 from symjax_rewrite.rewriting.rule import PROPERTIES
-
-if TYPE_CHECKING:
-    from symjax_rewrite.candidates import Context, Found
-    from symjax_rewrite.ir.flat_program import Program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PatternRoute:
-    """A pattern that a function of the user's computes; see `route` for the fields."""
-
-    name: str
-    shapes: tuple[str, ...]
-    pattern: Callable[..., Any]
-    kernel: Callable[..., Any]
-    when: Callable[..., bool | str] | None = None
-    seconds: Callable[..., float] | float | None = None
-    dtypes: tuple[str, ...] = ()
-    numerics: str = "reassoc"
-    uses: tuple[str, ...] = ()
-    source: str = ""
+class PatternRoute(KernelPattern):
+    """A pass that sends what is computed like a pattern to a kernel; made by `route`."""
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the places of a program where the kernel computes what is written."""
-        from symjax_rewrite.rewriting.route_matching import find_places
-
         return find_places(self, program, context)
-
-    def refusal(self, specs: Sequence[Any]) -> str:
-        """Return the reason why the kernel must not run at some arguments; empty if it may.
-
-        Args:
-            specs: shape and dtype of every argument, as `jax.ShapeDtypeStruct`s.
-        """
-        answer = True if self.when is None else self.when(*specs)
-        if isinstance(answer, str):
-            return answer
-        return "" if answer else "its condition `when` does not hold"
-
-    def predicted_s(self, specs: Sequence[Any]) -> float | None:
-        """Return the seconds that the user predicts for the kernel; None without a prediction."""
-        return float(self.seconds(*specs)) if callable(self.seconds) else self.seconds
 
 
 def route(

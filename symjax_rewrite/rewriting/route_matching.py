@@ -32,6 +32,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.sizes import product as size_of
 from symjax_rewrite.ir.term import LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.rewriting.kernel_pattern import KernelPattern
 from symjax_rewrite.rewriting.lemma_matching import (
     MAX_MATCHES,
     PRIMES,
@@ -40,7 +41,6 @@ from symjax_rewrite.rewriting.lemma_matching import (
     State,
     shape,
 )
-from symjax_rewrite.rewriting.route import PatternRoute
 
 Sizes = tuple[tuple[str, Any], ...]  # a size for every letter
 MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
@@ -91,7 +91,7 @@ class _Target:
     fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
 
-def find_places(route: PatternRoute, program: Program, context: Context) -> Iterator[Found]:
+def find_places(route: KernelPattern, program: Program, context: Context) -> Iterator[Found]:
     """Yield a candidate or a refusal for every class that is computed like a route's pattern."""
     terms = context.terms(program)
     g, inside = terms.t.graph, set()
@@ -110,7 +110,7 @@ def find_places(route: PatternRoute, program: Program, context: Context) -> Iter
 # ---------------------------------------------------------------- matching
 
 
-def _matched(route: PatternRoute, t: TermGraph, cls: int) -> KernelPlace | None:
+def _matched(route: KernelPattern, t: TermGraph, cls: int) -> KernelPlace | None:
     """Return the match of a route at a class, if there is one."""
     own = _own_sizes(route)
     for dtypes, ones in product(_dtypes(route, t, cls), _single_axes(route, t)):
@@ -126,7 +126,7 @@ def _matched(route: PatternRoute, t: TermGraph, cls: int) -> KernelPlace | None:
     return None
 
 
-def _single_axes(route: PatternRoute, t: TermGraph) -> list[tuple[str, ...]]:
+def _single_axes(route: KernelPattern, t: TermGraph) -> list[tuple[str, ...]]:
     """Return the sets of letters to try as axes of size 1, of which index terms have no index."""
     if not any(1 in getattr(aval, "shape", ()) for aval in t.program.avals):
         return [()]
@@ -134,7 +134,7 @@ def _single_axes(route: PatternRoute, t: TermGraph) -> list[tuple[str, ...]]:
     return [q for n in range(MOST_SINGLE + 1) for q in combinations(letters, n)]
 
 
-def _dtypes(route: PatternRoute, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
+def _dtypes(route: KernelPattern, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
     """Return the dtypes of arguments at which a pattern may match a class."""
     if route.dtypes:
         return [route.dtypes]
@@ -144,7 +144,7 @@ def _dtypes(route: PatternRoute, t: TermGraph, cls: int) -> list[tuple[str, ...]
     return [(d,) * len(route.shapes) for d in usual]
 
 
-def _own_sizes(route: PatternRoute) -> Sizes:
+def _own_sizes(route: KernelPattern) -> Sizes:
     letters = sorted({c for word in route.shapes for c in word})
     if len(letters) > len(PRIMES):
         raise RuleError("a route has too many named sizes", expected=f"<= {len(PRIMES)}")
@@ -153,7 +153,7 @@ def _own_sizes(route: PatternRoute) -> Sizes:
 
 @functools.lru_cache(maxsize=512)
 def compile_route(
-    route: PatternRoute, dtypes: tuple[str, ...], sizes: Sizes
+    route: KernelPattern, dtypes: tuple[str, ...], sizes: Sizes
 ) -> RoutePattern | None:
     """Trace the pattern of a route at some dtypes and sizes; None if axes of size 1 are all it has.
 
@@ -184,7 +184,7 @@ def compile_route(
 
 
 def route_avals(
-    route: PatternRoute, dtypes: Sequence[str], sizes: dict[str, Any]
+    route: KernelPattern, dtypes: Sequence[str], sizes: dict[str, Any]
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the arguments of a route at a size for every letter."""
     words = zip(route.shapes, dtypes, strict=True)
@@ -192,7 +192,7 @@ def route_avals(
 
 
 def _places(
-    route: PatternRoute,
+    route: KernelPattern,
     pattern: RoutePattern,
     t: TermGraph,
     cls: int,
@@ -215,7 +215,7 @@ def _places(
 
 
 def _arguments(
-    route: PatternRoute, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
+    route: KernelPattern, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
 ) -> tuple[tuple[Argument, ...], dict[str, Any]] | None:
     """Return the arguments of a match and the size of every letter; None if they do not fit."""
     args: list[Argument] = []
@@ -247,7 +247,7 @@ def _arguments(
 
 
 def _decided(
-    route: PatternRoute, terms: Terms, place: KernelPlace, context: Context
+    route: KernelPattern, terms: Terms, place: KernelPlace, context: Context
 ) -> Candidate | Refusal:
     """Return the kernel call at a place, or the reason why the program stays as written there."""
     t = terms.t
@@ -281,7 +281,7 @@ def _decided(
     )
 
 
-def _reason_against(route: PatternRoute, specs: list[Any], context: Context) -> str:
+def _reason_against(route: KernelPattern, specs: list[Any], context: Context) -> str:
     if context.options.kernels == "off":
         return "kernels='off'"
     if not context.options.numerics.permits(route.numerics):
