@@ -95,8 +95,9 @@ def trace(f: Any, specs: tuple[Any, ...], device: str | None) -> TracedFunction:
         raise UsageError("needs a function", expected="a callable of arrays", got=repr(f))
     made: Any = getattr(f, "remake", None)
     base = getattr(f, "__wrapped__", None)  # a wrapper (the gradient) has the attributes too
-    ours = made is not None and base is jax_internals.inside_jit(made.args[0])
-    fun, options, statics = made.args if ours else (f, Options(rules=packs.default), {})
+    ours: bool = made is not None and base is jax_internals.inside_jit(made.args[0])
+    usual: Any = (f, Options(rules=packs.default), {})
+    fun, options, statics = getattr(made, "args", usual) if ours else usual
     settings = {**(jax_internals.jit_settings(fun) or {}), **statics}
     plain: Any = jax.jit(jax_internals.inside_jit(fun), **settings)
     named = device or options.device

@@ -22,13 +22,12 @@ class Verdict(NamedTuple):
 
     rule: str
     kind: str
-    property: str
+    rests_on: str
     programs: int
     seconds: float
     counterexample: str = ""
 
-    @property
-    def text(self) -> str:
+    def words(self) -> str:
         """Return the verdict in words."""
         return f"wrong: {self.counterexample}" if self.counterexample else "holds"
 
@@ -53,7 +52,7 @@ def check_rules(argv: Sequence[str]) -> int:
     else:
         columns = ("rule", "kind", "property", "programs", "seconds", "verdict")
         rows = [
-            (v.rule, v.kind, v.property, str(v.programs), f"{v.seconds:.1f}", v.text)
+            (v.rule, v.kind, v.rests_on, str(v.programs), f"{v.seconds:.1f}", v.words())
             for v in verdicts
         ]
         print_table(columns, rows)
@@ -80,5 +79,5 @@ def _verdict(rule: Axiom | Lemma | PatternRoute) -> Verdict:
     except RuleError as error:
         wrong = one_line(error)
     kind = "route" if isinstance(rule, PatternRoute) else type(rule).__name__.lower()
-    used = "" if isinstance(rule, PatternRoute) else rule.property
+    used = ", ".join(rule.uses) if isinstance(rule, PatternRoute) else rule.property
     return Verdict(rule.name, kind, used, programs, time.perf_counter() - start, wrong)

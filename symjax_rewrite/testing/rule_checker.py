@@ -53,7 +53,7 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
 
     Args:
         rule: an axiom, a lemma or a route.
-        examples: for an axiom that does not fire in the library's specimens, specimens of your own;
+        examples: for an axiom that fires in no specimen of the library's and on no left side of its laws, specimens of your own;
             for a route, tuples of `jax.ShapeDtypeStruct`s at which its kernel runs.
 
     Returns:
@@ -74,9 +74,11 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
     if isinstance(rule, Lemma):
         return _check_lemma(rule)
     check_laws(rule)
-    for axioms in _alone_and_together(rule):
-        if fired := _check_with(rule, axioms, (*examples, *SPECIMENS)):
-            return fired
+    lefts = tuple(_side_of(rule, law, 0) for law in rule.sides)
+    for specimens in ((*examples, *SPECIMENS), lefts):
+        for axioms in _alone_and_together(rule):
+            if fired := _check_with(rule, axioms, specimens):
+                return fired
     raise RuleError(
         f"{_named(rule)} fires in no generated program",
         where=line_of(rule),
@@ -247,9 +249,7 @@ def check_laws(rule: Axiom) -> int:
 def _check_law(rule: Axiom, law: Sides) -> None:
     where = line_of(rule)
     both = Specimen(rule.name, law.words, law.both, law.kinds)
-    left, right = (
-        Specimen(rule.name, law.words, lambda *xs, k=k: law.both(*xs)[k], law.kinds) for k in (0, 1)
-    )
+    left, right = (_side_of(rule, law, side) for side in (0, 1))
     usual = size_tables(both, 0)[0]
     for dtype in filter(both.takes, LAW_DTYPES):
         with mode(dtype):
@@ -266,6 +266,10 @@ def _check_law(rule: Axiom, law: Sides) -> None:
             expected=f"a form of the left side of at most {_price_text(written)}",
             got=_price_text(made),
         )
+
+
+def _side_of(rule: Axiom, law: Sides, side: int) -> Specimen:
+    return Specimen(rule.name, law.words, lambda *xs: law.both(*xs)[side], law.kinds)
 
 
 def _fires(rule: Axiom, program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> bool:
