@@ -53,8 +53,8 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
 
     Args:
         rule: an axiom, a lemma or a route.
-        examples: for an axiom that fires in no specimen of the library's and on no left side of its laws, specimens of your own;
-            for a route, tuples of `jax.ShapeDtypeStruct`s at which its kernel runs.
+        examples: for an axiom, specimens of your own besides the library's and the left sides of
+            its laws; for a route, tuples of `jax.ShapeDtypeStruct`s at which its kernel runs.
 
     Returns:
         The number of programs in which the rule fired.
