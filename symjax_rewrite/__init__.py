@@ -13,10 +13,13 @@ if _TYPE_CHECKING:
     from symjax_rewrite.api.sym_optimize import bisect as bisect
     from symjax_rewrite.api.sym_optimize import keep as keep
     from symjax_rewrite.api.sym_optimize import sym_optimize as sym_optimize
+    from symjax_rewrite.auditing.audit import audit as audit
+    from symjax_rewrite.auditing.guard import guard as guard
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
     from symjax_rewrite.reports.report import Report as Report
+    from symjax_rewrite.rewriting.route import route as route
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
     from symjax_rewrite.rewriting.rule import axiom as axiom
     from symjax_rewrite.rewriting.rule import lemma as lemma
@@ -28,14 +31,17 @@ if _TYPE_CHECKING:
 _HOMES = {
     "reports.report": ("Report",),
     "api.sym_optimize": ("bisect", "keep", "sym_optimize"),
+    "auditing.audit": ("audit",),
+    "auditing.guard": ("guard",),
     "options": ("Budget", "Options", "disabled"),
+    "rewriting.route": ("route",),
     "rewriting.rule": ("RulePack", "axiom", "lemma"),
 }
 _MODULES = {"errors": "errors", "packs": "rules.packs", "testing": "testing"}
 
 __all__ = [
-    "Budget", "Options", "Report", "RulePack", "__version__", "axiom", "bisect", "disabled",
-    "errors", "keep", "lemma", "packs", "sym_optimize", "testing",
+    "Budget", "Options", "Report", "RulePack", "__version__", "audit", "axiom", "bisect",
+    "disabled", "errors", "guard", "keep", "lemma", "packs", "route", "sym_optimize", "testing",
 ]  # fmt: skip
 
 

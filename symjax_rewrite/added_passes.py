@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 from symjax_rewrite.candidates import Candidate, Context, Found, OutOfTimeError, Pass, Refusal
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.errors import PassError, RuleError
 from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
@@ -119,18 +121,20 @@ class AddedPass:
             return made
 
         source = part.source or maker.eqn
-        return PartOf(tuple(part.gives), part.needs, emit, part.opens, source)
+        cost = getattr(part, "cost", None)
+        return PartOf(tuple(part.gives), part.needs, emit, part.opens, source, cost)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartOf:
-    """A part whose methods are functions."""
+    """A part whose methods are functions; cost: its price on a device, if it knows one."""
 
     gives: tuple[int, ...]
     needs: Callable[[int], Iterable[int]]
     emit: Callable[[Sequence[int], Read], Sequence[Any]]
     opens: bool
     source: JaxprEqn | None
+    cost: Callable[[Device], Cost | None] | None = None
 
 
 def _shown(kinds: Sequence[tuple[tuple, Any]]) -> str:

@@ -211,7 +211,7 @@ def _kept(closed: ClosedJaxpr, why: str) -> Result:
 class _Run:
     def __init__(self, closed: ClosedJaxpr, context: Context) -> None:
         self.context, self.result = context, Result(closed)
-        self.program = self.first = _flat(closed)
+        self.program = self.first = flat(closed)
         self.stops: set[str] = set()
         self.seen: dict[str, Program] = {}  # by pass, the program after it
 
@@ -235,7 +235,7 @@ class _Run:
             self.program, taken, refused = policy.chosen(self.program, proposed, self.context)
             found += refused
             if taken and each.name == AffineTrees.name:
-                self.program = _flat(emission.staged(self.program))
+                self.program = flat(emission.staged(self.program))
         self.seen[each.name] = self.program
         for f in found:
             if f in taken if isinstance(f, Candidate) else not (again and self._is_known(f)):
@@ -260,7 +260,7 @@ class _Run:
                 self.stops.add(reason)
 
 
-def _flat(closed: ClosedJaxpr) -> Program:
+def flat(closed: ClosedJaxpr) -> Program:
     """Return the flat program; dead values of its loops are removed first."""
     program = flatten(closed)
     return flatten(jax_internals.without_dead(closed)) if has_loops(program) else program

@@ -1,12 +1,26 @@
 """`python -m symjax_rewrite`: what it prints, and that bad input gives a line and an exit code."""
 
+import io
+import json
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import export
 
-from symjax_rewrite import packs
+from symjax_rewrite import RulePack, errors, lemma, packs, sym_optimize
 from symjax_rewrite.__main__ import main
+from symjax_rewrite.command_line import main as table
+from symjax_rewrite.command_line import terminal
+from symjax_rewrite.command_line.arguments import GivenArguments, parse_argument
+from symjax_rewrite.command_line.main import COMMANDS
+
+
+@lemma("ij,jk", uses="associativity", source="nobody")
+def doubled(a, b):
+    return a @ b, 2 * (a @ b)
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +32,12 @@ def _module(monkeypatch):
         raises=lambda x: {}["missing"],
         branches=lambda x: x if x.sum() > 0 else -x,
         number=3,
+        lora=lambda x, w, a, b: x @ (w + a @ b),
+        cheap=lambda x, w, a, b: x @ w + (x @ a) @ b,
+        until=lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, x),
+        layer=lambda p, x, act, *, scale: getattr(jax.nn, act)(x @ p["w"] + p["b"]) * scale,
+        optimised=sym_optimize(lambda x, w, a, b: x @ (w + a @ b)),
+        mine=RulePack("mine", (packs.lora.rules[0], doubled)),
     )
     monkeypatch.setitem(sys.modules, "users_module", module)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -34,7 +54,9 @@ def test_explain(capsys):
 @pytest.mark.parametrize("name", ["associativity", "separability"])
 def test_check_rules_takes_the_name_of_every_pack(name, capsys):
     assert main(["check-rules", name]) == 0
-    assert capsys.readouterr().out.split("\n")[0] == f"{packs.named(name).rules[0].name}: holds"
+    first = capsys.readouterr().out.splitlines()[1].split()
+    rule = packs.named(name).rules[0]
+    assert [*first[:3], first[-1]] == [rule.name, "axiom", rule.property, "holds"]
 
 
 ONE_LINE = {
@@ -85,3 +107,165 @@ def test_sizes_may_be_names(capsys):
     sizes = ["--args", "f32[b,64]", "f32[64,64]", "f32[64]"]
     assert main(["explain", "users_module:chain", *sizes]) == 0
     assert "128*b" in capsys.readouterr().out.replace(" ", "")
+
+
+LORA = ["--args", "f32[8,2048]", "f32[2048,2048]", "f32[2048,16]", "f32[16,2048]"]
+CPU = ["--device", "cpu"]
+
+
+def test_guard_holds(capsys):
+    assert main(["guard", "users_module:cheap", *LORA, *CPU]) == 0
+    assert capsys.readouterr().out.startswith("ok: regret 1.00 on cpu")
+
+
+def test_guard_fails_in_one_line_that_names_the_form(capsys):
+    assert main(["guard", "users_module:lora", *LORA, *CPU]) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "4.79 times faster" in printed and "test_command_line.py" in printed
+
+
+def test_guard_limits(capsys):
+    assert main(["guard", "users_module:lora", *LORA, *CPU, "--max-regret", "9"]) == 0
+    few = ["--max-regret", "9", "--max-intermediate", "1 MB"]
+    assert main(["guard", "users_module:lora", *LORA, *CPU, *few]) == 1
+    assert main(["guard", "users_module:optimised", *LORA, *CPU, *few]) == 0
+    assert main(["guard", "users_module:lora", *LORA, *CPU, "--max-regret", "0.1"]) == 2
+
+
+def test_guard_as_json(capsys):
+    assert main(["guard", "users_module:lora", *LORA, *CPU, "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert not record["ok"] and "lora (distributivity)" in record["got"]
+    assert main(["guard", "users_module:cheap", *LORA, *CPU, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["regret"] == 1.0
+
+
+def test_guard_without_a_price_is_unknown(capsys):
+    assert main(["guard", "users_module:until", "--args", "f32[8,8]", *CPU]) == 2
+    assert "unknown: no price" in capsys.readouterr().out
+
+
+def test_audit(capsys, tmp_path):
+    page = tmp_path / "audit.html"
+    assert main(["audit", "users_module:lora", *LORA, *CPU, "--html", str(page)]) == 0
+    assert "rank 16, 2048 × 2048" in capsys.readouterr().out
+    assert "rank 16, 2048 × 2048" in page.read_text(encoding="utf-8")
+    assert main(["audit", "users_module:lora", *LORA, *CPU, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] == "cpu"
+
+
+def test_explain_by_json_and_device(capsys):
+    assert main(["explain", "users_module:optimised", *LORA, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rules"][0]["name"] == "lora"
+    assert main(["explain", "users_module:lora", *LORA, "--rules", "separability", *CPU]) == 0
+    assert "left as written" in capsys.readouterr().out
+
+
+def test_trees_statics_and_keywords(capsys):
+    args = ["{'w': f32[64,64], 'b': f32[64]}", "f32[b,64]", "'relu'", "scale=f32[]"]
+    for command in ("explain", "audit", "guard"):
+        assert main([command, "users_module:layer", "--args", *args, *CPU]) == 0
+    optimised = ["--args", "x=f32[8,8]"]
+    assert main(["audit", "users_module:optimised", *optimised]) == 2
+    assert "by position" in capsys.readouterr().err
+
+
+PARSED = {
+    "f32[]": ((), "float32"),
+    "bf16[2, 3]": ((2, 3), "bfloat16"),
+    "i8[7]": ((7,), "int8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PARSED)
+def test_array_is_parsed(text):
+    spec = parse_argument(text, export.SymbolicScope())
+    assert (spec.shape, spec.dtype) == (PARSED[text][0], jnp.dtype(PARSED[text][1]))
+
+
+def test_tree_is_parsed_with_one_scope_of_names():
+    given = GivenArguments(["(f32[n], [f32[2*n]])", "3", "-1.5", "None", "k='a'"])
+    (first, (second,)), *rest = given.args
+    assert second.shape[0] == 2 * first.shape[0]
+    assert rest == [3, -1.5, None]
+    assert (given.static_argnums, given.static_argnames) == ((1, 2), ("k",))
+
+
+@pytest.mark.parametrize(
+    "text", ["f32[", "f31[3]", "x", "f(3)", "{**a}", "f32[3][4]", "__import__"]
+)
+def test_text_that_is_no_argument(text):
+    with pytest.raises(errors.UsageError):
+        parse_argument(text, export.SymbolicScope())
+
+
+def test_wrong_rule_is_reported_with_a_counterexample(capsys):
+    assert main(["check-rules", "users_module:mine", "doubled"]) == 1
+    assert "wrong: the sides of lemma 'doubled' differ in value at" in capsys.readouterr().out
+    assert main(["check-rules", "users_module:mine", "doubled", "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)
+    assert "float64" in row["counterexample"]
+    assert main(["check-rules", "users_module:mine", "tripled"]) == 2
+    assert "no such rule" in capsys.readouterr().err
+
+
+def test_commands_are_listed(capsys):
+    assert main(["--help"]) == 0
+    assert all(f"  {name} " in capsys.readouterr().out for name in list(COMMANDS)[:1])
+    assert main([]) == 2
+    assert main(["dance"]) == 2
+    assert "no command 'dance'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_there_and_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: symjax-rewrite {name}")
+    assert main([name, "--no-such-flag"]) == 2
+
+
+def test_unexpected_error_is_one_line_unless_asked(monkeypatch, capsys):
+    def fails(_):
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(table, "_command", lambda _: fails)
+    assert main(["demo"]) == 2
+    line = "error: ValueError: two; lines (--traceback shows where)\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(ValueError, match="two"):
+        main(["demo", "--traceback"])
+
+
+def test_page_needs_its_ending(capsys):
+    assert main(["explain", "users_module:chain", *SIZES, "--html", "report.txt"]) == 2
+    assert ".html" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_terminal_gets_tables_and_progress(monkeypatch, capsys):
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert terminal.is_terminal()
+    assert main(["check-rules", "associativity"]) == 0
+    assert "checking: contraction_order" in stderr.getvalue()
+    assert main(["audit", "users_module:lora", *LORA, *CPU]) == 0
+    printed = capsys.readouterr().out
+    assert "━" in printed and "separability" in printed
+
+
+@pytest.mark.slow
+def test_demo_shows_what_was_gained(monkeypatch, capsys):
+    assert main(["demo", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [row["program"] for row in record["programs"]] == [
+        "a low-rank adapter",
+        "causal attention",
+    ]
+    for row in record["programs"]:
+        assert row["difference"] < 1e-4
+        assert len(row["seconds"]) == 2

@@ -31,8 +31,10 @@ LAYERS = {
     "driver": ("passes", "added_passes", "optimizer"),
     "reports": ("reports",),
     "api": ("api",),
+    "auditing": ("auditing",),
     "testing": ("testing",),
-    "door": ("__main__", "__init__"),
+    "command_line": ("command_line",),
+    "door": ("__main__", "__init__", "pytest_plugin"),
 }
 _ORDER = list(LAYERS)
 MAY_IMPORT = {layer: {*_ORDER[: _ORDER.index(layer) + 1]} for layer in _ORDER}

@@ -200,11 +200,24 @@ class CostModel:
         """
         return self._seconds(facts[root], *self._kernel(facts, root, written, given))
 
-    def _seconds(self, f: Facts, kernel_bytes: float, work: float) -> float:
-        """Return the seconds of a kernel by the facts of the class that it writes."""
+    def kernel_limits(
+        self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
+    ) -> tuple[float, float, float]:
+        """Return the seconds of a kernel's arithmetic, of its memory traffic and of its launch.
+
+        The arguments are those of `kernel_seconds`.
+        """
+        return self._limits(facts[root], *self._kernel(facts, root, written, given))
+
+    def _limits(self, f: Facts, kernel_bytes: float, work: float) -> tuple[float, float, float]:
         d = self.device
         least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak
-        return max(least, kernel_bytes / d.bytes_per_s) + d.launch_s
+        return least, kernel_bytes / d.bytes_per_s, d.launch_s
+
+    def _seconds(self, f: Facts, kernel_bytes: float, work: float) -> float:
+        """Return the seconds of a kernel by the facts of the class that it writes."""
+        arithmetic, memory, launch = self._limits(f, kernel_bytes, work)
+        return max(arithmetic, memory) + launch
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, islice, permutations, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, SLICE, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import Lemma, RuleContext, line_of, too_large
@@ -151,7 +151,7 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     target, dtype = ctx.g.ref(cls), ctx.g.classes[cls].dtype
     if len(pattern.left.axes) > len(target.axes):
         return
-    found = _Matcher(ctx, pattern.terms.graph).match(pattern.left, target, State({}, {}))
+    found = Matcher(ctx, pattern.terms.graph).match(pattern.left, target, State({}, {}))
     for state in list(islice(found, MAX_MATCHES)):  # a list, because building adds nodes
         bound = [b for b in state.binding.values() if isinstance(b, Bound)]
         if all(ctx.g.classes[b.cls].dtype == dtype for b in bound):
@@ -160,11 +160,23 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
                 yield ref
 
 
-class _Matcher(NamedTuple):
-    """Matches references of a pattern's graph with references of the e-graph."""
+class MatchContext(Protocol):
+    """The target of a match: an e-graph, and a supply of fresh names of indices."""
 
-    ctx: RuleContext
+    g: EGraph
+    fresh: Iterator[int]
+
+
+class Matcher(NamedTuple):
+    """Matches references of a pattern's graph with references of the e-graph.
+
+    any_number: True if a number of the pattern matches every number, for patterns whose numbers
+    depend on sizes.
+    """
+
+    ctx: MatchContext
     graph: EGraph
+    any_number: bool = False
 
     def match(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
         """Yield the states in which a reference of the pattern stands for a reference."""
@@ -175,12 +187,15 @@ class _Matcher(NamedTuple):
             yield from self._product(pref, tref, state)
         elif pnode.op == CONST:
             tnode = node(self.ctx.g, tref.cls)
-            if tnode.op == CONST and tnode.attr[0] == pnode.attr[0]:
+            if tnode.op == CONST and self._same(pnode.attr[0], tnode.attr[0]):
                 yield state
         else:
             for tnode in list(self.ctx.g.classes[tref.cls].nodes):
                 if tnode.op == pnode.op and len(tnode.args) == len(pnode.args):
                     yield from self._node(pref, pnode, tref, tnode, state)
+
+    def _same(self, wanted: Any, got: Any) -> bool:
+        return self.any_number or wanted == got
 
     def _bind(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
         """Bind a leaf of the pattern to a class; unknown letters share the remaining axes."""
@@ -207,7 +222,9 @@ class _Matcher(NamedTuple):
         loose = len(theirs[1]) - len(wide)
         if len(factors) != len(wide) or len(bound) > len(theirs[2]) or len(scalars) > 1:
             return
-        if loose > 1 or (loose and theirs[0] != 1) or (not scalars and coefficient != theirs[0]):
+        if loose > 1 or (loose and theirs[0] != 1):
+            return
+        if not scalars and not self._same(coefficient, theirs[0]):
             return
         states: Iterable[State] = (state,)
         if scalars:  # a scalar of the lemma stands for a scalar factor, or for the coefficient
@@ -241,8 +258,15 @@ class _Matcher(NamedTuple):
     ) -> Iterator[State]:
         if len(pnode.bound) != len(tnode.bound):
             return
-        if pnode.op in (MAP, REDUCE, SLICE) and pnode.attr != tnode.attr:
+        if pnode.op != ADD and pnode.attr != tnode.attr:
             return
+        if pnode.op not in (ADD, MAP, REDUCE):  # the order of the axes has a meaning
+            if len(pref.axes) != len(tref.axes):
+                return
+            same = {q: (i,) for q, i in zip(pref.axes, tref.axes, strict=True)}
+            if any(state.groups.get(q, i) != i for q, i in same.items()):
+                return
+            state = state._replace(groups={**state.groups, **same})
         fresh = [next(self.ctx.fresh) for _ in pnode.bound]
         state = state._replace(groups={**state.groups, **{i: (i,) for i in fresh}})
         mine = [a.over([*pref.axes, *fresh]) for a in pnode.args]
@@ -258,7 +282,7 @@ class _Matcher(NamedTuple):
 
     def _scaled(self, a: Ref, b: Ref, wanted: Any, got: Any, state: State) -> Iterator[State]:
         """Match a term of a sum; its coefficient may match a scalar argument of the lemma."""
-        if wanted == got:
+        if self._same(wanted, got):
             yield from self.match(a, b, state)
         if wanted == 1 != got and node(self.graph, a.cls).op == CONTRACT:
             _, mine, _ = self._terms(self.graph, a)

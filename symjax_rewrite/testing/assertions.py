@@ -5,17 +5,17 @@ They need chex: `pip install 'symjax_rewrite[testing]'`. `check_rule` works with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
 import jax
 
-from symjax_rewrite import jax_internals
 from symjax_rewrite.api.tolerance import Rounding, difference
+from symjax_rewrite.auditing.guard import GuardResult, guard
+from symjax_rewrite.auditing.intermediates import intermediates
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
-from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Numerics, Options
 from symjax_rewrite.reports.builder import make_report
@@ -141,29 +141,50 @@ def assert_no_intermediate(
         raise UsageError("assert_no_intermediate needs a shape or a number of elements")
     optimised = hasattr(f, "explain")
     closed = _explain(f, args).after.jaxpr if optimised else jax.make_jaxpr(f)(*args)
-    for eqn, aval in _intermediates(closed, [True] * len(closed.jaxpr.outvars)):
+    for where, eqn, aval in intermediates(closed, [True] * len(closed.jaxpr.outvars)):
         found = tuple(getattr(aval, "shape", ()))
         same = shape is not None and sorted(map(str, found)) == sorted(map(str, shape))
         large = elements is not None and prod(found) >= elements
         if same or large:
             raise CliffError(
                 f"{eqn.primitive.name} makes an intermediate of shape {found}",
-                where=jax_internals.source_line(eqn),
+                where=where,
                 expected=f"none of shape {shape}" if same else f"fewer than {elements} elements",
             )
 
 
-def _intermediates(closed: ClosedJaxpr, is_result: list[bool]) -> Iterator[tuple[Any, Any]]:
-    """Yield every equation with the aval of each of its outputs that is no result."""
-    flags = zip(closed.jaxpr.outvars, is_result, strict=True)
-    results = {v for v, flag in flags if flag and not jax_internals.is_literal(v)}
-    for eqn in closed.jaxpr.eqns:
-        mine = [v in results for v in eqn.outvars]
-        inner = jax_internals.bodies(eqn)
-        for body in inner:
-            same = len(body.jaxpr.outvars) == len(mine)
-            yield from _intermediates(body, mine if same else [False] * len(body.jaxpr.outvars))
-        yield from ((eqn, v.aval) for v in eqn.outvars if v not in results and not inner)
+def assert_no_cliff(
+    f: Callable[..., Any],
+    *args: Any,
+    max_regret: float | None = 1.5,
+    max_intermediate: float | str | None = None,
+    device: str | None = None,
+) -> GuardResult:
+    """Assert that no equal form of a program is much cheaper, and no intermediate too large.
+
+    This is `symjax_rewrite.guard` among the assertions.
+
+    Args:
+        f: a function, optimised or not.
+        args: arrays or `ShapeDtypeStruct`s; nothing is run.
+        max_regret: most times the modelled seconds of the cheapest equal form.
+        max_intermediate: most bytes of an intermediate, as a number or text such as `"2 GB"`.
+        device: the name of a device profile.
+
+    Returns:
+        The regret and the largest intermediate.
+
+    Raises:
+        CliffError: a limit is exceeded; the message names the source line and the better form.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> s = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+        >>> assert_no_cliff(lambda a, b, v: a @ (b @ v), s, s, s).regret
+        1.0
+    """
+    limits: Any = {"max_regret": max_regret, "max_intermediate": max_intermediate}
+    return guard(f, *args, **limits, device=device)
 
 
 def _explain(f: Any, args: tuple[Any, ...]) -> Report:

@@ -25,9 +25,11 @@ from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
 from symjax_rewrite.rewriting.laws import Sides
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
+from symjax_rewrite.rewriting.route import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
+from symjax_rewrite.testing.route_checker import check_route
 from symjax_rewrite.testing.rule_examples import SPECIMENS, Sizes, Specimen, arguments, size_tables
 from symjax_rewrite.testing.rule_forms import (
     DTYPES,
@@ -46,31 +48,37 @@ LAW_DTYPES = ("float64", "int32")
 LARGE = 32  # times the usual sizes: FLOPs, not launches, then decide the cheaper form
 
 
-def check_rule(rule: Axiom | Lemma, examples: Iterable[Specimen] = ()) -> int:
+def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ()) -> int:
     """Test a rule on generated programs; return the number of programs in which it fired.
 
     Args:
-        rule: an axiom or a lemma.
-        examples: specimens of your own, for an axiom that does not fire in the library's.
+        rule: an axiom, a lemma or a route.
+        examples: for an axiom, specimens of your own besides the library's and the left sides of
+            its laws; for a route, tuples of `jax.ShapeDtypeStruct`s at which its kernel runs.
 
     Returns:
         The number of programs in which the rule fired.
 
     Raises:
         RuleError: a form has another shape or value; or the rule never fires; or it fires with
-            `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof.
+            `numerics="exact"`; or a lemma neither follows from the axioms nor cites a proof. The
+            message has a counterexample: sizes, dtype and both values.
 
     Example:
         >>> from symjax_rewrite import packs
         >>> check_rule(packs.associativity.rules[0]) >= 4
         True
     """
+    if isinstance(rule, PatternRoute):
+        return check_route(rule, tuple(examples))
     if isinstance(rule, Lemma):
         return _check_lemma(rule)
     check_laws(rule)
-    for axioms in _alone_and_together(rule):
-        if fired := _check_with(rule, axioms, (*examples, *SPECIMENS)):
-            return fired
+    lefts = tuple(_side_of(rule, law, 0) for law in rule.sides)
+    for specimens in ((*examples, *SPECIMENS), lefts):
+        for axioms in _alone_and_together(rule):
+            if fired := _check_with(rule, axioms, specimens):
+                return fired
     raise RuleError(
         f"{_named(rule)} fires in no generated program",
         where=line_of(rule),
@@ -241,9 +249,7 @@ def check_laws(rule: Axiom) -> int:
 def _check_law(rule: Axiom, law: Sides) -> None:
     where = line_of(rule)
     both = Specimen(rule.name, law.words, law.both, law.kinds)
-    left, right = (
-        Specimen(rule.name, law.words, lambda *xs, k=k: law.both(*xs)[k], law.kinds) for k in (0, 1)
-    )
+    left, right = (_side_of(rule, law, side) for side in (0, 1))
     usual = size_tables(both, 0)[0]
     for dtype in filter(both.takes, LAW_DTYPES):
         with mode(dtype):
@@ -260,6 +266,10 @@ def _check_law(rule: Axiom, law: Sides) -> None:
             expected=f"a form of the left side of at most {_price_text(written)}",
             got=_price_text(made),
         )
+
+
+def _side_of(rule: Axiom, law: Sides, side: int) -> Specimen:
+    return Specimen(rule.name, law.words, lambda *xs: law.both(*xs)[side], law.kinds)
 
 
 def _fires(rule: Axiom, program: Specimen, sizes: Sizes, axioms: tuple[Axiom, ...]) -> bool:

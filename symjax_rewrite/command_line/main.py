@@ -1,0 +1,92 @@
+"""The table of commands, and errors as one line with an exit code.
+
+Exit codes: 0 if all is well; 1 for a finding: a cliff, two programs that differ, a rule that does
+not hold; 2 for a wrong use, and where the answer is unknown.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+OK, FOUND, UNKNOWN = 0, 1, 2
+
+# Name: (module:function, help). The function takes the arguments and returns the exit code.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("demo:demo", "two programs before and after, on this machine"),
+    "explain": ("explain:explain", "the rewrites of a function, with reasons"),
+    "audit": ("audit:audit", "the six properties of a function, and what limits it"),
+    "guard": ("guard:guard", "fail if an equal form is much cheaper"),
+    "check-rules": ("check_rules:check_rules", "test every rule of a pack on random values"),
+}
+
+
+def usage() -> str:
+    """Return the list of commands."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: symjax-rewrite COMMAND [arguments] [--traceback]",
+            "",
+            *rows,
+            "",
+            "symjax-rewrite COMMAND --help shows the arguments of a command.",
+            "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in given
+    given = [word for word in given if word != "--traceback"]
+    if not given or given[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if given else sys.stderr)
+        return OK if given else UNKNOWN
+    if given[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(f"error: no command {given[0]!r} (expected one of {names})", file=sys.stderr)
+        return UNKNOWN
+    try:
+        return _command(COMMANDS[given[0]][0])(given[1:])
+    except SystemExit as error:  # argparse has printed its line
+        return error.code if isinstance(error.code, int) else UNKNOWN
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return UNKNOWN
+    except Exception as error:
+        if traceback:
+            raise
+        return _printed(error)
+
+
+def _command(where: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = where.partition(":")
+    module = module if "." in module else f"{__package__}.{module}"
+    return getattr(importlib.import_module(module), function)
+
+
+def _printed(error: Exception) -> int:
+    """Print an error as one line; return the exit code."""
+    from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError
+
+    expected = isinstance(error, (SymjaxError, OSError))
+    kind = "" if expected else f"{type(error).__name__}: "
+    hint = "" if expected else " (--traceback shows where)"
+    print(f"error: {kind}{one_line(error)}{hint}", file=sys.stderr)
+    return FOUND if isinstance(error, (CliffError, EquivalenceError)) else UNKNOWN
+
+
+def one_line(error: BaseException) -> str:
+    """Return the text of an error in one line.
+
+    Example:
+        >>> from symjax_rewrite.errors import UsageError
+        >>> one_line(UsageError("no such pack", expected="lora", got="lorra"))
+        'no such pack; expected: lora; got: lorra'
+    """
+    rows = [" ".join(row.split()) for row in str(error).splitlines()]
+    return "; ".join(filter(None, rows)) or "no message"

@@ -1,0 +1,112 @@
+"""What commands on a function share: their arguments, loading, and errors of the user's code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.command_line.arguments import GivenArguments
+from symjax_rewrite.errors import SymjaxError, UsageError
+
+Found = TypeVar("Found")
+
+
+def program_parser(name: str, description: str, *, html: bool = False) -> argparse.ArgumentParser:
+    """Return a parser of a function's name, its arguments, the device and the output."""
+    parser = argparse.ArgumentParser(prog=f"symjax-rewrite {name}", description=description)
+    parser.add_argument("function", help="module:function")
+    parser.add_argument(
+        "--args",
+        nargs="+",
+        default=[],
+        metavar="ARG",
+        help="f32[b,4096] · {'w': f32[8,8]} · a static value such as 3 · name=…",
+    )
+    parser.add_argument("--device", help="a device profile, such as cpu or h200")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if html:
+        parser.add_argument("--html", metavar="FILE", type=_page, help="write a page")
+    return parser
+
+
+def _page(text: str) -> str:
+    if Path(text).suffix != ".html":
+        raise argparse.ArgumentTypeError(f"the name of a page ends in .html, got {text!r}")
+    return text
+
+
+def load(name: str) -> Any:
+    """Return the object that `"module:function"` names; modules of the working folder are found.
+
+    Raises:
+        UsageError: there is no such function, or its module cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise UsageError("not the name of a function", expected="module:function", got=repr(name))
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # import runs the user's code, which may raise anything
+        raise UsageError(f"cannot import {module}: {_kind(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError("no such function", expected="module:function", got=name)
+        found = getattr(found, part)
+    return found
+
+
+def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:
+    """Return a function of positional arguments, and these; static values are static for its jit.
+
+    Raises:
+        UsageError: a result of `sym_optimize` is given arguments by keyword.
+    """
+    if not callable(fun):
+        return fun, given.args  # the command says what it needs
+    if given.kwargs and hasattr(fun, "remake"):
+        raise UsageError("an optimised function takes its arguments by position here")
+    if given.kwargs:
+        fun = _by_position(fun, len(given.args), tuple(given.kwargs))
+    args = [*given.args, *given.kwargs.values()]
+    names = enumerate(given.kwargs, len(given.args))
+    numbers = {*given.static_argnums, *(k for k, n in names if n in given.static_argnames)}
+    settings = jax_internals.jit_settings(fun) or {}
+    if not numbers or settings.keys() & {"static_argnums", "static_argnames"}:
+        return fun, args
+    settings = {**settings, "static_argnums": tuple(sorted(numbers))}
+    return jax.jit(jax_internals.inside_jit(fun), **settings), args
+
+
+def _by_position(fun: Callable[..., Any], count: int, names: tuple[str, ...]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        return fun(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+    called.__name__ = getattr(fun, "__name__", "function")
+    return called
+
+
+def traced(run: Callable[[], Found], options: argparse.Namespace) -> Found:
+    """Return the result of a function that traces the user's; its errors become usage errors."""
+    try:
+        return run()
+    except SymjaxError:
+        raise
+    except Exception as error:  # tracing runs the user's function, which may raise anything
+        at = " ".join(options.args) or "no arguments"
+        what = f"{options.function} cannot be traced at {at}: {_kind(error)}"
+        raise UsageError(what) from error
+
+
+def _kind(error: BaseException) -> str:
+    """Return the kind of an error and the first line of its text."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

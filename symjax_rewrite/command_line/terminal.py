@@ -1,0 +1,54 @@
+"""Tables and progress: by rich where stderr is a terminal, else as plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+
+def is_terminal() -> bool:
+    """Return True if a person looks on: stderr is a terminal."""
+    return sys.stderr.isatty()
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table to stdout; in a pipe as aligned columns, which tools can read."""
+    if is_terminal():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*columns, title=title or None)
+        for row in rows:
+            table.add_row(*row)
+        Console(file=sys.stdout, markup=False).print(table)
+        return
+    if title:
+        print(title)
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar on stderr while something runs; yields a function that names the next step."""
+    if not is_terminal():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        started = False
+
+        def step(name: str) -> None:
+            nonlocal started
+            bar.update(task, advance=1 if started else 0, description=f"{title}: {name}")
+            started = True
+
+        yield step
