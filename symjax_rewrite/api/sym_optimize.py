@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
     from symjax_rewrite.api.report import Report
+    from symjax_rewrite.cost.device_profiles import Device
     from symjax_rewrite.optimizer import Optimiser, Result
 
 KERNELS = "kernels"  # the name that `bisect` gives to kernels
@@ -65,7 +67,7 @@ def sym_optimize(
     numerics: str | Numerics = "reassoc",
     frozen: tuple[str, ...] | str = (),
     assume: tuple[str, ...] | str = (),
-    device: str | None = None,
+    device: str | os.PathLike[str] | Device | None = None,
     verify: str = "off",
     on_unsupported: str = "keep",
     plan: Any = None,
@@ -83,7 +85,9 @@ def sym_optimize(
             takes none; or the name of a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
-        device: a key of `cost.device_profiles.DEVICES`; default: the device JAX runs on.
+        device: the device to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file
+            that `python -m symjax_rewrite calibrate --save` wrote, or a `Device`. Default:
+            `SYMJAX_DEVICE`, else the device JAX runs on.
         verify: `"first"` or `"always"` compares with the original at run time and raises, `"warn"`
             warns and keeps the original.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
@@ -268,11 +272,10 @@ class _Worker:
     def optimiser(self) -> Optimiser:
         """Return the optimiser; it is made on first use, since it asks JAX for the device."""
         if self._optimiser is None:
-            from symjax_rewrite.cost.device_profiles import device_profile
+            from symjax_rewrite.cost.profile_file import selected_device
             from symjax_rewrite.optimizer import Optimiser
 
-            named = self.options.device
-            device = device_profile(named, jax.devices()[0] if named is None else None)
+            device = selected_device(self.options.device)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
             self._optimiser = Optimiser(self.options, rules, device)
