@@ -12,6 +12,7 @@ import jax
 from jax import export
 
 from symjax_rewrite import packs, sym_optimize
+from symjax_rewrite.calibration.command import add_arguments, calibrate
 from symjax_rewrite.errors import SymjaxError, UsageError
 
 DTYPES = {
@@ -76,8 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     explain.add_argument("--html", metavar="FILE", help="write HTML")
     check = commands.add_parser("check-rules", help="test every rule of a pack on random values")
     check.add_argument("pack", nargs="?", default="default")
+    add_arguments(commands.add_parser("calibrate", help="measure this machine's device profile"))
     options = parser.parse_args(argv)
     try:
+        if options.command == "calibrate":
+            return calibrate(options)
         return _explain(options) if options.command == "explain" else _check(options.pack)
     except (SymjaxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -22,6 +22,7 @@ LAYERS = {
     "pallas_kernels": ("pallas_kernels",),
     "ir": ("ir",),
     "cost": ("cost",),
+    "calibration": ("calibration",),
     "choice": ("candidates", "policy"),
     "codegen": ("codegen",),
     "rewriting": ("rewriting",),

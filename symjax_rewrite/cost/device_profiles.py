@@ -291,12 +291,20 @@ def known_device(kind: str) -> Device | None:
     return next((profile for key, profile in DEVICES.items() if key in words), None)
 
 
+def nearest_gpu(device: Any) -> Device:
+    """Return the profile of the nearest compute capability that is not above a GPU's own."""
+    gpus = sorted((d for d in DEVICES.values() if d.capability), key=lambda d: d.capability)
+    older = [d for d in gpus if d.capability <= _capability(device)] or gpus[:1]
+    return older[-1]
+
+
+def _capability(device: Any) -> float:
+    return float(getattr(device, "compute_capability", None) or OLDEST_GPU)
+
+
 def _estimated(device: Any) -> Device:
     """Return a profile for a GPU that no profile names."""
-    capability = float(getattr(device, "compute_capability", None) or OLDEST_GPU)
-    gpus = sorted((d for d in DEVICES.values() if d.capability), key=lambda d: d.capability)
-    older = [d for d in gpus if d.capability <= capability] or gpus[:1]
-    like = older[-1]
+    like, capability = nearest_gpu(device), _capability(device)
     count = int(getattr(device, "core_count", None) or like.multiprocessors)
     scale = count / like.multiprocessors
     steps = scale * like.elementwise_per_s

@@ -27,12 +27,26 @@ NUMERICS = "a tolerance of values"
 CODE = "a name for a number that has a meaning in the code only"
 KEPT = "bounds what is kept between two calls"
 TIMING = "how often, and how long, programs are timed"
+TIMED = "the size of a program that is timed"
 EXCEPTIONS: dict[str, dict[str, str]] = {
     "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
     "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
     "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
+    "calibration.command": dict.fromkeys(
+        ("MOST_SPREAD", "TRIES", "MOST_NOISY", "MOST_TAKEN"), TIMING
+    ),
+    "calibration.elementwise": dict.fromkeys(
+        ("ELEMENTS", "DEPTHS", "ROWS", "SIDE", "LIGHT_STEPS"), TIMED
+    ),
+    "calibration.loops": dict.fromkeys(("TRIPS", "WIDE", "NARROW", "ENTRIES", "STATE"), TIMED),
+    "calibration.machine_load": {"WAIT_S": TIMING},
+    "calibration.measurement": dict.fromkeys(("ROUNDS", "SAMPLE_S"), TIMING),
+    "calibration.memory": {"MIB": TIMED},
+    "calibration.products": dict.fromkeys(("SECONDS", "MOST_SIDE", "LEAST_SIDE"), TIMED),
+    "calibration.progress": {"QUIET_S": TIMING},
+    "calibration.reductions": dict.fromkeys(("COLUMNS", "KEYS"), TIMED),
     "ir.indexing_primitives": {"_INT32": EXACT},
     "ir.products": {"MAX_FACTORS": SEARCH, "_LEVEL": CODE},
     "ir.term": {"TIE_CAP": SEARCH},
