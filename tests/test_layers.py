@@ -23,7 +23,7 @@ LAYERS = {
     "ir": ("ir",),
     "cost": ("cost",),
     "calibration": ("calibration",),
-    "choice": ("candidates", "policy"),
+    "choice": ("candidates", "policy", "selection"),
     "codegen": ("codegen",),
     "rewriting": ("rewriting",),
     "rules": ("rules",),

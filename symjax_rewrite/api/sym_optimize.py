@@ -31,7 +31,6 @@ from symjax_rewrite.errors import (
 from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
-from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
     from symjax_rewrite.api.report import Report
@@ -92,7 +91,8 @@ def sym_optimize(
             warns and keeps the original.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan, budget: a saved `report.plan` to replay; limits of the work of one optimisation.
-        tune: if True, time the optimised program and the original on the device, keep the fastest.
+        tune: if True, time candidates one by one on the device and keep what is faster. Choices
+            are stored in `SYMJAX_CACHE_DIR`, else in the user's cache folder.
         static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -266,7 +266,7 @@ class _Worker:
     def __init__(self, options: Options, sharded: bool) -> None:
         self.options, self.sharded = options, sharded
         self._optimiser: Optimiser | None = None
-        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and by form
+        self._measured: dict[str, Any] = {}  # choices of `tune`, by program
         self._decided = DecisionCache()
 
     def optimiser(self) -> Optimiser:
@@ -364,7 +364,11 @@ class _Worker:
                 if result.spent and self.options.on_unsupported == "error":
                     remedy = "give a larger budget=Budget(...)"
                     raise UnsupportedError(result.spent, remedy=remedy)
-                return self._tuned(result) if self.options.tune and result.taken else result
+                if self.options.tune and self.options.plan is None:
+                    from symjax_rewrite.api import autotuning
+
+                    return autotuning.tuned(result, self.optimiser(), self._measured)
+                return result
             except SymjaxError:
                 raise
             except Exception as error:
@@ -373,31 +377,6 @@ class _Worker:
             raise UnsupportedError(reason)
         took = time.perf_counter() - start
         return Result(closed, stop=reason, finished=False, time_s=took)
-
-    def _tuned(self, result: Result) -> Result:
-        """Return the fastest of the optimised program, that without kernels, and the original."""
-        from symjax_rewrite.api import autotuning
-        from symjax_rewrite.optimizer import Result
-
-        closed = result.closed
-        if (reason := autotuning.unmeasurable(closed)) is not None:
-            result.declined(RouteUse("tune", False, f"not measured: {reason}"))
-            return result
-        found = {"rewritten": result}
-        if any(use.taken for use in result.routes):
-            plain = _Worker(dataclasses.replace(self.options, kernels="off"), False)
-            found["without kernels"] = plain.optimiser().run(closed)
-        program = fingerprint(closed)
-        if program not in self._measured:
-            forms = {name: each.emit() for name, each in found.items()}
-            forms["as written"] = functools.partial(jax_internals.eval_jaxpr, closed)
-            self._measured[program] = autotuning.measure(forms, closed)
-        seconds = self._measured[program]
-        best = autotuning.fastest(seconds, "as written", self.optimiser().device)
-        kept = found.get(best) or Result(closed, stop="measured: nothing is faster")
-        text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in seconds.items())
-        kept.routes.append(RouteUse("tune", best != "as written", f"measured: {text}"))
-        return kept
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""

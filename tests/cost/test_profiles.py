@@ -29,7 +29,10 @@ KEPT = "bounds what is kept between two calls"
 TIMING = "how often, and how long, programs are timed"
 TIMED = "the size of a program that is timed"
 EXCEPTIONS: dict[str, dict[str, str]] = {
-    "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
+    "api.autotuning": dict.fromkeys(
+        ("ROUNDS", "SAMPLE_S", "MOST_TRIALS", "MOST_S", "SHORT_S", "AT_ROOFLINE", "OFF"), TIMING
+    ),
+    "api.tuning_cache": {"FORMAT": CODE, "MOST_HASHED": KEPT},
     "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
     "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
