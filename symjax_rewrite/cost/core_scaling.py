@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from symjax_rewrite.cost.profile_paths import figures, has, value_of, with_value
+from symjax_rewrite.cost.profile_paths import figures, with_value
 
 Profile = TypeVar("Profile")
 
@@ -41,32 +41,20 @@ VECTORS = {"avx512": 1.0, "avx2": 1.0, "neon": 0.75, "sse": 0.25}
 NAMED_THREADS = os.environ.get("PJRT_NPROC", "")  # threads of XLA's CPU client, if set
 
 COMPUTE, BANDWIDTH, LAUNCH, SERIAL = "compute", "bandwidth", "launch", "serial"
-# The law of every figure of a CPU in seconds or per second, by path; rates by dtype by their table.
-LAWS = {
-    "flops_per_s": COMPUTE,
-    "elementwise_per_s": COMPUTE,
-    "bytes_per_s": BANDWIDTH,
+# The law of a figure follows from its unit; other figures do not depend on the cores.
+LAWS_BY_UNIT = {
+    "FLOP/s": COMPUTE,
+    "steps/s": COMPUTE,
+    "bytes/s": BANDWIDTH,
+    "s": SERIAL,
+    "s/entry": SERIAL,  # of a loop's step, which one thread runs
+    "s/element": COMPUTE,
+}
+# The figures for which the unit does not tell.
+LAWS_BY_PATH = {
     "launch_s": LAUNCH,
-    "folds.fused_steps_per_s": COMPUTE,
-    "folds.turned_bytes_per_s": BANDWIDTH,
     "folds.block_s": LAUNCH,
-    "memory.fresh_bytes_per_s": BANDWIDTH,
-    "scans.steps.step_s": SERIAL,
-    "scans.steps.narrow_entry_s": SERIAL,
-    "scans.steps.entry_s": SERIAL,
-    "scans.steps.narrow_slow_entry_s": SERIAL,
-    "scans.steps.slow_entry_s": SERIAL,
-    "scans.steps.moved_bytes_per_s": BANDWIDTH,
-    "scans.chunks.cached_entry_s": SERIAL,
-    "scans.chunks.entry_s": SERIAL,
-    "scans.chunks.gradient_step_s": SERIAL,
-    "scans.chunks.gradient_entry_s": SERIAL,
-    "scans.chunks.flops_per_s": COMPUTE,
-    "scans.chunks.narrow_flops_per_s": COMPUTE,
     "scans.chunks.chunk_s": LAUNCH,
-    "scans.step_latency_s": SERIAL,
-    "bands.copied_bytes_per_s": BANDWIDTH,
-    "layouts.across_s": COMPUTE,
     "layouts.result_s": BANDWIDTH,
 }
 
@@ -98,23 +86,23 @@ def scaled(profile: Profile, cores: int, vectors: str = "avx512") -> Profile:
     said: dict[str, str] = {}
     out: Any = profile
     for path, value, about in figures(profile):
-        law = law_of(path)
-        if law is None or not isinstance(value, float) or not math.isfinite(value):
+        law = law_of(path, about["unit"])
+        if law is None or not isinstance(value, float) or not 0 < value < math.inf:
             continue
         change = factor(law, cores) * (VECTORS[vectors] if law == COMPUTE else 1.0)
         if change == 1.0:
             continue
-        times = about["unit"].startswith("s") and not about["unit"].startswith("steps")
-        out = with_value(out, path, value / change if times and law != LAUNCH else value * change)
+        grows = about["unit"].endswith("/s") or law == LAUNCH
+        out = with_value(out, path, value * change if grows else value / change)
         said[path] = f"scaled from {MEASURED_CORES} cores by the law of {law}"
     if not said:
         return profile
     return dataclasses.replace(out, name=profile_name(cores, vectors), provenance=said)
 
 
-def law_of(path: str) -> str | None:
+def law_of(path: str, unit: str) -> str | None:
     """Return the law of a figure, or None if the figure does not depend on the cores."""
-    return LAWS.get(path) or LAWS.get(path.rpartition(".")[0])
+    return LAWS_BY_PATH.get(path) or LAWS_BY_UNIT.get(unit)
 
 
 def profile_name(cores: int, vectors: str) -> str:
@@ -172,18 +160,3 @@ def instruction_set() -> str:
     if not found or found & {"AVX2", "FMA3", "X86_V3"}:
         return "avx2"
     return "sse"
-
-
-def missing_laws(profile: Any) -> list[str]:
-    """Return the figures in seconds or per second that no law is stated for."""
-    units = [(path, about["unit"]) for path, _, about in figures(profile)]
-    return [
-        path
-        for path, unit in units
-        if (unit == "s" or unit.startswith("s/") or unit.endswith("/s")) and law_of(path) is None
-    ]
-
-
-def unused_laws(profile: Any) -> list[str]:
-    """Return the laws of figures that the profile does not have."""
-    return [path for path in LAWS if not has(profile, path) or value_of(profile, path) is None]

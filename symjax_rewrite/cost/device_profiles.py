@@ -166,7 +166,12 @@ def _gpu(
         elementwise_per_s=steps,
         bytes_per_s=COPY_SHARE * gb_per_s * 1e9,
         launch_s=3e-6,
-        folds=FoldFacts(fused_steps_per_s=steps, kernel_share=FOLD_SHARE, block_s=15e-6),
+        folds=FoldFacts(
+            fused_steps_per_s=steps,
+            kernel_share=FOLD_SHARE,
+            block_s=15e-6,
+            least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
+        ),
         runs_pallas=capability >= OLDEST_GPU,
         shared_bytes=SHARED_BYTES[capability],
         capability=capability,

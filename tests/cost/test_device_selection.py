@@ -60,14 +60,11 @@ def test_laws_grow_with_the_cores_and_are_one_for_two(law: str) -> None:
     assert core_scaling.factor(BANDWIDTH, 1024) < 1 / core_scaling.BANDWIDTH_LOSS
 
 
-def test_every_figure_in_seconds_has_a_law() -> None:
-    assert core_scaling.missing_laws(CPU) == []
-    assert core_scaling.unused_laws(CPU) == []
-    short = {p: law for p, law in core_scaling.LAWS.items() if p != "launch_s"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_scaling, "LAWS", short | {"no.figure": COMPUTE})
-        assert core_scaling.missing_laws(CPU) == ["launch_s"]
-        assert core_scaling.unused_laws(CPU) == ["no.figure"]
+def test_every_unit_of_seconds_has_a_law() -> None:
+    units = {path: about["unit"] for path, _, about in figures(CPU)}
+    timed = {u for u in units.values() if u == "s" or u.startswith("s/") or u.endswith("/s")}
+    assert timed <= core_scaling.LAWS_BY_UNIT.keys()
+    assert core_scaling.LAWS_BY_PATH.keys() <= units.keys()
 
 
 @pytest.mark.parametrize("name", ["cpu-1", "cpu-4", "cpu-8-avx2", "cpu-16-neon", "cpu-64-sse"])
