@@ -30,7 +30,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result
-from symjax_rewrite.options import log
+from symjax_rewrite.options import log, logger
 from symjax_rewrite.selection import Seen, Selection
 from symjax_rewrite.usage_records import RouteUse, fingerprint
 
@@ -190,7 +190,11 @@ class _Tuning:
             if trial.text in self.texts:
                 continue
             self.texts.add(trial.text)
-            found = samples({BEST: best, OTHER: trial}, closed)
+            try:
+                found = samples({BEST: best, OTHER: trial}, closed)
+            except jax.errors.JaxRuntimeError as error:  # it needs more memory than there is, say
+                logger.info("tune: %s is left out: %s", self.seen[name].name, error)
+                continue
             log("cost", "tune: %s: %s", self.seen[name].name, found)
             if is_faster(found[OTHER], found[BEST], self.optimiser.device):
                 best, least_s = trial, statistics.median(found[OTHER])

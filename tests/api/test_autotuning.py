@@ -160,6 +160,19 @@ def test_measurements_end_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the limit of a search" in tune()[1].reason
 
 
+def test_a_candidate_that_cannot_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, gains(selection=0.5))
+    planted = autotuning.samples
+
+    def samples(trials: Mapping[str, Trial], closed: Any) -> dict[str, list[float]]:
+        if any("lora" in taken(t) for t in trials.values()):
+            raise jax.errors.JaxRuntimeError("out of memory")
+        return planted(trials, closed)
+
+    monkeypatch.setattr(autotuning, "samples", samples)
+    assert tune(device=NEVER)[2] == {"selection"}
+
+
 def test_faster_needs_a_margin_in_most_rounds() -> None:
     assert is_faster([0.5] * 7, [1.0] * 7, CPU)
     assert not is_faster([0.99] * 7, [1.0] * 7, CPU)
