@@ -180,7 +180,8 @@ class Context:
     optimise: optimises another program under the same options. kept: caches that an optimiser keeps
     across programs, by pass. loops: equations of this program that were analysed as loops. sample:
     the numbers at which symbolic sizes were priced. admits: False for a candidate that policy must
-    not take; it is asked once for every candidate, in the order in which they are found.
+    not take; it is asked once for every candidate, in the order in which they are found. selects:
+    likewise, of the candidate and the program it was found in.
     """
 
     options: Options
@@ -195,6 +196,7 @@ class Context:
     loops: dict[int, JaxprEqn] = field(default_factory=dict)  # by id
     sample: dict[str, int] = field(default_factory=dict)
     admits: Callable[[Candidate], bool] = lambda _: True
+    selects: Callable[[Candidate, Program], bool] = lambda *_: True
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:

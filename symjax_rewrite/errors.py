@@ -64,6 +64,14 @@ class PlanError(SymjaxError, ValueError):
     """A saved plan that is corrupt or belongs to another program."""
 
 
+class ProfileError(SymjaxError, ValueError):
+    """A file with a device profile that is missing, corrupt or foreign."""
+
+
+class CalibrationError(SymjaxError, RuntimeError):
+    """A calibration on a machine whose times spread too much to be measured."""
+
+
 class EquivalenceError(SymjaxError, AssertionError):
     """Values of a rewritten program that differ from the original's by more than rounding."""
 

@@ -23,6 +23,7 @@ from symjax_rewrite.candidates import (
 )
 from symjax_rewrite.codegen import emission
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.errors import PlanError
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
@@ -33,12 +34,14 @@ from symjax_rewrite.options import Options, log
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.passes import PASSES
 from symjax_rewrite.rewriting.rule import RulePack
+from symjax_rewrite.selection import Selection
 from symjax_rewrite.usage_records import (
     REPLAN,
     Change,
     RouteUse,
     RuleUse,
     fingerprint,
+    planned_choices,
     planned_regions,
 )
 
@@ -50,8 +53,9 @@ class Result:
     program: the emitted program; None if the jaxpr is emitted unchanged. sample: the numbers at
     which symbolic sizes are priced. keys: of the candidates taken, for plans. repeated_s: seconds
     of work repeated for copies of an operand, which no term counts. finished: True if all passes
-    ran on the whole program. spent: the limit of the budget by which the program, or a body in it,
-    was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
+    ran on the whole program. choices: signatures of the candidates that were measured to be worth
+    it; None if the model has chosen. spent: the limit of the budget by which the program, or a body
+    in it, was kept as written. emitted: the jaxpr of `program`, once it has been made. changes: the
     candidates that were taken. passes: seconds by pass.
     """
 
@@ -70,6 +74,7 @@ class Result:
     stop: str = "nothing to do"
     time_s: float = 0.0
     emitted: ClosedJaxpr | None = None
+    choices: frozenset[str] | None = None
 
     @property
     def taken(self) -> bool:
@@ -85,7 +90,8 @@ class Result:
 
     def plan_record(self) -> dict[str, Any]:
         """Return the value of `plan=` that reproduces the program."""
-        return {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.keys)}
+        plan = {"format": 1, "program": fingerprint(self.closed), "regions": sorted(self.keys)}
+        return plan if self.choices is None else {**plan, "choices": sorted(self.choices)}
 
     def declined(self, f: Refusal | RouteUse) -> None:
         """Record a refusal: one entry for each name and reason.
@@ -146,6 +152,7 @@ class Optimiser:
 
     device: the profile on which programs are priced.
     admits: False for a candidate that must not be taken (`Context.admits`); default: none.
+    selection: the candidates to take, by signature; None leaves the choice to the model.
     """
 
     def __init__(
@@ -156,9 +163,16 @@ class Optimiser:
         admits: Callable[[Candidate], bool] = lambda _: True,
     ) -> None:
         self.options, self.rules, self.device, self.admits = options, rules, device, admits
+        self.selection: Selection | None = None
+        if (choices := planned_choices(options.plan)) is not None:
+            self.selection, self.device = Selection(choices), near(device)
         self.passes = with_added(rules.added, PASSES)
         self.assumptions = Assumptions(options.assume)
         self.kept: dict[str, Any] = {}
+
+    def selects(self, c: Candidate, program: Program) -> bool:
+        """Return True if the selection, if there is one, has the candidate."""
+        return self.selection is None or self.selection.admits(c, program)
 
     def run(self, closed: ClosedJaxpr, frozen: frozenset[int] = frozenset()) -> Result:
         """Decide the program to emit for a jaxpr; `frozen` are numbers of inputs known beforehand.
@@ -177,6 +191,7 @@ class Optimiser:
                 remedy=REPLAN,
             )
         result.time_s = time.perf_counter() - start
+        result.choices = self.selection.wanted if self.selection is not None else None
         return result
 
     def _run(
@@ -196,6 +211,7 @@ class Optimiser:
 
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
+        context.selects = self.selects
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:

@@ -1,7 +1,9 @@
 """Options and budgets.
 
 The environment is read once, at import: `SYMJAX_DISABLE=1` turns every rewrite off,
-`SYMJAX_LOG=rules,cost,route` turns on logging of these topics. May import `errors` only.
+`SYMJAX_LOG=rules,cost,route` turns on logging of these topics, `SYMJAX_DEVICE` names the device
+profile where `device=` names none, `SYMJAX_CACHE_DIR` is the folder of measured choices. May import
+`errors` only.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 
@@ -18,6 +21,20 @@ from symjax_rewrite.errors import UsageError
 
 NUMERICS = ("exact", "reassoc", "finite", "cancels", "approx")
 LOG_TOPICS = ("rules", "cost", "route")
+
+DEVICE = os.environ.get("SYMJAX_DEVICE") or None
+
+
+def _cache_directory() -> Path:
+    """Return `$SYMJAX_CACHE_DIR`, else the user's cache folder by the XDG specification."""
+    if named := os.environ.get("SYMJAX_CACHE_DIR"):
+        return Path(named)
+    # The specification has relative paths ignored.
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (user if user.is_absolute() else Path("~/.cache").expanduser()) / "symjax_rewrite"
+
+
+CACHE_DIRECTORY = _cache_directory()
 
 logger = logging.getLogger("symjax_rewrite")
 logger.addHandler(logging.NullHandler())
@@ -103,7 +120,7 @@ class Options:
     numerics: Numerics = Numerics()
     frozen: tuple[str, ...] = ()
     assume: tuple[str, ...] = ()
-    device: str | None = None
+    device: object = None  # a name, a path, or a Device
     verify: str = "off"
     on_unsupported: str = "keep"
     plan: object = None

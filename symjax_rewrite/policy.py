@@ -24,7 +24,7 @@ def chosen(
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
     refused: list[Refusal] = []
-    admitted = [c for c in found if context.admits(c)]
+    admitted = [c for c in found if context.admits(c) and context.selects(c, program)]
     refused += [_refused(c, "not admitted") for c in found if c not in admitted]
     left = _distinct(_gaining(program, admitted, context, refused), refused)
     while left:

@@ -101,3 +101,9 @@ def planned_regions(plan: Any, closed: ClosedJaxpr) -> set[str] | None:
             remedy=REPLAN,
         )
     return set(plan["regions"])
+
+
+def planned_choices(plan: Any) -> frozenset[str] | None:
+    """Return the signatures of the candidates that a measured plan takes; None if it has none."""
+    choices = plan.get("choices") if isinstance(plan, dict) else None
+    return None if choices is None else frozenset(map(str, choices))

@@ -10,6 +10,7 @@ The environment is set here, before JAX is imported. On a machine with a GPU:
 
 import collections
 import os
+import tempfile
 from importlib import metadata
 
 DEVICES = 8
@@ -27,6 +28,10 @@ def compiler_flags(given: str, jaxlib: str) -> str:
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":  # decisions do not depend on the cores of the machine
+    os.environ["SYMJAX_DEVICE"] = "cpu"
+_CACHE = tempfile.TemporaryDirectory()  # the user's own is neither read nor written
+os.environ["SYMJAX_CACHE_DIR"] = _CACHE.name
 os.environ["XLA_FLAGS"] = compiler_flags(
     os.environ.get("XLA_FLAGS", ""), metadata.version("jaxlib")
 )

@@ -50,6 +50,7 @@ weights = load("minilm/weights")
         "orientation",
         "performance_fuzz",
         "selective_scan",
+        "tuning",
     ],
 )
 def test_script_runs(name: str) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from symjax_rewrite.cost.device_profiles import (
     Device,
     known_device,
 )
+from symjax_rewrite.cost.profile_paths import has, value_of, with_value
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.pallas_kernels.backend import planning_for
@@ -191,31 +192,6 @@ def _about(before: Device, after: Device, path: str, chosen: list[Observation]) 
     if path in DATASHEET_SHARES:
         about["share_of_datasheet"] = DATASHEET_SHARES[path] * value / value_of(before, path)
     return about
-
-
-def value_of(device: Device, path: str) -> float:
-    """Return a field of a profile, or an entry of its rates, by its path."""
-    found: Any = device
-    for name in path.split("."):
-        found = found[name] if isinstance(found, dict) else getattr(found, name)
-    return found
-
-
-def has(device: Device, path: str) -> bool:
-    """Return False for a rate that the device lacks."""
-    name, _, inner = path.partition(".")
-    part = getattr(device, name)
-    return not isinstance(part, dict) or inner in part
-
-
-def with_value(device: Device, path: str, value: float) -> Device:
-    """Return the profile with a field changed."""
-    name, _, inner = path.partition(".")
-    if not inner:
-        return replace(device, **{name: value})
-    part = getattr(device, name)
-    changed = {**part, inner: value} if isinstance(part, dict) else replace(part, **{inner: value})
-    return replace(device, **{name: changed})
 
 
 def residual(device: Device, seen: list[Observation]) -> float:

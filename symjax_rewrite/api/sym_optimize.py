@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,9 +31,9 @@ from symjax_rewrite.errors import (
 from symjax_rewrite.options import Budget, Numerics, Options, disabled, logger, why_off
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
-from symjax_rewrite.usage_records import RouteUse, fingerprint
 
 if TYPE_CHECKING:
+    from symjax_rewrite.cost.device_profiles import Device
     from symjax_rewrite.optimizer import Optimiser, Result
     from symjax_rewrite.reports.report import Report
 
@@ -65,7 +66,7 @@ def sym_optimize(
     numerics: str | Numerics = "reassoc",
     frozen: tuple[str, ...] | str = (),
     assume: tuple[str, ...] | str = (),
-    device: str | None = None,
+    device: str | os.PathLike[str] | Device | None = None,
     verify: str = "off",
     on_unsupported: str = "keep",
     plan: Any = None,
@@ -83,12 +84,15 @@ def sym_optimize(
             takes none; or the name of a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
         frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
-        device: a key of `cost.device_profiles.DEVICES`; default: the device JAX runs on.
+        device: the device to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file
+            that `python -m symjax_rewrite calibrate --save` wrote, or a `Device`. Default:
+            `SYMJAX_DEVICE`, else the device JAX runs on.
         verify: `"first"` or `"always"` compares with the original at run time and raises, `"warn"`
             warns and keeps the original.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan, budget: a saved `report.plan` to replay; limits of the work of one optimisation.
-        tune: if True, time the optimised program and the original on the device, keep the fastest.
+        tune: if True, time candidates one by one on the device and keep what is faster. Choices
+            are stored in `SYMJAX_CACHE_DIR`, else in the user's cache folder.
         static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -262,17 +266,16 @@ class _Worker:
     def __init__(self, options: Options, sharded: bool) -> None:
         self.options, self.sharded = options, sharded
         self._optimiser: Optimiser | None = None
-        self._measured: dict[str, dict[str, float]] = {}  # seconds by program and by form
+        self._measured: dict[str, Any] = {}  # choices of `tune`, by program
         self._decided = DecisionCache()
 
     def optimiser(self) -> Optimiser:
         """Return the optimiser; it is made on first use, since it asks JAX for the device."""
         if self._optimiser is None:
-            from symjax_rewrite.cost.device_profiles import device_profile
+            from symjax_rewrite.cost.profile_file import selected_device
             from symjax_rewrite.optimizer import Optimiser
 
-            named = self.options.device
-            device = device_profile(named, jax.devices()[0] if named is None else None)
+            device = selected_device(self.options.device)
             rules = self.options.rules
             assert isinstance(rules, RulePack)
             self._optimiser = Optimiser(self.options, rules, device)
@@ -361,7 +364,11 @@ class _Worker:
                 if result.spent and self.options.on_unsupported == "error":
                     remedy = "give a larger budget=Budget(...)"
                     raise UnsupportedError(result.spent, remedy=remedy)
-                return self._tuned(result) if self.options.tune and result.taken else result
+                if self.options.tune and self.options.plan is None:
+                    from symjax_rewrite.api import autotuning
+
+                    return autotuning.tuned(result, self.optimiser(), self._measured)
+                return result
             except SymjaxError:
                 raise
             except Exception as error:
@@ -370,31 +377,6 @@ class _Worker:
             raise UnsupportedError(reason)
         took = time.perf_counter() - start
         return Result(closed, stop=reason, finished=False, time_s=took)
-
-    def _tuned(self, result: Result) -> Result:
-        """Return the fastest of the optimised program, that without kernels, and the original."""
-        from symjax_rewrite.api import autotuning
-        from symjax_rewrite.optimizer import Result
-
-        closed = result.closed
-        if (reason := autotuning.unmeasurable(closed)) is not None:
-            result.declined(RouteUse("tune", False, f"not measured: {reason}"))
-            return result
-        found = {"rewritten": result}
-        if any(use.taken for use in result.routes):
-            plain = _Worker(dataclasses.replace(self.options, kernels="off"), False)
-            found["without kernels"] = plain.optimiser().run(closed)
-        program = fingerprint(closed)
-        if program not in self._measured:
-            forms = {name: each.emit() for name, each in found.items()}
-            forms["as written"] = functools.partial(jax_internals.eval_jaxpr, closed)
-            self._measured[program] = autotuning.measure(forms, closed)
-        seconds = self._measured[program]
-        best = autotuning.fastest(seconds, "as written", self.optimiser().device)
-        kept = found.get(best) or Result(closed, stop="measured: nothing is faster")
-        text = ", ".join(f"{name} {1e6 * s:.3g} us" for name, s in seconds.items())
-        kept.routes.append(RouteUse("tune", best != "as written", f"measured: {text}"))
-        return kept
 
     def explain(self, plain: Any, args: tuple, kwargs: dict) -> Report:
         """Trace at arguments or specs and return the report."""

@@ -1,14 +1,14 @@
 """Device profiles: every figure that a decision depends on, by device.
 
 GPU figures are the vendors' datasheets (dense tensor-core peaks), times the share that large
-products and copies reached on an H200. The CPU profile is a round figure for two server cores. It
-is the same on every machine, so that every process and host of a program chooses alike; `tune=True`
-measures instead. Two profiles differ by data: no module outside `cost/` tests which device it has.
-May import `profile_groups` and `errors`.
+products and copies reached on an H200. The CPU profile is of two server cores; other CPUs get it
+scaled by their cores (`core_scaling`). Two profiles differ by data: no module outside `cost/` tests
+which device it has. May import `profile_groups`, `core_scaling` and `errors`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from symjax_rewrite.cost import core_scaling
 from symjax_rewrite.cost.profile_groups import (
     DATASHEET,
     FACT,
@@ -36,6 +37,7 @@ from symjax_rewrite.cost.profile_groups import (
     group,
     quantity,
 )
+from symjax_rewrite.cost.profile_paths import figures
 from symjax_rewrite.errors import UsageError
 
 
@@ -77,6 +79,23 @@ class Device:
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
     margins: Margins = group("what decisions ask for", Margins())
+    provenance: dict[str, str] = quantity(
+        "text", "sources of figures by path, where they differ from those of the fields", FACT,
+        default_factory=dict, hash=False, compare=False,
+    )  # fmt: skip
+
+    def source_of(self, path: str) -> str:
+        """Return where a figure comes from: a script, `datasheet`, `scaled …`, `measured …`.
+
+        Example:
+            >>> device_profile("cpu-16").source_of("launch_s")
+            'scaled from 2 cores by the law of launch'
+        """
+        about = next((about for name, _, about in figures(self) if name == path), None)
+        if about is None:
+            raise UsageError("no such figure of a device profile", got=repr(path))
+        said = self.provenance
+        return said.get(path) or said.get(path.rpartition(".")[0]) or about["source"]
 
     @property
     def runs_on_gpu(self) -> bool:
@@ -109,6 +128,19 @@ OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 # Of what a library's product reaches: attention by Pallas-Triton on an H100, 344 TFLOP/s published.
 FOLD_SHARE = 344 / 790
+# A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
+# `python -m symjax_rewrite calibrate` measures it.
+GPU_SOURCES = {
+    "flops_per_s": f"{DATASHEET}, times the share that products reached on an H200",
+    "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
+    "launch_s": "estimate",
+    "folds.kernel_share": "published, of an H100",
+    "folds.block_s": "estimate",
+    "norms.kernel_share": "estimate",
+    "scans.kernel_instructions": "estimate",
+    "scans.step_latency_s": "estimate",
+}
+H200_SOURCES = {"flops_per_s.bfloat16": "measured", "bytes_per_s": "measured"}
 
 
 def _gpu(
@@ -134,12 +166,18 @@ def _gpu(
         elementwise_per_s=steps,
         bytes_per_s=COPY_SHARE * gb_per_s * 1e9,
         launch_s=3e-6,
-        folds=FoldFacts(fused_steps_per_s=steps, kernel_share=FOLD_SHARE, block_s=15e-6),
+        folds=FoldFacts(
+            fused_steps_per_s=steps,
+            kernel_share=FOLD_SHARE,
+            block_s=15e-6,
+            least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
+        ),
         runs_pallas=capability >= OLDEST_GPU,
         shared_bytes=SHARED_BYTES[capability],
         capability=capability,
         multiprocessors=multiprocessors,
         memory_bytes=gib * 2.0**30,
+        provenance=GPU_SOURCES | (H200_SOURCES if name == "h200" else {}),
     )
 
 
@@ -206,26 +244,45 @@ def device_profile(name: str | None, device: Any = None) -> Device:
     """Return the profile of a named device, or of a device of JAX.
 
     Args:
-        name: a key of `DEVICES`, or None to select by `device`.
-        device: of `jax.devices()`; None for the CPU.
+        name: a key of `DEVICES`, or `cpu-N` for a CPU of N cores (`cpu-N-neon`, `-avx2`, `-sse`);
+            `cpu` has two. None selects by `device`.
+        device: of `jax.devices()`; None for the CPU of two cores.
 
     Returns:
         The profile. A GPU of an unknown kind gets the profile of the nearest known compute
-        capability not above its own, its rates scaled by the number of multiprocessors.
+        capability not above its own, its rates scaled by the number of multiprocessors. A CPU gets
+        the profile of its usable cores; in a program of several processes the one of two cores,
+        since all processes must choose alike.
 
     Raises:
-        UsageError: the name is no key of `DEVICES`.
+        UsageError: no profile has the name.
     """
     if name is not None:
-        if name not in DEVICES:
-            raise UsageError("unknown device", expected=sorted(DEVICES), got=repr(name))
-        return DEVICES[name]
+        return _named(name)
     if device is None:
-        return CPU
-    known = known_device(device.device_kind)
-    if known is not None:
-        return known
-    return CPU if device.platform == "cpu" else _estimated(device)
+        return DEVICES["cpu"]
+    if device.platform == "cpu":
+        many = jax.process_count() > 1
+        return DEVICES["cpu"] if many else _scaled_cpu(*_this_cpu())
+    return known_device(device.device_kind) or _estimated(device)
+
+
+def _named(name: str) -> Device:
+    if name in DEVICES:
+        return DEVICES[name]
+    if parsed := core_scaling.parsed_name(name):
+        return _scaled_cpu(*parsed)
+    expected = f"{', '.join(sorted(DEVICES))}, or cpu-N for N cores"
+    raise UsageError("unknown device", expected=expected, got=repr(name))
+
+
+def _scaled_cpu(cores: int, vectors: str) -> Device:
+    return core_scaling.scaled(DEVICES["cpu"], cores, vectors)
+
+
+@functools.cache
+def _this_cpu() -> tuple[int, str]:
+    return core_scaling.usable_cores(), core_scaling.instruction_set()
 
 
 def known_device(kind: str) -> Device | None:
@@ -239,12 +296,20 @@ def known_device(kind: str) -> Device | None:
     return next((profile for key, profile in DEVICES.items() if key in words), None)
 
 
+def nearest_gpu(device: Any) -> Device:
+    """Return the profile of the nearest compute capability that is not above a GPU's own."""
+    gpus = sorted((d for d in DEVICES.values() if d.capability), key=lambda d: d.capability)
+    older = [d for d in gpus if d.capability <= _capability(device)] or gpus[:1]
+    return older[-1]
+
+
+def _capability(device: Any) -> float:
+    return float(getattr(device, "compute_capability", None) or OLDEST_GPU)
+
+
 def _estimated(device: Any) -> Device:
     """Return a profile for a GPU that no profile names."""
-    capability = float(getattr(device, "compute_capability", None) or OLDEST_GPU)
-    gpus = sorted((d for d in DEVICES.values() if d.capability), key=lambda d: d.capability)
-    older = [d for d in gpus if d.capability <= capability] or gpus[:1]
-    like = older[-1]
+    like, capability = nearest_gpu(device), _capability(device)
     count = int(getattr(device, "core_count", None) or like.multiprocessors)
     scale = count / like.multiprocessors
     steps = scale * like.elementwise_per_s

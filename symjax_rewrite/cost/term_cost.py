@@ -21,6 +21,7 @@ from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
+SLOW_STEPS = 4.0  # of an elementwise function of `SLOW_MAPS`
 
 
 @cache
@@ -313,7 +314,7 @@ class CostModel:
 def weight(node: Node) -> float:
     """Return the operations per element of an elementwise node; slow functions count as four."""
     if node.op == op.MAP:
-        return 4.0 if node.attr[0] in SLOW_MAPS else 1.0
+        return SLOW_STEPS if node.attr[0] in SLOW_MAPS else 1.0
     if node.op in (op.ADD, op.CONTRACT):
         scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)

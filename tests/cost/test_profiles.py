@@ -28,8 +28,12 @@ CODE = "a name for a number that has a meaning in the code only"
 KEPT = "bounds what is kept between two calls"
 SHOWN = "decides what a person is shown, and no form of a program"
 TIMING = "how often, and how long, programs are timed"
+TIMED = "the size of a program that is timed"
 EXCEPTIONS: dict[str, dict[str, str]] = {
-    "api.autotuning": {"ROUNDS": TIMING, "SAMPLE_S": TIMING},
+    "api.autotuning": dict.fromkeys(
+        ("ROUNDS", "SAMPLE_S", "MOST_TRIALS", "MOST_S", "SHORT_S", "AT_ROOFLINE", "OFF"), TIMING
+    ),
+    "api.tuning_cache": {"FORMAT": CODE, "MOST_HASHED": KEPT},
     "api.decision_cache": dict.fromkeys(("MOST_PROGRAMS", "MOST_BYTES"), KEPT),
     "api.joint_gradient": {"MEMORY": "a promise: what a gradient keeps against plain reverse mode"},
     "api.rounding": {"RUNS": SEARCH, "TENSOR_CORES": NUMERICS},
@@ -41,6 +45,19 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "auditing.traits": {"DENSE": SHOWN, "NARROW": SHOWN},
     "command_line.demo": {"CALLS": TIMING},
     "command_line.main": dict.fromkeys(("OK", "FOUND", "UNKNOWN"), CODE),
+    "calibration.command": dict.fromkeys(
+        ("MOST_SPREAD", "TRIES", "MOST_NOISY", "MOST_TAKEN"), TIMING
+    ),
+    "calibration.elementwise": dict.fromkeys(
+        ("ELEMENTS", "DEPTHS", "ROWS", "SIDE", "LIGHT_STEPS"), TIMED
+    ),
+    "calibration.loops": dict.fromkeys(("TRIPS", "WIDE", "NARROW", "ENTRIES", "STATE"), TIMED),
+    "calibration.machine_load": {"WAIT_S": TIMING},
+    "calibration.measurement": dict.fromkeys(("ROUNDS", "SAMPLE_S"), TIMING),
+    "calibration.memory": {"MIB": TIMED},
+    "calibration.products": dict.fromkeys(("SECONDS", "MOST_SIDE", "LEAST_SIDE"), TIMED),
+    "calibration.progress": {"QUIET_S": TIMING},
+    "calibration.reductions": dict.fromkeys(("COLUMNS", "KEYS"), TIMED),
     "ir.indexing_primitives": {"_INT32": EXACT},
     "ir.products": {"MAX_FACTORS": SEARCH, "_LEVEL": CODE},
     "ir.term": {"TIE_CAP": SEARCH},

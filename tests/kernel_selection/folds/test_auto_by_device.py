@@ -156,7 +156,7 @@ def test_an_unknown_gpu_is_scaled_from_one_of_its_generation():
         memory_stats=lambda: None,
     )  # fmt: skip
     assert not device_profile(None, old).runs_pallas
-    assert device_profile(None, SimpleNamespace(device_kind="cpu", platform="cpu")) is CPU
+    assert device_profile(None) is CPU
 
 
 def test_products_are_priced_by_their_operands():

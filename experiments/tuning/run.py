@@ -1,0 +1,62 @@
+"""`tune=True` against the model's choice and the program as written, on programs where they differ.
+
+python experiments/tuning/run.py               # every program; writes the README's table
+python experiments/tuning/run.py --only name   # programs whose names contain a text; no files
+python experiments/tuning/run.py --quick       # one program, one round: a smoke test
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+
+import harness
+import jax
+from performance_fuzz import regressions
+
+from symjax_rewrite import options, sym_optimize
+
+
+def row(known: Any, rounds: int) -> list[str]:
+    """Seconds as written, as the model chooses, and tuned; what `tune` says."""
+    fun, args = known.function(), known.arguments()
+    programs = {
+        "plain": jax.jit(fun),
+        "model": sym_optimize(fun),
+        "tuned": sym_optimize(fun, tune=True),
+    }
+    said = [u.reason for u in programs["tuned"].explain(*args).routes if u.name == "tune"]
+    calls = {name: lambda f=f: f(*args) for name, f in programs.items()}
+    samples = harness.interleave(calls, rounds)
+    seconds = [harness.duration(samples.median(name)) for name in programs]
+    ratios = [str(samples.ratio("tuned", name)) for name in ("plain", "model")]
+    return [known.name, *seconds, *ratios, said[0].partition(":")[2].strip() if said else ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one program, one round; no files")
+    parser.add_argument("--only", default="", help="names that contain this; no files")
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args()
+    chosen = [r for r in regressions.known() if given.only in r.name][: 1 if given.quick else None]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:  # nothing is known before
+        options.CACHE_DIRECTORY = Path(folder)
+        for known in chosen:
+            rows.append(row(known, 1 if given.quick else given.rounds))
+            print(*rows[-1], sep=" | ", flush=True)
+    header = ["program", "plain", "model", "tuned", "tuned / plain", "tuned / model", "tune says"]
+    text = harness.markdown_table(header, rows)
+    if given.quick or given.only:
+        print(text)
+        return
+    harness.write_table(HERE / "README.md", text)
+
+
+if __name__ == "__main__":
+    main()
