@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from symjax_rewrite import jax_internals
 from symjax_rewrite.api.program_cost import (
     UNKNOWN,
     Traffic,
@@ -57,8 +56,7 @@ def _programs(
     written = (result.closed, flatten(result.closed))
     if result.program is None:
         return written, written
-    emitted = jax_internals.make_avals_jaxpr(result.emit(), result.closed.in_avals)
-    return written, (emitted, result.program)
+    return written, (result.staged(), result.program)
 
 
 def _side(closed: ClosedJaxpr, program: Program, result: Result, device: Device) -> Side:

@@ -91,8 +91,7 @@ class ImprovedLoops:
 
         def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
             found = context.optimise(body)
-            emit = found.emit()
-            return jax_internals.make_avals_jaxpr(emit, body.in_avals) if found.taken else None
+            return found.staged() if found.taken else None
 
         search = LoopSearch(
             program,
