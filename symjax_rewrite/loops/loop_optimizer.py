@@ -36,6 +36,7 @@ from symjax_rewrite.loops.changes import (
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, moved_seconds
 from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
@@ -66,7 +67,7 @@ Routed = tuple[Route | None, str]  # a kernel or None, and the reason
 def has_loops(program: Program) -> bool:
     """Return True if a program has loops, slices of a tree of steps, or equal steps."""
     return may_repeat(program) or any(
-        e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
+        e.name in LOOPS or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
         for e in program.equations
     )
 
@@ -176,7 +177,7 @@ class LoopSearch:
     def loops(self, besides: Collection[int] = ()) -> Iterator[Found]:
         """Yield what is found in the loops of the program, except those whose ids are given."""
         for e in self.program.equations:
-            if id(e.eqn) not in besides:
+            if e.name in LOOPS and id(e.eqn) not in besides:
                 yield from self._loop(e)
 
     def _kernel(self, loop: Loop) -> Routed:
