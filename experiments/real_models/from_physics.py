@@ -8,7 +8,12 @@ from brax import envs
 from mujoco import mjx
 
 CHAIN, BALLS = 4, 2
-MODEL = "<mujoco><option iterations='4' ls_iterations='6'/><worldbody><geom type='plane' size='5 5 1'/>{}</worldbody></mujoco>"
+MODEL = """
+<mujoco>
+  <option iterations="4" ls_iterations="6"/>
+  <worldbody> <geom type="plane" size="5 5 1"/> {} </worldbody>
+</mujoco>
+"""
 
 
 def link(depth: int) -> str:

@@ -33,9 +33,10 @@ def value_key(v: Value) -> object:
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
-    name: of its primitive. reads: the numbers of the values it reads, without literals. same_as: for an equation that chooses an implementation by platform, the
-    values of one implementation, by which the result is analysed; the equation itself is emitted.
-    calls: the calls in whose inlined bodies it stands, the outermost first.
+    name: of its primitive. reads: the numbers of the values it reads, without literals. same_as:
+    for an equation that chooses an implementation by platform, the values of one implementation, by
+    which the result is analysed; the equation itself is emitted. calls: the calls in whose inlined
+    bodies it stands, the outermost first.
     """
 
     eqn: JaxprEqn
