@@ -70,7 +70,8 @@ class ProgramKey:
     def __init__(self, closed: ClosedJaxpr) -> None:
         self._closed, self._settings = closed, jax_internals.trace_settings()
         self._content, self._is_read = None, False
-        self._hash = hash(tuple([e.primitive.name for e in closed.jaxpr.eqns]))
+        names = [e.primitive.name for e in closed.jaxpr.eqns]
+        self._hash = hash((*map(jax_internals.kind_of, closed.in_avals), *names))
 
     def __hash__(self) -> int:
         return self._hash
