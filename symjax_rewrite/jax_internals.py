@@ -283,6 +283,9 @@ def kind_of(aval: Any) -> tuple:
 _dtype_name = functools.cache(str)
 
 
+_PLAIN = frozenset({type(None), bool, int, str, float})  # types of most parameters
+
+
 def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Return the closed jaxprs that an equation carries (loop bodies, branches, calls).
 
@@ -290,7 +293,11 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """
     out: list[ClosedJaxpr] = []
     for param in eqn.params.values():
+        if type(param) in _PLAIN:
+            continue
         for item in param if isinstance(param, (tuple, list)) else (param,):
+            if type(item) in _PLAIN:
+                continue
             if isinstance(item, Jaxpr):
                 inputs = [*item.constvars, *item.invars]
                 item = ClosedJaxpr(item.replace(constvars=[], invars=inputs), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,13 @@ class Result:
         if program is None:
             return lambda *args: jax_internals.eval_jaxpr(self.closed, *args)
         return lambda *args: emission.run(program, args)
+
+    def staged(self) -> ClosedJaxpr:
+        """Return the jaxpr of the optimised program; it is made once."""
+        if self.emitted is None:
+            avals = self.closed.in_avals
+            self.emitted = jax_internals.make_avals_jaxpr(self.emit(), avals)
+        return self.emitted
 
     def plan_record(self) -> dict[str, Any]:
         """Return the value of `plan=` that reproduces the program."""
@@ -183,7 +190,7 @@ class Optimiser:
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
         with _no_collection(), planning_for(self.device):
-            result = self._run(closed, frozen, allowed, start)
+            result = self._run(closed, frozen, allowed, start, {})
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(
                 "the plan names rewrites that this program and version do not have",
@@ -195,8 +202,14 @@ class Optimiser:
         return result
 
     def _run(
-        self, closed: ClosedJaxpr, frozen: frozenset[int], allowed: set[str] | None, start: float
+        self,
+        closed: ClosedJaxpr,
+        frozen: frozenset[int],
+        allowed: set[str] | None,
+        start: float,
+        solved: dict[Hashable, Result],
     ) -> Result:
+        """Optimise a program; `solved` holds the results of bodies, each of which is run once."""
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
         if not count:
             return Result(closed)
@@ -205,9 +218,11 @@ class Optimiser:
         spent: list[str] = []
 
         def optimise(body: ClosedJaxpr) -> Result:
-            found = self._run(body, frozenset(), allowed, start)
-            spent.append(found.spent)
-            return found
+            key = (id(body.jaxpr), *map(id, body.consts))  # a result holds its program
+            if key not in solved:
+                solved[key] = self._run(body, frozenset(), allowed, start, solved)
+            spent.append(solved[key].spent)
+            return solved[key]
 
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)

@@ -17,6 +17,7 @@ MODULES = (
     "from_training",
     "from_science",
     "from_simulation",
+    "from_physics",
     "from_learning",
 )
 

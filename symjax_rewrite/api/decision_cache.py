@@ -7,6 +7,7 @@ in the same order, from the same source lines, under the same settings of JAX.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -57,18 +58,48 @@ class _Same:
         return isinstance(other, _Same) and self.value is other.value
 
 
-def program_key(closed: ClosedJaxpr) -> Hashable | None:
+class ProgramKey:
+    """A key of a program under the present settings of JAX, equal for equal traces.
+
+    The content is read when two keys with one hash are compared, so a program that is traced once
+    is not read.
+    """
+
+    __slots__ = ("_closed", "_content", "_hash", "_is_read", "_settings")
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self._closed, self._settings = closed, jax_internals.trace_settings()
+        self._content, self._is_read = None, False
+        names = [e.primitive.name for e in closed.jaxpr.eqns]
+        self._hash = hash((*map(jax_internals.kind_of, closed.in_avals), *names))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, ProgramKey) or self._hash != other._hash:
+            return self is other
+        mine = self.content()
+        return mine is not None and mine == other.content()
+
+    def content(self) -> Hashable | None:
+        """Return the settings and equations; None if a parameter of an equation has no hash."""
+        if not self._is_read:
+            content = (self._settings, _KeyBuilder().closed(self._closed))
+            self._is_read = True
+            with contextlib.suppress(TypeError):
+                hash(content)
+                self._content = content
+        return self._content
+
+
+def program_key(closed: ClosedJaxpr) -> ProgramKey | None:
     """Return a key that is equal for equal traces of a program; None if it must not be kept."""
     if jax_internals.checks_leaks() or any(map(jax_internals.is_tracer, closed.consts)):
         return None
     if sum(getattr(x, "nbytes", 0) for x in closed.consts) > MOST_BYTES:
         return None
-    key = (jax_internals.trace_settings(), _KeyBuilder().closed(closed))
-    try:
-        hash(key)
-    except TypeError:  # a parameter of an equation without a hash
-        return None
-    return key
+    return ProgramKey(closed)
 
 
 class _KeyBuilder:

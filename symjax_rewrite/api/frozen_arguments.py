@@ -54,7 +54,7 @@ class Prepared:
         case, _ = cases.of(args, kwargs)
         known = len(jax.tree.leaves(cases.frozen))
         written = case.result.closed
-        emitted = jax_internals.make_avals_jaxpr(case.result.emit(), written.in_avals)
+        emitted = case.result.staged()
         sides = tuple(_remaining(side, known) for side in (written, emitted))
         return make_report(case.result, cases.optimiser, sides)
 
@@ -134,7 +134,7 @@ class _Cases:
             ) from error
         closed, values = closing_over_nothing(closed, [*known, *leaves])
         result = self.optimiser.run(closed, frozenset(range(len(known))))
-        emitted = jax_internals.make_avals_jaxpr(result.emit(), closed.in_avals)
+        emitted = result.staged()
         parts = _in_two(emitted, len(known))
         traced = any(isinstance(x, jax_internals.Tracer) for x in known)
         # Evaluate now, though the call itself may be part of a trace.

@@ -325,10 +325,7 @@ class _Worker:
     def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
         """Return the jaxpr of the optimised program, or None if the original is kept."""
         try:
-            if result.emitted is None:
-                made = jax_internals.make_jaxpr(result.emit(), *result.closed.in_avals)
-                result.emitted = made[0]
-            return result.emitted
+            return result.staged()
         except SymjaxError:
             raise
         except Exception as error:

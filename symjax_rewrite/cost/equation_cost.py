@@ -68,6 +68,12 @@ def equation_seconds(
     return made / device.elementwise_per_s
 
 
+def work_seconds(eqn: JaxprEqn, device: Device) -> float:
+    """Return the seconds of a product or sum by its flops, bytes and operands, without a launch."""
+    read = max((aval_size(v.aval) for v in eqn.invars), default=0.0) / device.elementwise_per_s
+    return max(equation_seconds(eqn, device) - device.launch_s, read)
+
+
 def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
     """Return the seconds of a jaxpr: the sum over equations, times the trip counts of loops."""
     return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)

@@ -7,7 +7,7 @@ from: for the classes of a term graph (`class_operands`), or the numbered values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,28 +40,31 @@ def cone(
 
     without: nodes to leave out, with everything reached through them alone.
     """
-    return set(_reached(roots, operands, without))
+    seen = {x for x in roots if x not in without}
+    stack = list(seen)
+    while stack:
+        for x in operands(stack.pop()):
+            if x not in seen and x not in without:
+                seen.add(x)
+                stack.append(x)
+    return seen
 
 
 def reaches(
     roots: Iterable[T], operands: Callable[[T], Iterable[T]], targets: Container[T]
 ) -> bool:
     """Return True if a root is one of the targets or is computed from one."""
-    return any(x in targets for x in _reached(roots, operands))
-
-
-def _reached(
-    roots: Iterable[T], operands: Callable[[T], Iterable[T]], without: Container[T] = ()
-) -> Iterator[T]:
-    seen = {x for x in roots if x not in without}
+    seen = {*roots}
     stack = list(seen)
     while stack:
         x = stack.pop()
-        yield x
+        if x in targets:
+            return True
         for y in operands(x):
-            if y not in seen and y not in without:
+            if y not in seen:
                 seen.add(y)
                 stack.append(y)
+    return False
 
 
 def postorder(
@@ -188,14 +191,14 @@ def users_of(equations: Iterable[Equation]) -> dict[int, list[Equation]]:
     """Return, for each value, the equations that read it, in order, each once."""
     users: dict[int, list[Equation]] = {}
     for e in equations:
-        for v in dict.fromkeys(numbers(e.invals)):
+        for v in dict.fromkeys(e.reads):
             users.setdefault(v, []).append(e)
     return users
 
 
-def value_operands(makers: Mapping[int, Equation]) -> Callable[[int], list[int]]:
+def value_operands(makers: Mapping[int, Equation]) -> Callable[[int], Sequence[int]]:
     """Return a function that gives the values that the maker of a value reads."""
-    return lambda v: numbers(makers[v].invals) if v in makers else []
+    return lambda v: () if (e := makers.get(v)) is None else e.reads
 
 
 def live(
@@ -228,7 +231,7 @@ def dependents(
     """
     made, found = set(values), []
     for e in equations:
-        if e in roots or not made.isdisjoint(numbers(e.invals)):
+        if not made.isdisjoint(e.reads) or e in roots:
             found.append(e)
             made.update(e.outvals)
     return found

@@ -33,9 +33,10 @@ def value_key(v: Value) -> object:
 class Equation:
     """One equation: the JAX equation it came from, and the values it reads and makes.
 
-    name: of its primitive. same_as: for an equation that chooses an implementation by platform, the
-    values of one implementation, by which the result is analysed; the equation itself is emitted.
-    calls: the calls in whose inlined bodies it stands, the outermost first.
+    name: of its primitive. reads: the numbers of the values it reads, without literals. same_as:
+    for an equation that chooses an implementation by platform, the values of one implementation, by
+    which the result is analysed; the equation itself is emitted. calls: the calls in whose inlined
+    bodies it stands, the outermost first.
     """
 
     eqn: JaxprEqn
@@ -44,9 +45,11 @@ class Equation:
     same_as: tuple[Value, ...] = ()
     calls: tuple[JaxprEqn, ...] = ()
     name: str = field(init=False)
+    reads: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.eqn.primitive.name
+        self.reads = tuple([v for v in self.invals if isinstance(v, int)])
 
     def where(self) -> str:
         """Return the user's source line of the equation."""
@@ -97,28 +100,37 @@ def inline(
         number = env[var] = program.new_value(var.aval)
         program.consts[number] = const
 
-    def read(atom: Any) -> Value:
-        return atom if jax_internals.is_literal(atom) else env[atom]
+    def read(atoms: Sequence[Any]) -> list[Value]:
+        return [a if isinstance(a, jax_internals.Literal) else env[a] for a in atoms]
 
+    avals, keeps = program.avals, RULED if program.has_rules else ()
+    scoped = bool(calls and calls[-1].source_info.name_stack.stack)
     for eqn in jaxpr.eqns:
-        if calls:
+        if scoped:
             eqn = jax_internals.nested_under(eqn, calls[-1])
-        body = inlinable_body(eqn) if eqn.primitive.name in CALLS else _only_branch(eqn)
-        if body is not None and not (program.has_rules and eqn.primitive.name in RULED):
+        name = eqn.primitive.name
+        body = _body(eqn) if name in BODIES else None
+        if body is not None and name not in keeps:
             taken = eqn.invars[len(eqn.invars) - len(body.jaxpr.invars) :]
-            results = inline(program, body, [read(a) for a in taken], (*calls, eqn))
+            results = inline(program, body, read(taken), (*calls, eqn))
             env.update(zip(eqn.outvars, results, strict=True))
             continue
-        invals = tuple([read(a) for a in eqn.invars])
-        outvals = tuple([program.new_value(v.aval) for v in eqn.outvars])
+        invals, first = tuple(read(eqn.invars)), len(avals)
+        avals += [v.aval for v in eqn.outvars]
+        outvals = tuple(range(first, len(avals)))
         env.update(zip(eqn.outvars, outvals, strict=True))
         same_as: tuple[Value, ...] = ()
-        if jax_internals.platform_branches(eqn):
+        if name == "cond" and jax_internals.platform_branches(eqn):
             same_as = _one_implementation(program, eqn, invals)
             if len(outvals) > 1:
                 program.saved.update(outvals)
         program.equations.append(Equation(eqn, invals, outvals, same_as, calls))
-    return [read(a) for a in jaxpr.outvars]
+    return read(jaxpr.outvars)
+
+
+def _body(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the program that may stand in place of a call or a choice by platform, or None."""
+    return inlinable_body(eqn) if eqn.primitive.name in CALLS else _only_branch(eqn)
 
 
 def _only_branch(eqn: JaxprEqn) -> ClosedJaxpr | None:
@@ -158,6 +170,7 @@ def _one_implementation(
 
 RULED = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "sym_call"})
 CALLS = RULED | {"jit", "pjit", "closed_call"}
+BODIES = CALLS | {"cond"}
 
 
 def inlinable_body(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -396,13 +396,21 @@ ROWS: dict[str, Row] = {
 SHARDINGS = ("sharding", "out_sharding")
 
 
+def _is_sharded(params: dict[str, Any]) -> bool:
+    """Return True if a parameter of an equation shards its results."""
+    for name in SHARDINGS:
+        if (sharding := params.get(name)) is not None and jax_internals.constrains(sharding):
+            return True
+    return False
+
+
 def lift(name: str, site: Site) -> list[Ref] | None:
     """Return the outputs of an equation as references, or None if it must stay native."""
-    sharded = any(jax_internals.constrains(site.params.get(p)) for p in SHARDINGS)
-    if sharded or name not in ROWS:
+    row = ROWS.get(name)
+    if row is None or _is_sharded(site.params):
         return None
     try:
-        made = ROWS[name](site)
+        made = row(site)
     except NotLiftedError:
         return None
     return made if isinstance(made, list) else [made]

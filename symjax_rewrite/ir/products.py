@@ -128,7 +128,7 @@ def product_node(g: EGraph, cls: int) -> Node | None:
     best: Node | None = None
     for node, reason in g.classes[cls].nodes.items():
         if node.op == CONTRACT or (node.op == ADD and len(node.args) == 1):
-            if any(g.find(a).cls == cls for a in node.args):
+            if g.merged and any(g.find(a).cls == cls for a in node.args):
                 continue  # I·a = a: a class is no product of itself
             if reason == ORIGINAL:
                 return node

@@ -205,20 +205,21 @@ def _read_as(t: TermGraph, number: int, e: Equation) -> bool:
 
 def _site(t: TermGraph, e: Equation) -> Site | None:
     refs, ins = [], []
+    views, layouts, dtypes = t.views, t.layouts, t.dtypes
     for v in e.invals:
         if isinstance(v, int):
-            view = t.views[v]
+            view = views[v]
             if view is None:
                 return None
-            ins.append(t.layouts[v])
+            ins.append(layouts[v])
         elif primitives.is_number(v.val):
             view = _literal(t, v)
             ins.append(_SCALAR)
         else:
             return None
         refs.append(view)
-    outs = [t.layouts[v] for v in e.outvals]
-    return Site(t.graph, e.eqn.params, refs, ins, outs, [t.dtypes[v] for v in e.outvals])
+    outs = [layouts[v] for v in e.outvals]
+    return Site(t.graph, e.eqn.params, refs, ins, outs, [dtypes[v] for v in e.outvals])
 
 
 def _native(t: TermGraph, number: int, e: Equation) -> None:

@@ -24,8 +24,7 @@ class Bodies:
                 body = context.optimise(spot.body)
                 if not body.taken:
                     continue
-                made = jax_internals.make_avals_jaxpr(body.emit(), spot.body.in_avals)
-                replaced = spot.replace(eqn, made)
+                replaced = spot.replace(eqn, body.staged())
                 if replaced is not None:
                     eqn = replaced
                     bodies.append((body, spot.times))

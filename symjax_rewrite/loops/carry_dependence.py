@@ -9,6 +9,7 @@ and do not prevent the others from being affine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -54,15 +55,22 @@ class Group:
 
 def groups_of(loop: Loop) -> list[Group]:
     """Return the carries of a loop in groups that depend on each other, in solving order."""
-    found: list[Group] = []
+    return list(_groups(loop))
+
+
+def composes(loop: Loop) -> bool:
+    """Return True if the steps of a loop compose: every carry is a sum, affine or a maximum."""
+    return all(g.degree.kind in NAMES for g in _groups(loop))
+
+
+def _groups(loop: Loop) -> Iterator[Group]:
     for group in _components(dependencies(loop)):
         degrees = _degrees(loop, {loop.carries[k].inner for k in group})
         outs = numbers([loop.carries[k].out for k in group])
         worst = max((degrees.get(v, Degree()) for v in outs), key=_kind, default=Degree())
         if len(group) > 1 and worst.kind in (SUM, DIAGONAL):
             worst = Degree(MATRIX, "its carries read each other")
-        found.append(Group(tuple(sorted(group)), worst))
-    return found
+        yield Group(tuple(sorted(group)), worst)
 
 
 def _kind(degree: Degree) -> int:
@@ -109,8 +117,11 @@ def _degrees(loop: Loop, moving: set[int]) -> dict[int, Degree]:
     """Return the dependence of every value of a body on some carries; other carries are known."""
     degrees = {v: Degree(SUM) for v in moving}
     least = {str(loop.body.avals[v].dtype) for v in moving}
+    known = Degree()
     for e in loop.body.equations:
-        operands = [degrees.get(v, Degree()) if isinstance(v, int) else Degree() for v in e.invals]
+        if degrees.keys().isdisjoint(e.reads):
+            continue
+        operands = [degrees.get(v, known) if isinstance(v, int) else known for v in e.invals]
         if any(d.kind != FREE for d in operands):
             degrees.update(dict.fromkeys(e.outvals, _degree(e, operands, least)))
     return degrees

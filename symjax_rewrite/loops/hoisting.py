@@ -133,7 +133,7 @@ class _Plan:
             tail = dependents(self.equations, (), {*moved, e})
             made = {v for u in tail for v in u.outvals}
             ready = made | self.given | {*numbers(self.loop.ys)}
-            reads = {v for u in tail for v in numbers(u.invals)} - ready
+            reads = {v for u in tail for v in u.reads} - ready
             written = self._stacked(v for v in reads if self.level[v] > 0)
             if written > self.room:
                 self._refuse("a product of results stays in the loop: its input is too large")
@@ -146,7 +146,7 @@ class _Plan:
         stays = live(self.equations, [c.out for c in self.loop.carries])
         for e in reversed(self.equations):
             if not _steppable(e) or not stays.isdisjoint(e.outvals):
-                stays.update(e.outvals, numbers(e.invals))
+                stays.update(e.outvals, e.reads)
         return stays
 
     def keep_small_gains(self) -> None:
@@ -178,7 +178,7 @@ class _Plan:
     def add_fixed_reads(self) -> None:
         """Add loop-invariant values that are read outside the loop to the motion."""
         outside = (*self.motion.before, *self.motion.after)
-        reads = {v for e in outside for v in numbers(e.invals)}
+        reads = {v for e in outside for v in e.reads}
         roots = [e for e in self.equations if not reads.isdisjoint(e.outvals) and self._is_at(e, 0)]
         fixed = self._cone(roots, lambda e: not e.eqn.effects)
         self.motion.once = self._ordered({*self.motion.once, *fixed})
@@ -190,7 +190,7 @@ class _Plan:
         ready = {*self.loop.sources, *numbers(self.loop.ys), *early}
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
-            written = self._stacked(set(numbers(e.invals)) - ready)
+            written = self._stacked(set(e.reads) - ready)
             alone = equation_seconds(e.eqn, device)
             alone += 2 * self._bytes([carry]) / device.bytes_per_s
             together = equation_seconds(e.eqn, device, self.loop.length, (0, 1), summed=True)
@@ -246,7 +246,7 @@ class _Plan:
         """Return the equations `within` that the roots need, the roots among them, in order."""
 
         def operands(e: Equation) -> list[Equation]:
-            made = (self.makers.get(v) for v in numbers(e.invals))
+            made = (self.makers.get(v) for v in e.reads)
             return [m for m in made if m is not None and within(m)]
 
         return self._ordered(cone(roots, operands))
@@ -254,7 +254,7 @@ class _Plan:
     def _is_closed(self, moved: list[Equation]) -> bool:
         """Return True if every operand that varies by step is given or computed by one of these."""
         ready = self.given.union(*[e.outvals for e in moved])
-        return all(v in ready or self.level[v] != 1 for e in moved for v in numbers(e.invals))
+        return all(v in ready or self.level[v] != 1 for e in moved for v in e.reads)
 
     def _with_followers(self, moved: list[Equation]) -> list[Equation]:
         """Add the reshapes, splits and shifts of moved products, if their results are no larger.
@@ -264,7 +264,7 @@ class _Plan:
         """
         inside, made = set(moved), {v for e in moved for v in e.outvals}
         for e in self.equations:
-            reads = {v for v in numbers(e.invals) if self.level[v] == 1}
+            reads = {v for v in e.reads if self.level[v] == 1}
             if self._is_known(e) and reads & made and reads <= made | self.given:
                 inside.add(e)
                 made.update(e.outvals)
@@ -281,7 +281,7 @@ class _Plan:
         """
         reached, inside = self._read_elsewhere(moved), set(moved)
         for e in self.equations:
-            if e in inside or reached.isdisjoint(numbers(e.invals)):
+            if e in inside or reached.isdisjoint(e.reads):
                 continue
             if e.name in ("slice", "split", "dynamic_slice", "unstack"):
                 return True

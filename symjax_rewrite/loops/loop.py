@@ -148,8 +148,9 @@ class Loop:
         level |= dict.fromkeys((*self.sources, *self.counters), 1)
         level |= {c.inner: 2 for c in self.carries}
         for e in self.body.equations:
-            made = 2 if e.eqn.effects else max((level[v] for v in numbers(e.invals)), default=0)
-            level.update(dict.fromkeys(e.outvals, made))
+            made = 2 if e.eqn.effects else max([level[v] for v in e.reads], default=0)
+            for v in e.outvals:
+                level[v] = made
         return level
 
     def uses(self) -> Counter[int]:

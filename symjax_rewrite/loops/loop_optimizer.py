@@ -17,14 +17,14 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_size
+from symjax_rewrite.cost.equation_cost import aval_size, equation_seconds, work_seconds
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import RULED, Equation, Program, flatten
 from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes
 from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal, tree_seconds
-from symjax_rewrite.loops.carry_dependence import NAMES, describe, groups_of
+from symjax_rewrite.loops.carry_dependence import composes, describe
 from symjax_rewrite.loops.changes import (
     Seconds,
     candidate,
@@ -36,6 +36,7 @@ from symjax_rewrite.loops.changes import (
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.loop_reading import LOOPS
 from symjax_rewrite.loops.motion import Motion, moved_seconds
 from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
@@ -66,7 +67,7 @@ Routed = tuple[Route | None, str]  # a kernel or None, and the reason
 def has_loops(program: Program) -> bool:
     """Return True if a program has loops, slices of a tree of steps, or equal steps."""
     return may_repeat(program) or any(
-        e.name in ("scan", "while") or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
+        e.name in LOOPS or (e.name == "slice" and 2 in (e.eqn.params["strides"] or ()))
         for e in program.equations
     )
 
@@ -91,8 +92,7 @@ class ImprovedLoops:
 
         def optimise(body: ClosedJaxpr) -> ClosedJaxpr | None:
             found = context.optimise(body)
-            emit = found.emit()
-            return jax_internals.make_avals_jaxpr(emit, body.in_avals) if found.taken else None
+            return found.staged() if found.taken else None
 
         search = LoopSearch(
             program,
@@ -177,7 +177,7 @@ class LoopSearch:
     def loops(self, besides: Collection[int] = ()) -> Iterator[Found]:
         """Yield what is found in the loops of the program, except those whose ids are given."""
         for e in self.program.equations:
-            if id(e.eqn) not in besides:
+            if e.name in LOOPS and id(e.eqn) not in besides:
                 yield from self._loop(e)
 
     def _kernel(self, loop: Loop) -> Routed:
@@ -268,7 +268,7 @@ class LoopSearch:
             also.append(PACKING)
         reasons, part = [why] if why else [], loop_part(loop, motion, e.eqn)
         taken = ""
-        if motion.any and _composes(loop) and self.reorders and self.route is not None:
+        if motion.any and self.reorders and self.route is not None and _composes(loop):
             part, taken, reasons = self._then_kernel(part, reasons)
         yield from (refused(reason, e.eqn) for reason in reasons)
         if motion.any or also:
@@ -299,11 +299,10 @@ class LoopSearch:
     def _best_order(self, e: Equation, loop: Loop, motion: Motion) -> tuple[Loop, Motion]:
         """Return the cheaper whole: the body as written, or optimised before the motion.
 
-        The body is not optimised here if it has no two expensive equations to put in another order.
+        The body is not optimised here if no order of its products can save much of its time.
         """
         spots = jax_internals.optimisable_bodies(e.eqn)
-        heavy = [e for e in loop.body.equations if is_heavy(e.eqn)]
-        if not self.reorders or len(spots) != 1 or len(heavy) < 2:
+        if not self.reorders or len(spots) != 1 or not _may_reorder(loop, self.device):
             return loop, motion
         body = self.optimise(spots[0].body)
         eqn = None if body is None else spots[0].replace(e.eqn, body)
@@ -340,9 +339,21 @@ def _is_ruled(eqn: JaxprEqn) -> bool:
     return any(jax_internals.has_primitive(b, name) for b in bodies for name in RULED)
 
 
+def _may_reorder(loop: Loop, device: Device) -> bool:
+    """Return True if a body has products, and they work for a share of its time.
+
+    The time in which products only start is no work: another order starts as many.
+    """
+    equations = [e.eqn for e in loop.body.equations]
+    heavy = [e for e in equations if is_heavy(e) and not jax_internals.bodies(e)]
+    work = sum(work_seconds(e, device) for e in heavy)
+    whole = sum(equation_seconds(e, device) for e in equations)
+    return len(heavy) > 1 and margins.gains_share(work, whole, "program", device)
+
+
 def _composes(loop: Loop) -> bool:
     """Return True if the steps of a loop compose, so that a kernel may run the loop."""
-    return isinstance(loop.length, int) and all(g.degree.kind in NAMES for g in groups_of(loop))
+    return isinstance(loop.length, int) and composes(loop)
 
 
 def _routed(

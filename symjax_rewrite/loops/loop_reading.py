@@ -15,12 +15,13 @@ from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
 from symjax_rewrite.ir.primitives import NUMPY
 from symjax_rewrite.loops.loop import Carry, Loop, Source, get
 
+LOOPS = frozenset({"scan", "while"})
 MAX_COUNTED = 1 << 16  # steps up to which counters are evaluated step by step
 
 
 def read_loop(e: Equation, has_rules: bool = False) -> Loop | None:
     """Return an equation as a loop, or None; `has_rules` is for `flatten` of a `scan`'s body."""
-    if e.name not in ("scan", "while"):
+    if e.name not in LOOPS:
         return None
     if any(not hasattr(v.aval, "dtype") for v in (*e.eqn.invars, *e.eqn.outvars)):
         return None  # references to mutable arrays

@@ -10,6 +10,7 @@ become part of the steps.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -138,27 +139,29 @@ def runs_of(program: Program, kinds: list[int]) -> Iterator[tuple[int, int, int]
             count[k - last[kind]] += 1
         last[kind] = k
     often = [d for d, n in count.most_common(MAX_DISTANCES) if n >= MIN_STEPS - 1]
-    if not often:
-        return
-    made = {v for e in program.equations for v in e.outvals}
-    fixed = [
-        tuple(-1 if not isinstance(v, int) or v in made else v for v in e.invals)
-        for e in program.equations
-    ]
+    given = {*program.inputs, *program.consts}
+    equations, numbers = program.equations, np.array(kinds)
 
     def alike(k: int, distance: int) -> bool:
-        if kinds[k] != kinds[k - distance]:
-            return False
-        pairs = zip(fixed[k], fixed[k - distance], strict=True)
-        return all(a == b or a < 0 or b < 0 for a, b in pairs)
+        pairs = zip(equations[k].invals, equations[k - distance].invals, strict=True)
+        both = [(a, b) for a, b in pairs if isinstance(a, int) and isinstance(b, int)]
+        return all(a == b or a not in given or b not in given for a, b in both)
 
     for distance in dict.fromkeys(m * d for m in MULTIPLES for d in often):
-        start = distance
-        for k in range(distance, len(kinds) + 1):
-            if k == len(kinds) or not alike(k, distance):
-                if k - start >= (MIN_STEPS - 1) * distance:
-                    yield start - distance, k, distance
-                start = k + 1
+        least = (MIN_STEPS - 1) * distance
+        for low, high in _stretches(numbers[distance:] == numbers[:-distance]):
+            if high - low < least:
+                continue
+            others = [k for k in range(low, high) if not alike(k + distance, distance)]
+            for before, after in itertools.pairwise([low - 1, *others, high]):
+                if after - before > least:
+                    yield before + 1, after + distance, distance
+
+
+def _stretches(flags: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yield (first, one after the last) of every stretch of true flags."""
+    edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0)).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)
 
 
 def natural_start(

@@ -76,15 +76,12 @@ def _programs(
 
 
 def _emitter(result: Result) -> Callable[[], ClosedJaxpr]:
-    """Return a function that emits the optimised program once, with the dtypes of now."""
-    precision, made = jax_internals.precision_now(), []
+    """Return a function that emits the optimised program, with the dtypes of now."""
+    precision = jax_internals.precision_now()
 
     def emitted() -> ClosedJaxpr:
-        if not made:
-            with precision():
-                avals = result.closed.in_avals
-                made.append(jax_internals.make_avals_jaxpr(result.emit(), avals))
-        return made[0]
+        with precision():
+            return result.staged()
 
     return emitted
 

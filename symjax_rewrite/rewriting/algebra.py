@@ -113,6 +113,7 @@ def _found(
             yield Refusal("rewrite", s.declined, where, ratio=ratio)
         return
     names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))
+    digest = s.digest
     if _may_overflow(context, t, region, names):
         reason = "float16 may overflow: numerics='finite' permits it"
         yield Refusal("rewrite", reason, where)
@@ -125,8 +126,8 @@ def _found(
         rules=tuple((n, properties.get(n, "")) for n in names),
         before=s.before,
         after=s.after,
-        key=s.digest,
-        group=s.digest,
+        key=digest,
+        group=digest,
         share=not terms.known,
     )
 

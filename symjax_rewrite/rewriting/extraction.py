@@ -104,18 +104,21 @@ def _greedy(
 ) -> Choice:
     """Return the cheapest trees, with operands in memory, by relaxation to a fixed point."""
     best: dict[int, tuple[float, Node]] = {}
-    own = {(c, n): model.node_seconds(g, c, n) for c, ns in options.items() for n in ns}
+    rows = [
+        (c, n, 0.0 if free(c) else model.node_seconds(g, c, n), {g.find(a).cls for a in n.args})
+        for c, nodes in options.items()
+        for n in nodes
+    ]
     changed = True
     while changed:
         changed = False
-        for cls, nodes in options.items():
-            for node in nodes:
-                total = 0.0 if free(cls) else own[cls, node]
-                for arg in {g.find(a).cls for a in node.args}:
-                    total += best[arg][0] if arg in best else math.inf
-                if total < best.get(cls, (math.inf,))[0] * (1 - 1e-9):
-                    best[cls] = (total, node)
-                    changed = True
+        for cls, node, own, args in rows:
+            total = own
+            for arg in args:
+                total += best[arg][0] if arg in best else math.inf
+            if total < best.get(cls, (math.inf,))[0] * (1 - 1e-9):
+                best[cls] = (total, node)
+                changed = True
     return {c: node for c, (_, node) in best.items()}
 
 

@@ -34,8 +34,8 @@ class Solution:
     """A region solved once, for every place of the program that has the same key.
 
     to: region-local class number to e-graph reference. changed: classes computed by another node.
-    declined: the reason why a cheaper form was not taken. digest: names the rewrite in plans.
-    crossovers: costs as written and of another form, of forms that are cheaper for some sizes only.
+    declined: the reason why a cheaper form was not taken. rows: of the region's key. crossovers: costs
+    as written and of another form, of forms that are cheaper for some sizes only.
     """
 
     g: EGraph
@@ -47,8 +47,13 @@ class Solution:
     declined: str
     refused: dict[tuple[str, str], int]
     stop: str
-    digest: str
+    rows: tuple
     crossovers: list[tuple[Cost, Cost]] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Return the name of the rewrite in plans; the rows are long, so only plans need it."""
+        return hashlib.sha256(repr(self.rows).encode()).hexdigest()[:12]
 
     def rule_of(self, cls: int) -> str:
         """Return the rule that created the node by which a class is computed."""
@@ -151,7 +156,7 @@ class Solver:
             best.reason if not best.taken and (gains or crossovers) else "",
             {k: v for ctx in contexts for k, v in ctx.refused.items()},
             stop,
-            hashlib.sha256(repr(region.key.rows).encode()).hexdigest()[:12],
+            region.key.rows,
             crossovers,
         )
 

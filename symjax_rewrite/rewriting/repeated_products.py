@@ -16,7 +16,8 @@ from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
-from symjax_rewrite.cost.term_cost import is_dot, itemsize
+from symjax_rewrite.cost.term_cost import Cost, is_dot, itemsize
+from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import CONTRACT, CONV
 from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
@@ -63,8 +64,17 @@ class CommonProducts:
         t = terms.t
         for cls, count in Counter(t.view(v).cls for v in dots).items():
             if count > 1 and cls in terms.need.uses:
-                part = TermPart(t, shared=frozenset({cls}))
-                yield Candidate(COMMON, (part,), t.where(cls), rules=((COMMON, REDUNDANCY),))
+                once = terms.model.node_seconds(t.graph, cls, node_of(t.graph, cls))
+                yield Candidate(
+                    COMMON,
+                    (TermPart(t, shared=frozenset({cls})),),
+                    t.where(cls),
+                    rules=((COMMON, REDUNDANCY),),
+                    before=Cost(seconds=count * once),
+                    after=Cost(seconds=once),
+                    group=COMMON,
+                    share=True,
+                )
 
 
 def _repeated(terms: Terms) -> list[tuple[int, float]]:

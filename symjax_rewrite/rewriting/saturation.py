@@ -32,6 +32,8 @@ def saturate(
     for cls in ctx.g.live():
         _apply_lemmas(ctx, cls, patterns)
     ctx.g.rebuild()
+    if ctx.g.count > budget.nodes:
+        return NODE_LIMIT
     for _ in range(budget.rounds):
         before = ctx.g.count
         unions = len(ctx.g.unions)

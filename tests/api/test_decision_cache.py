@@ -12,7 +12,13 @@ import pytest
 from jax import lax
 
 from symjax_rewrite import sym_optimize
-from symjax_rewrite.api.decision_cache import MOST_BYTES, MOST_PROGRAMS, DecisionCache, program_key
+from symjax_rewrite.api.decision_cache import (
+    MOST_BYTES,
+    MOST_PROGRAMS,
+    DecisionCache,
+    ProgramKey,
+    program_key,
+)
 from symjax_rewrite.optimizer import Optimiser
 
 X = jnp.arange(6.0).reshape(2, 3)
@@ -155,3 +161,14 @@ def test_decisions_die_with_the_function():
     jax.clear_caches()
     gc.collect()
     assert held() is None
+
+
+def test_a_program_that_is_traced_once_is_not_read(monkeypatch):
+    read = []
+    content = ProgramKey.content
+    monkeypatch.setattr(ProgramKey, "content", lambda self: (read.append(self), content(self))[1])
+    f = sym_optimize(chain)
+    f.explain(*CHAIN)
+    assert not read
+    f.explain(*CHAIN)
+    assert len(read) == 2

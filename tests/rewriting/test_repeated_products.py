@@ -49,3 +49,15 @@ def test_a_small_predicted_gain_of_another_order_is_none():
     x = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32)
     report = sym_optimize(gradient, device="cpu").explain(x, x, x)
     assert not any(rule.name == "contraction_order" for rule in report.rules), report
+
+
+@pytest.mark.parametrize(("size", "taken"), [(4, False), (400, True)])
+def test_a_product_written_twice_must_save_a_share_of_the_program(size, taken):
+    def f(x, y, w):
+        return x @ y, (y.T @ x.T) + 1, w @ w
+
+    x, w = (jax.ShapeDtypeStruct((n, n), jnp.float32) for n in (size, 800))
+    report = sym_optimize(f, device="cpu").explain(x, x, w)
+    assert ("common_subexpression" in {r.name for r in report.rules}) is taken
+    refused = [r.reason for r in report.routes if r.name == "common_subexpression" and not r.taken]
+    assert bool(refused) is not taken

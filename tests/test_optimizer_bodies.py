@@ -1,0 +1,62 @@
+"""Bodies of loops and branches: each is optimised once in a run, and only where that may gain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import optimizer, sym_optimize
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The programs that the passes have run on, bodies among them."""
+    seen = []
+    through = optimizer._Run.through
+
+    def recorded(self, passes):
+        seen.append(self.result.closed)
+        return through(self, passes)
+
+    monkeypatch.setattr(optimizer._Run, "through", recorded)
+    return seen
+
+
+def specs(*shapes):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+def recurrence(a, b, h):
+    """A loop whose invariant product `a·b` may leave, or be applied to `h` factor by factor."""
+    return lax.scan(lambda h, _: (jnp.tanh((a @ b) @ h), None), h, None, length=4)[0]
+
+
+def test_a_body_that_stays_is_optimised_once(programs):
+    def f(a, b, h, w):
+        return recurrence(a, b, h), w @ w  # beside `w @ w` the loop is too short to be changed
+
+    sym_optimize(f, device="cpu").explain(*specs((64, 64), (64, 64), (64,), (2048, 2048)))
+    assert len(programs) == len({id(closed.jaxpr) for closed in programs}) == 2
+
+
+def test_branches_of_one_function_are_optimised_once(programs):
+    layer = jax.jit(lambda x: jnp.tanh(x @ x) @ x)
+    f = lambda p, x: lax.cond(p, layer, layer, x)  # noqa: E731
+    sym_optimize(f, device="cpu").explain(jax.ShapeDtypeStruct((), bool), *specs((64, 64)))
+    assert len(programs) == len({id(closed.jaxpr) for closed in programs})
+
+
+@pytest.mark.parametrize(("size", "products"), [(3, 1), (512, 2)])
+def test_a_body_is_optimised_before_a_motion_if_its_products_are_large(programs, size, products):
+    shapes = (size, size), (size, size), (size,)
+    report = sym_optimize(recurrence, device="cpu").explain(*specs(*shapes))
+    body = programs[-1].jaxpr
+    assert [e.primitive.name for e in body.eqns].count("dot_general") == products
+    assert ("loop_invariant" in {r.name for r in report.rules}) is (size == 3)
+
+
+def test_the_values_are_those_of_the_loop():
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.standard_normal(s) / 4, jnp.float32) for s in ((3, 3), (3, 3), (3,))]
+    np.testing.assert_allclose(sym_optimize(recurrence)(*args), recurrence(*args), rtol=1e-5)
