@@ -7,6 +7,7 @@ another way, with the costs of both ways. `policy` takes or refuses candidates; 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -221,6 +222,7 @@ class Context:
         known = _frozen_classes(t, need, self.frozen)
         need.known = frozenset(known)
         samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
+        t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]
         return Terms(t, need, known, samples, CostModel(self.device, lambda d: value(d, sample)))
 
