@@ -41,6 +41,9 @@ def scan_xla(
     program is lowered for a GPU.
     """
 
+    if spec.named:
+        return scan_turns(spec, *operands)
+
     def run(tree: bool) -> Any:
         if not tree and steps is None and runs_in_turns(spec):
             return lambda *xs: scan_turns(spec, *xs)
