@@ -221,6 +221,7 @@ class Context:
         need = needed(t)
         known = _frozen_classes(t, need, self.frozen)
         need.known = frozenset(known)
+        self.assumptions = self.assumptions.with_constraints(t.dim_env.values())
         samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
         t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]

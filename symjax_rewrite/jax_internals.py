@@ -198,6 +198,11 @@ def is_symbolic(dim: Any) -> bool:
     return not isinstance(dim, int) and hasattr(dim, "_sorted_terms")
 
 
+def facts_of(dim: Any) -> list[str]:
+    """Return the constraints on the names of a symbolic dimension, such as `"T >= 1024"`."""
+    return [c.debug_str for c in dim.scope._explicit_constraints]
+
+
 def at_least(dim: Any, least: int) -> bool:
     """Return True if a shape entry is at least a number at all values of its names."""
     try:

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import core
 
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -92,13 +92,13 @@ def xla_cut(spec: FoldSpec) -> FoldTiling:
 def lesser(a: Any, b: Any) -> Any:
     """Return the minimum of two sizes, numbers or symbolic dimensions."""
     both_known = isinstance(a, int) and isinstance(b, int)
-    return min(a, b) if both_known else jax.core.min_dim(a, b)
+    return min(a, b) if both_known else core.min_dim(a, b)
 
 
 def greater(a: Any, b: Any) -> Any:
     """Return the maximum of two sizes, numbers or symbolic dimensions."""
     both_known = isinstance(a, int) and isinstance(b, int)
-    return max(a, b) if both_known else jax.core.max_dim(a, b)
+    return max(a, b) if both_known else core.max_dim(a, b)
 
 
 def _named_blocks(spec: FoldSpec, cut: FoldTiling) -> Blocks:

@@ -22,8 +22,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
-    NAMED,
     LEAST_SIDE,
+    NAMED,
     Reason,
     Support,
     accepted,

@@ -16,7 +16,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, equation_seconds
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.replacement import Read

@@ -44,7 +44,6 @@ from symjax_rewrite.kernel_selection.folds.tile_program import (
 )
 from symjax_rewrite.kernel_selection.mask_bounds import band_of, known_operand
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, fold
-from symjax_rewrite.pallas_kernels.fold.tile import MOST_COLUMNS
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
     Band,
@@ -59,6 +58,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     TopK,
     WeightedTerm,
 )
+from symjax_rewrite.pallas_kernels.fold.tile import MOST_COLUMNS
 
 _REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
 

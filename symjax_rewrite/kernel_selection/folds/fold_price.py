@@ -18,7 +18,6 @@ from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute

@@ -191,9 +191,9 @@ def scan_of(
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
         return kernel, f"{reason} for {before:.1e} s"
     if kernels == "auto":
-        found = cuda_backend(spec)
-        if not hasattr(found, "run"):
-            return None, f"no kernel: {found}"
+        chosen = cuda_backend(spec)
+        if not hasattr(chosen, "run"):
+            return None, f"no kernel: {chosen}"
         before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
         route = replace(builder.kernel(spec, backend), seconds=(before, after))
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
@@ -213,9 +213,10 @@ def _at_samples(spec: ScanSpec, assume: Sequence[str]) -> list[ScanSpec]:
         return [spec]
     sizes = [(a, from_jax(n)) for a, n in spec.sizes]
     names = {n for _, size in sizes if isinstance(size, Poly) for n in size.variables()}
+    facts = Assumptions(assume).with_constraints(n for a, n in spec.sizes if a in spec.named)
     return [
         replace(spec, sizes=tuple([(a, max(value(n, sample), 1)) for a, n in sizes]))
-        for sample in Assumptions(assume).samples(names)
+        for sample in facts.samples(names)
     ]
 
 
