@@ -107,7 +107,8 @@ class Refusal:
     """A computation that a pass considered and does not propose, with the reason.
 
     count: number of places it represents. ratio: predicted seconds as written divided by those of
-    the refused computation; None if no pass compared them.
+    the refused computation; None if no pass compared them. by_size: True if other numbers for named
+    sizes might turn the refusal.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Refusal:
     where: str = ""
     count: int = 1
     ratio: float | None = None
+    by_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)

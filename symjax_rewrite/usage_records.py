@@ -29,7 +29,8 @@ class RouteUse:
 
     count: number of places of the program it represents. seconds: predicted, of these places as
     written and with the kernel or rule; None if no pass compared them. ratio: the first number of
-    `seconds` divided by the second.
+    `seconds` divided by the second. by_size: True for a refusal that other numbers for named sizes
+    might turn.
     """
 
     name: str
@@ -39,6 +40,7 @@ class RouteUse:
     count: int = 1
     ratio: float | None = None
     seconds: tuple[float, float] | None = None
+    by_size: bool = False
 
     def __post_init__(self) -> None:
         if self.ratio is None and self.seconds is not None:

@@ -261,7 +261,7 @@ class Assumptions:
             for scale in (64, 1024, 16)
             for ratio in (1, 8, 64)
         ]
-        good = [env for env in out if self._holds(env)]
+        good = [env for env in out if self.hold(env)]
         return good or self._search(ordered) or out[:1]
 
     def _search(self, ordered: list[str]) -> list[dict[str, int]]:
@@ -269,9 +269,10 @@ class Assumptions:
         trials = itertools.product((2, 16, 128, 1024, 8192), repeat=len(ordered[:5]))
         rest = dict.fromkeys(ordered[5:], 64)
         envs = (dict(zip(ordered[:5], trial, strict=True)) | rest for trial in trials)
-        return [e for e in envs if self._holds(e)][:9]
+        return [e for e in envs if self.hold(e)][:9]
 
-    def _holds(self, env: Mapping[str, int]) -> bool:
+    def hold(self, env: Mapping[str, int]) -> bool:
+        """Return True if the facts hold at some sizes; facts about other names count as true."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
 

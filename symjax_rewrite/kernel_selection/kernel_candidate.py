@@ -128,4 +128,6 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
     """Return the refusals of candidates that are not proposed."""
-    return [Refusal(u.name, u.reason, u.where, u.count, u.ratio) for u in uses if not u.taken]
+    return [
+        Refusal(u.name, u.reason, u.where, u.count, u.ratio, u.by_size) for u in uses if not u.taken
+    ]

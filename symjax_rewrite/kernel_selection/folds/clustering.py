@@ -78,7 +78,8 @@ class Cluster:
     """Reductions that share pairwise terms; `ids` names the indices they share.
 
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
-    seconds: predicted, of its terms as written and of the folds that replace them.
+    seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
+    it is refused for its price at named sizes.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -86,6 +87,7 @@ class Cluster:
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     reason: str = ""
     seconds: tuple[float, float] | None = None
+    by_size: bool = False
 
     @property
     def pairs(self) -> int:

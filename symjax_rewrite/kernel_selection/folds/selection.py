@@ -186,8 +186,9 @@ class _FoldSelection:
             return "another order of the product costs less and makes no pairwise term"
         few = compare.few(found) if t.dim_env else 0
         if any(c.pays(self.device) and c.pairs > few for c in found):
-            with_few(folds, few)
+            with_few(folds, few if self.kernels == "auto" else 0)
             return ""
+        cluster.by_size = bool(t.dim_env)
         least = min(margins.margin("fold", self.device, c.spared) for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
         return f"predicted gain is below {least:.2f}{where}"
@@ -219,7 +220,9 @@ def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
     reason = cluster.reason or f"{cluster.extent()} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
-    return RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
+    use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
+    use.by_size = cluster.by_size
+    return use
 
 
 class Draft:
