@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jax.experimental import pallas as pl
 
 MOST_ELEMENTS = 2**31 - 1  # of an array in a kernel, whose addresses are 32-bit integers
+NAMED = "the grid of a kernel needs sizes that are numbers"
 LEAST_SIDE = 16  # rows, columns and features of a product's tile
 Spec = TypeVar("Spec")
 Found = TypeVar("Found")

@@ -7,6 +7,7 @@ another way, with the costs of both ways. `policy` takes or refuses candidates; 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,8 @@ class Refusal:
     """A computation that a pass considered and does not propose, with the reason.
 
     count: number of places it represents. ratio: predicted seconds as written divided by those of
-    the refused computation; None if no pass compared them.
+    the refused computation; None if no pass compared them. by_size: True if other numbers for named
+    sizes might turn the refusal.
     """
 
     name: str
@@ -114,6 +116,7 @@ class Refusal:
     where: str = ""
     count: int = 1
     ratio: float | None = None
+    by_size: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,9 @@ class Context:
         need = needed(t)
         known = _frozen_classes(t, need, self.frozen)
         need.known = frozenset(known)
+        self.assumptions = self.assumptions.with_constraints(t.dim_env.values())
         samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
+        t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]
         return Terms(t, need, known, samples, CostModel(self.device, lambda d: value(d, sample)))
 

@@ -19,6 +19,7 @@ from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UNSPECIFIED as _UNSPECIFIED
+from jax.errors import InconclusiveDimensionOperation
 from jax.extend import core as jex_core
 
 Var = jex_core.Var
@@ -195,6 +196,19 @@ def dim_variables(dim: Any) -> dict[str, Any]:
 def is_symbolic(dim: Any) -> bool:
     """Return True if a shape entry is a symbolic dimension."""
     return not isinstance(dim, int) and hasattr(dim, "_sorted_terms")
+
+
+def facts_of(dim: Any) -> list[str]:
+    """Return the constraints on the names of a symbolic dimension, such as `"T >= 1024"`."""
+    return [c.debug_str for c in dim.scope._explicit_constraints]
+
+
+def at_least(dim: Any, least: int) -> bool:
+    """Return True if a shape entry is at least a number at all values of its names."""
+    try:
+        return bool(dim >= least)
+    except InconclusiveDimensionOperation:
+        return False
 
 
 def aval_is_sharded(aval: Any) -> bool:

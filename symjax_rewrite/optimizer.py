@@ -81,6 +81,11 @@ class Result:
         """Return True if the emitted program differs from the jaxpr."""
         return self.program is not None
 
+    @property
+    def settled(self) -> bool:
+        """Return True if no other numbers for its named sizes could change a decision."""
+        return not self.crossovers and not any(use.by_size for use in self.routes)
+
     def emit(self) -> Callable[..., list[Any]]:
         """Return a function of the flat inputs that runs the optimised program."""
         program = self.program
@@ -112,7 +117,9 @@ class Result:
                 use.places[f.where] = use.places.get(f.where, 0) + f.count
                 return
         log("route", "%s: %s", f.name, f.reason)
-        self.routes.append(RouteUse(f.name, False, f.reason, f.where, f.count, f.ratio))
+        self.routes.append(
+            RouteUse(f.name, False, f.reason, f.where, f.count, f.ratio, by_size=f.by_size)
+        )
 
     def took(self, c: Candidate) -> None:
         """Record a candidate that was taken."""

@@ -126,6 +126,7 @@ class Options:
     plan: object = None
     tune: bool = False
     budget: Budget = field(default_factory=Budget)
+    dims: object = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -18,7 +18,15 @@ FOLDERS = {
 # Lowest first. A module may import from its own layer and from those below. A layer is a folder, or
 # single modules of the package's root.
 LAYERS = {
-    "ground": ("errors", "options", "jax_internals", "jax_calls", "jax_kernels", "usage_records"),
+    "ground": (
+        "errors",
+        "options",
+        "jax_internals",
+        "jax_calls",
+        "jax_kernels",
+        "jax_sizes",
+        "usage_records",
+    ),
     "pallas_kernels": ("pallas_kernels",),
     "ir": ("ir",),
     "cost": ("cost",),

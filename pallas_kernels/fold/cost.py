@@ -61,5 +61,6 @@ def tile_bytes(spec: FoldSpec) -> int:
 def block_bytes(spec: FoldSpec) -> int:
     """Return the bytes of one tile of the `xla` backend, which holds a few tiles at once."""
     blocks = xla_blocks(spec)
-    inner = math.prod(spec.size[a] for a in blocks.inner)
+    held = {**spec.size, **dict(blocks.parts)}
+    inner = math.prod(held[a] for a in blocks.inner)
     return 4 * inner * blocks.rows * blocks.cols

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.backend import Reason, Support, first_reason
+from symjax_rewrite.pallas_kernels.backend import NAMED, Reason, Support, first_reason
 from symjax_rewrite.pallas_kernels.fold.plain_attention import PlainAttention, plain_attention
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 
@@ -32,9 +32,9 @@ class CudnnAxes(NamedTuple):
 
 def supports(spec: FoldSpec) -> Support:
     """Return `YES` if cuDNN's fused attention computes the fold, else the reason why not."""
-    a = plain_attention(spec)
+    a = None if spec.named else plain_attention(spec)
     if a is None:
-        return Reason("not plain attention in f16 or bf16")
+        return Reason(NAMED if spec.named else "not plain attention in f16 or bf16")
     width = spec.width(a.key)
     heads, of_keys, of_values = (
         {*spec.operands[k].axes} & {*spec.batch} for k in (a.query, a.key, a.value)

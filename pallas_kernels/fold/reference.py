@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
+from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, result_axes
 from symjax_rewrite.pallas_kernels.fold.tile import (
     Block,
     arrange,
@@ -42,4 +43,11 @@ def result_shapes(spec: FoldSpec) -> tuple[Any, ...]:
 
 def flat_shapes(spec: FoldSpec) -> list[jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of the results of a fold, flat."""
-    return jax.tree.leaves(result_shapes(spec))
+    if not spec.named:
+        return jax.tree.leaves(result_shapes(spec))
+    sizes = tuple([(a, 1 if a in spec.named else n) for a, n in spec.sizes])
+    small = jax.tree.leaves(result_shapes(replace(spec, sizes=sizes, named=())))
+    return [
+        jax.ShapeDtypeStruct(tuple(map(spec.extent, axes)), s.dtype)
+        for axes, s in zip(result_axes(spec), small, strict=True)
+    ]

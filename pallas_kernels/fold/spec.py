@@ -249,6 +249,9 @@ class FoldSpec(NamedAxes):
         outputs: the reductions.
         band: the columns that affect each row.
         epilogue: row algebra on the results; without it the results are returned unchanged.
+        named: the axes whose size is not known when the program is built. Their sizes are symbolic
+            dimensions, or numbers at which the fold is priced.
+        few: where sizes are named, the number of pairs up to which one block holds all pairs.
 
     Raises:
         UsageError: the parts are inconsistent.
@@ -264,6 +267,8 @@ class FoldSpec(NamedAxes):
     outputs: tuple[Output, ...]
     band: Band = Band()
     epilogue: Epilogue | None = None
+    named: tuple[str, ...] = ()
+    few: int = 0
 
     def __post_init__(self) -> None:
         _validate(self)

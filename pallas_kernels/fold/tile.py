@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,7 @@ class Block(NamedTuple):
     j: int32 column numbers [1, columns].
     inner: the batch axes that the blocks hold.
     first: the first row that no earlier block held; None if all rows are new.
+    parts: the sizes of the batch axes that the blocks hold in part.
     """
 
     arrays: Sequence[Array]
@@ -82,6 +84,7 @@ class Block(NamedTuple):
     j: Array
     inner: Sequence[str]
     first: Array | None = None
+    parts: Mapping[str, Any] = MappingProxyType({})
 
 
 def _einsum(
@@ -120,7 +123,8 @@ def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
         missing = [k for k, a in enumerate(full) if a not in axes]
         values.append(lax.expand_dims(block.arrays[number], missing))
     out = spec.tile.fun(dots, tuple(values), block.i, block.j)
-    shape = (*(spec.size[a] for a in block.inner), block.i.shape[0], block.j.shape[1])
+    held = {**spec.size, **block.parts}
+    shape = (*(held[a] for a in block.inner), block.i.shape[0], block.j.shape[1])
     return tuple(
         jnp.broadcast_to(t, shape) for t in (out if isinstance(out, (tuple, list)) else (out,))
     )

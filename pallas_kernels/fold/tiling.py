@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
+from jax import core
 
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, power_of_two
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -22,12 +24,25 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 class Blocks:
     """The block sizes of a fold on the `xla` backend: rows and columns per block.
 
-    inner: batch axes that a block holds whole; the others are looped over.
+    inner: batch axes that a block holds whole or in part; the others are looped over. parts: the
+    batch axes held in part, with the size of the part. In blocks of named axes the sizes are
+    symbolic dimensions.
     """
 
-    rows: int
-    cols: int
+    rows: Any
+    cols: Any
     inner: tuple[str, ...] = ()
+    parts: tuple[tuple[str, Any], ...] = ()
+
+    def counts(self, spec: FoldSpec) -> dict[str, Any]:
+        """Return the number of blocks along every batch axis that is looped over."""
+        looped = {a: spec.size[a] for a in spec.batch if a not in self.inner}
+        return looped | {a: -(-spec.size[a] // part) for a, part in self.parts}
+
+    def steps(self, spec: FoldSpec) -> Any:
+        """Return the number of blocks of a fold, whatever its band is."""
+        rows, cols = -(-spec.rows // greater(self.rows, 1)), -(-spec.cols // greater(self.cols, 1))
+        return math.prod(self.counts(spec).values()) * rows * cols
 
 
 def even(size: int, block: int) -> int:
@@ -74,9 +89,37 @@ def xla_cut(spec: FoldSpec) -> FoldTiling:
     return FoldTiling(side, side)
 
 
+def lesser(a: Any, b: Any) -> Any:
+    """Return the minimum of two sizes, numbers or symbolic dimensions."""
+    both_known = isinstance(a, int) and isinstance(b, int)
+    return min(a, b) if both_known else core.min_dim(a, b)
+
+
+def greater(a: Any, b: Any) -> Any:
+    """Return the maximum of two sizes, numbers or symbolic dimensions."""
+    both_known = isinstance(a, int) and isinstance(b, int)
+    return max(a, b) if both_known else core.max_dim(a, b)
+
+
+def _named_blocks(spec: FoldSpec, cut: FoldTiling) -> Blocks:
+    """Return blocks for any size of the named axes; a block holds part of each batch axis."""
+    whole, side = spec.tile.whole, NARROWEST
+    rows, cols = (cut.rows, cut.cols) if whole is None else (side, side)
+    rows = spec.rows if whole == spec.row else lesser(spec.rows, rows)
+    cols = spec.cols if whole == spec.col else lesser(spec.cols, cols)
+    parts: dict[str, Any] = {}
+    left = cut.pairs // (rows * cols)
+    for axis in reversed(spec.batch):
+        parts[axis] = lesser(spec.size[axis], greater(left, 1))
+        left = left // parts[axis]
+    return Blocks(rows, cols, spec.batch, tuple(parts.items()))
+
+
 def xla_blocks(spec: FoldSpec) -> Blocks:
     """Return the block sizes of a fold on the `xla` backend."""
     cut = xla_cut(spec)
+    if spec.named:
+        return _named_blocks(spec, cut)
     shared = shared_axes(spec)
     many = math.prod(spec.size[a] for a in shared)
     if many > 1:

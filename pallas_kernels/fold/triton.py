@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
     LEAST_SIDE,
+    NAMED,
     Reason,
     Support,
     accepted,
@@ -67,6 +68,8 @@ DTYPES = frozenset({"float32", "bfloat16", "float16", "int64", "int32", "int8", 
 
 def supports(spec: FoldSpec) -> Support:
     """Return `YES` if this backend runs the fold on a GPU of compute capability 8.0 or newer."""
+    if spec.named:
+        return Reason(NAMED)
     weights = weights_of(spec)
     widths = [spec.width(k) for k in weights]
     dtypes = {o.dtype for o in spec.operands}

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from symjax_rewrite.pallas_kernels.backend import Support, first_reason, too_large
-from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
+from symjax_rewrite.pallas_kernels.backend import Reason, Support, first_reason, too_large
+from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes, fold_reference
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ExpSums,
     Extremum,
@@ -39,7 +39,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     read_block,
     row_length,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, xla_blocks
+from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, lesser, xla_blocks
 from symjax_rewrite.pallas_kernels.monoid import State
 
 Array = Any
@@ -49,10 +49,18 @@ def supports(spec: FoldSpec) -> Support:
     """Return `YES` if 32-bit integers can number the fold's places."""
     numbered = [[spec.size[a] for a in spec.features(k)] for k in spec.tables]
     numbered += [o.sizes for o in spec.outputs if isinstance(o, KeyedSums)]
+    if spec.named and numbered:
+        return Reason("a table, or sums by key, beside an axis of unknown size")
+    known = [(spec.size[a],) for a in (spec.row, spec.col) if a not in spec.named]
     return first_reason(
         (too_large(numbered), "a table, or sums by key, of more than 2^31 elements"),
-        (too_large([(spec.rows,), (spec.cols,)]), "an axis of more than 2^31 elements"),
+        (too_large(known), "an axis of more than 2^31 elements"),
     )
+
+
+def _int32(size: Any) -> Array:
+    """Return a size, a number or a symbolic dimension, as an int32."""
+    return jnp.asarray(size).astype(jnp.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +73,58 @@ class _Sweep:
 
     def read(self, number: int, place: dict[str, Any], extent: dict[str, int]) -> Array:
         outer = {a: 1 for a in self.spec.batch if a not in self.blocks.inner}
-        extent = {**outer, **extent}
+        extent = {**outer, **dict(self.blocks.parts), **extent}
         return read_block(
             self.spec, number, self.operands[number], place, extent, self.blocks.inner
         )
 
+    @property
+    def row_blocks(self) -> Any:
+        """Return the number of blocks of rows."""
+        return -(-self.spec.rows // self.blocks.rows)
+
+    @property
+    def rows_overlap(self) -> bool:
+        """Return True if the last block of rows may hold rows of the block before."""
+        return self.spec.row in self.spec.named or self.spec.rows % self.blocks.rows != 0
+
+    def place_of(self, step: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return where the blocks of a step start, and where what no earlier block held starts."""
+        spec, parts = self.spec, dict(self.blocks.parts)
+        step = lax.convert_element_type(step, jnp.int32)  # 64 bits wide if JAX's ints are
+        count = _int32(self.row_blocks)
+        begin = {spec.row: lax.rem(step, count) * _int32(self.blocks.rows)}
+        place = {spec.row: jnp.minimum(begin[spec.row], _int32(spec.rows - self.blocks.rows))}
+        rest = lax.div(step, count)
+        for axis, number in reversed(self.blocks.counts(spec).items()):
+            count, part = _int32(number), parts.get(axis, 1)
+            at = begin[axis] = lax.rem(rest, count) * _int32(part)
+            place[axis] = jnp.minimum(at, _int32(spec.size[axis] - part)) if axis in parts else at
+            rest = lax.div(rest, count)
+        return place, begin
+
+    def unsummed(
+        self, new: Array, axes: Sequence[str], place: dict[str, Any], begin: dict[str, Any]
+    ) -> Array:
+        """Return a summand with zeros for the batch elements that an earlier block summed."""
+        for axis, _ in self.blocks.parts:
+            k = axes.index(axis)
+            at = place[axis] + lax.broadcasted_iota(jnp.int32, new.shape, k)
+            new = jnp.where(at >= begin[axis], new, jnp.zeros((), new.dtype))
+        return new
+
     def column_range(self, place: dict[str, Any]) -> tuple[Any, Any]:
         """Return the first column, and one past the last, for the row block at `place`."""
         spec, band = self.spec, self.spec.band
-        first, last = place.get(spec.row, 0), place.get(spec.row, 0) + self.blocks.rows - 1
+        first = place.get(spec.row, jnp.int32(0))
+        last = first + _int32(self.blocks.rows - 1)
         low = 0 if band.lower is None else jnp.maximum(first + band.lower, 0)
         high: Any = spec.cols
         if band.upper is not None:
-            high = jnp.clip(last + band.upper + 1, 0, high)
+            high = jnp.clip(last + band.upper + 1, 0, _int32(high))
         if band.length is not None:
             length = row_length(jnp.max(self.read(band.length, place, {}))) + band.extra
-            high = jnp.clip(length + last if band.follows else length, 0, high)
+            high = jnp.clip(length + last if band.follows else length, 0, _int32(high))
         return low, high
 
     def rows(self, place: dict[str, Any], first: Any = None) -> list[Array]:
@@ -101,32 +145,59 @@ class _Sweep:
         arrays = [self.read(k, place, extent) if x is None else x for k, x in enumerate(fixed)]
         i = place.get(spec.row, 0) + jnp.arange(self.blocks.rows, dtype=jnp.int32)
         j = start + jnp.arange(width, dtype=jnp.int32)
-        return Block(arrays, i[:, None], j[None, :], self.blocks.inner, first)
+        parts = dict(self.blocks.parts)
+        return Block(arrays, i[:, None], j[None, :], self.blocks.inner, first, parts)
 
     def columns(self, place: dict[str, Any], fixed: list[Any], first: Any) -> tuple[State, ...]:
         """Return the states after every block of columns in the band."""
         spec, size = self.spec, self.blocks.cols
-        full, tail = divmod(spec.cols, size) if size else (0, 0)
-        if full <= 1 and tail == 0:
+        full, tail = self.cut_columns()
+        if self.has_one_block(full, tail):
             return lift_block(spec, self.block(place, fixed, first, 0, spec.cols))
         low, high = self.column_range(place)
-        last = full if isinstance(high, int) else jnp.minimum(-(-high // size), full)
+        ends = spec.band.upper is not None or spec.band.length is not None
+        last = jnp.minimum(-(-high // _int32(size)), _int32(full)) if ends else full
 
         def step(b: Any, states: tuple[State, ...]) -> tuple[State, ...]:
-            start = lax.convert_element_type(b, jnp.int32) * size
+            start = lax.convert_element_type(b, jnp.int32) * _int32(size)
             return absorb_block(spec, states, self.block(place, fixed, first, start, size))
 
         avals = jax.eval_shape(lambda: lift_block(spec, self.block(place, fixed, first, 0, size)))
         states = tuple(monoid_of(o).identity(a) for o, a in zip(spec.outputs, avals, strict=True))
-        begin = low // size
+        begin = 0 if spec.band.lower is None else low // _int32(size)
         if spec.band.floor is None:
             states = lax.fori_loop(begin, last, step, states)
         else:
             states = self.beyond(place, fixed, begin, last, full, step, states)
-        if tail:
-            last_block = self.block(place, fixed, first, full * size, tail)
-            states = absorb_block(spec, states, last_block)
-        return states
+        if isinstance(tail, int) and tail == 0:
+            return states
+        beside = _int32(full * size)
+
+        def absorb_last(states: tuple[State, ...]) -> tuple[State, ...]:
+            return absorb_block(spec, states, self.block(place, fixed, first, beside, tail))
+
+        if not (spec.named and ends and spec.band.floor is None):
+            return absorb_last(states)
+        return lax.cond(high > beside, absorb_last, lambda states: states, states)
+
+    def cut_columns(self) -> tuple[Any, Any]:
+        """Return the number of whole blocks of columns, and the columns of the last block.
+
+        The last block of a named axis has at least one column and at most the size of a block, as
+        its reductions could not be empty.
+        """
+        spec, size = self.spec, self.blocks.cols
+        if spec.col not in spec.named:
+            return divmod(spec.cols, size) if size else (0, 0)
+        full = (spec.cols - 1) // size
+        return full, lesser(spec.cols, (spec.cols - 1) % size + 1)
+
+    def has_one_block(self, full: Any, tail: Any) -> bool:
+        """Return True if one block holds all columns at all sizes."""
+        spec = self.spec
+        if spec.col not in spec.named:
+            return full <= 1 and tail == 0
+        return spec.tile.whole == spec.col
 
     def beyond(
         self, place: dict[str, Any], fixed: list[Any], begin: Any, end: Any, full: int,
@@ -185,40 +256,46 @@ def _turned(spec: FoldSpec, operands: Sequence[Array]) -> tuple[FoldSpec, list[A
     return replace(spec, operands=tuple(described)), arrays
 
 
+def _whole_if_few(spec: FoldSpec, arrays: Sequence[Array]) -> tuple[Any, ...]:
+    """Run a fold of named sizes in one block if its pairs are few, else streamed.
+
+    The sizes are known when XLA compiles the program, which keeps one of the branches.
+    """
+    left: Any = spec.few
+    for axis in (*spec.batch, spec.row, spec.col):
+        left = left // spec.size[axis]  # the product of the sizes may not fit into an int32
+    return lax.cond(
+        _int32(left) > 0,
+        lambda *xs: fold_reference(spec, *xs),
+        lambda *xs: fold_xla(spec, *xs, blocks=xla_blocks(spec)),
+        *arrays,
+    )
+
+
 def fold_xla(spec: FoldSpec, *arrays: Any, blocks: Blocks | None = None) -> tuple[Any, ...]:
     """Run a fold, streamed; `blocks` are chosen from the table of measurements if left out."""
     shapes = flat_shapes(spec)
     if spec.rows == 0 or 0 in spec.batch_shape:
         return bundle(spec, [jnp.zeros(s.shape, s.dtype) for s in shapes])
+    if spec.few and blocks is None:
+        return _whole_if_few(spec, arrays)
     spec, operands = _turned(spec, arrays)
     sweep = _Sweep(spec, operands, blocks or xla_blocks(spec))
-    inner = sweep.blocks.inner
-    outer = [a for a in spec.batch if a not in inner]
-    row_blocks = -(-spec.rows // sweep.blocks.rows)
-    total = math.prod(spec.size[a] for a in outer) * row_blocks
-    if total == 1:
+    inner, axes = sweep.blocks.inner, result_axes(spec)
+    total = math.prod(sweep.blocks.counts(spec).values()) * sweep.row_blocks
+    if isinstance(total, int) and total == 1 and not spec.named:
         done = sweep.rows({})
         return bundle(spec, [arrange(spec, k, x, inner) for k, x in enumerate(done)])
 
-    def place_of(step: Any) -> tuple[dict[str, Any], Any]:
-        place: dict[str, Any] = {}
-        step = lax.convert_element_type(step, jnp.int32)  # 64 bits wide if JAX's ints are
-        row = lax.rem(step, jnp.int32(row_blocks)) * sweep.blocks.rows
-        place[spec.row] = jnp.minimum(row, spec.rows - sweep.blocks.rows)
-        rest = lax.div(step, jnp.int32(row_blocks))
-        for axis in reversed(outer):
-            count = jnp.int32(spec.size[axis])
-            place[axis] = lax.rem(rest, count)
-            rest = lax.div(rest, count)
-        return place, row if spec.rows % sweep.blocks.rows else None
-
     def write(step: Any, results: list[Array]) -> list[Array]:
-        place, first = place_of(step)
+        place, begin = sweep.place_of(step)
+        first = begin[spec.row] if sweep.rows_overlap else None
         out = []
         for k, (old, new) in enumerate(zip(results, sweep.rows(place, first), strict=True)):
-            starts = [place.get(a, jnp.int32(0)) for a in result_axes(spec)[k]]
+            starts = [place.get(a, jnp.int32(0)) for a in axes[k]]
             new = arrange(spec, k, new, inner)
-            if spec.row not in result_axes(spec)[k]:  # summed over every block of rows
+            if spec.row not in axes[k]:  # summed over every block of rows
+                new = sweep.unsummed(new, axes[k], place, begin)
                 new = new + lax.dynamic_slice(old, starts, new.shape)
             out.append(lax.dynamic_update_slice(old, new, starts))
         return out

@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
+    NAMED,
     YES,
     Reason,
     Support,
@@ -49,6 +50,8 @@ def supports(group: NormGroup) -> Support:
 
 
 def _supports(spec: NormSpec) -> Support:
+    if not isinstance(spec.rows, int):
+        return Reason(NAMED)
     arrays = [*spec.avals, spec.result]
     dtypes = {str(a.dtype) for a in arrays}
     if not dtypes <= DTYPES or 0 in (spec.rows, spec.width, spec.outputs):

@@ -112,7 +112,7 @@ class Steps:
             for k, (n, m) in enumerate(zip(after.shape, factor.shape, strict=True))
         )
         factor = jnp.broadcast_to(factor, whole)
-        batch = tuple(k for k, n in enumerate(whole) if n > 1 and k not in over)
+        batch = tuple(k for k, n in enumerate(whole) if n != 1 and k not in over)
         kept = (*batch, *over)
         factor = lax.squeeze(factor, tuple(k for k in range(after.ndim) if k not in kept))
         mine = {k: n for n, k in enumerate(sorted(kept))}

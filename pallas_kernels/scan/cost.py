@@ -84,7 +84,7 @@ def _names(closed: ClosedJaxpr) -> Iterator[str]:
 
 def runs_in_turns(spec: ScanSpec) -> bool:
     """Return True if the `xla` backend runs a scan as one loop over its steps."""
-    return spec.length > 0 and all(r.factor is not None for r in spec.readouts if r.over)
+    return spec.length != 0 and all(r.factor is not None for r in spec.readouts if r.over)
 
 
 def seconds_written(spec: ScanSpec, fused: bool, rates: StepLoops) -> float:

@@ -83,6 +83,7 @@ def _loop(
 
     start = start_state(spec, operands, order)
     times = jnp.arange(spec.length, dtype=jnp.int32)
-    h, made = lax.scan(step, start, (times, given), length=spec.length, reverse=spec.reverse)
+    length = spec.length if isinstance(spec.length, int) else None  # else taken from the operands
+    h, made = lax.scan(step, start, (times, given), length=length, reverse=spec.reverse)
     results = [laid_out(spec, r, order, x) for r, x in zip(spec.readouts, made, strict=True)]
     return (*results, *[last_state(spec, order, h)] * spec.last)

@@ -109,6 +109,7 @@ class ScanSpec(NamedAxes):
             the state starts empty: 0, or -inf under max and inf under min.
         kind: a key of `KINDS`.
         reverse: True if time runs from its end to its beginning.
+        named: the axes whose size is not known when the program is built; see `FoldSpec`.
         dtype: dtype of the states; floats below f32 are carried in f32 and rounded when returned.
 
     Raises:
@@ -135,6 +136,7 @@ class ScanSpec(NamedAxes):
     kind: str = "affine"
     reverse: bool = False
     dtype: str = "float32"
+    named: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -173,8 +175,12 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def wide_order(spec: ScanSpec) -> tuple[str, ...]:
-    """Return the axes of a state, the longest last, because the innermost loop is vectorised."""
-    last = max(reversed(spec.state), key=lambda a: spec.size[a], default=None)
+    """Return the axes of a state, the longest last, because the innermost loop is vectorised.
+
+    An axis of a size that is not known may be short.
+    """
+    length = {a: 0 if a in spec.named else spec.size[a] for a in spec.state}
+    last = max(reversed(spec.state), key=length.__getitem__, default=None)
     return (*(a for a in spec.state if a != last), *(a for a in spec.state if a == last))
 
 

@@ -24,6 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from symjax_rewrite.pallas_kernels import triton_programs
 from symjax_rewrite.pallas_kernels.backend import (
+    NAMED,
     Reason,
     Support,
     cost_estimate,
@@ -54,6 +55,8 @@ TILE = 256  # elements of state per program: eight per thread of one warp
 
 def supports(spec: ScanSpec) -> Support:
     """Return `YES` if this backend runs the scan on a GPU of compute capability 8.0 or newer."""
+    if spec.named:
+        return Reason(NAMED)
     spec, _ = without_ones(spec)
     if 0 in spec.size.values():
         return Reason("an axis is empty")

@@ -40,6 +40,8 @@ def scan_xla(
     tree: True if the maps of a block's steps are composed in a tree; if left out, True where the
     program is lowered for a GPU.
     """
+    if spec.named:
+        return scan_turns(spec, *operands)
 
     def run(tree: bool) -> Any:
         if not tree and steps is None and runs_in_turns(spec):

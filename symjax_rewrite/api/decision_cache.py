@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Hashable
 from typing import Any
 
+import jax
 import numpy as np
 
 from symjax_rewrite import jax_internals
@@ -143,7 +144,8 @@ class _KeyBuilder:
             return self.closed(x)
         if isinstance(x, Jaxpr):
             return self.jaxpr(x)
-        if isinstance(x, (float, complex, np.generic)):
+        is_literal = getattr(x, "shape", None) == () and not isinstance(x, jax.Array)
+        if isinstance(x, (float, complex, np.generic)) or is_literal:
             number = np.asarray(x)
             return kind, number.dtype, number.tobytes()
         if kind is dict:

@@ -19,6 +19,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.api.decision_cache import DecisionCache, program_key
+from symjax_rewrite.api.size_plans import SizePlans, parse_dims
 from symjax_rewrite.api.tolerance import Rounding, Verified
 from symjax_rewrite.api.tolerance import difference as beyond_rounding
 from symjax_rewrite.errors import (
@@ -72,6 +73,7 @@ def sym_optimize(
     plan: Any = None,
     tune: bool = False,
     budget: Budget = Budget(),  # noqa: B008 (frozen)
+    dims: Any = None,
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
 ) -> Any:
@@ -91,6 +93,8 @@ def sym_optimize(
             warns and keeps the original.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
         plan, budget: a saved `report.plan` to replay; limits of the work of one optimisation.
+        dims: names of sizes, such as `"b T 64, 64 d"` for two arrays, or `"annotations"` for those
+            of jaxtyping: the function is optimised once for all sizes of these names.
         tune: if True, time candidates one by one on the device and keep what is faster. Choices
             are stored in `SYMJAX_CACHE_DIR`, else in the user's cache folder.
         static_argnums, static_argnames: as in `jax.jit`.
@@ -163,6 +167,8 @@ def _optimized(fun: Any, *, options: Options, statics: dict[str, Any]) -> Any:
     _check_frozen(base, options.frozen)
     sharded = "in_shardings" in settings or "out_shardings" in settings
     worker = _Worker(options, sharded)
+    if options.dims is not None:
+        worker.plans = SizePlans(parse_dims(options.dims, base), worker, options.assume)
     jitted: Any = jax.jit(worker.wrapper(base), **settings)
     plain = jax.jit(base, **settings) if not isinstance(fun, type(jitted)) else fun
 
@@ -268,6 +274,7 @@ class _Worker:
         self._optimiser: Optimiser | None = None
         self._measured: dict[str, Any] = {}  # choices of `tune`, by program
         self._decided = DecisionCache()
+        self.plans: SizePlans | None = None
 
     def optimiser(self) -> Optimiser:
         """Return the optimiser; it is made on first use, since it asks JAX for the device."""
@@ -290,28 +297,57 @@ class _Worker:
                 return fun(*args, **kwargs)
 
             flat, values = jax_internals.of_leaves(fun, args, kwargs, jax_internals.Tracer)
-            if len(values) == len(jax.tree.leaves((args, kwargs))):
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            if len(values) == len(leaves):
                 closed, out_tree = jax_internals.make_jaxpr(fun, *args, **kwargs)
             else:
                 closed, out_tree = jax_internals.make_jaxpr(flat, *values)
-            return jax.tree.unflatten(out_tree, self.stage(closed, values))
+            fixed = (tree, *[x for x in leaves if not isinstance(x, jax_internals.Tracer)])
+            return jax.tree.unflatten(out_tree, self.stage(closed, values, flat, fixed))
 
         return traced
 
-    def stage(self, closed: jax_internals.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    def stage(
+        self,
+        closed: jax_internals.ClosedJaxpr,
+        values: Sequence[Any],
+        flat: Callable[..., Any] | None = None,
+        fixed: tuple[Any, ...] = (),
+    ) -> list[Any]:
         """Stage out the optimised program, or the original if that fails.
 
         A differentiable program that is kept as written becomes a call too: its gradient may have a
         cheaper form.
+
+        flat, fixed: the function of `values` that was traced, and what else its trace depends on.
         """
         from symjax_rewrite.api.differentiation import Call, closing_over_nothing, has_derivatives
 
+        planned = self._planned(closed, values, flat, fixed)
+        if planned is not None:
+            return Call(closed, planned, self).bind(values)
         closed, values = closing_over_nothing(closed, values)
         result = self.decide(closed)
-        made = self._emitted(result) if result.taken else None
+        made = self.emitted(result) if result.taken else None
         if made is None and not (result.finished and has_derivatives(closed)):
             return jax_internals.eval_jaxpr(closed, *values)
         return Call(closed, made or closed, self).bind(values)
+
+    def _planned(
+        self,
+        closed: jax_internals.ClosedJaxpr,
+        values: Sequence[Any],
+        flat: Callable[..., Any] | None,
+        fixed: tuple[Any, ...],
+    ) -> jax_internals.ClosedJaxpr | None:
+        """Return the program that a plan for all sizes gives for a trace, or None."""
+        if self.plans is None or flat is None or unsupported(closed, self.sharded) is not None:
+            return None
+        try:
+            hash(fixed)
+        except TypeError:  # a constant argument, which the trace may depend on
+            return None
+        return self.plans.at(flat, values, closed, fixed)
 
     def optimised(self, closed: jax_internals.ClosedJaxpr) -> jax_internals.ClosedJaxpr | None:
         """Return the optimised program, or None if the optimiser changes nothing.
@@ -320,9 +356,9 @@ class _Worker:
         as written.
         """
         result = None if self.options.plan is not None else self.decide(closed)
-        return self._emitted(result) if result is not None and result.taken else None
+        return self.emitted(result) if result is not None and result.taken else None
 
-    def _emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
+    def emitted(self, result: Result) -> jax_internals.ClosedJaxpr | None:
         """Return the jaxpr of the optimised program, or None if the original is kept."""
         try:
             return result.staged()
@@ -380,6 +416,8 @@ class _Worker:
         from symjax_rewrite.optimizer import Result
         from symjax_rewrite.reports.builder import make_report
 
+        if self.plans is not None:
+            args, kwargs = self.plans.named(args, kwargs)
         closed = plain.trace(*args, **kwargs).jaxpr
         off = why_off()
         result = self.decide(closed) if off is None else Result(closed, stop=off)

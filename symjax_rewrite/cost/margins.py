@@ -5,6 +5,7 @@ No other module compares the prices of two forms with a margin.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -25,6 +26,20 @@ def pays(
         spared_bytes: temporaries that the candidate does not need.
     """
     return before_s >= margin(kind, device, spared_bytes) * after_s
+
+
+def pays_at_all(found: Sequence[tuple[float, float]], kind: Kind, device: Device) -> bool:
+    """Return True if a candidate pays at some sample of the named sizes and loses at none.
+
+    Args:
+        found: seconds as written and of the candidate, at each sample.
+        kind: selects the margin.
+        device: its profile holds the margins.
+    """
+    wins = any(pays(before, after, kind, device) for before, after in found)
+    return wins and (
+        len(found) == 1 or all(pays(before, after, "even", device) for before, after in found)
+    )
 
 
 def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:

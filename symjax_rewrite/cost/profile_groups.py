@@ -53,7 +53,7 @@ def group(meaning: str, default: Any = MISSING) -> Any:
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "orientation", "measured", "told",
+    "order", "orientation", "measured", "told", "even",
 ]  # fmt: skip
 
 
@@ -64,6 +64,7 @@ class Margins:
     rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
+    even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
     hoist: float = quantity("1", "work of all steps outside a loop", JUDGED, 1.25)

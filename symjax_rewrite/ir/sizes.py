@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -182,6 +183,15 @@ class Assumptions:
         pairs = itertools.combinations(list(self._lower), 2)  # a < b and b < c give a < c
         self._lower += [(p + q, b + c) for (p, b), (q, c) in pairs if (p + q).terms]
 
+    def with_constraints(self, dims: Iterable[Any]) -> Assumptions:
+        """Return these facts and the constraints that JAX knows of symbolic dimensions.
+
+        Constraints that are no comparison of two polynomials are left out.
+        """
+        found = dict.fromkeys(f for d in dims for f in jax_internals.facts_of(d))
+        more = [f for f in found if f not in self.facts and _is_fact(f)]
+        return Assumptions((*self.facts, *more)) if more else self
+
     def nonnegative(self, p: Dim | float) -> bool:
         """Return True if p ≥ 0 is provable for all sizes allowed (False: not proved).
 
@@ -196,10 +206,23 @@ class Assumptions:
             if powers == {1}:
                 env = {n: Poly.var(n) for n in p.variables()}
                 return all(self.nonnegative(p.at(env | {name: end})) for end in (1, upper))
-        return any(
+        if any(
             all(c >= -1e-9 for _, c in _substitute(p, substitution).terms)
             for substitution in self._substitutions()
-        )
+        ):
+            return True
+        return any(all(c >= -1e-9 for _, c in rest.terms) for rest in self._remainders(p))
+
+    def _remainders(self, p: Poly) -> Iterator[Poly]:
+        """Yield p less a positive multiple of one fact that cancels a negative term of p."""
+        negative = [(m, c) for m, c in p.terms if c < 0]
+        for fact, bound in self._lower:
+            known = fact - bound
+            for m, c in negative:
+                for n, d in known.terms:
+                    factor = Poly({m: 1}).divide(Poly({n: 1})) if d < 0 else None
+                    if factor is not None:
+                        yield _substitute(p - (c / d) * (factor * known), {})
 
     def _upper(self) -> dict[str, float]:
         """Return constant upper bounds: facts `c - a·x ≥ b`."""
@@ -249,9 +272,17 @@ class Assumptions:
         return [e for e in envs if self.holds(e)][:9]
 
     def holds(self, env: Mapping[str, int]) -> bool:
-        """Return True if the facts about these sizes hold."""
+        """Return True if the facts hold at some sizes; facts about other names count as true."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
+
+
+def _is_fact(text: str) -> bool:
+    try:
+        Assumptions((text,))
+    except UsageError:
+        return False
+    return True
 
 
 def _substitute(p: Poly, replaced: dict[str, Poly]) -> Poly:
@@ -280,6 +311,29 @@ def _parse(text: str, fact: str) -> Poly:
                 value = value * (Poly.var(factor) if factor[0].isalpha() else float(factor))
         total = total + value
     return total
+
+
+def inequality(p: Poly) -> str:
+    """Return `p >= 0` as a fact that `Assumptions` reads, without factors that are positive.
+
+    Example:
+        >>> T, d, r = map(Poly.var, "Tdr")
+        >>> inequality(2 * d * d * r - 4 * T * d * r)
+        'd >= 2*T'
+    """
+    powers = [Counter(dict(m)) for m, _ in p.terms]
+    shared = functools.reduce(lambda a, b: a & b, powers)
+    least = (
+        math.gcd(*[round(c) for _, c in p.terms]) if all(c == round(c) for _, c in p.terms) else 1
+    )
+    sides: tuple[list[str], list[str]] = [], []
+    for own, (_, c) in zip(powers, p.terms, strict=True):
+        names = sorted((own - shared).elements())
+        size = abs(c) / max(least, 1)
+        text = f"{size:.0f}" if size == round(size) else f"{size}"
+        number = [text] if size != 1 or not names else []
+        sides[c < 0].append("*".join([*number, *names]))
+    return " >= ".join(" + ".join(side) or "0" for side in sides)
 
 
 def to_sympy(dim: Dim | float) -> Any:

@@ -6,7 +6,9 @@ row in `primitives` or `indexing_primitives`, or whose axes do not line up, beco
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, bits
 from symjax_rewrite.ir.indexing_primitives import lift
 from symjax_rewrite.ir.primitive_context import Groups, Layout, Site
-from symjax_rewrite.ir.sizes import Dim, Poly
+from symjax_rewrite.ir.sizes import Dim, Poly, value
 from symjax_rewrite.ir.term import LEAF, NATIVE, Ref
 from symjax_rewrite.jax_internals import Literal
 
@@ -52,6 +54,7 @@ class TermGraph:
     literals: dict[tuple[object, str], Ref] = field(default_factory=dict)  # by bits and dtype
     primitives: dict[str, Any] = field(default_factory=dict)  # by name, as the program uses them
     dim_env: dict[str, Any] = field(default_factory=dict)  # JAX dimensions by name
+    sample: Mapping[str, int] = field(default_factory=dict)  # named sizes as numbers, for prices
     _values: dict[int, list[int]] = field(default_factory=dict)  # by class
 
     def where(self, cls: int) -> str:
@@ -64,6 +67,29 @@ class TermGraph:
         return {
             n for sizes in self.sizes for s in sizes if isinstance(s, Poly) for n in s.variables()
         }
+
+    def number(self, size: Dim) -> int:
+        """Return a size as a number for a price or a preference; named sizes at the sample."""
+        return size if isinstance(size, int) else max(value(size, self.sample), 0)
+
+    @contextlib.contextmanager
+    def at(self, sample: Mapping[str, int]) -> Iterator[None]:
+        """Price named sizes at another sample inside this context."""
+        before, self.sample = self.sample, sample
+        try:
+            yield
+        finally:
+            self.sample = before
+
+    def jax_size(self, size: Dim) -> Any:
+        """Return a size as an entry of a JAX shape."""
+        return size.at(self.dim_env) if isinstance(size, Poly) else size
+
+    def is_positive(self, size: Dim) -> bool:
+        """Return True if a size is at least 1 at all values of its names."""
+        if isinstance(size, int):
+            return size > 0
+        return jax_internals.at_least(self.jax_size(size), 1)
 
     def values_of(self, cls: int) -> list[int]:
         """Return the values of a class that equations make."""

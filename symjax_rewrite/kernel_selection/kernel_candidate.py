@@ -94,7 +94,8 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
         for c in read & m.gives():
             info = t.graph.classes[c]
             if c in getattr(m, "wide_classes", set)():
-                aval = jax_internals.array_aval(info.sizes, held_dtype(info.dtype))
+                sizes = tuple(map(t.jax_size, info.sizes))
+                aval = jax_internals.array_aval(sizes, held_dtype(info.dtype))
                 wide[c] = t.program.new_value(aval)
             elif value_of(c) is None:
                 links[c] = t.program.new_value(_aval(t, c))
@@ -103,7 +104,7 @@ def _exchanged(t: TermGraph, makers: Sequence[Any]) -> tuple[dict[int, int], dic
 
 def _aval(t: TermGraph, cls: int) -> Any:
     info = t.graph.classes[cls]
-    return jax_internals.array_aval(info.sizes, info.dtype)
+    return jax_internals.array_aval(tuple(map(t.jax_size, info.sizes)), info.dtype)
 
 
 def _shown(t: TermGraph, makers: Sequence[Any]) -> set[int]:
@@ -127,4 +128,6 @@ def classes_read(t: TermGraph, makers: Sequence[Any]) -> set[int]:
 
 def refusals(uses: Iterable[RouteUse]) -> list[Refusal]:
     """Return the refusals of candidates that are not proposed."""
-    return [Refusal(u.name, u.reason, u.where, u.count, u.ratio) for u in uses if not u.taken]
+    return [
+        Refusal(u.name, u.reason, u.where, u.count, u.ratio, u.by_size) for u in uses if not u.taken
+    ]

@@ -52,7 +52,8 @@ def find_motion(
     plan = _Plan(loop, device, set(leaves))
     if INVARIANT in passes:
         plan.find_once()
-    if reorders and BATCHING in passes and isinstance(loop.length, int) and loop.length > 1:
+    repeats = loop.length is not None and loop.steps > 1
+    if reorders and BATCHING in passes and repeats:
         plan.find_before()
         plan.find_after()
         plan.keep_small_gains()
@@ -160,7 +161,7 @@ class _Plan:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
                 saved += alone - together - 2 * written / self.device.bytes_per_s
-        whole = self.loop.length * sum(equation_seconds(e.eqn, self.device) for e in self.equations)
+        whole = self.loop.steps * sum(equation_seconds(e.eqn, self.device) for e in self.equations)
         if not margins.gains_share(saved, whole, "loop", self.device):
             self.motion.before, self.motion.after = [], []
 
@@ -193,10 +194,10 @@ class _Plan:
             written = self._stacked(set(e.reads) - ready)
             alone = equation_seconds(e.eqn, device)
             alone += 2 * self._bytes([carry]) / device.bytes_per_s
-            together = equation_seconds(e.eqn, device, self.loop.length, (0, 1), summed=True)
+            together = equation_seconds(e.eqn, device, self.loop.steps, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
                 continue
-            if _gains(self.loop.length * alone, together, written, device):
+            if _gains(self.loop.steps * alone, together, written, device):
                 room -= written
                 self.motion.sums.append(found)
 
@@ -302,9 +303,9 @@ class _Plan:
 
     def _stacked(self, values: Iterable[int]) -> float:
         """Return the bytes of values for all steps."""
-        return self.loop.length * self._bytes(values)
+        return self.loop.steps * self._bytes(values)
 
     def _apart(self, e: Equation) -> tuple[float, float]:
         """Return the seconds of an equation step by step, and for all steps at once."""
-        alone = self.loop.length * equation_seconds(e.eqn, self.device)
-        return alone, seconds_at_once(e, self.loop.length, self.level, self.device)
+        alone = self.loop.steps * equation_seconds(e.eqn, self.device)
+        return alone, seconds_at_once(e, self.loop.steps, self.level, self.device)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.cost.equation_cost import aval_bytes
+from symjax_rewrite.cost.equation_cost import SYMBOLIC, aval_bytes
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
 from symjax_rewrite.ir.replacement import Read
@@ -125,6 +125,11 @@ class Loop:
     condition_reads: tuple[Value, ...] = ()
     packed: dict[int, Any] = field(default_factory=dict)
     outside_bytes: float = field(init=False)
+
+    @property
+    def steps(self) -> int:
+        """Return its number of steps for a price; a name counts as `SYMBOLIC`."""
+        return self.length if isinstance(self.length, int) else SYMBOLIC
 
     def __post_init__(self) -> None:
         self.outside_bytes = sum(aval_bytes(v.aval) for v in (*self.eqn.invars, *self.eqn.outvars))

@@ -184,7 +184,7 @@ class LoopSearch:
         """Return a kernel for a loop or None, and the reason; "" if none was asked for."""
         if self.route is None or not self.reorders:
             return None, ""
-        is_scan = isinstance(loop.length, int) and loop.carries
+        is_scan = loop.length is not None and loop.carries
         return self.route(loop) if is_scan else (None, "")
 
     def _tree(self, prefix: Prefix) -> Iterator[Found]:
@@ -353,7 +353,7 @@ def _may_reorder(loop: Loop, device: Device) -> bool:
 
 def _composes(loop: Loop) -> bool:
     """Return True if the steps of a loop compose, so that a kernel may run the loop."""
-    return isinstance(loop.length, int) and composes(loop)
+    return loop.length is not None and composes(loop)
 
 
 def _routed(

@@ -16,7 +16,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, equation_seconds
+from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.replacement import Read
@@ -155,7 +155,7 @@ def _weights_last(e: Equation, weights: Any, moving: Any) -> Any:
 
 def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
     """Return predicted seconds of a loop and of the equations that leave it."""
-    steps = loop.length if isinstance(loop.length, int) else SYMBOLIC
+    steps = loop.steps
     level = loop.levels()
     total = sum(equation_seconds(e.eqn, device) for e in motion.once)
     for e in (*motion.before, *motion.after):

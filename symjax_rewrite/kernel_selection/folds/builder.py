@@ -58,6 +58,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     TopK,
     WeightedTerm,
 )
+from symjax_rewrite.pallas_kernels.fold.tile import MOST_COLUMNS
 
 _REDUCE = {"sum": "sum", "max": "max", "min": "min", "any": "or", "all": "and"}
 
@@ -382,10 +383,12 @@ class FoldBuilder:
             for n in tiles.reads
         ]
         roots = [self.roots[o.tile] for o in self.outputs]
+        sides = tiles.sizes[ROW], tiles.sizes[COLUMN]
         outputs = [(r, f) for r, f in zip(roots, fills, strict=True) if f is not None]
         if len(outputs) < len(fills):
             return Band()  # some outputs depend on the column number
-        return band_of(tiles.steps, known, outputs, tiles.sizes[ROW], tiles.sizes[COLUMN])
+        rows, cols = (n if isinstance(n, int) else MOST_COLUMNS for n in sides)
+        return band_of(tiles.steps, known, outputs, rows, cols)
 
     def finish(self, kernels: str, around: FoldSurroundings) -> FoldRoute:
         """Return the route; a UsageError is raised where the parts do not form a fold."""
@@ -405,6 +408,7 @@ class FoldBuilder:
             outputs=outputs,
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),
+            named=tuple([a for a, n in tiles.sizes.items() if not isinstance(n, int)]),
         )
         backend = kernels if kernels in BACKENDS else "auto"
         return FoldRoute(spec, backend, tiles.inputs, self.served, rows, tiles.steps, tiles.wide)

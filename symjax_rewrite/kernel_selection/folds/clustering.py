@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.dataflow import Needed, cone, node_of, postorder
 from symjax_rewrite.ir.primitives import dtype_kind
+from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import ADD, CONCAT, CONTRACT, MAP, NATIVE, SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import (
@@ -57,7 +58,11 @@ class ClusterMember:
 
     @property
     def pairs(self) -> int:
-        return prod(self.exit.sizes[i] for i in self.space)
+        return self.count(self.space)
+
+    def count(self, indices: Iterable[int]) -> int:
+        """Return the number of points over some indices."""
+        return prod(self.pair.t.number(self.exit.sizes[i]) for i in indices)
 
     def explored(self) -> PairwiseTile | None:
         """Return the tile of the current pair, or None if it is too large."""
@@ -73,7 +78,8 @@ class Cluster:
     """Reductions that share pairwise terms; `ids` names the indices they share.
 
     light: classes computed from index numbers and tests alone that some reduction reduces directly.
-    seconds: predicted, of its terms as written and of the folds that replace them.
+    seconds: predicted, of its terms as written and of the folds that replace them. by_size: True if
+    it is refused for its price at named sizes.
     """
 
     members: list[ClusterMember] = field(default_factory=list)
@@ -81,10 +87,16 @@ class Cluster:
     ids: dict[tuple[int, int], int] = field(default_factory=dict)
     reason: str = ""
     seconds: tuple[float, float] | None = None
+    by_size: bool = False
 
     @property
     def pairs(self) -> int:
         return max(c.pairs for c in self.members)
+
+    def extent(self) -> Dim:
+        """Return the number of pairs, as an expression in named sizes."""
+        widest = max(self.members, key=lambda m: m.pairs)
+        return product(widest.exit.sizes[i] for i in widest.space)
 
     def classes(self) -> tuple[set[int], set[int]]:
         """Return the pairwise classes that tiles compute, and the classes that they read."""
@@ -175,11 +187,17 @@ def _candidate(
     if dtype_kind(t.graph.classes[cls].dtype) not in "fiub":
         return None
     found = exit_of(t, cls)
-    if found is None or not all(isinstance(s, int) and s > 0 for s in found.sizes.values()):
+    if found is None or not all(map(t.is_positive, found.sizes.values())):
         return None
     if not any(_may_open(t, a) for a in found.args):
         return None
-    size, keyed = found.sizes.__getitem__, found.kind == "keyed"
+    keyed = found.kind == "keyed"
+    if found.kind in ("keyed", "top_k", "sorted") and not _has_numbers(found):
+        return None
+
+    def size(i: int) -> int:
+        return t.number(found.sizes[i])
+
     if found.kind == "sorted" and found.places * scope.sort_share > size(found.bound[0]):
         return None
     if keyed and not scope.tables:
@@ -227,7 +245,7 @@ def _single(
     if len(found.bound) != 1 or found.kind == "at":  # one index is read where it is made
         return None
     (column,) = found.bound
-    if found.sizes[column] < LEAST_DOT:
+    if t.number(found.sizes[column]) < LEAST_DOT:
         return None  # components of a vector are written out
     spaces = [frozenset(a.axes) for a in found.args if column in a.axes]
     space = min(spaces, key=len, default=None)
@@ -238,6 +256,11 @@ def _single(
         return None
     widest = max(max(elements(t, r.cls) for r in paired.tile.operands), paired.pairs)
     return paired if widest >= least else None
+
+
+def _has_numbers(found: Exit) -> bool:
+    """Return True if no size of a reduction is a name."""
+    return all(isinstance(s, int) for s in found.sizes.values())
 
 
 def _may_open(t: TermGraph, ref: Ref) -> bool:
@@ -251,7 +274,7 @@ def _paired(found: Exit, pair: Pair, least: int) -> ClusterMember | None:
     if not held or not all(map(pair.holds, found.keys)):
         return None
     space = tuple(sorted({i for a in (*held, *found.keys) for i in a.axes}))
-    if prod(found.sizes[i] for i in space) < least:
+    if prod(t.number(found.sizes[i]) for i in space) < least:
         return None
     if any(map(reads_twice, held)):
         return None

@@ -18,7 +18,6 @@ from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
@@ -101,7 +100,7 @@ def _fuses(node: Node) -> bool:
 def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of a product and its reduction in one loop, which writes no term."""
     choice, mine, (exit_,), _ = _written(t, cluster)
-    model = CostModel(device, lambda d: value(d, {}))
+    model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c == exit_ or c not in mine)
     products = sum((facts[c].flops or 0.0) / facts[c].peak for c in mine)
@@ -172,8 +171,8 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     if m.exit.kind != "sum" or any(node_of(g, r.cls).op != CONTRACT for r in m.tile.inner):
         return math.inf
     p, dtype = flattest(g, m.exit.cls), g.classes[m.exit.cls].dtype
-    sizes = [value(s, {}) for s in (*g.classes[m.exit.cls].sizes, *p.bound)]
-    model = CostModel(device, lambda d: value(d, {}))
+    sizes = [t.number(s) for s in (*g.classes[m.exit.cls].sizes, *p.bound)]
+    model = CostModel(device, t.number)
 
     def count(mask: int) -> float:
         return math.prod(s for i, s in enumerate(sizes) if mask >> i & 1)
@@ -207,7 +206,7 @@ def _written(
 def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     """Return seconds of the pairwise terms and their reductions as written."""
     choice, mine, _, roots = _written(t, cluster)
-    model, folds = CostModel(device, lambda d: value(d, {})), device.folds
+    model, folds = CostModel(device, t.number), device.folds
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
@@ -237,12 +236,12 @@ def _reduced(m: ClusterMember) -> int:
         return m.pairs
     out = min(m.exit.bound)
     mine = {i for i in m.space if i < out} | {i for k in m.exit.keys for i in k.axes}
-    return math.prod(m.exit.sizes[i] for i in mine)
+    return m.count(mine)
 
 
 def _rows(m: ClusterMember) -> int:
     """Return the rows that a top-k or a sort searches: its pairs without the reduced index."""
-    return m.pairs // math.prod(m.exit.sizes[i] for i in m.exit.bound)
+    return m.pairs // m.count(m.exit.bound)
 
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
@@ -251,7 +250,7 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
         return 0
     choice, mine, exits, roots = _written(t, cluster)
     order = sorted(mine)
-    model = CostModel(device, lambda d: value(d, {}))
+    model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     written = model.written(facts, roots, facts.keys() - mine)
     last: dict[int, int] = {}
@@ -288,7 +287,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
         kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
         looped = kept / device.bytes_per_s + _copy_seconds(spec, device)
         if spec.contractions or device.runs_on_gpu:
-            looped += folds.block_s * share * _loop_steps(spec, blocks)
+            looped += folds.block_s * share * blocks.steps(spec)
     work = share * _product_seconds(spec, device, pairs) / (folds.kernel_share if kernels else 1)
     work += visited * _steps(route, blocks, folds) / device.elementwise_per_s
     busy = max((programs_of(spec, c) for c in kernels), default=device.multiprocessors)
@@ -355,12 +354,6 @@ def _steps(route: FoldRoute, blocks: Blocks, folds: FoldFacts) -> float:
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
-
-
-def _loop_steps(spec: FoldSpec, blocks: Blocks) -> int:
-    """Return the number of blocks that a fold's loops visit."""
-    looped = math.prod(spec.size[a] for a in spec.batch if a not in blocks.inner)
-    return looped * -(-spec.rows // max(blocks.rows, 1)) * -(-spec.cols // max(blocks.cols, 1))
 
 
 def _blocks_kept(route: FoldRoute) -> int:

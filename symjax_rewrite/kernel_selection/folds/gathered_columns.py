@@ -109,7 +109,8 @@ class ChoiceRoute(OneClass):
     def array(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         info = emitter.t.graph.classes[cls]
         made, place = self.columns.steps(emitter)
-        data = jnp.broadcast_to(made[self.root], info.sizes).astype(np.dtype(info.dtype))
+        sizes = tuple(map(emitter.t.jax_size, info.sizes))
+        data = jnp.broadcast_to(made[self.root], sizes).astype(np.dtype(info.dtype))
         if self.fill is not None:
             data = jnp.where(self.columns.inside(place), data, jnp.asarray(self.fill, data.dtype))
         return data, tuple(range(len(info.sizes)))

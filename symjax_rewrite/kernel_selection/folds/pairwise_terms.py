@@ -59,7 +59,7 @@ def reads_twice(ref: Ref) -> bool:
 
 def elements(t: TermGraph, cls: int) -> int:
     """Return the number of elements of a class."""
-    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+    return math.prod(map(t.number, t.graph.classes[cls].sizes))
 
 
 def is_product(node: Node) -> bool:
@@ -189,7 +189,7 @@ class Pair:
         args = (over(ref, place), over(ref, found.value))
         if ref.axes[slot] not in (self.row, self.column) or any(map(self.holds, args)):
             return None
-        limit = self.g.classes[ref.cls].sizes[slot] if found.clips else None
+        limit = self.t.jax_size(self.g.classes[ref.cls].sizes[slot]) if found.clips else None
         return Opened("hit", args, (ref.axes[slot] == self.row, limit))
 
     def _take(self, ref: Ref, node: Node) -> Opened | None:

@@ -355,9 +355,11 @@ def _distributed(pair: Pair, piece: Piece, found: Exit) -> Iterator[Piece]:
         if kept is None:
             continue
         others = piece.product[:k] + piece.product[k + 1 :]
-        yield replace(piece, product=(*others, (kept, ONE)))
         alone = not others and piece.tile is None and piece.weights is None
         kind, many = ("count", found.sizes[pair.column]) if alone else (piece.kind, 1)
+        if not isinstance(many, int):
+            continue  # the coefficient would be a name
+        yield replace(piece, product=(*others, (kept, ONE)))
         for row, c in rows:
             factors, times = (*piece.factors, (row, ONE)), piece.coefficient * c * many
             yield replace(piece, kind=kind, product=others, factors=factors, coefficient=times)

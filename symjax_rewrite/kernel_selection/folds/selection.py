@@ -8,7 +8,7 @@ decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,13 +32,13 @@ from symjax_rewrite.kernel_selection.folds.clustering import (
 )
 from symjax_rewrite.kernel_selection.folds.concatenated_reductions import Reread, rereads, restated
 from symjax_rewrite.kernel_selection.folds.epilogue import FoldSurroundings, Served
-from symjax_rewrite.kernel_selection.folds.fold_price import (
-    bytes_whole,
-    compared,
-    cost_folded,
-    reorders,
-)
 from symjax_rewrite.kernel_selection.folds.gathered_columns import ChoiceRoute, Columns
+from symjax_rewrite.kernel_selection.folds.named_sizes import (
+    Comparisons,
+    Sample,
+    price_at,
+    with_few,
+)
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
@@ -71,15 +71,15 @@ class Folds:
             return
         terms = context.terms(program)
         least = context.device.folds.least_pairs if kernels == "auto" else 0
-        if not terms.t.dim_env:
-            yield from _FoldSelection(kernels, context.device).found(terms.t, terms.need, least)
+        selection = _FoldSelection(kernels, context.device, terms.samples)
+        yield from selection.found(terms.t, terms.need, least)
 
 
 class _FoldSelection:
     """Search for pairwise terms of one program, and the decision which of them become folds."""
 
-    def __init__(self, kernels: str, device: Device) -> None:
-        self.kernels, self.device = kernels, device
+    def __init__(self, kernels: str, device: Device, samples: Sequence[Sample]) -> None:
+        self.kernels, self.device, self.samples = kernels, device, samples
 
     def _streams(self) -> bool:
         """Return True if loops run the folds; loops also support lookups and keyed sums."""
@@ -173,16 +173,25 @@ class _FoldSelection:
                 return str(streams)
             if not support:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
-            route.price = partial(cost_folded, route)
-        cluster = draft.cluster
-        if self.kernels == "auto" and reorders(t, cluster, folds, self.device):
+            route.price = partial(price_at, route, t, self.samples[0])
+        why = self._refused(t, draft.cluster, folds)
+        return why if why and self.kernels == "auto" else [*draft.choices, *folds]
+
+    def _refused(self, t: TermGraph, cluster: Cluster, folds: list[FoldRoute]) -> str:
+        """Return the reason to refuse folds for their price, or an empty string."""
+        compare = Comparisons(t, cluster, folds, self.device)
+        found = [compare.at(sample) for sample in self.samples]
+        cluster.seconds = found[0].before_s, found[0].after_s
+        if any(c.reordered for c in found):
             return "another order of the product costs less and makes no pairwise term"
-        before, after = cluster.seconds = compared(t, cluster, folds, self.device)
-        spared = bytes_whole(t, cluster, self.device)
-        if self.kernels == "auto" and not margins.pays(before, after, "fold", self.device, spared):
-            least = margins.margin("fold", self.device, spared)
-            return f"predicted gain is below {least:.2f}"
-        return [*draft.choices, *folds]
+        few = compare.few(found) if t.dim_env else 0
+        if any(c.pays(self.device) and c.pairs > few for c in found):
+            with_few(folds, few if self.kernels == "auto" else 0)
+            return ""
+        cluster.by_size = bool(t.dim_env)
+        least = min(margins.margin("fold", self.device, c.spared) for c in found)
+        where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
+        return f"predicted gain is below {least:.2f}{where}"
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
@@ -209,9 +218,11 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:
     backends = ", ".join(sorted({r.backend for r in made if isinstance(r, FoldRoute)}))
-    reason = cluster.reason or f"{cluster.pairs} pairs are never stored ({backends})"
+    reason = cluster.reason or f"{cluster.extent()} pairs are never stored ({backends})"
     where = t.where(cluster.members[0].exit.cls)
-    return RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
+    use = RouteUse("fold", not cluster.reason, reason, where, seconds=cluster.seconds)
+    use.by_size = cluster.by_size
+    return use
 
 
 class Draft:
@@ -307,7 +318,7 @@ def _fold(
     for i in group[0].space:
         name.setdefault(first[i], f"b{len(name) - 2}")
     batch = tuple(n for n in name.values() if n not in (ROW, COLUMN))
-    sizes = {name[first[i]]: found.sizes[i] for i in group[0].space}
+    sizes = {name[first[i]]: t.jax_size(found.sizes[i]) for i in group[0].space}
     tiles = TileBuilder(t, pair, sizes={ROW: 1, **sizes}, wide=wide)
     builder = FoldBuilder(t, (*batch, ROW), tiles)
     for m in (*group, *turned):
@@ -327,7 +338,7 @@ def _choice(t: TermGraph, m: ClusterMember, wide: frozenset[int] | None) -> Choi
     count = len(t.graph.classes[m.exit.cls].sizes)
     names: dict[Any, Any] = {i: f"b{i}" for i in range(count)}
     names |= {m.pair.row: ROW, m.pair.column: COLUMN}
-    sizes = {name: m.exit.sizes[i] for i, name in names.items()}
+    sizes = {name: t.jax_size(m.exit.sizes[i]) for i, name in names.items()}
     builder = TileBuilder(t, m.pair, sizes=sizes, wide=wide)
     root = builder.build(choice.table.over(names))
     columns = Columns(builder, tuple(names.values())[:count], choice.place.over(names))

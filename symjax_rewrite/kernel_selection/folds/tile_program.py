@@ -56,7 +56,7 @@ class TileBuilder(StepProgram):
     operands: list[Operand] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)  # entries of JAX shapes
     number: dict[Ref, int] = field(default_factory=dict)
     whole: str | None = None
     wide: frozenset[int] | None = None
@@ -216,7 +216,7 @@ class TileBuilder(StepProgram):
         names = tuple([a for a in axes if not isinstance(a, At)])
         for name, size in zip(axes, sizes, strict=True):
             if not isinstance(name, At):
-                self.sizes.setdefault(name, int(size))
+                self.sizes.setdefault(name, self.t.jax_size(size))
         added = (ROW,) if of_row and self.pair.single is not None else ()
         number = place_in(self.inputs, (ref.cls, (*ref.axes, *added)))
         if number == len(self.operands):

@@ -54,7 +54,7 @@ class NormPart:
         """Return the arrays that the spec reads besides x."""
         m, swapped = self.members[0], self.spec.weights_swapped
         across, down = axes_of(m)
-        sizes = emitter.t.graph.classes[m.x.cls].sizes
+        sizes = sizes_of(emitter, m.x.cls)
         vector = lambda c: columns_of(emitter, c, across, sizes)  # noqa: E731
         weights = [weight_of(emitter, w, swapped) for w in self.members]
         raw = weights
@@ -76,7 +76,7 @@ class NormPart:
 
     def _result_shaped(self, emitter: Any, ref: Ref, kind: str) -> Any:
         m = self.members[0]
-        sizes = emitter.t.graph.classes[m.cls].sizes
+        sizes = sizes_of(emitter, m.cls)
         order = m.ends if kind == "ends" else (*m.rows, *m.ends)
         array = read_over(emitter, ref, order, sizes)
         lead = () if kind == "ends" else (self.spec.rows,)
@@ -112,7 +112,7 @@ class NormRoute:
         """Emit the call and return every result as [rows, outputs]."""
         m, spec = self.parts[0].members[0], self.parts[0].spec
         across, down = axes_of(m)
-        sizes = emitter.t.graph.classes[m.x.cls].sizes
+        sizes = sizes_of(emitter, m.x.cls)
         order = (*across, *down) if spec.pairs_swapped else (*down, *across)
         x = read_over(emitter, Ref(m.x.cls, tuple(range(len(sizes)))), order, sizes)
         x = x.reshape(spec.avals[0].shape)
@@ -132,9 +132,14 @@ def over_slots(
 
     axes: the slots of the class as indices of the product.
     """
-    sizes = emitter.t.graph.classes[m.cls].sizes
+    sizes = sizes_of(emitter, m.cls)
     order = (*m.rows, *m.ends)
     return data.reshape([sizes[i] for i in order]), tuple(axes.index(i) for i in order)
+
+
+def sizes_of(emitter: Any, cls: int) -> tuple[Any, ...]:
+    """Return the sizes of a class as entries of a JAX shape."""
+    return tuple(map(emitter.t.jax_size, emitter.t.graph.classes[cls].sizes))
 
 
 def axes_of(m: Normed) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -170,7 +175,7 @@ def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: An
 def weight_of(emitter: Any, m: Normed, swapped: bool = False) -> Any:
     """Return a product's weight as [contracted, outputs], or as [outputs, contracted]."""
     node = node_of(emitter.t.graph, m.cls)
-    sizes = (*emitter.t.graph.classes[m.cls].sizes, *node.bound)
+    sizes = (*sizes_of(emitter, m.cls), *map(emitter.t.jax_size, node.bound))
     first, last = (m.ends, m.contracted) if swapped else (m.contracted, m.ends)
     array = read_over(emitter, m.weight, (*first, *last), sizes)
     rows, columns = (math.prod(sizes[i] for i in side) for side in (first, last))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from symjax_rewrite.errors import KernelError
 from symjax_rewrite.ir.dataflow import Needed, class_operands, cone, is_computed_from, node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.step_program import Step, key_of, place_in, pruned
 from symjax_rewrite.ir.term import (
     ADD,
@@ -77,8 +79,7 @@ class Norms:
         if kernels not in ("auto", "always", *BACKENDS) or not context.reorders():
             return
         terms = context.terms(program)
-        if not terms.t.dim_env:
-            yield from _NormSelection(kernels, context.device).found(terms.t, terms.need)
+        yield from _NormSelection(kernels, context.device).found(terms.t, terms.need)
 
 
 class _NormSelection:
@@ -134,9 +135,10 @@ class _NormSelection:
             parts.append(part)
         backend = self.kernels if self.kernels in BACKENDS else "auto"
         made = [NormRoute(group, backend) for group in _together(t, need, parts)]
-        for route in made:
-            route.price = partial(kernel_cost, t, route)
-        seconds, reason = self._compared(t, need, members, made)
+        priced = [_numbered(t, route) for route in made]
+        for route, numbers in zip(made, priced, strict=True):
+            route.price = partial(kernel_cost, t, numbers)
+        seconds, reason = self._compared(t, need, members, priced)
         if self.kernels == "auto":
             is_taken = margins.pays(*seconds, "norm", self.device)
             return made if is_taken else [], reason, seconds
@@ -193,6 +195,12 @@ class _NormSelection:
         return total
 
 
+def _numbered(t: TermGraph, route: NormRoute) -> NormRoute:
+    """Return a kernel with the sample's number in place of a named number of rows, for a price."""
+    rows = t.number(from_jax(route.parts[0].spec.rows))
+    return replace(route, parts=[replace(p, spec=replace(p.spec, rows=rows)) for p in route.parts])
+
+
 def _kernel_seconds(t: TermGraph, route: NormRoute, d: Device) -> float:
     """Return predicted seconds of one kernel and of the sums over x that it reads."""
     x = route.parts[0].members[0].x.cls
@@ -231,7 +239,7 @@ def _count(made: list[NormRoute], members: list[Normed]) -> str:
 
 
 def _elements(t: TermGraph, cls: int) -> int:
-    return math.prod(int(s) for s in t.graph.classes[cls].sizes)  # pyright: ignore[reportArgumentType]
+    return math.prod(map(t.number, t.graph.classes[cls].sizes))
 
 
 def _read_elsewhere(t: TermGraph, need: Needed, m: Normed, made: list[NormRoute]) -> bool:
@@ -315,8 +323,9 @@ class _NormBuilder:
         self.folded = all(c in known for c in read) and m.dtype != "float16"  # γ·W may overflow
         sizes = t.graph.classes[m.x.cls].sizes
         slots = tuple(m.x.axes.index(i) for i in m.contracted)
-        self.sizes = [int(s) for s in sizes]  # pyright: ignore[reportArgumentType]
-        self.count = math.prod(self.sizes[s] for s in slots)
+        self.sizes = [t.jax_size(s) for s in sizes]
+        self.count = math.prod(t.number(sizes[s]) for s in slots)
+        self.slots = slots
         centred = any(map(m.moves_value, m.shifts))
         x = Ref(m.x.cls, tuple(range(len(m.x.axes))))
         self.program = ProgramBuilder(t.graph, x, slots, self.count, centred)
@@ -339,8 +348,10 @@ class _NormBuilder:
 
     def part(self) -> NormPart | str:
         m, b = self.first, self.program
-        if 0 in self.sizes or any(not isinstance(s, int) for s in self._result_sizes()):
-            return "an axis is empty or a name"
+        if 0 in self.sizes or 0 in self._sizes_of(m.ends):
+            return "an axis is empty"
+        if any(not isinstance(s, int) for s in (*self._summed(), *self._sizes_of(m.ends))):
+            return "the number of features is a name"
         if b.centred and not b.is_of_mean(self.moved()):
             return "the value subtracted is not the mean: digits would be lost after the product"
         trivial = m.gain == ((1.0, ()),)
@@ -379,8 +390,12 @@ class _NormBuilder:
         value = b.plus((1.0, b.times(scale, b.plus(*inner))), *outer)
         return b.add("cast", None, (value,), self.t.graph.classes[m.cls].dtype)
 
-    def _result_sizes(self) -> tuple:
-        return tuple(s for m in self.members for s in self.t.graph.classes[m.cls].sizes)
+    def _summed(self) -> list[Any]:
+        return [self.sizes[s] for s in self.slots]
+
+    def _sizes_of(self, indices: Iterable[int]) -> list[Any]:
+        """Return the sizes of indices of every product's result."""
+        return [self.t.graph.classes[m.cls].sizes[i] for m in self.members for i in indices]
 
     def _finished(
         self, steps: tuple[Step, ...], root: int, sides: tuple, gain: int | None
@@ -399,7 +414,7 @@ class _NormBuilder:
         accumulator = "float64" if dtype(m.x) == "float64" or m.dtype == "float64" else "float32"
         across, down = axes_of(m)
         spec = NormSpec(
-            math.prod(self.sizes) // max(self.count, 1),
+            math.prod(n for s, n in enumerate(self.sizes) if s not in self.slots),
             self.count,
             outputs,
             pairs=(dtype(m.x),),

@@ -9,6 +9,7 @@ readers of the results (skips, gates, projections) run for all steps after the k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,7 @@ from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.dataflow import makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, value
 from symjax_rewrite.ir.step_program import (
     Handler,
     Handlers,
@@ -122,7 +124,7 @@ class ScanKernel:
             shape = tuple(size[a] for a in axes)
             if v == carry.inner:
                 array = jnp.asarray(read(carry.start))
-                if array.size != np.prod(shape, dtype=int):
+                if array.size != math.prod(shape):
                     array = jnp.broadcast_to(array, avals[v].shape)
             else:
                 array = jnp.asarray(steps[v] if v in steps else known[v])
@@ -137,12 +139,12 @@ class ScanKernel:
 
 
 def route_loop(
-    loop: Loop, groups: list[Group], kernels: str, device: Device
+    loop: Loop, groups: list[Group], kernels: str, device: Device, assume: Sequence[str] = ()
 ) -> tuple[LoopParts | None, str]:
     """Return a scan kernel for a loop, or the reason there is none.
 
-    loop: a clean loop of a known number of steps. groups: of its carries.
-    kernels: `"auto"`, `"always"`, `"off"`, or a backend's name.
+    loop: a clean loop that counts its steps. groups: of its carries. kernels: `"auto"`, `"always"`,
+    `"off"`, or a backend's name. assume: facts about named sizes.
     """
     moves = describe(loop, groups)
     matrices, why = matrices_of(loop, groups, kernels, device)
@@ -150,13 +152,17 @@ def route_loop(
         return matrices, f"{moves}; {why}"
     if kernels == "off" or not all(g.degree.kind in NAMES for g in groups):
         return None, moves
-    kernel, reason = scan_of(loop, kernels, device)
+    kernel, reason = scan_of(loop, kernels, device, assume)
     also = f" ({why})" if why and kernel is None else ""
     return kernel and kernel.route(), f"{moves}; {reason}{also}"
 
 
 def scan_of(
-    loop: Loop, kernels: str, device: Device, beside_bytes: float | None = None
+    loop: Loop,
+    kernels: str,
+    device: Device,
+    assume: Sequence[str] = (),
+    beside_bytes: float | None = None,
 ) -> tuple[ScanKernel | None, str]:
     """Return a loop of one affine carry as a scan kernel where it is fastest, and the reason.
 
@@ -171,19 +177,23 @@ def scan_of(
     rates = device.scans.steps
     if kernels == "auto" and rates is not None:
         fused = any(e.name == "reduce_sum" for e in loop.body.equations)
-        before, after = seconds_written(spec, fused, rates), seconds_turned(spec, rates)
-        if beside_bytes is not None:
-            after += beside_bytes / rates.moved_bytes_per_s + loop.length * rates.step_s
+        found: list[tuple[float, float]] = []
+        for numbers in _at_samples(spec, assume):
+            before, after = seconds_written(numbers, fused, rates), seconds_turned(numbers, rates)
+            if beside_bytes is not None:
+                after += beside_bytes / rates.moved_bytes_per_s + numbers.length * rates.step_s
+            found.append((before, after))
         fits = runs_in_turns(spec) and spec.dtype == "float32"
-        if not fits or not margins.pays(before, after, "scan", device):
+        if not fits or not margins.pays_at_all(found, "scan", device):
             return None, "no form of this loop is known to be faster on a CPU"
+        before, after = found[0]
         reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
         return kernel, f"{reason} for {before:.1e} s"
     if kernels == "auto":
-        found = cuda_backend(spec)
-        if not hasattr(found, "run"):
-            return None, f"no kernel: {found}"
+        chosen = cuda_backend(spec)
+        if not hasattr(chosen, "run"):
+            return None, f"no kernel: {chosen}"
         before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
         route = replace(builder.kernel(spec, backend), seconds=(before, after))
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
@@ -197,13 +207,26 @@ def scan_of(
     return builder.kernel(spec, backend), f"the states of all steps are never stored ({backend})"
 
 
+def _at_samples(spec: ScanSpec, assume: Sequence[str]) -> list[ScanSpec]:
+    """Return a scan with numbers in place of named sizes, at every sample of the names."""
+    if not spec.named:
+        return [spec]
+    sizes = [(a, from_jax(n)) for a, n in spec.sizes]
+    names = {n for _, size in sizes if isinstance(size, Poly) for n in size.variables()}
+    facts = Assumptions(assume).with_constraints(n for a, n in spec.sizes if a in spec.named)
+    return [
+        replace(spec, sizes=tuple([(a, max(value(n, sample), 1)) for a, n in sizes]))
+        for sample in facts.samples(names)
+    ]
+
+
 def _seconds_in_steps(loop: Loop, device: Device) -> float:
     """Return predicted seconds of a loop on a GPU, where each step launches kernels."""
     operations = sum(len(e.eqn.invars) > 0 for e in loop.body.equations)
     launches = -(-operations // device.loops.operations_per_launch)
     moved = sum(aval_bytes(loop.body.avals[v]) for e in loop.body.equations for v in e.outvals)
     step = max(launches, 1) * device.launch_s + moved / device.bytes_per_s
-    return loop.length * step
+    return loop.steps * step
 
 
 def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
@@ -280,17 +303,16 @@ class _ScanBuilder:
         sizes = self.t.sizes[carry.inner]
         if self.t.sizes[carry.out] != sizes or sorted(start.axes) != list(range(len(sizes))):
             raise NotAScanError("states have an axis that is spread")
-        numbers = [s for s in sizes if isinstance(s, int)]
-        if len(numbers) < len(sizes):
-            raise NotAScanError("a size of the state is a name")
+        numbers = map(self.t.jax_size, sizes)
         self.carry = start.cls
         self.indices = start.axes
         names = tuple(f"s{i}" for i in range(len(sizes)))
         number = None if is_zero(carry.start) else self.operand(start)
         coefficients = self._steps([out], None).coefficients()
         self._read_results(out)
+        every = ((TIME, loop.length), *zip(names, numbers, strict=True))
         return ScanSpec(
-            sizes=((TIME, loop.length), *zip(names, numbers, strict=True)),
+            sizes=every,
             time=TIME,
             state=names,
             operands=tuple(Operand(axes, str(body.avals[v].dtype)) for v, axes in self.operands),
@@ -300,6 +322,7 @@ class _ScanBuilder:
             start=number,
             reverse=loop.reverse,
             dtype=dtype,
+            named=tuple([a for a, n in every if not isinstance(n, int)]),
         )
 
     def _read_results(self, out: Ref) -> None:

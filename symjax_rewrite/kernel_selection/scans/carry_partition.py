@@ -8,7 +8,7 @@ smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -32,11 +32,16 @@ EARLY = -1  # the part of values that depend on no carry
 
 
 def split_loop(
-    loop: Loop, groups: list[Group], kernels: str, device: Device, why: str
+    loop: Loop,
+    groups: list[Group],
+    kernels: str,
+    device: Device,
+    why: str,
+    assume: Sequence[str] = (),
 ) -> tuple[LoopParts | None, str]:
     """Partition a loop of several carries, of which some run as kernels.
 
-    loop, groups, kernels: as for `route_loop`. why: the reason the whole loop is no kernel.
+    loop, groups, kernels, assume: as for `route_loop`. why: the reason the whole loop is no kernel.
     """
     affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
     if kernels == "off" or len(groups) < 2 or not affine:
@@ -51,7 +56,7 @@ def split_loop(
         refused, reasons = set(), []
         for n, part in enumerate(route.parts):
             if part.carries in scans:
-                part.kernel, reason = _scan(route, n, kernels, device)
+                part.kernel, reason = _scan(route, n, kernels, device, assume)
                 if part.kernel is None:
                     refused.add(part.carries)
                 else:
@@ -65,14 +70,16 @@ def split_loop(
     return None, why
 
 
-def _scan(route: LoopParts, n: int, kernels: str, device: Device) -> tuple[ScanKernel | None, str]:
+def _scan(
+    route: LoopParts, n: int, kernels: str, device: Device, assume: Sequence[str]
+) -> tuple[ScanKernel | None, str]:
     """Return a part as a kernel if its memory traffic is worth it, and the reason."""
     loop, part = route.loop, route.parts[n]
     if device.loops.steps_are_launches and len(route.parts) > 2:
         return None, "two loops cost more launches than one"
     avals = loop.body.avals
     written = {v for p in route.parts for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
-    moved = 2 * loop.length * sum(aval_bytes(avals[v]) for v in written)
+    moved = 2 * loop.steps * sum(aval_bytes(avals[v]) for v in written)
     level = loop.levels()
     early = [v for e in route.head for v in e.outvals]
     sources = {v: Source(v) for p in route.parts[:n] for v in p.ys}
@@ -85,7 +92,7 @@ def _scan(route: LoopParts, n: int, kernels: str, device: Device) -> tuple[ScanK
         sources=loop.sources | sources,
         ys=list(part.ys),
     )
-    return scan_of(inner, kernels, device, moved)
+    return scan_of(inner, kernels, device, assume, moved)
 
 
 class _Splitter:
@@ -124,7 +131,7 @@ class _Splitter:
             for v in crossing:
                 wanted[part[v]].add(v)
         written = {*made_early, *[v for p in pieces for v in p.ys]} - tops
-        all_bytes = loop.length * sum(aval_bytes(avals[v]) for v in written)
+        all_bytes = loop.steps * sum(aval_bytes(avals[v]) for v in written)
         if all_bytes > self.growth * loop.outside_bytes:
             return None
         rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]

@@ -258,6 +258,8 @@ def matrix_route(loop: Loop, groups: list[Group], growth: float) -> LoopParts:
         NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the others.
     """
     body = loop.body
+    if not isinstance(loop.length, int):
+        raise NotAMatrixError("its number of steps is a name")
     if any(e.eqn.effects for e in body.equations):
         raise NotAMatrixError("it has effects")
     candidates = [g.carries[0] for g in groups if _may_be_matrix(loop, g)]

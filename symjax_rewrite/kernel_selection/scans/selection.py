@@ -22,5 +22,7 @@ def loop_kernel(
     if gradient:
         return route_differentiated(loop, kernels, device)
     groups = groups_of(loop)
-    route, why = route_loop(loop, groups, kernels, device)
-    return (route, why) if route is not None else split_loop(loop, groups, kernels, device, why)
+    route, why = route_loop(loop, groups, kernels, device, options.assume)
+    if route is not None:
+        return route, why
+    return split_loop(loop, groups, kernels, device, why, options.assume)

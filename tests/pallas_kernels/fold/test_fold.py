@@ -48,6 +48,19 @@ def test_xla_backend_agrees_with_the_reference(case, cut):
     check(case, lambda spec, *xs: fold_xla(spec, *xs, blocks=CUTS[cut](spec)))
 
 
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_blocks_of_any_size_agree_with_the_reference(case):
+    def run(spec, *xs):
+        parts = tuple((a, min(2, spec.size[a])) for a in spec.batch)
+        blocks = Blocks(min(7, spec.rows), min(11, spec.cols), spec.batch, parts)
+        if spec.tile.whole is not None:
+            blocks = replace(blocks, cols=spec.cols, rows=spec.rows)
+        named = (*spec.batch, spec.row, spec.col)
+        return fold_xla(replace(spec, named=named), *xs, blocks=blocks)
+
+    check(case, run)
+
+
 @by_case
 @pytest.mark.parametrize("splits", [1, 3])
 def test_triton_interpreted(case, splits):

@@ -1,0 +1,183 @@
+"""One decision for all sizes: plans of programs whose sizes are named by the user.
+
+A function with `dims` is traced once with symbolic sizes and optimised once. A call with new shapes
+is traced by JAX as always. If the symbolic program with numbers in place of names equals that
+trace, equation for equation, the emitted program gets the same numbers and runs. Otherwise the
+trace is optimised by itself. So no condition is taken over from another shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax import export
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.api.decision_cache import DecisionCache, program_key
+from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.sizes import Assumptions
+from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.jax_sizes import NotInstantiableError, at_sizes
+from symjax_rewrite.options import logger
+
+ANNOTATIONS = "annotations"
+Shape = tuple[str, ...]  # a name or a number for each axis
+
+
+class Decider(Protocol):
+    """What a plan asks of the optimiser of a function."""
+
+    def decide(self, closed: ClosedJaxpr) -> Any: ...
+    def emitted(self, result: Any) -> ClosedJaxpr | None: ...
+
+
+def parse_dims(dims: Any, fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
+    """Return the names of the axes of every array argument; None where an argument has no names.
+
+    dims: text such as `"b T 64, 64 d"`, a sequence with a text for every array, or `"annotations"`
+    for jaxtyping's annotations.
+
+    Raises:
+        UsageError: an axis is neither a name nor a number, or an argument is not annotated.
+    """
+    if dims == ANNOTATIONS:
+        return _annotated(fun)
+    texts = dims.split(",") if isinstance(dims, str) else list(dims)
+    return tuple(None if text is None else _shape(text) for text in texts)
+
+
+def _shape(text: str) -> Shape:
+    words = tuple(text.split())
+    for word in words:
+        if not (word.isidentifier() or word.isdigit()):
+            expected = "names and numbers, such as 'b T 64'"
+            raise UsageError("not the sizes of an array", expected=expected, got=repr(text))
+    return words
+
+
+def _annotated(fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
+    try:
+        hints = typing.get_type_hints(fun, include_extras=True)
+    except NameError as error:
+        raise UsageError("annotations that cannot be read", got=str(error)) from error
+    texts = [
+        getattr(hints.get(name), "dim_str", None) for name in inspect.signature(fun).parameters
+    ]
+    if not any(texts):
+        expected = 'such as x: Float[Array, "b T d"]'
+        raise UsageError("no argument has named sizes", expected=expected, got=fun.__name__)
+    return tuple(None if text is None else _shape(text) for text in texts)
+
+
+def sizes_of(
+    shapes: Sequence[Shape | None], actual: Sequence[tuple[Any, ...]]
+) -> dict[str, int] | None:
+    """Return the number of every name at arrays of some shapes, or None if it does not fit them."""
+    found: dict[str, int] = {}
+    if len(shapes) != len(actual):
+        return None
+    for shape, mine in zip(shapes, actual, strict=True):
+        if shape is None:
+            continue
+        if len(shape) != len(mine) or not all(isinstance(n, int) and n > 0 for n in mine):
+            return None
+        for word, size in zip(shape, mine, strict=True):
+            known = int(word) if word.isdigit() else found.setdefault(word, size)
+            if known != size:
+                return None
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class SizePlan:
+    """A program of symbolic sizes with what is emitted for it.
+
+    closed: as traced. emitted: None if other sizes might ask for another decision.
+    """
+
+    closed: ClosedJaxpr
+    emitted: ClosedJaxpr | None
+
+
+class SizePlans:
+    """The plans of one function, by the dtypes and constants of its arguments."""
+
+    def __init__(self, shapes: tuple[Shape | None, ...], worker: Decider, assume: Sequence[str]):
+        self.shapes, self.worker, self.assume = shapes, worker, Assumptions(assume)
+        self._plans = DecisionCache()
+
+    def at(
+        self, flat: Callable[..., Any], values: Sequence[Any], closed: ClosedJaxpr, key: Hashable
+    ) -> ClosedJaxpr | None:
+        """Return the program to run in place of a traced one, or None if no plan covers it.
+
+        flat: the function of arrays that was traced. values: the arrays. key: of what `flat` holds
+        besides them.
+        """
+        sizes = sizes_of(self.shapes, [jax.typeof(v).shape for v in values])
+        if not sizes or not self.assume.holds(sizes):
+            return None
+        plan = self._plan(flat, values, key)
+        if plan is None or plan.emitted is None:
+            return None
+        try:
+            mine, theirs = at_sizes(plan.closed, sizes), at_sizes(closed, {})
+            wanted = program_key(theirs)
+            if wanted is None or program_key(mine) != wanted:
+                return None
+            return at_sizes(plan.emitted, sizes)
+        except NotInstantiableError as error:
+            logger.debug("no plan for other sizes: %s", error)
+            return None
+
+    def _plan(
+        self, flat: Callable[..., Any], values: Sequence[Any], key: Hashable
+    ) -> SizePlan | None:
+        avals = tuple(jax.typeof(v) for v in values)
+        key = (key, tuple([(a.dtype, a.weak_type) for a in avals]), jax_internals.trace_settings())
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._made(flat, self.specs(avals))
+            self._plans.put(key, plan)
+        return plan or None
+
+    def named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return arguments with specs of symbolic sizes for its arrays, if the names fit them."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        places = [k for k, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+        avals = [jax_internals.array_aval(leaves[k].shape, leaves[k].dtype) for k in places]
+        if sizes_of(self.shapes, [a.shape for a in avals]) is None:
+            return args, kwargs
+        for k, spec in zip(places, self.specs(avals), strict=True):
+            leaves[k] = spec
+        return jax.tree.unflatten(tree, leaves)
+
+    def specs(self, avals: Sequence[Any]) -> list[Any]:
+        """Return arrays as specs with symbolic sizes."""
+        scope = export.SymbolicScope()
+        return [
+            a
+            if shape is None
+            else jax.ShapeDtypeStruct(
+                export.symbolic_shape(",".join(shape), scope=scope), a.dtype, weak_type=a.weak_type
+            )
+            for a, shape in zip(avals, self.shapes, strict=True)
+        ]
+
+    def _made(self, flat: Callable[..., Any], specs: Sequence[Any]) -> SizePlan | bool:
+        """Return the plan of a function, or False if it cannot be traced with symbolic sizes."""
+        try:
+            closed = jax_internals.make_jaxpr(flat, *specs)[0]
+        except Exception as error:  # the user's function may need numbers for its sizes
+            logger.debug("not traced with symbolic sizes: %s", error)
+            return False
+        if program_key(closed) is None:
+            return False
+        result = self.worker.decide(closed)
+        usable = result.taken and result.settled
+        return SizePlan(closed, self.worker.emitted(result) if usable else None)

@@ -1,0 +1,164 @@
+"""One plan for all sizes: made once, compared with every trace, and used at other shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jaxtyping import Array, Float
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.api.decision_cache import program_key
+from symjax_rewrite.errors import UsageError
+from symjax_rewrite.jax_sizes import at_sizes
+from symjax_rewrite.optimizer import Optimiser
+
+F32 = jnp.float32
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Count the optimisations, on one device."""
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+    found, run = [], Optimiser.run
+
+    def counted(self, closed, *args):
+        found.append(closed)
+        return run(self, closed, *args)
+
+    monkeypatch.setattr(Optimiser, "run", counted)
+    return found
+
+
+def attention(q, k, v):
+    s = jnp.einsum("btd,bsd->bts", q, k)
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -jnp.inf)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s, -1), v)
+
+
+def rows(b, t, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.standard_normal((b, t, 8)), F32) for _ in range(3)]
+
+
+def test_a_second_shape_is_not_optimised_again(runs):
+    f = sym_optimize(attention, dims="b T 8, b T 8, b T 8", on_unsupported="error")
+    for b, t in ((2, 6), (3, 11), (1, 1), (2, 1300)):
+        args = rows(b, t)
+        np.testing.assert_allclose(f(*args), attention(*args), rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+    assert "while" in str(f.trace(*rows(16, 1300)).jaxpr)
+
+
+def test_explain_shows_the_plan_for_all_sizes(runs):
+    f = sym_optimize(attention, dims="b T 8, b T 8, b T 8")
+    report = f.explain(*rows(2, 6))
+    assert [r.name for r in report.routes if r.taken] == ["fold"]
+    assert "T^2*b" in next(r.reason for r in report.routes if r.taken)
+    assert len(runs) == 1
+
+
+def annotated(
+    q: Float[Array, "b T 8"], k: Float[Array, "b T 8"], v: Float[Array, "b T 8"]
+) -> Float[Array, "b T 8"]:
+    return attention(q, k, v)
+
+
+def test_names_of_annotations(runs):
+    f = sym_optimize(annotated, dims="annotations")
+    for t in (4, 7):
+        args = rows(2, t)
+        np.testing.assert_allclose(f(*args), attention(*args), rtol=1e-4, atol=1e-5)
+    assert len(runs) == 1
+
+
+def by_length(x):
+    return (x @ x.T) @ x if x.shape[0] == 4 else jnp.tanh(x @ x.T).sum(1)
+
+
+def test_another_program_at_one_size_is_optimised_by_itself(runs):
+    f = sym_optimize(by_length, dims="n 8")
+    for n in (3, 4, 5):
+        x = jnp.ones((n, 8))
+        np.testing.assert_allclose(f(x), by_length(x), rtol=1e-5)
+
+
+def lora(x, w, a, b):
+    return x @ (w + a @ b)
+
+
+def test_an_undecided_plan_is_decided_at_each_shape(runs):
+    f = sym_optimize(lora, dims="T d, d d, d r, r d")
+    args = [jax.ShapeDtypeStruct(s, F32) for s in ((8, 2048), (2048, 2048), (2048, 4), (4, 2048))]
+    text = str(f.trace(*args).jaxpr)
+    assert "f32[8,4]" in text  # x @ a comes first
+    args[0] = jax.ShapeDtypeStruct((8192, 2048), F32)
+    assert "f32[8192,4]" not in str(f.trace(*args).jaxpr)
+
+
+def test_facts_that_do_not_hold_leave_the_plan_out(runs):
+    f = sym_optimize(lora, dims="T d, d d, d r, r d", assume=("8*T <= d", "8*r <= d"))
+    shapes = ((8, 2048), (2048, 2048), (2048, 4), (4, 2048))
+    args = [jax.ShapeDtypeStruct(s, F32) for s in shapes]
+    f.trace(*args)
+    f.trace(jax.ShapeDtypeStruct((16, 2048), F32), *args[1:])
+    assert len(runs) == 1
+    f.trace(jax.ShapeDtypeStruct((8192, 2048), F32), *args[1:])
+    assert len(runs) == 2
+
+
+def test_gradients_of_a_planned_function(runs):
+    f = sym_optimize(attention, dims="b T 8, b T 8, b T 8")
+    args = rows(2, 6)
+    f(*rows(1, 5))
+    got = jax.grad(lambda *xs: jnp.sum(f(*xs) ** 2))(*args)
+    wanted = jax.grad(lambda *xs: jnp.sum(attention(*xs) ** 2))(*args)
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", ["b T-1 8", "b ...", "annotations"])
+def test_names_that_are_none(dims):
+    with pytest.raises(UsageError):
+        sym_optimize(attention, dims=dims)
+
+
+@pytest.mark.parametrize("dims", ["b T", "b T 9, b T 8, b T 8", "b T 8, b b 8, b T 8"])
+def test_names_that_do_not_fit_change_nothing(dims, runs):
+    args = rows(2, 6)
+    got = sym_optimize(attention, dims=dims)(*args)
+    np.testing.assert_allclose(got, attention(*args), rtol=1e-4, atol=1e-5)
+
+
+def looped(x, w):
+    def step(h, row):
+        h = jnp.tanh(h @ w) + row / x.shape[0]
+        return h, h.sum()
+
+    return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)
+
+
+PROGRAMS = {
+    "attention": (attention, "b T 8, b T 8, b T 8"),
+    "a loop": (looped, "T 8, 8 8"),
+    "branches": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), "n 8"),
+    "concatenation": (lambda x: jnp.concatenate([x, x]).reshape(-1, 2, 4), "n 8"),
+    "a mean": (lambda x: jax.nn.gelu(x - x.mean(0)), "n 8"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_for_names_give_the_program_of_these_numbers(name):
+    fun, shapes = PROGRAMS[name]
+    scope = export.SymbolicScope()
+    named = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(",".join(s.split()), scope=scope), F32)
+        for s in shapes.split(",")
+    ]
+    sizes = {"b": 2, "T": 6, "n": 5}
+    known = [jax.ShapeDtypeStruct(tuple(sizes.get(str(d), d) for d in a.shape), F32) for a in named]
+    made = at_sizes(jax.make_jaxpr(fun)(*named), sizes)
+    assert program_key(made) == program_key(at_sizes(jax.make_jaxpr(fun)(*known), {}))
+    args = [np.random.default_rng(0).standard_normal(a.shape).astype(np.float32) for a in known]
+    got = jax_internals.eval_jaxpr(made, *args)
+    for x, y in zip(got, jax.tree.leaves(fun(*args)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
