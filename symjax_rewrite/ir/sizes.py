@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -311,29 +310,6 @@ def _parse(text: str, fact: str) -> Poly:
                 value = value * (Poly.var(factor) if factor[0].isalpha() else float(factor))
         total = total + value
     return total
-
-
-def inequality(p: Poly) -> str:
-    """Return `p >= 0` as a fact that `Assumptions` reads, without factors that are positive.
-
-    Example:
-        >>> T, d, r = map(Poly.var, "Tdr")
-        >>> inequality(2 * d * d * r - 4 * T * d * r)
-        'd >= 2*T'
-    """
-    powers = [Counter(dict(m)) for m, _ in p.terms]
-    shared = functools.reduce(lambda a, b: a & b, powers)
-    least = (
-        math.gcd(*[round(c) for _, c in p.terms]) if all(c == round(c) for _, c in p.terms) else 1
-    )
-    sides: tuple[list[str], list[str]] = [], []
-    for own, (_, c) in zip(powers, p.terms, strict=True):
-        names = sorted((own - shared).elements())
-        size = abs(c) / max(least, 1)
-        text = f"{size:.0f}" if size == round(size) else f"{size}"
-        number = [text] if size != 1 or not names else []
-        sides[c < 0].append("*".join([*number, *names]))
-    return " >= ".join(" + ".join(side) or "0" for side in sides)
 
 
 def to_sympy(dim: Dim | float) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -12,7 +12,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
 from symjax_rewrite.ir.dataflow import Needed
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, inequality, value
+from symjax_rewrite.ir.sizes import Assumptions, Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.options import Options, log
@@ -167,7 +167,6 @@ class Solver:
         original = original_choice(g)
         before = model.symbolic(g, original, roots)
         crossovers: list[tuple[Cost, Cost]] = []
-        deciding: tuple[str, ...] = ()
         for candidate in found:
             if not candidate.taken:
                 continue
@@ -178,27 +177,11 @@ class Solver:
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))
                 return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
-            deciding = deciding or self._facts_for(undecided)
             if (before, after) not in crossovers:
                 crossovers.append((before, after))
         same = replace(before, seconds=found[0].before.seconds)
         reason = "neither form is cheaper for all sizes"
-        if deciding:
-            reason += f": assume={deciding} decides"
         return Extraction(same, same, original, False, reason), crossovers
-
-    def _facts_for(self, undecided: Sequence[Any]) -> tuple[str, ...]:
-        """Return facts that prove gains to be positive; empty if no fact was found that does."""
-        if not all(isinstance(p, Poly) and any(c > 0 for _, c in p.terms) for p in undecided):
-            return ()
-
-        def decide(facts: Sequence[str]) -> bool:
-            known = Assumptions((*self.assumptions.facts, *facts))
-            return all(map(known.nonnegative, undecided))
-
-        facts = tuple(dict.fromkeys(map(inequality, undecided)))
-        needed = next((f for f in facts if decide((f,))), None)  # the others follow from it
-        return (needed,) if needed else facts if decide(facts) else ()
 
 
 def _at(sample: dict[str, int]) -> Callable[[Dim], int]:
