@@ -9,6 +9,7 @@ machine does falls on both. A script finds this file through the folder above it
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -198,6 +199,15 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def parser(doc: str, rounds: int = 9) -> argparse.ArgumentParser:
+    """Return the options that scripts share; files are written only under `--write`."""
+    options = argparse.ArgumentParser(description=doc.splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="small sizes, a smoke test")
+    options.add_argument("--write", action="store_true", help="write table, figure and results")
+    options.add_argument("--rounds", type=int, default=rounds)
+    return options
+
+
 def specs_of(tree: Any) -> Any:
     """The shapes and dtypes of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -277,12 +287,21 @@ def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log:
     _finish(figure, axes, path, title, "log" if log else "linear", None)
 
 
-def lines(path: Path, title: str, values: Mapping[str, Mapping[float, float]], labels, log=True):
-    """One line per series, `values[series][x] = y`; `labels` names both axes."""
+def lines(
+    path: Path,
+    title: str,
+    values: Mapping[str, Mapping[float, float]],
+    labels,
+    log=True,
+    level: float | None = None,
+):
+    """One line per series, `values[series][x] = y`; `labels` names both axes; `level` is a y."""
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name, series in values.items():
         axes.plot(list(series), list(series.values()), "o-", label=name)
+    if level is not None:
+        axes.axhline(level, color="black", lw=0.8)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     scale = "log" if log else "linear"
