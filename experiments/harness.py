@@ -274,7 +274,7 @@ def write_table(readme: Path, *parts: str) -> None:
 
 def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log: bool = True):
     """Grouped horizontal bars, `values[series][label]`, as a PNG."""
-    plt = _pyplot()
+    plt = pyplot()
     labels = list(dict.fromkeys(label for series in values.values() for label in series))
     height = 0.8 / len(values)
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(labels) * len(values)))
@@ -296,7 +296,7 @@ def lines(
     level: float | None = None,
 ):
     """One line per series, `values[series][x] = y`; `labels` names both axes; `level` is a y."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name, series in values.items():
         axes.plot(list(series), list(series.values()), "o-", label=name)
@@ -308,7 +308,8 @@ def lines(
     _finish(figure, axes, path, title, scale, scale)
 
 
-def _pyplot():
+def pyplot():
+    """Return matplotlib for files, not windows."""
     import matplotlib
 
     matplotlib.use("Agg")

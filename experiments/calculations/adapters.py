@@ -1,4 +1,4 @@
-"""Low-rank adapters: what one costs beside its weight, what merging costs, and from which T it pays."""
+"""Low-rank adapters: what one costs beside its weight, and from which T merging pays."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def flip(device: str) -> int:
     low, high = 1, 4 * WIDTH
     while high - low > 1:
         middle = (low + high) // 2
-        report = sym_optimize(merged, device=device).explain(*specs(middle, WIDTH, RANK))
+        given = specs(middle, WIDTH, RANK, dtype_on(device))
+        report = sym_optimize(merged, device=device).explain(*given)
         low, high = (middle, high) if report.rules else (low, middle)
     return high
 
@@ -109,16 +110,24 @@ def break_even(tokens: tuple[int, ...], width: int, rounds: int) -> dict[str, di
         for device in PREDICTED:
             m, f = (price(form, t, width, device).seconds for form in (merged, factored))
             out.setdefault(f"predicted, {device}", {})[t] = m / f
-        arguments = arrays(t, width)
-        programs = {form.__name__: jax.jit(form) for form in (merged, factored)}
-        calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
-        out["measured, CPU"][t] = harness.interleave(calls, rounds).ratio("merged", "factored")
+        out["measured, CPU"][t] = timed(t, width, rounds)
     return out
 
 
+def timed(tokens: int, width: int, rounds: int) -> harness.Ratio:
+    arguments = arrays(tokens, width)
+    programs = {form.__name__: jax.jit(form) for form in (merged, factored)}
+    calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
+    return harness.interleave(calls, rounds).ratio("merged", "factored")
+
+
 def price(form: Any, tokens: int, width: int, device: str) -> Any:
-    dtype = jnp.float32 if device == "cpu" else jnp.bfloat16
-    return sym_optimize(form, device=device).explain(*specs(tokens, width, RANK, dtype)).before
+    given = specs(tokens, width, RANK, dtype_on(device))
+    return sym_optimize(form, device=device).explain(*given).before
+
+
+def dtype_on(device: str) -> Any:
+    return jnp.float32 if device == "cpu" else jnp.bfloat16
 
 
 def _parts(results: dict[str, Any]) -> list[str]:
@@ -138,7 +147,7 @@ def _parts(results: dict[str, Any]) -> list[str]:
         ["tokens from which merging needs fewer FLOPs", "T = d/2 = 2,048",
          "; ".join(c.split("; ")[-1] for c in found["crossovers"]),
          "below: time over T"],
-        ["T from which `sym_optimize` keeps the merge", "–",
+        ["T from which `sym_optimize` keeps the merge: less than 1.25× predicted", "–",
          ", ".join(f"{name}: {t:,} (predicted)" for name, t in flips.items()), "–"],
     ]  # fmt: skip
     header = ["merged / factored", *(f"T = {t}" for t in over["measured, CPU"])]

@@ -1,10 +1,10 @@
 """The published calculations: derived by the library's cost model, and measured on this machine.
 
-Which figures does `explain` derive with symbols for sizes, what are they at the published sizes, and
-how much of the ratio of FLOPs does a clock see?
+Which figures does `explain` derive with symbols for sizes, what are they at the published sizes,
+and how much of the ratio of FLOPs does a clock see?
 
 python experiments/calculations/run.py            # prints the tables
-python experiments/calculations/run.py --write    # and writes README.md, results.json, results.png
+python experiments/calculations/run.py --write    # and writes the files beside it
 python experiments/calculations/run.py --quick    # small sizes: a smoke test
 """
 
@@ -131,8 +131,8 @@ def tables(results: dict[str, dict]) -> list[str]:
         for name, result in results.items()
     ]
     return [
-        "**Derived** by `explain` with symbols for sizes (bfloat16 for the bytes); published: FLOPs "
-        "of the sources, rounded",
+        "**Derived** by `explain` with symbols for sizes (bfloat16 for the bytes); published: the "
+        "sources' FLOPs, rounded",
         harness.markdown_table(header, derived),
         "**Measured** on this CPU in float32, in turn with plain `jax.jit`; GPU: not measured",
         harness.markdown_table(header_2, measured),

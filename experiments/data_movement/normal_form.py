@@ -125,7 +125,9 @@ def _applied(equation: Any, values: list[Part]) -> Part:
     if name in UNCHANGED:
         return values[0]
     if all(isinstance(v, float) for v in values):
-        return float(np.asarray(equation.primitive.bind(*map(jnp.float32, values), **equation.params)))
+        return float(
+            np.asarray(equation.primitive.bind(*map(jnp.float32, values), **equation.params))
+        )
     texts = [v if isinstance(v, str) else f"{v:g}" for v in values]
     if name == "mul" and "-1" in texts:
         return f"(−{texts[1 - texts.index('-1')]})"
@@ -156,18 +158,21 @@ def movement(closed: Any) -> Movement:
     jaxpr = closed.jaxpr
     ends = sum(_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
     shapes = {v.aval.shape for v in (*jaxpr.invars, *jaxpr.outvars)}
-    inside = [(e, trips) for e, trips in _equations(jaxpr, 1)]
-    made = [v.aval for e, _ in inside for v in e.outvars if not _has_body(e)]
-    sliced = sum(_bytes(_moved(e)) * trips for e, trips in inside if _moved(e) is not None)
+    inside = list(_equations(jaxpr, 1, frozenset()))
+    made = [v.aval for e, _, _ in inside for v in e.outvars if not _has_body(e)]
+    sliced = sum(trips * sum(map(_bytes, _moved(e, whole))) for e, trips, whole in inside)
     return Movement(ends, sliced, max(_bytes(a) for a in made if a.shape not in shapes))
 
 
-def _moved(equation: Any) -> Any:
+def _moved(equation: Any, whole: frozenset) -> list[Any]:
+    """Return what an equation in a loop reads or writes of arrays made outside."""
     if equation.primitive.name == "dynamic_slice":
-        return equation.outvars[0].aval
+        return [equation.outvars[0].aval]
     if equation.primitive.name == "dynamic_update_slice":
-        return equation.invars[1].aval
-    return None
+        return [equation.invars[1].aval]
+    if _has_body(equation):
+        return []
+    return [v.aval for v in equation.invars if not isinstance(v, core.Literal) and v in whole]
 
 
 def _has_body(equation: Any) -> bool:
@@ -181,12 +186,15 @@ def _bodies(equation: Any) -> Iterator[Any]:
             yield inner
 
 
-def _equations(jaxpr: core.Jaxpr, trips: int) -> Iterator[tuple[Any, int]]:
+def _equations(jaxpr: Any, trips: int, whole: frozenset) -> Iterator[tuple[Any, int, frozenset]]:
+    """Yield every equation, how often it runs, and the constants of the loop around it."""
     for equation in jaxpr.eqns:
-        yield equation, trips
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        yield equation, trips, whole
+        loops = equation.primitive.name == "scan"
+        times = equation.params["length"] if loops else 1
         for body in _bodies(equation):
-            yield from _equations(body, trips * times)
+            constants = body.invars[: equation.params["num_consts"]] if loops else ()
+            yield from _equations(body, trips * times, frozenset(constants))
 
 
 def _bytes(aval: Any) -> int:
