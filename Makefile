@@ -55,10 +55,11 @@ lint: $(VENV)/.dev
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
-	@set -e; for script in experiments/*/run.py; do \
+	@set -e; for script in experiments/*/run.py experiments/deferred_norm/deferral.py; do \
 	  more=; case $$script in */linear_algebra/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
-	  */minilm/*) more=--write;; esac; \
+	  */minilm/*) more=--write;; \
+	  *) if grep -q -e --write "$$script"; then more=--write; fi;; esac; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
 
 format: $(VENV)/.dev

@@ -29,8 +29,6 @@ from typing import Any
 import jax
 import numpy as np
 
-TABLE_OPEN, TABLE_CLOSE = "<!-- table -->", "<!-- /table -->"
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:
@@ -260,16 +258,17 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
 
 
-def write_table(readme: Path, *parts: str) -> None:
-    """Replace what stands between the table markers of a README, machine line included."""
+def write_table(readme: Path, *parts: str, name: str = "table") -> None:
+    """Replace what stands between the markers of a table in a README, machine line included."""
     text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(TABLE_OPEN, 1)
-    after = rest.split(TABLE_CLOSE, 1)[1]
+    opens, closes = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = text.split(opens, 1)
+    after = rest.split(closes, 1)[1]
     where = machine()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     note = f"{where['date']}, {where['cores']} cores of {where['cpu']}, {versions}."
     body = "\n\n".join((*parts, note))
-    readme.write_text(f"{before}{TABLE_OPEN}\n{body}\n{TABLE_CLOSE}{after}", encoding="utf-8")
+    readme.write_text(f"{before}{opens}\n{body}\n{closes}{after}", encoding="utf-8")
 
 
 def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log: bool = True):

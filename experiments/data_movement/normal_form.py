@@ -145,7 +145,8 @@ class Movement:
     """Bytes of an emitted program, counted on its jaxpr.
 
     ends: arguments and results, each once. sliced: what loops read of arrays and write to them,
-    times their trips. largest: the largest array that is neither argument nor result.
+    times their trips. largest: the largest array that has not the shape of an argument or result
+    and is no view of another.
     """
 
     ends: int
@@ -159,7 +160,7 @@ def movement(closed: Any) -> Movement:
     ends = sum(_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars))
     shapes = {v.aval.shape for v in (*jaxpr.invars, *jaxpr.outvars)}
     inside = list(_equations(jaxpr, 1, frozenset()))
-    made = [v.aval for e, _, _ in inside for v in e.outvars if not _has_body(e)]
+    made = [v.aval for e, _, _ in inside for v in e.outvars if not _has_body(e) and not _view(e)]
     sliced = sum(trips * sum(map(_bytes, _moved(e, whole))) for e, trips, whole in inside)
     return Movement(ends, sliced, max(_bytes(a) for a in made if a.shape not in shapes))
 
@@ -173,6 +174,10 @@ def _moved(equation: Any, whole: frozenset) -> list[Any]:
     if _has_body(equation):
         return []
     return [v.aval for v in equation.invars if not isinstance(v, core.Literal) and v in whole]
+
+
+def _view(equation: Any) -> bool:
+    return equation.primitive.name in ("reshape", "squeeze", "expand_dims")
 
 
 def _has_body(equation: Any) -> bool:

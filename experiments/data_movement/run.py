@@ -193,8 +193,8 @@ def tell(results: dict[str, Any]) -> list[str]:
         ),
         "**Equality** at these sizes (rows, columns, d_k, d_v of 1 to 500; "
         f"{same['folds']} of {len(same['sizes'])} are folds, others have an axis of one), the "
-        f"largest relative difference: {same['double']:.0e} between both programs in float64. Against float64, "
-        f"{same['single, plain']:.0e} of the program as written in float32, and "
+        f"largest relative difference: {same['double']:.0e} between both programs in float64. "
+        f"Against float64, {same['single, plain']:.0e} of the program as written in float32, and "
         f"{same['single, ours']:.0e} of the emitted one.",
         f"**Bytes**, float32, d_k = {DK}, d_v = {DV}: of the program as written by the library's "
         "prices (fused as XLA does); of the emitted program counted on its jaxpr",
