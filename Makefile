@@ -55,7 +55,8 @@ lint: $(VENV)/.dev
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
-	@set -e; for script in experiments/*/run.py experiments/deferred_norm/deferral.py; do \
+	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
+	    experiments/*/published_shape.py experiments/*/scaling.py; do \
 	  more=; case $$script in */linear_algebra/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
 	  */minilm/*) more=--write;; \
