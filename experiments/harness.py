@@ -29,6 +29,9 @@ from typing import Any
 import jax
 import numpy as np
 
+CPU_SECONDS = time.process_time
+CPU_NOTE = "CPU seconds of the process, all threads together, which leave other processes out"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ratio:

@@ -84,8 +84,10 @@ def measured(width: int, rounds: int) -> dict[str, Any]:
     calls = {name: lambda f=f: f(x, w, a, b) for name, f in programs.items()}
     layer = [jnp.stack([each] * MATRICES).astype(jnp.bfloat16) for each in (w, a, b)]
     compiled = jax.jit(merge).lower(*layer).compile()
-    samples = harness.interleave(calls, rounds)
-    merging = harness.interleave({"merge": lambda: compiled(*layer)}, max(2, rounds // 3))
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
+    merging = harness.interleave(
+        {"merge": lambda: compiled(*layer)}, max(2, rounds // 3), clock=harness.CPU_SECONDS
+    )
     return {
         "share": samples.ratio("factored", "without"),
         "bytes per layer": compiled.memory_analysis().output_size_in_bytes,
@@ -118,7 +120,7 @@ def timed(tokens: int, width: int, rounds: int) -> harness.Ratio:
     arguments = arrays(tokens, width)
     programs = {form.__name__: jax.jit(form) for form in (merged, factored)}
     calls = {name: lambda f=f: f(*arguments) for name, f in programs.items()}
-    return harness.interleave(calls, rounds).ratio("merged", "factored")
+    return harness.interleave(calls, rounds, clock=harness.CPU_SECONDS).ratio("merged", "factored")
 
 
 def price(form: Any, tokens: int, width: int, device: str) -> Any:
@@ -153,7 +155,7 @@ def _parts(results: dict[str, Any]) -> list[str]:
     header = ["merged / factored", *(f"T = {t}" for t in over["measured, CPU"])]
     lines = [[name, *(_ratio(v) for v in series.values())] for name, series in over.items()]
     return [
-        f"**Adapters**, d = {WIDTH}, r = {RANK}",
+        f"**Adapters**, d = {WIDTH}, r = {RANK}; times are {harness.CPU_NOTE}",
         harness.markdown_table(["figure", "published", "derived", "measured, this CPU"], rows),
         "**Merged over factored**, over tokens T; above 1 the factored form is better. float32 on "
         "the CPU, bfloat16 on the H200, which is predicted",

@@ -77,7 +77,7 @@ def measure(claim: Claim, rounds: int, quick: bool) -> dict[str, Any]:
         "called": caller(optimised, arguments),
         "prepared": caller(prepared, rest),
     }
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     want = np.asarray(calls["plain"]())
     return {
         "seconds": {name: samples.median(name) for name in calls},
@@ -134,7 +134,8 @@ def tables(results: dict[str, dict]) -> list[str]:
         "**Derived** by `explain` with symbols for sizes (bfloat16 for the bytes); published: the "
         "sources' FLOPs, rounded",
         harness.markdown_table(header, derived),
-        "**Measured** on this CPU in float32, in turn with plain `jax.jit`; GPU: not measured",
+        "**Measured** on this CPU in float32, in turn with plain `jax.jit`, in "
+        f"{harness.CPU_NOTE}; GPU: not measured",
         harness.markdown_table(header_2, measured),
     ]
 

@@ -166,7 +166,7 @@ def clock(n: int, rounds: int) -> dict[str, Any]:
     programs = {"plain": jax.jit(attention), "ours": sym_optimize(attention, kernels="xla")}
     compiled = {name: f.lower(*arrays).compile() for name, f in programs.items()}
     calls = {name: lambda f=f: f(*arrays) for name, f in compiled.items()}
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     return {
         "seconds": {name: samples.median(name) for name in calls},
         "times as fast": samples.ratio("plain", "ours"),
@@ -200,7 +200,8 @@ def tell(results: dict[str, Any]) -> list[str]:
         "prices (fused as XLA does); of the emitted program counted on its jaxpr",
         movement_table(moved),
         slopes(moved),
-        "**Time**, this CPU, float32, in turn; and what the roofline of the profile predicts",
+        f"**Time**, this CPU, float32, in turn, in {harness.CPU_NOTE}; and what the roofline of "
+        "the profile predicts",
         clock_table(results),
         "**Projection**: as written / normal form. GPU: not measured, predicted",
         projection_table(results),

@@ -150,7 +150,7 @@ def measure(norm: Norm, batch: int, length: int, rounds: int) -> dict[str, Any]:
         "called": lambda: called(x, *weights),
         "prepared": lambda: prepared(x),
     }
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     ratios = {name: samples.ratio("written", name) for name in calls if name != "written"}
     return {"written_s": samples.median("written"), **ratios, "H200": predict(norm, batch, length)}
 
@@ -219,8 +219,8 @@ def tell(results: dict[str, Any]) -> list[str]:
         for given, found in result["errors"].items()
     ]
     return [
-        f"Times as fast as written. CPU: measured in turn, float32, width {WIDTH}; softmax over "
-        f"{KEYS} scores, then {VALUES} columns of values. H200: **predicted**, bfloat16; no GPU "
+        f"Times as fast as written. CPU: measured in turn, in {harness.CPU_NOTE}; float32, "
+        f"width {WIDTH}; softmax over {KEYS} scores, then {VALUES} columns of values. H200: **predicted**, bfloat16; no GPU "
         "was measured",
         harness.markdown_table(header, rows),
         "Largest error against float64, over the largest value, float32",

@@ -154,7 +154,7 @@ CASES = (
          frozen=True),
     Case("adapters", "256 tokens, rank 16", with_adapters, adapted_projections, 256, 1024, SPARSE,
          rank=16),
-    Case("adapters", "1024 tokens, rank 16", with_adapters, adapted_projections, 1024, 1024, SPARSE,
+    Case("adapters", "512 tokens, rank 16", with_adapters, adapted_projections, 512, 1024, SPARSE,
          rank=16),
     Case("experts", "256 tokens, 2 experts", with_experts, mixture_part, 256, 1024, SPARSE,
          experts=2),

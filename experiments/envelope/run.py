@@ -55,7 +55,7 @@ def measure(case: blocks.Case, rounds: int, quick: bool) -> dict[str, Any]:
     for name, fun in {"block": case.block, "part": case.part}.items():
         calls[name], calls[f"{name}, ours"] = both(fun, x, weights, case.frozen)
     want, got = (np.asarray(calls[name]()) for name in ("block", "block, ours"))
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     shares = samples.ratio("part", "block")
     s = samples.ratio("part", "part, ours")
     p = min(shares.median, 1.0)
@@ -120,8 +120,8 @@ def tell(results: dict[str, dict]) -> list[str]:
             ", ".join(dict.fromkeys(by)) or "frozen weights" * ("frozen" in name) or "as written",
         ])  # fmt: skip
     return [
-        "Measured on this CPU, float32, in turn: p is the part's time over the block's, s the "
-        "part's speedup, S the block's. GPU: not measured",
+        f"Measured on this CPU, float32, in turn, in {harness.CPU_NOTE}: p is the part's time "
+        "over the block's, s the part's speedup, S the block's. GPU: not measured",
         harness.markdown_table(header, rows),
     ]
 

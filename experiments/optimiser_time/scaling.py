@@ -66,6 +66,7 @@ FAMILIES = {"layers that repeat": (repeated, REPEATED), "that differ": (differin
 def main() -> None:
     options = harness.parser(__doc__, rounds=3).parse_args()
     rounds = 1 if options.quick else options.rounds
+    measure(*differing(2), 1)  # imports what the first run imports
     results: dict[str, list[dict[str, Any]]] = {}
     for family, (make, counts) in FAMILIES.items():
         for count in counts[:2] if options.quick else counts:

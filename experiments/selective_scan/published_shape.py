@@ -90,7 +90,7 @@ def measure(length: int, width: int, rounds: int) -> dict[str, Any]:
     calls[STEPPED] = lambda: stepwise(steps, A, weight)
     values = {name: np.asarray(call()) for name, call in calls.items()}
     scale = np.abs(values[STEPPED]).max()
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     ours = "`lax.scan`, rewritten"
     return {
         "seconds": {name: samples.median(name) for name in calls},
@@ -150,7 +150,8 @@ def tell(results: dict[int, dict], width: int) -> list[str]:
     ]
     return [
         f"d_model {width}, d_state {STATES}, batch 1, float32, then a linear layer of {width} × "
-        f"{width}; on this CPU, in turn: how many times as long as the rewritten `lax.scan`. "
+        f"{width}; on this CPU, in turn, in {harness.CPU_NOTE}: how many times as long as the "
+        "rewritten `lax.scan`. "
         "Published: over the step-by-step loop, on a GPU",
         harness.markdown_table(header, rows),
         growth(results),

@@ -78,7 +78,7 @@ def clock(spelling: Any, n: int, rounds: int) -> dict[str, Any]:
     }
     calls = {name: lambda f=f: f(*arrays) for name, f in compiled.items()}
     (want, want_at), (got, got_at) = (map(np.asarray, call()) for call in calls.values())
-    samples = harness.interleave(calls, rounds)
+    samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     return {
         "times as fast": samples.ratio("plain", "ours"),
         "seconds": {name: samples.median(name) for name in calls},
@@ -149,7 +149,8 @@ def tell(results: dict[str, Any], timed: int) -> list[str]:
         "from `lax.top_k` of the row, places included.",
         f"**The largest array**, as written / as emitted, {ROWS} rows, k = {K}, float32, CPU",
         harness.markdown_table(header, counted),
-        f"**Measured** at n = {timed} on this CPU, in turn; GPU: not measured",
+        f"**Measured** at n = {timed} on this CPU, in turn, in {harness.CPU_NOTE}; GPU: not "
+        "measured",
         harness.markdown_table(header_2, clocked),
     ]
 
