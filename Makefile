@@ -57,10 +57,10 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
 	    experiments/*/published_shape.py experiments/*/scaling.py; do \
-	  more=; case $$script in */linear_algebra/*) \
+	  more=; case $$script in */linear_algebra/*|*/peers/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
-	  */minilm/*) more=--write;; \
-	  *) if grep -q -e --write "$$script"; then more=--write; fi;; esac; \
+	  */minilm/*) more=--write;; esac; \
+	  if grep -q harness.parser $$script; then more="$$more --write"; fi; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
 
 format: $(VENV)/.dev

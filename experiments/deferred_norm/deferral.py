@@ -220,8 +220,8 @@ def tell(results: dict[str, Any]) -> list[str]:
     ]
     return [
         f"Times as fast as written. CPU: measured in turn, in {harness.CPU_NOTE}; float32, "
-        f"width {WIDTH}; softmax over {KEYS} scores, then {VALUES} columns of values. H200: **predicted**, bfloat16; no GPU "
-        "was measured",
+        f"width {WIDTH}; softmax over {KEYS} scores, then {VALUES} columns of values. H200: "
+        "**predicted**, bfloat16; no GPU was measured",
         harness.markdown_table(header, rows),
         "Largest error against float64, over the largest value, float32",
         harness.markdown_table(
