@@ -51,6 +51,7 @@ weights = load("minilm/weights")
         "gradients",
         "linear_algebra",
         "minilm",
+        "n_body",
         "optimiser_time",
         "optimiser_time/scaling",
         "orientation",

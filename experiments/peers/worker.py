@@ -1,8 +1,8 @@
 """One contestant in a process of its own: builds and times programs as `run.py` asks.
 
 python worker.py KIND, with KIND one of jit, ours, enzyme, torch. Reads one JSON request a line and
-answers with one: {"build": number, "shrink", "store"} or {"sample": seconds}. Imports the library of
-its kind only.
+answers with one: {"build": number, "shrink", "store"} or {"sample": seconds}. Imports the library
+of its kind only.
 """
 
 from __future__ import annotations
