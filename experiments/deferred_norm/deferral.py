@@ -152,7 +152,12 @@ def measure(norm: Norm, batch: int, length: int, rounds: int) -> dict[str, Any]:
     }
     samples = harness.interleave(calls, rounds, clock=harness.CPU_SECONDS)
     ratios = {name: samples.ratio("written", name) for name in calls if name != "written"}
-    return {"written_s": samples.median("written"), **ratios, "H200": predict(norm, batch, length)}
+    return {
+        "rows": batch * length,
+        "written_s": samples.median("written"),
+        **ratios,
+        "H200": predict(norm, batch, length),
+    }
 
 
 def predict(norm: Norm, batch: int, length: int) -> dict[str, Any]:
@@ -223,6 +228,7 @@ def tell(results: dict[str, Any]) -> list[str]:
         f"width {WIDTH}; softmax over {KEYS} scores, then {VALUES} columns of values. H200: "
         "**predicted**, bfloat16; no GPU was measured",
         harness.markdown_table(header, rows),
+        *(answer(name, result["cells"]) for name, result in results.items()),
         "Largest error against float64, over the largest value, float32",
         harness.markdown_table(
             ["", "input", "as written", "deferred by hand", "`sym_optimize`", "prepared"],
@@ -231,15 +237,34 @@ def tell(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def answer(name: str, cells: dict[str, dict]) -> str:
+    """Say how the gain moves with batch × length, between the fewest and the most rows."""
+    ordered = sorted(cells.values(), key=lambda row: row["rows"])
+    few, many = ordered[0], ordered[-1]
+    on_cpu = sorted(row["deferred"].median for row in ordered)
+    slower = sum(row["deferred"].high < 1 for row in ordered)
+    faster = sum(row["deferred"].low > 1 for row in ordered)
+    batches = [
+        f"{a['rows']} rows {a['H200']['called']:.2f}"
+        for a, b in itertools.zip_longest(ordered, ordered[1:])
+        if b is None or a["rows"] != b["rows"]
+    ]
+    return (
+        f"**{name}.** By hand on this CPU: {on_cpu[0]:.2f} to {on_cpu[-1]:.2f} times as fast; all "
+        f"quartiles above 1 in {faster} of {len(ordered)} cells, below in {slower}. Predicted for "
+        f"an H200, by rows in all: {', '.join(batches)}; deferral alone, without a kernel, "
+        f"{few['H200']['deferred']:.2f} at {few['rows']} rows and {many['H200']['deferred']:.2f} "
+        f"at {many['rows']}."
+    )
+
+
 def plot(results: dict[str, Any]) -> None:
     series = {}
     for name, result in results.items():
         for where in ("CPU, measured", "H200, predicted"):
             series[f"{name}, {where}"] = {
-                np.prod([int(n) for n in cell.split(" × ")]): (
-                    row["deferred"].median if "CPU" in where else row["H200"]["called"]
-                )
-                for cell, row in result["cells"].items()
+                row["rows"]: (row["deferred"].median if "CPU" in where else row["H200"]["called"])
+                for row in result["cells"].values()
             }
     ordered = {name: dict(sorted(points.items())) for name, points in series.items()}
     title = "deferred: by hand on the CPU, as chosen for an H200"
