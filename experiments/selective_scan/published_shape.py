@@ -69,12 +69,15 @@ def main() -> None:
     for length in lengths:
         results[length] = measure(length, width, 1 if options.quick else options.rounds)
         print(length, results[length]["times as fast"], file=sys.stderr, flush=True)
-    parts = tell(results, width)
-    print("\n\n".join(parts))
-    if options.write:
-        harness.write_json(HERE / "published_shape.json", results)
-        harness.write_table(HERE / "README.md", *parts, name="published shape")
-        plot(results)
+        if options.write:  # a run that is interrupted leaves what it measured
+            save(results, width)
+    print("\n\n".join(tell(results, width)))
+
+
+def save(results: dict[int, dict], width: int) -> None:
+    harness.write_json(HERE / "published_shape.json", results)
+    harness.write_table(HERE / "README.md", *tell(results, width), name="published shape")
+    plot(results)
 
 
 def measure(length: int, width: int, rounds: int) -> dict[str, Any]:
