@@ -55,10 +55,12 @@ lint: $(VENV)/.dev
 	$(BIN)/nbstripout --verify notebooks/*.ipynb
 
 bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
-	@set -e; for script in experiments/*/run.py; do \
-	  more=; case $$script in */linear_algebra/*) \
+	@set -e; for script in experiments/*/run.py experiments/*/deferral.py \
+	    experiments/*/published_shape.py experiments/*/scaling.py; do \
+	  more=; case $$script in */linear_algebra/*|*/peers/*) \
 	    if [ -x .venv-peer/bin/python ]; then more="--enzyme-python .venv-peer/bin/python"; fi;; \
 	  */minilm/*) more=--write;; esac; \
+	  if grep -q harness.parser $$script; then more="$$more --write"; fi; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
 
 format: $(VENV)/.dev

@@ -9,6 +9,7 @@ machine does falls on both. A script finds this file through the folder above it
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -28,7 +29,8 @@ from typing import Any
 import jax
 import numpy as np
 
-TABLE_OPEN, TABLE_CLOSE = "<!-- table -->", "<!-- /table -->"
+CPU_SECONDS = time.process_time
+CPU_NOTE = "CPU seconds of the process, all threads together, which leave other processes out"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,6 +200,15 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def parser(doc: str, rounds: int = 9) -> argparse.ArgumentParser:
+    """Return the options that scripts share; files are written only under `--write`."""
+    options = argparse.ArgumentParser(description=doc.splitlines()[0])
+    options.add_argument("--quick", action="store_true", help="small sizes, a smoke test")
+    options.add_argument("--write", action="store_true", help="write table, figure and results")
+    options.add_argument("--rounds", type=int, default=rounds)
+    return options
+
+
 def specs_of(tree: Any) -> Any:
     """The shapes and dtypes of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -250,21 +261,22 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
 
 
-def write_table(readme: Path, *parts: str) -> None:
-    """Replace what stands between the table markers of a README, machine line included."""
+def write_table(readme: Path, *parts: str, name: str = "table") -> None:
+    """Replace what stands between the markers of a table in a README, machine line included."""
     text = readme.read_text(encoding="utf-8")
-    before, rest = text.split(TABLE_OPEN, 1)
-    after = rest.split(TABLE_CLOSE, 1)[1]
+    opens, closes = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, rest = text.split(opens, 1)
+    after = rest.split(closes, 1)[1]
     where = machine()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     note = f"{where['date']}, {where['cores']} cores of {where['cpu']}, {versions}."
     body = "\n\n".join((*parts, note))
-    readme.write_text(f"{before}{TABLE_OPEN}\n{body}\n{TABLE_CLOSE}{after}", encoding="utf-8")
+    readme.write_text(f"{before}{opens}\n{body}\n{closes}{after}", encoding="utf-8")
 
 
 def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log: bool = True):
     """Grouped horizontal bars, `values[series][label]`, as a PNG."""
-    plt = _pyplot()
+    plt = pyplot()
     labels = list(dict.fromkeys(label for series in values.values() for label in series))
     height = 0.8 / len(values)
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.2 * len(labels) * len(values)))
@@ -277,19 +289,29 @@ def bars(path: Path, title: str, values: Mapping[str, Mapping[str, float]], log:
     _finish(figure, axes, path, title, "log" if log else "linear", None)
 
 
-def lines(path: Path, title: str, values: Mapping[str, Mapping[float, float]], labels, log=True):
-    """One line per series, `values[series][x] = y`; `labels` names both axes."""
-    plt = _pyplot()
+def lines(
+    path: Path,
+    title: str,
+    values: Mapping[str, Mapping[float, float]],
+    labels,
+    log=True,
+    level: float | None = None,
+):
+    """One line per series, `values[series][x] = y`; `labels` names both axes; `level` is a y."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name, series in values.items():
         axes.plot(list(series), list(series.values()), "o-", label=name)
+    if level is not None:
+        axes.axhline(level, color="black", lw=0.8)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
     scale = "log" if log else "linear"
     _finish(figure, axes, path, title, scale, scale)
 
 
-def _pyplot():
+def pyplot():
+    """Return matplotlib for files, not windows."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -16,10 +16,12 @@ from symjax_rewrite.api.differentiation import closing_over_nothing
 from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import FrozenError
+from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.reports.builder import make_report
+from symjax_rewrite.reports.program_cost import program_traffic
 
 CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
 
@@ -133,8 +135,7 @@ class _Cases:
                 remedy=str(error).splitlines()[0],
             ) from error
         closed, values = closing_over_nothing(closed, [*known, *leaves])
-        result = self.optimiser.run(closed, frozenset(range(len(known))))
-        emitted = result.staged()
+        result, emitted = self._cheapest(closed, len(known))
         parts = _in_two(emitted, len(known))
         traced = any(isinstance(x, jax_internals.Tracer) for x in known)
         # Evaluate now, though the call itself may be part of a trace.
@@ -143,6 +144,26 @@ class _Cases:
         over = list(values[len(known) + len(leaves) :])
         run = parts.run_last
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
+
+    def _cheapest(self, closed: ClosedJaxpr, known: int) -> tuple[Result, ClosedJaxpr]:
+        """Return the decision whose remaining program is the cheaper one, and what it emits.
+
+        One decision prices the frozen part at zero: it merges an adapter. The other prices it like
+        the rest: it shares a product of what varies among several frozen weights, where the first
+        takes a merged weight for each.
+        """
+        decisions = []
+        for free in (frozenset(range(known)), frozenset()):
+            result = self.optimiser.run(closed, free)
+            decisions.append((result, result.staged()))
+        free_s, priced_s = (self._seconds(emitted, known, r) for r, emitted in decisions)
+        cheaper = free_s is not None and priced_s is not None and priced_s < free_s
+        return decisions[cheaper]
+
+    def _seconds(self, emitted: ClosedJaxpr, known: int, result: Result) -> float | None:
+        """Return the model's seconds of what remains; None where it has no price."""
+        remaining = flatten(_remaining(emitted, known))
+        return program_traffic(remaining, self.optimiser.device, result.sample).seconds
 
 
 def _closed_over(frozen: dict[str, Any], device: Device) -> bool:

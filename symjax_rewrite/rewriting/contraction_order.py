@@ -15,7 +15,7 @@ from itertools import islice
 from operator import or_
 from typing import NamedTuple
 
-MAX_SQUARED = 6  # factors of a product that may be searched for a square
+MAX_SQUARED = 8  # factors of a product that may be searched for a square
 ORDERS = 2  # the pairs for all orders of a region, in multiples of the pairs for one order
 Tree = int | tuple["Tree", "Tree"]
 CostOf = Callable[[int, int, int], float]  # (left indices, right indices, kept indices) to seconds

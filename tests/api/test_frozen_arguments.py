@@ -31,6 +31,21 @@ def test_gain_is_folded_into_the_weight():
     np.testing.assert_allclose(constant, g[:, None] * W, rtol=1e-6)
 
 
+def test_a_product_shared_by_experts_stays_although_weights_are_frozen():
+    """x W_in serves both experts; frozen products W_in Wᵢ would take a larger product for each."""
+
+    def mixture(x, gates, into, experts, out):
+        return sum(g[:, None] * (x @ into @ w @ out) for g, w in zip(gates, experts, strict=True))
+
+    x, into, out = normal(64, 1024), normal(1024, 256), normal(256, 1024)
+    gates, experts = list(normal(2, 64)), list(normal(2, 256, 256))
+    frozen = {"into": into, "experts": experts, "out": out}
+    f = sym_optimize(mixture, frozen=tuple(frozen))
+    prepared, called = f.prepare(**frozen), f.explain(x, gates, into, experts, out)
+    assert prepared.explain(x, gates).after.flops <= called.after.flops
+    assert_equivalent(prepared, lambda *args: mixture(*args, into, experts, out), x, gates)
+
+
 def test_constants_are_a_pytree_that_can_be_saved(tmp_path):
     prepared = sym_optimize(lora, frozen=("w", "a", "b")).prepare(w=W, a=A, b=B)
     constants = jax.tree.map(np.asarray, prepared.constants(X))

@@ -260,9 +260,8 @@ def test_the_fact_named_decides(name):
     fun, shapes = UNDECIDED[name]
     report = sym_optimize(fun).explain(*specs(shapes))
     assert not report.rules
-    (refusal,) = [r for r in report.routes if "decides" in r.reason]
-    facts = eval(refusal.reason.split("assume=")[1].split(" decides")[0])
-    decided = sym_optimize(fun, assume=facts).explain(*specs(shapes))
+    (advice,) = report.details.crossovers
+    decided = sym_optimize(fun, assume=advice.facts).explain(*specs(shapes))
     assert decided.rules
     assert not decided.crossovers
 
