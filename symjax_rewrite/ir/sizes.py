@@ -238,7 +238,7 @@ class Assumptions:
             for scale in (64, 1024, 16)
             for ratio in (1, 8, 64)
         ]
-        good = [env for env in out if self._holds(env)]
+        good = [env for env in out if self.allows(env)]
         return good or self._search(ordered) or out[:1]
 
     def _search(self, ordered: list[str]) -> list[dict[str, int]]:
@@ -246,9 +246,10 @@ class Assumptions:
         trials = itertools.product((2, 16, 128, 1024, 8192), repeat=len(ordered[:5]))
         rest = dict.fromkeys(ordered[5:], 64)
         envs = (dict(zip(ordered[:5], trial, strict=True)) | rest for trial in trials)
-        return [e for e in envs if self._holds(e)][:9]
+        return [e for e in envs if self.allows(e)][:9]
 
-    def _holds(self, env: Mapping[str, int]) -> bool:
+    def allows(self, env: Mapping[str, int]) -> bool:
+        """Return True if sizes meet the facts about the names that they give."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
@@ -27,7 +27,7 @@ from symjax_rewrite.proofs.forms import (
     plain_name,
     substituted,
 )
-from symjax_rewrite.proofs.numbers import ExactNumber, Numbers, prime_powers
+from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
 
 MOST_TERMS = 400
 MOST_POWER = 8
@@ -69,7 +69,7 @@ class Algebra:
     """Normal forms of one proof.
 
     builders: how a form of each kind is made again of its operands. laws: the applications so far.
-    where: the user's line on which the algebra works. most_laws: the budget.
+    where: the user's line on which the algebra works. most_laws: the budget. facts: about sizes.
     maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b).
     """
 
@@ -80,6 +80,7 @@ class Algebra:
     where: str = ""
     most_laws: int = 20_000
     maxima_as_cases: bool = False
+    facts: Assumptions = field(default_factory=Assumptions)
     _rebuilt: dict[tuple[int, tuple[Index, ...]], Poly] = field(default_factory=dict)
 
     def record(

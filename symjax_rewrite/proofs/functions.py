@@ -9,10 +9,9 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.proofs.arithmetic import Algebra
 from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Mono, Number, Poly
-from symjax_rewrite.proofs.numbers import prime_powers
+from symjax_rewrite.proofs.exact_numbers import prime_powers
 
 EXP_LAW = "exp(a + b) = exp(a)·exp(b), exp(c·a) = exp(a)^c"
 LOG_LAW = "log(a^p · b) = p·log(a) + log(b)   (a, b > 0), log(exp(a)) = a"
@@ -180,7 +179,7 @@ def _decided(a: Algebra, p: Poly) -> Poly | None:
     ends = value_range(a, p)
     if ends is None:
         return None
-    facts = Assumptions()
+    facts = a.facts
     if facts.nonnegative(ends[0] - 1):
         return ONE
     return ZERO if facts.nonnegative(-1 * ends[1]) else None

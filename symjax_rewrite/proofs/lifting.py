@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import Assumptions, from_jax
+from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
@@ -194,7 +194,7 @@ class Lifting:
         return self._interned(key, operands, a.is_real(source))
 
     def _inside(self, ends: tuple[Any, Any], name: int) -> bool:
-        facts, size = Assumptions(), self.a.table.sizes[name]
+        facts, size = self.a.facts, self.a.table.sizes[name]
         return facts.nonnegative(ends[0]) and facts.nonnegative(size - 1 - ends[1])
 
     def _linear_solve(self, node: Node, names: list[int], bound: list[int]) -> Poly:

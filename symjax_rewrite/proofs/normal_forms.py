@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from symjax_rewrite.ir.flat_program import Program, flatten
+from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
@@ -43,12 +44,16 @@ BUILDERS: Mapping[str, Builder] = {
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a function: its value over some index names, and when it is defined."""
+    """An output of a function.
+
+    names: of its indices. value: its normal form. conditions: where it is defined. laws: how many
+    laws were applied when it was read.
+    """
 
     names: tuple[int, ...]
     value: Poly
     conditions: Conditions
-    where: str = ""
+    laws: int = 0
 
 
 @dataclass(slots=True)
@@ -66,11 +71,28 @@ class NormalForms:
     pairs: list[tuple[Output, Output]]
 
 
-def normal_forms(closed: ClosedJaxpr, count: int, maxima_as_cases: bool = False) -> NormalForms:
-    """Return the normal forms of a program whose outputs are those of f, then those of g."""
+def normal_forms(
+    closed: ClosedJaxpr,
+    count: int,
+    facts: Assumptions,
+    most_laws: int = 20_000,
+    maxima_as_cases: bool = False,
+) -> NormalForms:
+    """Return the normal forms of a program whose first outputs are those of f, then those of g.
+
+    Args:
+        closed: the program. Its other outputs are not read; they relate the axes of f and g.
+        count: the number of outputs of f.
+        facts: about sizes.
+        most_laws: the budget, in applications of laws.
+        maxima_as_cases: True to write maxima of two values by a test.
+
+    Raises:
+        OutOfBudgetError: the normal forms are too large.
+    """
     program = flatten(closed)
     inputs = tuple(program.inputs)
-    a = Algebra(BUILDERS, maxima_as_cases=maxima_as_cases)
+    a = Algebra(BUILDERS, most_laws=most_laws, maxima_as_cases=maxima_as_cases, facts=facts)
     loops = open_loops(program)
     steps = {o.step: a.table.fresh(o.length) for o in loops.values()}
     t = build(program)
@@ -88,10 +110,11 @@ def _pair(lifting: Lifting, program: Program, k: int, count: int) -> tuple[Outpu
     out = []
     for v in values:
         if isinstance(v, Literal):
-            out.append(Output(names, a.number(v.val.item(), str(v.aval.dtype)), {}))
+            value = a.number(v.val.item(), str(v.aval.dtype))
+            out.append(Output(names, value, {}, len(a.laws)))
             continue
         view = t.view(v)
         with lifting.apart() as found:
             value = lifting.of(view, [plain(n) for n in names])
-        out.append(Output(names, value, undecided(a, found), t.where(view.cls)))
+        out.append(Output(names, value, undecided(a, found), len(a.laws)))
     return out[0], out[1]

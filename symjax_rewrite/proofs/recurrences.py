@@ -260,7 +260,8 @@ def _solve_one(a: Algebra, c: Carried, carries: Sequence[Carried], step: int) ->
     for law in (_as_maximum, _as_affine):
         made = law(a, c, me, solved, step)
         if made is not None:
-            c.solved = made
+            c.solved, text = made
+            _record(a, "loop", text, c, carries, step)
             return True
     return False
 
@@ -280,7 +281,7 @@ def _before(a: Algebra, solved: Sequence[Carried], step: int, at: Index) -> Leav
 
 def _as_maximum(
     a: Algebra, c: Carried, me: Poly, solved: Sequence[Carried], step: int
-) -> Poly | None:
+) -> tuple[Poly, str] | None:
     """Return the fold of c' = max(c, b), or of c' = min(c, b)."""
     for sign in (1, -1):
         branches = reductions.flattened(a, (), a.scale(sign, c.after))
@@ -294,9 +295,7 @@ def _as_maximum(
         for names, p in rest:
             p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
             out.append(((s, *names), a.add(p, _earlier(a, s, step))))
-        made = a.scale(sign, reductions.maximum(a, out))
-        _record(a, "fold_of_maximum", FOLD_MAX, c, step, made)
-        return made
+        return a.scale(sign, reductions.maximum(a, out)), FOLD_MAX
     return None
 
 
@@ -311,7 +310,7 @@ def _is_earlier(a: Algebra, s: int, step: int) -> Poly:
 
 def _as_affine(
     a: Algebra, c: Carried, me: Poly, solved: Sequence[Carried], step: int
-) -> Poly | None:
+) -> tuple[Poly, str] | None:
     """Return the fold of c' = a·c + b, after a change of variables if a reads carries."""
     mine = me[0][0][0][0]
     slope: list[tuple[Mono, Number]] = []
@@ -345,10 +344,9 @@ def _as_affine(
         start = a.mul(c.start, first)
     folded = _fold(a, factor, shift, start, c.names, step)
     here = replaced(a, gauge, leaves)
-    made = a.mul(folded, a.power(here, -1))
     law = FOLD if factor == ONE else AFFINE
-    _record(a, "fold", law if gauge == ONE else f"{law}; {GAUGE}", c, step, made)
-    return made
+    law = law if gauge == ONE else f"{law}; {GAUGE}"
+    return a.mul(folded, a.power(here, -1)), law
 
 
 def _next(a: Algebra, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
@@ -412,8 +410,10 @@ def affine_again(
     return a.of(made)
 
 
-def _record(a: Algebra, name: str, text: str, c: Carried, step: int, made: Poly) -> None:
-    me = a.of(Atom(c.form, tuple(plain(n) for n in c.names)))
-    before = Operation("loop", (((), me), ((), c.start), ((step,), c.after)), (c.form, step))
-    a.recorded(name, text, before, made)
-
+def _record(a: Algebra, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int) -> None:
+    """Record the induction step of a solution: one more step gives the solution one step later."""
+    assert c.solved is not None
+    leaves = _before(a, [x for x in carries if x.solved is not None], step, plain(step))
+    after = a.substitute(c.solved, {step: (1, ((step, 1),))})
+    before = Operation("same", (((), replaced(a, c.after, leaves)),))
+    a.recorded(name, f"{text}; induction step", before, after)

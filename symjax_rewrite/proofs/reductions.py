@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from symjax_rewrite.ir.sizes import Assumptions, Dim
+from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.proofs.arithmetic import Algebra, Operation
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -153,7 +153,7 @@ def _met_delta(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | Non
         rest = linear(-index[0] * stride, [(n, -s * stride) for n, s in index[1] if n != name])
         ends = a.table.index_range(rest)
         size = a.table.sizes[name]
-        inside = ends is not None and _is_within(ends, 0, size)
+        inside = ends is not None and _is_within(a, ends, 0, size)
         if inside:
             others = a.term(1, {x: e for x, e in factors.items() if x != atom})
             made = a.substitute(others, {name: rest})
@@ -162,9 +162,8 @@ def _met_delta(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | Non
     return None
 
 
-def _is_within(ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
-    facts = Assumptions()
-    return facts.nonnegative(ends[0] - low) and facts.nonnegative(stop - 1 - ends[1])
+def _is_within(a: Algebra, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
+    return a.facts.nonnegative(ends[0] - low) and a.facts.nonnegative(stop - 1 - ends[1])
 
 
 def _cut_range(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | None:
