@@ -17,6 +17,7 @@ if _TYPE_CHECKING:
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
+    from symjax_rewrite.proofs.proving import prove_equal as prove_equal
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
     from symjax_rewrite.rewriting.rule import axiom as axiom
     from symjax_rewrite.rewriting.rule import lemma as lemma
@@ -29,13 +30,14 @@ _HOMES = {
     "api.report": ("Report",),
     "api.sym_optimize": ("bisect", "keep", "sym_optimize"),
     "options": ("Budget", "Options", "disabled"),
+    "proofs.proving": ("prove_equal",),
     "rewriting.rule": ("RulePack", "axiom", "lemma"),
 }
 _MODULES = {"errors": "errors", "packs": "rules.packs", "testing": "testing"}
 
 __all__ = [
     "Budget", "Options", "Report", "RulePack", "__version__", "axiom", "bisect", "disabled",
-    "errors", "keep", "lemma", "packs", "sym_optimize", "testing",
+    "errors", "keep", "lemma", "packs", "prove_equal", "sym_optimize", "testing",
 ]  # fmt: skip
 
 

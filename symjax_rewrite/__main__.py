@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 from typing import Any
 
-import jax
 from jax import export
 
 from symjax_rewrite import packs, sym_optimize
 from symjax_rewrite.errors import SymjaxError, UsageError
-
-DTYPES = {
-    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "c64": "complex64",
-    "i8": "int8", "i16": "int16", "i32": "int32", "i64": "int64", "u8": "uint8", "bool": "bool",
-}  # fmt: skip
-
-
-def parse_spec(text: str, scope: export.SymbolicScope) -> jax.ShapeDtypeStruct:
-    """Return `"f32[b,4096]"` as a ShapeDtypeStruct; letters are symbolic sizes.
-
-    Raises:
-        UsageError: the text is no spec.
-    """
-    match = re.fullmatch(r"\s*(\w+)\[([^\]]*)\]\s*", text)
-    if not match or match[1] not in DTYPES:
-        raise UsageError("not an argument spec", expected="such as f32[b,4096]", got=repr(text))
-    sizes = [s.strip() for s in match[2].split(",") if s.strip()]
-    if all(s.isdigit() for s in sizes):
-        return jax.ShapeDtypeStruct(tuple(map(int, sizes)), DTYPES[match[1]])
-    try:
-        shape = export.symbolic_shape(",".join(sizes), scope=scope)
-    except ValueError as error:
-        raise UsageError("not a shape", expected="such as [b,2*n,64]", got=repr(text)) from error
-    return jax.ShapeDtypeStruct(shape, DTYPES[match[1]])
+from symjax_rewrite.proofs.specs import parse_spec
 
 
 def load(name: str) -> Any:
@@ -64,7 +39,10 @@ def _one_line(error: BaseException) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return the exit code: 0 on success, 2 on a usage error."""
+    """Run one command; return the exit code: 0 on success, 2 on a usage error.
+
+    `prove` returns 0 for a proof, 1 for a difference, and 2 for neither.
+    """
     parser = argparse.ArgumentParser(prog="python -m symjax_rewrite", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="what is done to a function, and why")
@@ -76,8 +54,11 @@ def main(argv: list[str] | None = None) -> int:
     explain.add_argument("--html", metavar="FILE", help="write HTML")
     check = commands.add_parser("check-rules", help="test every rule of a pack on random values")
     check.add_argument("pack", nargs="?", default="default")
+    add_prove(commands)
     options = parser.parse_args(argv)
     try:
+        if options.command == "prove":
+            return prove(options)
         return _explain(options) if options.command == "explain" else _check(options.pack)
     except (SymjaxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -93,6 +74,28 @@ def _explain(options: argparse.Namespace) -> int:
         report.save(options.html)
     print(report.to_json() if options.json else report)
     return 0
+
+
+def add_prove(commands: Any) -> None:
+    """Add the arguments of `prove` to the commands of a parser."""
+    parser = commands.add_parser("prove", help="do two functions compute the same value?")
+    parser.add_argument("functions", nargs=2, metavar="module:function")
+    parser.add_argument("--args", nargs="+", default=[], help="such as f32[b,4096]")
+    parser.add_argument("--assume", nargs="*", default=[], help="facts about sizes: 'b <= 64'")
+    parser.add_argument("--numerics", default="reassoc", help="reassoc or finite")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def prove(options: argparse.Namespace) -> int:
+    """Print a proof, a counterexample or how far a proof came; return 0, 1 or 2."""
+    from symjax_rewrite.proofs import Different, prove_equal
+
+    sys.path.insert(0, "")
+    f, g = map(load, options.functions)
+    facts = tuple(options.assume)
+    verdict = prove_equal(f, g, *options.args, assume=facts, numerics=options.numerics)
+    print(verdict.to_json() if options.json else verdict)
+    return 0 if verdict else 1 if isinstance(verdict, Different) else 2
 
 
 def _report(fun: Any, specs: list[Any], options: argparse.Namespace) -> Any:

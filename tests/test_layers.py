@@ -31,6 +31,7 @@ LAYERS = {
     "driver": ("passes", "added_passes", "optimizer"),
     "api": ("api",),
     "testing": ("testing",),
+    "proofs": ("proofs",),
     "door": ("__main__", "__init__"),
 }
 _ORDER = list(LAYERS)

@@ -251,13 +251,10 @@ class Algebra:
             return q if p == ONE else p
         if len(p) * len(q) > MOST_TERMS:
             raise OutOfBudgetError(f"{MOST_TERMS} terms of a product")
-        out = []
-        for m1, c1 in p:
-            for m2, c2 in q:
-                factors = dict(m1)
-                for atom, e in m2:
-                    factors[atom] = factors.get(atom, 0) + e
-                out.append(self.term(c1 * c2, factors))
+        out: list[Poly] = []
+        for term in p if len(p) <= len(q) else q:
+            other = q if len(p) <= len(q) else p
+            out += [self._cancelled(term, other) or self._distributed(term, other)]
         made = self.add(*out)
         if len(p) > 1 or len(q) > 1:
             self.record("distributivity", "a·(b + c) = a·b + a·c", "mul", p, q, after=made)
@@ -271,6 +268,31 @@ class Algebra:
         for p in parts:
             out = self.mul(out, p)
         return out
+
+    def _distributed(self, term: tuple[Mono, Number], q: Poly) -> Poly:
+        """Return a term times every term of a polynomial."""
+        out = []
+        for mono, c in q:
+            factors = dict(term[0])
+            for atom, e in mono:
+                factors[atom] = factors.get(atom, 0) + e
+            out.append(self.term(c * term[1], factors))
+        return self.add(*out)
+
+    def _cancelled(self, term: tuple[Mono, Number], q: Poly) -> Poly | None:
+        """Return a term times a sum that the term has a negative power of; None if it has none."""
+        below = {a for a, e in term[0] if e < 0 and self.form(a).kind == "power"}
+        if not below or len(q) < 2:
+            return None
+        content, inner = self.content(q, only_positive=False)
+        sign, base = self.oriented(inner)
+        (mono, _), *_ = self._power_atom(base, 1)
+        if mono[0][0] not in below or len(content) != 1:
+            return None
+        factors = dict(term[0])
+        for atom, e in (*content[0][0], (mono[0][0], 1)):
+            factors[atom] = factors.get(atom, 0) + e
+        return self.term(sign * term[1] * content[0][1], factors)
 
     def term(self, c: Number, factors: Mapping[Atom, Number]) -> Poly:
         """Return c·Π atom^exponent, with the laws of atoms of some kinds applied."""
@@ -324,7 +346,9 @@ class Algebra:
         if isinstance(e, int):
             made = self.term(Fraction(c) ** e, {atom: k * e for atom, k in mono})
             if len(mono) > 1 or (mono and c != 1):
-                self.record("power_of_product", "(a·b)^n = a^n · b^n", "power", p, after=made, attr=e)
+                self.record(
+                    "power_of_product", "(a·b)^n = a^n · b^n", "power", p, after=made, attr=e
+                )
             return made
         out, rest = ONE, {}
         for atom, k in mono:
@@ -345,8 +369,28 @@ class Algebra:
 
     def absolute(self, atom: Atom) -> Poly:
         """Return the absolute value of a real atom."""
-        made = self.table.intern("abs", None, [((), self.of(atom))], {"sign": 1})
-        return self.of(made)
+        p = self.of(atom)
+        if self.maxima_as_cases:
+            facts = {"bit": True, "integer": True, "sign": 1}
+            test = self.of(self.table.intern("positive", None, [((), p)], facts))
+            return self.sub(self.scale(2, self.mul(test, p)), p)
+        return self.of(self.table.intern("abs", None, [((), p)], {"sign": 1}))
+
+    def oriented(self, p: Poly) -> tuple[int, Poly]:
+        """Return (s, s·p) with a sign s = ±1 that is the same for p and −p."""
+        opposite = self.scale(-1, p)
+        mine, other = (self.table.intern("oriented", None, [((), q)], {}) for q in (p, opposite))
+        return (1, p) if mine <= other else (-1, opposite)
+
+    def even(self, kind: str, attr: Any, p: Poly, facts: Mapping[str, Any]) -> Atom:
+        """Return an atom of a function f with f(−p) = f(p)."""
+        _, p = self.oriented(p)
+        made = self.table.intern(kind, attr, [((), p)], facts)
+        other = self.table.intern(kind, attr, [((), self.scale(-1, p))], facts)
+        if made.form != other.form or made.at == other.at:
+            return made
+        order = tuple(made.at.index(i) for i in other.at)
+        return self.table.with_symmetry(made, order)
 
     def _root(self, c: Fraction, e: Number) -> Poly:
         """Return a power of a positive rational, as powers of primes."""
@@ -361,8 +405,9 @@ class Algebra:
             return self.power(p, e) if p else self._power_atom(p, e)
         content, inner = self.content(p, only_positive=not isinstance(e, int))
         base = inner
-        if isinstance(e, int) and inner[0][1] < 0:
-            base, content = self.scale(-1, inner), self.scale(-1, content)
+        if isinstance(e, int):
+            sign, base = self.oriented(inner)
+            content = self.scale(sign, content)
         if content == ONE:
             return self._power_atom(base, e)
         made = self.mul(self.power(content, e), self._power_atom(base, e))
@@ -384,7 +429,7 @@ class Algebra:
             if form.sign == 2 or not (only_positive or form.bit):
                 common[atom] = min(mono.get(atom, 0) for mono in monos)
         b = self.mul(p, self.term(1, {atom: -e for atom, e in common.items()}))
-        lead = abs(Fraction(b[0][1]))
+        lead = min(abs(Fraction(k)) for _, k in b)
         return self.term(lead, common), self.scale(1 / lead, b)
 
     # ------------------------------------------------------------ signs and cases

@@ -82,8 +82,8 @@ class Evaluation:
                 return np.float64(math.pi if name == "pi" else math.log(int(name[4:])))
             case "imaginary":
                 return np.complex128(1j)
-            case "infinity":
-                return np.float64(np.inf)
+            case "infinity" | "nan":
+                return np.float64(np.inf if form.kind == "infinity" else 0.37)
         mine = {k: self._index(i, env) for k, i in enumerate(atom.at)}
         operands = []
         for codes, p in form.branches:
@@ -120,9 +120,7 @@ class Evaluation:
 
     # ------------------------------------------------------------ operations
 
-    def applied(
-        self, kind: str, attr: Any, operands: Operands, env: Env, depth: int
-    ) -> np.ndarray:
+    def applied(self, kind: str, attr: Any, operands: Operands, env: Env, depth: int) -> np.ndarray:
         """Return an operation at its operands."""
         if kind == "sum":
             return self._over(operands[0], env, depth, lambda x: np.sum(x, axis=0))

@@ -29,21 +29,21 @@ class ExactNumber:
 
 _HALF = Fraction(1, 2)
 _KNOWN: tuple[tuple[float, ExactNumber], ...] = tuple(
-    (value, ExactNumber(Fraction(1), Fraction(1), constants))
-    for value, constants in (
-        (math.log(2), (("log2", Fraction(1)),)),
-        (1 / math.log(2), (("log2", Fraction(-1)),)),
-        (math.pi, (("pi", Fraction(1)),)),
-        (1 / math.pi, (("pi", Fraction(-1)),)),
-        (math.sqrt(math.pi), (("pi", _HALF),)),
-        (1 / math.sqrt(math.pi), (("pi", -_HALF),)),
+    (value, ExactNumber(Fraction(1), Fraction(radicand), constants))
+    for value, radicand, constants in (
+        (math.log(2), 1, (("log2", Fraction(1)),)),
+        (1 / math.log(2), 1, (("log2", Fraction(-1)),)),
+        (math.pi, 1, (("pi", Fraction(1)),)),
+        (1 / math.pi, 1, (("pi", Fraction(-1)),)),
+        (math.sqrt(math.pi), 1, (("pi", _HALF),)),
+        (1 / math.sqrt(math.pi), 1, (("pi", -_HALF),)),
+        (math.sqrt(2 * math.pi), 2, (("pi", _HALF),)),
+        (math.sqrt(2 / math.pi), 2, (("pi", -_HALF),)),
     )
-) + (
-    (2 * math.pi, ExactNumber(Fraction(2), Fraction(1), (("pi", Fraction(1)),))),
-    (math.sqrt(2 / math.pi), ExactNumber(Fraction(1), Fraction(2), (("pi", -_HALF),))),
-    (math.sqrt(2 * math.pi), ExactNumber(Fraction(1), Fraction(2), (("pi", _HALF),))),
-    (1 / math.sqrt(2 * math.pi), ExactNumber(Fraction(1), _HALF, (("pi", -_HALF),))),
 )
+_MULTIPLES = tuple(Fraction(1, n) for n in (1, 2, 3, 4, 8, 16)) + (
+    Fraction(2), Fraction(3), Fraction(4), Fraction(8), Fraction(16),
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -62,8 +62,9 @@ class Numbers:
         if simple is not None:
             return ExactNumber(sign * simple)
         for known, exact in _KNOWN:
-            if abs(size - known) <= eps * known:
-                return ExactNumber(sign * exact.coefficient, exact.radicand, exact.constants)
+            for c in _MULTIPLES:
+                if abs(size - float(c) * known) <= eps * size:
+                    return ExactNumber(sign * c, exact.radicand, exact.constants)
         root = _root(size, eps)
         if root is not None:
             return ExactNumber(Fraction(sign), root)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count, islice, permutations, product
 from typing import Any, NamedTuple
@@ -191,6 +191,14 @@ class Forms:
         if not symmetries:
             return Atom(form, tuple(at))
         return Atom(form, min(tuple(at[k] for k in order) for order in symmetries))
+
+    def with_symmetry(self, atom: Atom, order: tuple[int, ...]) -> Atom:
+        """Record that an order of the slots of a form gives the same form; return the atom."""
+        form = self.forms[atom.form]
+        known = form.symmetries or (tuple(range(form.slots)),)
+        if order not in known:
+            self.forms[atom.form] = replace(form, symmetries=(*known, order))
+        return self.atom(atom.form, atom.at)
 
     def leaf(self, kind: str, attr: Any, slots: int, **facts: Any) -> int:
         """Return the number of a form without branches."""

@@ -132,12 +132,13 @@ def _positive(a: Algebra, p: Poly) -> Poly:
 
 
 def _positive_integer(a: Algebra, p: Poly) -> Poly:
-    """Return [p > 0] of integers: in lowest terms, and with a positive leading coefficient."""
+    """Return [p > 0] of integers: in lowest terms, and with a number ≤ 0."""
     varying = tuple([t for t in p if t[0]])
     number = next((c for mono, c in p if not mono), 0)
     gcd = math.gcd(*(int(c) for _, c in varying))
     reduced = a.add(a.scale(Fraction(1, gcd), varying), a.constant(-(-number // gcd)))
-    if varying[0][1] > 0:
+    least = next((c for mono, c in reduced if not mono), 0)
+    if least <= 0:
         made = _test(a, "positive", reduced)
     else:
         made = a.sub(ONE, _test(a, "positive", a.sub(ONE, reduced)))
@@ -160,7 +161,7 @@ def _zero(a: Algebra, p: Poly) -> Poly:
     if any(_decided(a, q) == ONE for q in (p, a.scale(-1, p))):
         return ZERO
     inner = a.content(p, only_positive=True)[1]
-    return _test(a, "zero", a.scale(-1, inner) if inner[0][1] < 0 else inner)
+    return a.of(a.even("zero", None, inner, {"bit": True, "integer": True, "sign": 1}))
 
 
 def _test(a: Algebra, kind: str, p: Poly) -> Poly:
@@ -245,11 +246,11 @@ def applied(a: Algebra, name: str, params: Any, *operands: Poly, integer: bool =
 
 
 def _applied(a: Algebra, name: str, params: Any, integer: bool, *operands: Poly) -> Poly:
-    p = operands[0]
-    if name in ODD | EVEN and (not p or p[0][1] < 0):
+    p = operands[0] if operands else ZERO
+    if name in ODD | EVEN:
         if not p and name in ODD:
             return ZERO
-        if p:
+        if p and a.oriented(p)[0] < 0:
             made = applied(a, name, params, a.scale(-1, p), integer=integer)
             made = a.scale(-1, made) if name in ODD else made
             text = "f(−a) = −f(a)" if name in ODD else "f(−a) = f(a)"
@@ -278,9 +279,10 @@ def _absolute(a: Algebra, p: Poly) -> Poly:
             out = a.mul(out, a.power(a.of(atom) if same else a.absolute(atom), e))
         return out
     content, inner = a.content(p, only_positive=True)
-    inner = a.scale(-1, inner) if inner[0][1] < 0 else inner
-    atom = a.table.intern("abs", None, [((), inner)], {"sign": 1})
-    return a.mul(content, a.of(atom))
+    if a.maxima_as_cases:
+        positive_part = a.mul(positive(a, inner), inner)
+        return a.mul(content, a.sub(a.scale(2, positive_part), inner))
+    return a.mul(content, a.of(a.even("abs", None, inner, {"sign": 1})))
 
 
 def logistic(a: Algebra, p: Poly) -> Poly:

@@ -24,7 +24,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.arithmetic import Algebra
 from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Index, Poly, linear, plain
+from symjax_rewrite.proofs.forms import ONE, Atom, Index, Poly, atom_reads, linear, plain
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
@@ -38,13 +38,15 @@ class Lifting:
 
     solve: returns the value of an output of an equation that is a loop, over some names; None if
     the equation is no loop that was solved. steps: values of the program that are the number of a
-    loop's step, with their name. values, conditions: by class.
+    loop's step, with their name. known: by class, a function of its axes that returns its value in
+    another way than by its node, or None. values, conditions: by class.
     """
 
     a: Algebra
     t: TermGraph
     solve: Solve
     steps: dict[int, int] = field(default_factory=dict)
+    known: dict[int, Callable[[Lifting, list[Index]], Poly | None]] = field(default_factory=dict)
     values: dict[int, Poly] = field(default_factory=dict)
     names: dict[int, list[int]] = field(default_factory=dict)
     conditions: dict[int, frozenset[Condition]] = field(default_factory=dict)
@@ -65,7 +67,9 @@ class Lifting:
             names = self.names[cls] = [self.a.table.fresh(s) for s in c.sizes]
             self._now.append(set())
             where, self.a.where = self.a.where, self.t.where(cls)
-            made = self._node(cls, c.first, c.dtype, names)
+            at = [plain(n) for n in names]
+            made = self.known[cls](self, at) if cls in self.known else None
+            made = self._node(cls, c.first, c.dtype, names) if made is None else made
             self.a.where = where
             self.conditions[cls] = frozenset(self._now.pop())
             self.values[cls] = made
@@ -92,7 +96,7 @@ class Lifting:
             case op.LEAF:
                 return self._leaf(self.t.leaf_value[cls], dtype, at)
             case op.CONST:
-                return self._constant(node.attr[0], dtype)
+                return self.constant(node.attr[0], dtype)
             case op.IOTA:
                 return a.index(at[0])
             case op.DELTA:
@@ -125,11 +129,11 @@ class Lifting:
             return self.a.index(plain(self.steps[value]))
         return self.a.of(Atom(leaf(self.a, value, dtype, len(at)), tuple(at)))
 
-    def _constant(self, value: Any, dtype: str) -> Poly:
+    def constant(self, value: Any, dtype: str) -> Poly:
         if isinstance(value, complex) or cmath.isfinite(value):
             return self.a.number(value, dtype)
         if value != value:
-            return functions.applied(self.a, "nan", ())
+            return self.a.of(Atom(self.a.table.leaf("nan", None, 0), ()))
         return self.a.scale(1 if value > 0 else -1, self.a.infinity())
 
     def _times(self, c: Any, p: Poly, dtype: str) -> Poly:
@@ -189,9 +193,32 @@ class Lifting:
             return self.of(node.args[0], [read[k] for k in range(len(read))])
         source = self.of(node.args[0], at)
         placed = [a.index(at[w]) for w in windows if w is not None]
-        operands = [(bound, source), *(((), p) for p in (*chosen, *placed))]
         key = ("take", mode, str(fill), tuple(w is not None for w in windows))
-        return self._interned(key, operands, a.is_real(source))
+        places = [((), p) for p in (*chosen, *placed)]
+        if mode == "fill" and str(fill[0]) != "nan":
+            return self._interned(key, [(bound, source), *places], a.is_real(source))
+        return self._taken(key, source, bound, places)
+
+    def _taken(
+        self, key: Any, p: Poly, bound: list[int], places: list[tuple[tuple[()], Poly]]
+    ) -> Poly:
+        """Return p at chosen indices: a function of inputs at these indices."""
+        a, out = self.a, []
+        for mono, c in p:
+            made = a.constant(c)
+            for atom, e in mono:
+                form = a.form(atom)
+                if not any(atom_reads(atom, n) for n in bound):
+                    made = a.mul(made, a.term(1, {atom: e}))
+                    continue
+                if form.kind in ("leaf", "index", "opaque", "recurrence"):
+                    q = self._interned(key, [(bound, a.of(atom)), *places], form.real)
+                else:
+                    branches = [(n, self._taken(key, q, bound, places)) for n, q in a.opened(atom)]
+                    q = a.builders[form.kind](a, form, branches)
+                made = a.mul(made, a.power(q, e))
+            out.append(made)
+        return a.add(*out)
 
     def _inside(self, ends: tuple[Any, Any], name: int) -> bool:
         facts, size = self.a.facts, self.a.table.sizes[name]
@@ -215,13 +242,13 @@ class Lifting:
         made = self.a.table.intern("opaque", key, operands, facts, keeps_bound=True)
         return self.a.of(made)
 
-    def _opaque(
-        self, cls: int, node: Node, dtype: str, names: list[int], bound: list[int]
-    ) -> Poly:
+    def _opaque(self, cls: int, node: Node, dtype: str, names: list[int], bound: list[int]) -> Poly:
         """Return an operation without laws: equal only to itself at equal operands."""
         a = self.a
         key, kind = _key_of(self.t, cls, node), dtype_kind(dtype)
-        equation = self.t.program.equations[self.t.made_by[cls][0]] if cls in self.t.made_by else None
+        equation = (
+            self.t.program.equations[self.t.made_by[cls][0]] if cls in self.t.made_by else None
+        )
         if equation is not None and equation.name == "dim_as_value":
             return a.size(from_jax(equation.eqn.params["dim"]))
         at = [plain(n) for n in (*names, *bound)]
@@ -236,9 +263,7 @@ class Lifting:
 
     # ------------------------------------------------------------ elementwise functions
 
-    def map(
-        self, name: str, params: Any, ps: list[Poly], dtypes: list[str], dtype: str
-    ) -> Poly:
+    def map(self, name: str, params: Any, ps: list[Poly], dtypes: list[str], dtype: str) -> Poly:
         """Return an elementwise function of polynomials."""
         a, kind = self.a, dtype_kind(dtypes[0]) if dtypes else dtype_kind(dtype)
         if name in _CONDITIONED and kind in "fc":

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_trees import Tree, find_trees
 from symjax_rewrite.proofs.arithmetic import Algebra, Builder
 from symjax_rewrite.proofs.conditions import Conditions, undecided
-from symjax_rewrite.proofs.forms import Form, Poly, plain
+from symjax_rewrite.proofs.forms import Form, Index, Poly, plain
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import Solver, affine_again
+from symjax_rewrite.proofs.recurrences import Solver, affine_again, tree_value
 
 Operands = list[tuple[tuple[int, ...], Poly]]
 
@@ -96,9 +101,26 @@ def normal_forms(
     loops = open_loops(program)
     steps = {o.step: a.table.fresh(o.length) for o in loops.values()}
     t = build(program)
-    lifting = Lifting(a, t, Solver(loops, steps), steps)
+    lifting = Lifting(a, t, Solver(loops, steps), steps, _trees(program, t))
     pairs = [_pair(lifting, program, k, count) for k in range(count)]
     return NormalForms(closed, a, t, inputs, pairs)
+
+
+def _trees(program: Program, t: TermGraph) -> dict[int, Any]:
+    """Return how the classes that `associative_scan` computes are read."""
+    out = {}
+    for v, tree in find_trees(program).items():
+        cls, axes = t.view(v)
+        if sorted(axes) == list(range(len(t.sizes[v]))):
+            out[cls] = functools.partial(_tree_of_class, v, tree, axes)
+    return out
+
+
+def _tree_of_class(
+    v: int, tree: Tree, axes: tuple[int, ...], lifting: Lifting, at: list[Index]
+) -> Poly | None:
+    """Return the value of a class whose slot k is axis `axes[k]` of a tree's value."""
+    return tree_value(lifting, v, tree, [at[axes.index(k)] for k in range(len(axes))])
 
 
 def _pair(lifting: Lifting, program: Program, k: int, count: int) -> tuple[Output, Output]:
@@ -110,7 +132,7 @@ def _pair(lifting: Lifting, program: Program, k: int, count: int) -> tuple[Outpu
     out = []
     for v in values:
         if isinstance(v, Literal):
-            value = a.number(v.val.item(), str(v.aval.dtype))
+            value = lifting.constant(np.asarray(v.val).item(), str(v.aval.dtype))
             out.append(Output(names, value, {}, len(a.laws)))
             continue
         view = t.view(v)

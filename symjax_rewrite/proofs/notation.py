@@ -106,8 +106,8 @@ class Notation:
                 return read
             case "size" | "prime" | "symbol":
                 return str(form.attr)
-            case "imaginary" | "infinity":
-                return "i" if form.kind == "imaginary" else "∞"
+            case "imaginary" | "infinity" | "nan":
+                return {"imaginary": "i", "infinity": "∞", "nan": "NaN"}[form.kind]
         return self._function(form.kind, form.attr, self.a.opened(atom))
 
     def _function(

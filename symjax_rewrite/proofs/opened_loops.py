@@ -144,9 +144,7 @@ def _entry(array: Any, at: Any, axis: int, kept: bool) -> Any:
     return out if kept else lax.squeeze(out, (axis,))
 
 
-def _relations(
-    opened: OpenLoop, made: list[int]
-) -> list[tuple[Callable[..., Any], list[Value]]]:
+def _relations(opened: OpenLoop, made: list[int]) -> list[tuple[Callable[..., Any], list[Value]]]:
     """Return comparisons of values that have the same axes: carries, starts, results."""
     out: list[tuple[Callable[..., Any], list[Value]]] = []
     for k, v in enumerate(opened.carries):

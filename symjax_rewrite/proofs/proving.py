@@ -33,6 +33,7 @@ from symjax_rewrite.proofs.evaluation import (
 from symjax_rewrite.proofs.forms import ZERO, Atom, Number, Poly
 from symjax_rewrite.proofs.normal_forms import NormalForms, Output, normal_forms
 from symjax_rewrite.proofs.notation import Notation
+from symjax_rewrite.proofs.reductions import with_split_ranges
 from symjax_rewrite.proofs.samples import Sampled, concrete, sample, size_choices
 from symjax_rewrite.proofs.specs import specs_of
 from symjax_rewrite.proofs.verdicts import MODULO, Different, Proof, Step, Unknown
@@ -144,7 +145,9 @@ class Problem:
             return Different(f"f returns {self.kinds[0]}, g returns {self.kinds[1]}")
         for k, (x, y) in enumerate(zip(*(c.out_avals for c in self.traced), strict=True)):
             if x.dtype != y.dtype or tuple(x.shape) != tuple(y.shape):
-                return Different(f"output {k} is {_text_of(x)} in f and {_text_of(y)} in g", output=k)
+                return Different(
+                    f"output {k} is {_text_of(x)} in f and {_text_of(y)} in g", output=k
+                )
         return None
 
     def both(self) -> ClosedJaxpr:
@@ -208,27 +211,30 @@ def equal(a: Algebra, p: Poly, q: Poly) -> bool:
         return True
     rest = a.sub(p, q)
     for _ in range(ROUNDS):
+        rest = with_split_ranges(a, rest)
         below: dict[Atom, Number] = {}
         for mono, _ in rest:
             for atom, e in mono:
                 if e < 0:
                     below[atom] = max(below.get(atom, 0), -e)
-        if not below:
-            break
-        multiplied = a.mul(rest, a.term(1, below))
+        parts = []
+        for mono, c in rest:
+            factors = dict(mono)
+            for atom, e in below.items():
+                factors[atom] = factors.get(atom, 0) + e
+            parts.append(a.term(c, factors))
+        product, multiplied = a.term(1, below), a.add(*parts)
         text = "a/b = c/d if a·d = c·b"
-        rest = a.record("common_denominator", text, "mul", rest, a.term(1, below), after=multiplied)
+        rest = a.record("common_denominator", text, "mul", rest, product, after=multiplied)
         if rest == ZERO:
             return True
-    return rest == ZERO
+    return False
 
 
 # ---------------------------------------------------------------- verdicts
 
 
-def _proof(
-    problem: Problem, forms: NormalForms, started: float, found: Sampled
-) -> Proof | Unknown:
+def _proof(problem: Problem, forms: NormalForms, started: float, found: Sampled) -> Proof | Unknown:
     checked = Checked.of(problem, forms, seed=0)
     if checked.wrong:
         return _unknown(problem, forms, checked.wrong, found)
@@ -236,9 +242,7 @@ def _proof(
     steps = tuple(_steps(notation, forms, checked))
     texts = tuple(_equation_text(notation, left) for left, _ in forms.pairs)
     conditions = {
-        _condition_text(notation, c)
-        for left, _ in forms.pairs
-        for c in left.conditions.values()
+        _condition_text(notation, c) for left, _ in forms.pairs for c in left.conditions.values()
     }
 
     def again(seed: int) -> bool:
@@ -252,9 +256,7 @@ def _proof(
     )
 
 
-def _unknown(
-    problem: Problem, forms: NormalForms | None, reason: str, found: Sampled
-) -> Unknown:
+def _unknown(problem: Problem, forms: NormalForms | None, reason: str, found: Sampled) -> Unknown:
     left, right, rest = [], [], []
     if forms is not None:
         notation = _notation(problem, forms)
@@ -299,9 +301,7 @@ class Checked:
         return out
 
 
-def _evaluation(
-    forms: NormalForms, sizes: dict[str, int], draw: np.random.Generator
-) -> Evaluation:
+def _evaluation(forms: NormalForms, sizes: dict[str, int], draw: np.random.Generator) -> Evaluation:
     def shape(number: int) -> tuple[int, ...]:
         return tuple(int(value(s, sizes)) for s in forms.t.sizes[number])
 
@@ -316,7 +316,10 @@ def _reading_error(
     problem: Problem, forms: NormalForms, evaluation: Evaluation, sizes: dict[str, int]
 ) -> str:
     """Return why a normal form has not the value of its function; empty if it has, or is opaque."""
-    if any(f.kind == "opaque" or (f.kind == "map" and f.attr[0] == "round") for f in forms.a.table.forms):
+    if any(
+        f.kind == "opaque" or (f.kind == "map" and f.attr[0] == "round")
+        for f in forms.a.table.forms
+    ):
         return ""
     specs = [concrete(s, sizes) for s in problem.leaves]
     if sum(np.prod(s.shape, dtype=float) for s in specs) > 1e5:
@@ -328,9 +331,11 @@ def _reading_error(
             drawn = np.abs(evaluation.draw.normal(size=spec.shape)) + 0.1
             drawn = (drawn > 0.6) if spec.dtype == bool else drawn
         inputs.append(np.asarray(drawn).reshape(spec.shape).astype(spec.dtype))
-        evaluation.inputs[v] = inputs[-1].astype(
-            np.complex128 if inputs[-1].dtype.kind == "c" else np.float64
-        ).reshape(evaluation.shapes(v))
+        evaluation.inputs[v] = (
+            inputs[-1]
+            .astype(np.complex128 if inputs[-1].dtype.kind == "c" else np.float64)
+            .reshape(evaluation.shapes(v))
+        )
     closed = jax_internals.make_jaxpr(problem.functions[0], *specs)[0]
     for k, (made, (left, _)) in enumerate(zip(evaluate(closed, inputs), forms.pairs, strict=True)):
         if (error := _value_error(forms, evaluation, left, made)) > 1e-2:

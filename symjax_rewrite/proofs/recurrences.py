@@ -17,7 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from symjax_rewrite.proofs import functions, reductions
+from symjax_rewrite.proofs.affine_trees import Tree
 from symjax_rewrite.proofs.arithmetic import Algebra, Operation
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import (
@@ -30,6 +33,7 @@ from symjax_rewrite.proofs.forms import (
     Number,
     Poly,
     linear,
+    names_of,
     plain,
 )
 from symjax_rewrite.proofs.lifting import Lifting, leaf
@@ -164,6 +168,14 @@ class Solver:
         self._require(lifting, opened, carries, found)
         stored = at[place]
         turned = _forward(a, opened, stored)
+        for c in carries:
+            after = a.substitute(c.after, {step: _forward(a, opened, plain(step))})
+            after = a.substitute(after, dict(zip(c.names, rest, strict=False)))
+            if after == p and len(rest) == len(c.names):
+                later = (turned[0] + 1, turned[1])
+                here = {step: later, **dict(zip(c.names, rest, strict=True))}
+                assert c.solved is not None
+                return a.substitute(c.solved, here)
         leaves = self._leaves(a, carries, step, turned)
         return a.substitute(replaced(a, p, leaves), {step: stored})
 
@@ -173,7 +185,9 @@ class Solver:
         def value(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
             def read(indices: tuple[Index, ...]) -> Poly:
                 assert c.solved is not None
-                return a.substitute(c.solved, {step: at, **dict(zip(c.names, indices, strict=True))})
+                return a.substitute(
+                    c.solved, {step: at, **dict(zip(c.names, indices, strict=True))}
+                )
 
             return read
 
@@ -183,7 +197,7 @@ class Solver:
         self, lifting: Lifting, value: Any, layout: Sequence[int], at: list[Index]
     ) -> Poly | None:
         if not isinstance(value, int):
-            return lifting.a.number(value.val.item(), str(value.aval.dtype))
+            return lifting.constant(np.asarray(value.val).item(), str(value.aval.dtype))
         if lifting.t.ids[value] != tuple(layout):
             return None
         return lifting.of(lifting.t.view(value), at)
@@ -372,9 +386,7 @@ def _gauge(a: Algebra, factor: Poly, solved: Sequence[Carried]) -> Poly:
     return out
 
 
-def _fold(
-    a: Algebra, factor: Poly, shift: Poly, start: Poly, names: list[int], step: int
-) -> Poly:
+def _fold(a: Algebra, factor: Poly, shift: Poly, start: Poly, names: list[int], step: int) -> Poly:
     """Return the value before a step of the recurrence c' = factor·c + shift."""
     s = a.table.fresh(a.table.sizes[step])
     if factor == ONE:
@@ -383,9 +395,7 @@ def _fold(
     return recurrence(a, factor, shift, start, step, a.index(plain(step)))
 
 
-def recurrence(
-    a: Algebra, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly
-) -> Poly:
+def recurrence(a: Algebra, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
     """Return h(at) of h(0) = start, h(t+1) = factor(t)·h(t) + shift(t)."""
     if shift == ZERO and start == ZERO:
         return ZERO
@@ -401,16 +411,68 @@ def recurrence(
 def affine_again(
     a: Algebra, form: Form | None, branches: Sequence[tuple[Sequence[int], Poly]]
 ) -> Poly:
-    """Make an affine recurrence of its factors, its shifts, its start and its place."""
-    real = all(a.is_real(p) for _, p in branches)
-    if branches[3][1] == ZERO:
-        return branches[2][1]
-    facts = {"real": real}
-    made = a.table.intern("recurrence", None, branches, facts, keeps_bound=True)
-    return a.of(made)
+    """Make an affine recurrence of its factors, its shifts, its start and its place.
+
+    h(e + 1) becomes a(e)·h(e) + b(e), for an index e.
+    """
+    (_, start), (_, place) = branches[2:]
+    if place == ZERO:
+        return start
+    facts = {"real": all(a.is_real(p) for _, p in branches)}
+    made = a.of(a.table.intern("recurrence", None, branches, facts, keeps_bound=True))
+    index = functions.as_index(a, place)
+    ends = None if index is None or not names_of(place) else a.table.index_range(index)
+    if index is None or ends is None or not a.facts.nonnegative(ends[0] - 1):
+        return made
+    last = (index[0] - 1, index[1])
+    factor, shift = (a.substitute(p, {names[0]: last}) for names, p in branches[:2])
+    before = affine_again(a, form, [*branches[:3], ((), a.index(last))])
+    unfolded = a.add(a.mul(factor, before), shift)
+    operation = Operation("same", (((), made),))
+    return a.recorded("unfold", f"{AFFINE}, at t + 1", operation, unfolded)
 
 
-def _record(a: Algebra, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int) -> None:
+def tree_value(lifting: Lifting, v: int, tree: Tree, at: list[Index]) -> Poly | None:
+    """Return a value that `associative_scan` computes, over its axes."""
+    a, t, prefix = lifting.a, lifting.t, tree.prefix
+    step = a.table.fresh(prefix.length)
+    along = t.positions[v][tree.layout.index(prefix.axis)]
+    if len(along) != 1:
+        return None
+    entries = []
+    for source in (prefix.factors, prefix.added):
+        read = _entry_of_tree(lifting, v, tree, source, at, step)
+        if read is None:
+            return None
+        entries.append(lifting.of(t.view(source), read))
+    factor, shift = entries
+    after = a.add(a.index(at[along[0]]), ONE)
+    if tree.kind == "A":
+        return recurrence(a, factor, ZERO, ONE, step, after)
+    return recurrence(a, factor, shift, ZERO, step, after)
+
+
+def _entry_of_tree(
+    lifting: Lifting, v: int, tree: Tree, source: int, at: list[Index], step: int
+) -> list[Index] | None:
+    """Return the indices at which a step of a tree reads an array of its steps."""
+    t, read = lifting.t, dict[int, Index]()
+    for axis, theirs in enumerate(tree.layout):
+        mine, other = t.positions[v][axis], t.positions[source][theirs]
+        if theirs == tree.prefix.axis:
+            if len(other) != 1:
+                return None
+            read[other[0]] = plain(step)
+        elif [t.ids[v][q] for q in mine] != [t.ids[source][q] for q in other]:
+            return None
+        else:
+            read.update((q, at[p]) for q, p in zip(other, mine, strict=True))
+    return [read[k] for k in range(len(read))]
+
+
+def _record(
+    a: Algebra, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int
+) -> None:
     """Record the induction step of a solution: one more step gives the solution one step later."""
     assert c.solved is not None
     leaves = _before(a, [x for x in carries if x.solved is not None], step, plain(step))

@@ -15,6 +15,7 @@ from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
     Atom,
+    Index,
     Mono,
     Number,
     Poly,
@@ -58,20 +59,30 @@ def _sum_of_term(a: Algebra, mono: Mono, c: Number, name: int) -> Poly:
     cut = _cut_range(a, inside, name)
     if cut is not None:
         return a.mul(factor, cut)
-    bound, factors = [name], {}
+    bound, opened = [name], ONE
     for atom, e in inside.items():
         if a.form(atom).kind == "sum" and 0 < e <= MOST_OPENED and Fraction(e).denominator == 1:
             for _ in range(int(e)):
                 ((names, p),) = a.opened(atom)
                 bound += names
-                for x, k in p[0][0]:
-                    factors[x] = factors.get(x, 0) + k
+                opened = a.mul(opened, p)
         else:
-            factors[atom] = factors.get(atom, 0) + e
-    opened = a.term(1, factors)
-    if len(bound) > 1 and (len(opened) != 1 or opened[0][0] != tuple(sorted(factors.items()))):
-        return a.mul(factor, total(a, opened, bound))  # a law of products applied
-    return a.mul(factor, sum_of_product(a, tuple(sorted(factors.items())), bound))
+            opened = a.mul(opened, a.term(1, {atom: e}))
+    return a.mul(factor, a.add(*[_sum_of_opened(a, m, k, bound) for m, k in opened]))
+
+
+def _sum_of_opened(a: Algebra, mono: Mono, c: Number, bound: Sequence[int]) -> Poly:
+    """Return the sum of a term over several names, after the laws of tests."""
+    factors = dict(mono)
+    for n in bound:
+        inside = {atom: e for atom, e in factors.items() if atom_reads(atom, n)}
+        met = _met_delta(a, inside, n) or _cut_range(a, inside, n)
+        if met is not None:
+            outside = {atom: e for atom, e in factors.items() if atom not in inside}
+            rest = a.mul(a.term(c, outside), met)
+            names = [x for x in bound if x != n]
+            return a.add(*[_sum_of_opened(a, m, k, names) for m, k in rest])
+    return a.scale(c, sum_of_product(a, mono, bound))
 
 
 def sum_of_product(a: Algebra, mono: Mono, bound: Sequence[int]) -> Poly:
@@ -167,24 +178,83 @@ def _is_within(a: Algebra, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
 
 
 def _cut_range(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | None:
-    """Return Σ_{k<n} [k + c > 0]·f(k) as a sum over the range in which the test holds."""
+    """Return Σ_{k<n} of a test of k times f(k), where the test is a bound of the range of k."""
     for atom in factors:
-        form = a.form(atom)
-        if form.kind != "positive":
+        if a.form(atom).kind != "positive":
             continue
         index = as_index(a, a.operand(atom))
-        if index is None or len(index[1]) != 1 or index[1][0] != (name, 1):
+        if index is None or dict(index[1]).get(name) != 1:
             continue
-        start, size = 1 - index[0], a.table.sizes[name]
-        if not isinstance(size, int) or not 0 < start < size:
-            continue
-        k = a.table.fresh(size - start)
         others = a.term(1, {x: e for x, e in factors.items() if x != atom})
-        moved = a.substitute(others, {name: linear(start, [(k, 1)])})
-        before = Operation("sum", (((name,), a.term(1, factors)),))
-        text = "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)"
-        return a.recorded("range", text, before, total(a, moved, (k,)))
+        made = _from_start(a, others, name, index) or _after(a, others, name, index)
+        if made is not None:
+            before = Operation("sum", (((name,), a.term(1, factors)),))
+            return a.recorded("range", made[1], before, made[0])
     return None
+
+
+def _from_start(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+    """Return Σ_{k<n} [k + 1 > c]·p(k) = Σ_{k<n−c} p(k + c), for a number c."""
+    start, size = 1 - index[0], a.table.sizes[name]
+    if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
+        return None
+    k = a.table.fresh(size - start)
+    moved = a.substitute(p, {name: linear(start, [(k, 1)])})
+    return total(a, moved, (k,)), "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)"
+
+
+def _after(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+    """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
+    rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
+    ends = a.table.index_range(rest)
+    if not rest[1] or rest[0] or ends is None or not _is_within(a, ends, 0, a.table.sizes[name]):
+        return None
+    earlier = positive(a, a.sub(a.index(rest), a.index(plain(name))))
+    made = a.add(
+        total(a, p, (name,)),
+        a.scale(-1, a.substitute(p, {name: rest})),
+        a.scale(-1, total(a, a.mul(p, earlier), (name,))),
+    )
+    return made, "Σ_k [k > e]·f(k) = Σ_k f(k) − f(e) − Σ_k [k < e]·f(k)"
+
+
+def with_split_ranges(a: Algebra, p: Poly) -> Poly:
+    """Return a sum of terms in which sums over a range are split where shorter sums of them end.
+
+    Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
+    """
+    sums = {x for mono, _ in p for x, e in mono if e == 1 and _range_of(a, x) is not None}
+    for whole in sorted(sums):
+        for part in sorted(sums):
+            n, m = _range_of(a, whole), _range_of(a, part)
+            if n is None or m is None or not m < n:
+                continue
+            ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
+            if a.substitute(begin, {others[0]: plain(names[0])}) != body:
+                continue
+            k = a.table.fresh(n - m)
+            rest = total(a, a.substitute(body, {names[0]: linear(m, [(k, 1)])}), (k,))
+            split = a.add(a.of(part), rest)
+            text = "Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m)"
+            before = Operation("sum", ((names, body),))
+            return _replaced(a, p, whole, a.recorded("range", text, before, split))
+    return p
+
+
+def _range_of(a: Algebra, atom: Atom) -> int | None:
+    """Return the number of terms of a sum over one index; None for any other form."""
+    form = a.form(atom)
+    if form.kind != "sum" or len(form.branches[0][0]) != 1:
+        return None
+    return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
+
+
+def _replaced(a: Algebra, p: Poly, atom: Atom, made: Poly) -> Poly:
+    out = []
+    for mono, c in p:
+        rest = a.term(c, {x: e for x, e in mono if x != atom})
+        out.append(a.mul(rest, made) if len(rest) == 0 or rest[0][0] != mono else rest)
+    return a.add(*out)
 
 
 # ---------------------------------------------------------------- maxima
@@ -230,8 +300,7 @@ def _as_cases(a: Algebra, ps: list[Poly]) -> Poly:
 
 def _split(a: Algebra, branches: list[MaxBranch], test: Atom) -> Poly:
     yes, no = (
-        maximum(a, [(names, a.assume(p, test, value)) for names, p in branches])
-        for value in (1, 0)
+        maximum(a, [(names, a.assume(p, test, value)) for names, p in branches]) for value in (1, 0)
     )
     bit = a.of(test)
     return a.add(a.mul(bit, yes), a.mul(a.sub(ONE, bit), no))
@@ -273,8 +342,7 @@ def _standard(a: Algebra, branches: list[MaxBranch]) -> Poly:
     common = [
         (mono, c)
         for mono, c in branches[0][1]
-        if not any(mono_reads(mono, n) for n in bound)
-        and all((mono, c) in p for _, p in branches)
+        if not any(mono_reads(mono, n) for n in bound) and all((mono, c) in p for _, p in branches)
     ]
     rest = [(names, tuple([t for t in p if t not in common])) for names, p in branches]
     factor, rest = _common_factor(a, rest, bound)

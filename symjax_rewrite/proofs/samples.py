@@ -21,7 +21,12 @@ from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.proofs.verdicts import Different
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 
-WIDE = {"float16": "float64", "bfloat16": "float64", "float32": "float64", "complex64": "complex128"}
+WIDE = {
+    "float16": "float64",
+    "bfloat16": "float64",
+    "float32": "float64",
+    "complex64": "complex128",
+}
 MOST_WORK = 2e8  # multiplications and elements of one evaluation
 KINDS = ("normal", "small", "whole")
 
@@ -65,7 +70,9 @@ def size_choices(specs: Sequence[Any], facts: Assumptions) -> Iterator[dict[str,
 
 
 def _is_proper(specs: Sequence[Any], sizes: dict[str, int]) -> bool:
-    return all(n >= 1 for s in specs for n in concrete(s, sizes).shape) and _work(specs, sizes) < 1e6
+    return (
+        all(n >= 1 for s in specs for n in concrete(s, sizes).shape) and _work(specs, sizes) < 1e6
+    )
 
 
 def _work(specs: Sequence[Any], sizes: dict[str, int]) -> float:
@@ -96,7 +103,9 @@ def sample(functions: Functions, specs: Sequence[Any], facts: Assumptions) -> Sa
             continue
         shapes = [concrete(s, sizes).shape for s in specs]
         for seed, kind in enumerate(KINDS):
-            inputs = tuple(_drawn(seed, kind, *x) for x in zip(shapes, dtypes, strict=True))
+            inputs = tuple(
+                _drawn(seed, k, kind, *x) for k, x in enumerate(zip(shapes, dtypes, strict=True))
+            )
             found = compare(jaxprs, inputs, sizes)
             if found is not None:
                 return Sampled(found)
@@ -116,7 +125,10 @@ def _traced(functions: Functions, specs: list[Any]) -> tuple[list[ClosedJaxpr], 
             jax.ShapeDtypeStruct(s.shape, d, weak_type=s.weak_type)
             for s, d in zip(specs, wide, strict=True)
         ]
-        made = [jax_internals.make_jaxpr(f, *widened)[0] for f in functions]
+        try:
+            made = [jax_internals.make_jaxpr(f, *widened)[0] for f in functions]
+        except (TypeError, ValueError):  # such as a carry that is float32 by name
+            return usual, dtypes
     same = all(_primitives(a) == _primitives(b) for a, b in zip(usual, made, strict=True))
     return (made, wide) if same else (usual, dtypes)
 
@@ -151,8 +163,8 @@ def _cost(closed: ClosedJaxpr) -> float:
     return total
 
 
-def _drawn(seed: int, kind: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    draw = np.random.default_rng([seed, len(shape), *shape])
+def _drawn(seed: int, number: int, kind: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    draw = np.random.default_rng([seed, number, *shape])
     of = dtype_kind(dtype)
     if of == "b":
         return draw.integers(0, 2, shape).astype(bool)
@@ -162,18 +174,24 @@ def _drawn(seed: int, kind: str, shape: tuple[int, ...], dtype: str) -> np.ndarr
         return np.asarray(made).astype(dtype)
     scale = 1.0 if kind == "normal" else 0.02
     made = scale * draw.normal(size=shape)
-    return np.asarray(made + (1j * scale * draw.normal(size=shape) if of == "c" else 0)).astype(dtype)
+    return np.asarray(made + (1j * scale * draw.normal(size=shape) if of == "c" else 0)).astype(
+        dtype
+    )
 
 
 def compare(
     jaxprs: list[ClosedJaxpr], inputs: tuple[np.ndarray, ...], sizes: dict[str, int]
 ) -> Different | None:
     """Return the counterexample that some inputs are, or None."""
-    with jax.enable_x64(any(x.dtype.itemsize == 8 and x.dtype.kind == "f" for x in inputs)):
+    with jax.enable_x64(any(str(x.dtype) in WIDE.values() for x in inputs)):
         lefts, rights = ([np.asarray(x) for x in evaluate(closed, inputs)] for closed in jaxprs)
     allowed = max(tolerance(d) for closed in jaxprs for d in _dtypes(closed))
-    scale = max([float(np.max(np.abs(x), initial=0)) for x in inputs if x.dtype.kind in "fcV"] or [0])
+    scale = max(
+        [float(np.max(np.abs(x), initial=0)) for x in inputs if x.dtype.kind in "fcV"] or [0]
+    )
     for k, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if left.shape != right.shape:
+            return Different(f"output {k} is {left.shape} in f and {right.shape} in g", inputs)
         where = _difference(left, right, allowed, scale)
         if where is None:
             continue

@@ -168,7 +168,9 @@ class Unknown(_Shown):
         lines = [f"unknown: {self.reason}"]
         for f, g, rest in zip(self.left, self.right, self.remains, strict=True):
             lines += [f"  f is {f}", f"  g is {g}", f"  f − g is {rest}"]
-        return "\n".join([*lines, f"equal at {self.samples} random instances, which proves nothing"])
+        return "\n".join(
+            [*lines, f"equal at {self.samples} random instances, which proves nothing"]
+        )
 
     def _fields(self) -> dict[str, Any]:
         names = ("reason", "left", "right", "remains", "samples")

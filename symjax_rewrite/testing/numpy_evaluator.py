@@ -109,6 +109,21 @@ def _reduce(ufunc: np.ufunc) -> Callable[..., Any]:
     return row
 
 
+def _extremum(reduce: Callable[..., Any], end: str) -> Callable[..., Any]:
+    """Return a row of a maximum or minimum; of no values it is the `end` of the dtype."""
+
+    def row(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+        wide = _wide(a)
+        infinite = -np.inf if end == "min" else np.inf
+        if wide.dtype.kind in "iu":
+            initial: Any = getattr(np.iinfo(wide.dtype), end)
+        else:
+            initial = (end == "max") if wide.dtype == bool else infinite
+        return reduce(wide, tuple(int(i) for i in p["axes"]), initial=initial)
+
+    return row
+
+
 def _cumsum(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
     turn = (lambda x: np.flip(x, p["axis"])) if p["reverse"] else lambda x: x
     wide = turn(_wide(a))
@@ -182,6 +197,7 @@ def _divide(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _logistic(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-_wide(a)))
 
+
 _ROWS: dict[str, Callable[..., Any]] = {
     "dot_general": _dot_general,
     "transpose": lambda p, a: np.transpose(a, p["permutation"]),
@@ -193,8 +209,8 @@ _ROWS: dict[str, Callable[..., Any]] = {
     "iota": _iota,
     "reduce_sum": _reduce(np.add),
     "reduce_prod": _reduce(np.multiply),
-    "reduce_max": lambda p, a: np.max(a, tuple(int(i) for i in p["axes"])),
-    "reduce_min": lambda p, a: np.min(a, tuple(int(i) for i in p["axes"])),
+    "reduce_max": _extremum(np.max, "min"),
+    "reduce_min": _extremum(np.min, "max"),
     "reduce_and": lambda p, a: np.bitwise_and.reduce(a, tuple(int(i) for i in p["axes"])),
     "reduce_or": lambda p, a: np.bitwise_or.reduce(a, tuple(int(i) for i in p["axes"])),
     "div": _divide,
