@@ -282,7 +282,12 @@ class Lifting:
             case "integer_pow" if kind in "fc" or dict(params)["y"] > 0:
                 return a.power(ps[0], dict(params)["y"])
             case "eq" | "ne":
-                same = functions.zero(a, a.sub(ps[0], ps[1]))
+                difference = a.sub(ps[0], ps[1])
+                if difference or kind not in "fc":
+                    same = functions.zero(a, difference)
+                else:  # false for NaN
+                    number = functions.applied(a, "is_number", (), ps[0], integer=True)
+                    same = functions.zero(a, a.sub(number, ONE))
                 return same if name == "eq" else a.sub(ONE, same)
         key = (*params, kind) if isinstance(params, tuple) else (params, kind)
         made = functions.applied(a, name, key, *ps, integer=name in INTEGER_MAPS or kind in "iu")

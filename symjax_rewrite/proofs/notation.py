@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import count
 
 from symjax_rewrite.proofs.arithmetic import Algebra, Operation
-from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly
+from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_of
 
 LETTERS = "ijklmnopqrstuvwabcdefgh"
 MOST_CHARACTERS = 2_000
@@ -88,10 +89,9 @@ class Notation:
             sizes = self.a.table.monomials[-1 - name]
             return "·".join(n if e == 1 else f"{n}^{e}" for n, e in sizes)
         if name not in self.letters:
-            used = len(self.letters)
-            letter = LETTERS[used % len(LETTERS)]
-            turn = used // len(LETTERS)
-            self.letters[name] = letter + (str(turn) if turn else "")
+            used = set(self.letters.values())
+            free = (f"{x}{turn or ''}" for turn in count() for x in LETTERS)
+            self.letters[name] = next(letter for letter in free if letter not in used)
         return self.letters[name]
 
     def atom(self, atom: Atom) -> str:
@@ -113,11 +113,15 @@ class Notation:
     def _function(
         self, kind: str, attr: object, operands: Sequence[tuple[tuple[int, ...], Poly]]
     ) -> str:
-        saved = dict(self.letters)
+        names = [n for bound, _ in operands for n in bound]
+        for _, p in operands:
+            for n in names_of(p):
+                if n not in names:
+                    self.letter(n)
         bound = [",".join(self.letter(n) for n in names) for names, _ in operands]
         out = self._applied(kind, attr, operands, bound)
-        self.letters.clear()
-        self.letters.update(saved)
+        for n in names:
+            self.letters.pop(n, None)
         return _cut(out)
 
     def _applied(
@@ -148,8 +152,8 @@ class Notation:
             case "max":
                 texts = [f"max_{b} {t}" if b else t for b, t in zip(bound, inner, strict=True)]
                 return f"max({', '.join(texts)})"
-            case "loop":
-                return f"{inner[0]} ← {inner[1]}; {inner[0]} ← {inner[2]} for {bound[2]}"
+            case "same":
+                return inner[0]
             case "map" if isinstance(attr, tuple):
                 return f"{attr[0]}({', '.join(inner)})"
             case "opaque":

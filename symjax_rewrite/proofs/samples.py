@@ -28,7 +28,7 @@ WIDE = {
     "complex64": "complex128",
 }
 MOST_WORK = 2e8  # multiplications and elements of one evaluation
-KINDS = ("normal", "small", "whole")
+KINDS = ("normal", "small", "whole", "bits")
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -168,9 +168,9 @@ def _drawn(seed: int, number: int, kind: str, shape: tuple[int, ...], dtype: str
     of = dtype_kind(dtype)
     if of == "b":
         return draw.integers(0, 2, shape).astype(bool)
-    if of in "iu" or kind == "whole":
-        low = 0 if of == "u" or (of == "i" and kind == "normal") else -3
-        made = draw.integers(low, 4, shape)
+    if of in "iu" or kind in ("whole", "bits"):
+        low = 0 if of == "u" or kind == "bits" or (of == "i" and kind == "normal") else -3
+        made = draw.integers(low, 2 if kind == "bits" else 4, shape)
         return np.asarray(made).astype(dtype)
     scale = 1.0 if kind == "normal" else 0.02
     made = scale * draw.normal(size=shape)
