@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from equal_pairs import (
+from tests.proofs.equal_pairs import (
     Pair,
     attention,
     flash,
