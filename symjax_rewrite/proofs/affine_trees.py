@@ -9,7 +9,7 @@ followed as one of these, exactly: `A[m+1, h]·A[l, m] = A[l, h]` and `A[m+1, h]
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from symjax_rewrite.loops.associative_scan_detection import MOVES, Prefix, find_
 TEXT = "composition of affine maps is associative: A[m+1,h]·B[l,m] + B[m+1,h] = B[l,h]"
 
 
-class Maps(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Maps:
     """An entry of an array in a tree: "A" or "B" of the steps low…high, or a product A·B.
 
     of: for a product, the steps of its second factor.
@@ -46,8 +47,10 @@ class Maps(NamedTuple):
         if isinstance(other, int) and other == 0:
             return self
         for product, shift in ((self, other), (other, self)):
-            is_pair = isinstance(shift, Maps) and shift.kind == "B" and product.kind == "AB"
-            if is_pair and (shift.low, shift.high) == (product.low, product.high):
+            if not isinstance(shift, Maps) or not isinstance(product, Maps):
+                continue
+            same = (shift.low, shift.high) == (product.low, product.high)
+            if same and shift.kind == "B" and product.kind == "AB":
                 return Maps("B", product.of[0], product.high)
         return Unrelated()
 
@@ -93,7 +96,7 @@ def _is_prefix(entries: np.ndarray | None, kind: str, length: int) -> bool:
     """Return True if entry i is the composition of the steps 0…i."""
     if entries is None or len(entries) != length:
         return False
-    return all(x == Maps(kind, 0, i) for i, x in enumerate(entries) if True)
+    return all(x == Maps(kind, 0, i) for i, x in enumerate(entries))
 
 
 def _entries(kind: str, length: int) -> np.ndarray:

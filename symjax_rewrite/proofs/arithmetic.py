@@ -12,12 +12,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.sizes import Assumptions, Dim
+from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
 from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
     Atom,
     Form,
-    Forms,
+    FormTable,
     Index,
     Mono,
     Number,
@@ -27,7 +28,6 @@ from symjax_rewrite.proofs.forms import (
     plain_name,
     substituted,
 )
-from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
 
 MOST_TERMS = 400
 MOST_POWER = 8
@@ -61,11 +61,11 @@ class Law(NamedTuple):
 
 
 # Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
-Builder = Callable[["Algebra", Form, list[tuple[tuple[int, ...], Poly]]], Poly]
+Builder = Callable[["Calculus", Form, list[tuple[tuple[int, ...], Poly]]], Poly]
 
 
 @dataclass(slots=True)
-class Algebra:
+class Calculus:
     """Normal forms of one proof.
 
     builders: how a form of each kind is made again of its operands. laws: the applications so far.
@@ -74,7 +74,7 @@ class Algebra:
     """
 
     builders: Mapping[str, Builder]
-    table: Forms = field(default_factory=Forms)
+    table: FormTable = field(default_factory=FormTable)
     numbers: Numbers = field(default_factory=Numbers)
     laws: dict[tuple[str, Operation], Law] = field(default_factory=dict)
     where: str = ""
@@ -308,12 +308,9 @@ class Algebra:
                 whole = e.numerator // e.denominator
                 c, e = c * Fraction(form.attr) ** whole, e - whole
             elif form.kind == "imaginary":
-                more.append((self.constant(-1), ZERO)[0] if e % 4 in (2, 3) else ONE)
+                more.append(self.constant(-1) if e % 4 in (2, 3) else ONE)
                 e = e % 2
-            elif form.kind == "abs" and e > 0 and e % 2 == 0:
-                more.append(self.power(self.operand(atom), e))
-                e = 0
-            elif form.kind == "power" and _expands(form.branches[0][1], e):
+            elif _is_opened(form, e):
                 more.append(self.power(self.operand(atom), e))
                 e = 0
             if e:
@@ -497,6 +494,12 @@ class Algebra:
 def _expands(p: Poly, e: Number) -> bool:
     """Return True if a power is multiplied out."""
     return e.denominator == 1 and 0 < e <= MOST_POWER and len(p) ** int(e) <= MOST_TERMS
+
+
+def _is_opened(form: Form, e: Number) -> bool:
+    """Return True for an even power of an absolute value, or a power of a sum to multiply out."""
+    is_even = form.kind == "abs" and e > 0 and e % 2 == 0
+    return is_even or (form.kind == "power" and _expands(form.branches[0][1], e))
 
 
 def _whole(e: Number) -> Number:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from symjax_rewrite.proofs.arithmetic import Algebra
+from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.forms import Poly, names_of
 
 
@@ -23,7 +23,7 @@ class Condition(NamedTuple):
 Conditions = dict[int, Condition]  # by the number of their closed form
 
 
-def undecided(a: Algebra, conditions: Iterable[Condition]) -> Conditions:
+def undecided(a: Calculus, conditions: Iterable[Condition]) -> Conditions:
     """Return the conditions that do not always hold, in a standard form."""
     out: Conditions = {}
     for condition in conditions:
@@ -34,7 +34,7 @@ def undecided(a: Algebra, conditions: Iterable[Condition]) -> Conditions:
     return out
 
 
-def _simplified(a: Algebra, condition: Condition) -> Iterable[Condition]:
+def _simplified(a: Calculus, condition: Condition) -> Iterable[Condition]:
     """Yield the conditions on the factors of a value whose sign is unknown."""
     kind, p = condition
     sign = a.sign(p)

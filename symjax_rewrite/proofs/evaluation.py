@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.ir.sizes import value
-from symjax_rewrite.proofs.arithmetic import Algebra, Law
+from symjax_rewrite.proofs.arithmetic import Calculus, Law
 from symjax_rewrite.proofs.forms import Atom, Form, Index, Poly, names_of
 from symjax_rewrite.proofs.functions import EVEN, ODD
 
@@ -40,7 +40,7 @@ class Evaluation:
     by number; those not given are drawn.
     """
 
-    a: Algebra
+    a: Calculus
     shapes: Callable[[int], tuple[int, ...]]
     dims: Mapping[str, int]
     draw: np.random.Generator
@@ -74,16 +74,16 @@ class Evaluation:
             case "index":
                 return self._index(atom.at[0], env).astype(np.float64)
             case "size":
-                return np.float64(self.dims[form.attr])
+                return np.asarray(self.dims[form.attr])
             case "prime":
-                return np.float64(form.attr)
+                return np.asarray(float(form.attr))
             case "symbol":
                 name = form.attr
-                return np.float64(math.pi if name == "pi" else math.log(int(name[4:])))
+                return np.asarray(math.pi if name == "pi" else math.log(int(name[4:])))
             case "imaginary":
-                return np.complex128(1j)
+                return np.asarray(1j)
             case "infinity" | "nan":
-                return np.float64(np.inf if form.kind == "infinity" else 0.37)
+                return np.asarray(np.inf if form.kind == "infinity" else 0.37)
         mine = {k: self._index(i, env) for k, i in enumerate(atom.at)}
         operands = []
         for codes, p in form.branches:

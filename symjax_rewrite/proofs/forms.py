@@ -123,7 +123,7 @@ def atom_reads(atom: Atom, name: int) -> bool:
 
 
 @dataclass(slots=True)
-class Forms:
+class FormTable:
     """The table of forms, index names and sizes of one proof.
 
     sizes: the size of every name. dims: symbolic sizes by code (−1, −2, …; a code ≥ 0 is the size
@@ -240,7 +240,7 @@ class Forms:
 
 
 def _canonical(
-    table: Forms,
+    table: FormTable,
     branches: Sequence[tuple[Sequence[int], Poly]],
     is_ordered: bool,
     keeps_bound: bool,
@@ -307,7 +307,7 @@ def _factor_colour(atom: Atom, e: Number, colours: Mapping[int, int]) -> Any:
 
 
 def _encoded(
-    table: Forms,
+    table: FormTable,
     branches: Sequence[tuple[Sequence[int], Poly]],
     order: list[int],
     slots: tuple[int, ...],
@@ -325,7 +325,7 @@ def _encoded(
     return tuple(out if is_ordered else sorted(out))
 
 
-def _renamed(table: Forms, p: Poly, to: Mapping[int, Index]) -> Poly:
+def _renamed(table: FormTable, p: Poly, to: Mapping[int, Index]) -> Poly:
     """Return a polynomial with names replaced by other names."""
     out = []
     for mono, c in p:

@@ -9,9 +9,9 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from symjax_rewrite.proofs.arithmetic import Algebra
-from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Mono, Number, Poly
+from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.exact_numbers import prime_powers
+from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Mono, Number, Poly
 
 EXP_LAW = "exp(a + b) = exp(a)·exp(b), exp(c·a) = exp(a)^c"
 LOG_LAW = "log(a^p · b) = p·log(a) + log(b)   (a, b > 0), log(exp(a)) = a"
@@ -20,7 +20,7 @@ EVEN = frozenset("cos".split())
 _HALF = Fraction(1, 2)
 
 
-def exp(a: Algebra, p: Poly) -> Poly:
+def exp(a: Calculus, p: Poly) -> Poly:
     """Return exp of a polynomial, as a product of powers of exp of its terms."""
     out = ONE
     for mono, c in p:
@@ -30,7 +30,7 @@ def exp(a: Algebra, p: Poly) -> Poly:
     return out
 
 
-def _exp_of_term(a: Algebra, mono: Mono, c: Number) -> Poly:
+def _exp_of_term(a: Calculus, mono: Mono, c: Number) -> Poly:
     kinds = [a.form(atom).kind for atom, _ in mono]
     bits = [atom for atom, _ in mono if a.form(atom).bit]
     if bits:
@@ -58,12 +58,12 @@ def _exp_of_term(a: Algebra, mono: Mono, c: Number) -> Poly:
     return a.term(1, {atom: c})
 
 
-def log(a: Algebra, p: Poly) -> Poly:
+def log(a: Calculus, p: Poly) -> Poly:
     """Return log of a polynomial, as a sum of multiples of logs of its factors."""
     return a.cases(lambda q: _log(a, q), p)
 
 
-def _log(a: Algebra, p: Poly) -> Poly:
+def _log(a: Calculus, p: Poly) -> Poly:
     if not p:
         return _log_atom(a, p)
     content, inner = a.content(p, only_positive=True)
@@ -90,18 +90,18 @@ def _log(a: Algebra, p: Poly) -> Poly:
     return made
 
 
-def _log_atom(a: Algebra, p: Poly) -> Poly:
+def _log_atom(a: Calculus, p: Poly) -> Poly:
     return a.of(a.table.intern("log", None, [((), p)], {"real": a.is_real(p)}))
 
 
-def _log_of_number(a: Algebra, c: Fraction) -> Poly:
+def _log_of_number(a: Calculus, c: Fraction) -> Poly:
     powers = prime_powers(c)
     if powers is None:
         return a.constant(a.numbers.met(Fraction(math.log(c))))
     return a.add(*[a.scale(k, a.prime_log(p)) for p, k in powers.items()])
 
 
-def _log_of_positive(a: Algebra, atom: Atom) -> Poly:
+def _log_of_positive(a: Calculus, atom: Atom) -> Poly:
     form = a.form(atom)
     if form.kind == "exp":
         return a.operand(atom)
@@ -113,12 +113,12 @@ def _log_of_positive(a: Algebra, atom: Atom) -> Poly:
 # ---------------------------------------------------------------- tests
 
 
-def positive(a: Algebra, p: Poly) -> Poly:
+def positive(a: Calculus, p: Poly) -> Poly:
     """Return [p > 0]: 1 where the test holds, else 0."""
     return a.cases(lambda q: _positive(a, q), p)
 
 
-def _positive(a: Algebra, p: Poly) -> Poly:
+def _positive(a: Calculus, p: Poly) -> Poly:
     decided = _decided(a, p)
     if decided is not None:
         return decided
@@ -131,7 +131,7 @@ def _positive(a: Algebra, p: Poly) -> Poly:
     return a.record("positive_factor", "[a·b > 0] = [b > 0]   (a > 0)", "positive", p, after=made)
 
 
-def _positive_integer(a: Algebra, p: Poly) -> Poly:
+def _positive_integer(a: Calculus, p: Poly) -> Poly:
     """Return [p > 0] of integers: in lowest terms, and with a number ≤ 0."""
     varying = tuple([t for t in p if t[0]])
     number = next((c for mono, c in p if not mono), 0)
@@ -148,12 +148,12 @@ def _positive_integer(a: Algebra, p: Poly) -> Poly:
     return made
 
 
-def zero(a: Algebra, p: Poly) -> Poly:
+def zero(a: Calculus, p: Poly) -> Poly:
     """Return [p = 0]."""
     return a.cases(lambda q: _zero(a, q), p)
 
 
-def _zero(a: Algebra, p: Poly) -> Poly:
+def _zero(a: Calculus, p: Poly) -> Poly:
     if not p:
         return ONE
     if all(not mono for mono, _ in p) or a.sign(p) == 2 or a.sign(a.scale(-1, p)) == 2:
@@ -164,12 +164,12 @@ def _zero(a: Algebra, p: Poly) -> Poly:
     return a.of(a.even("zero", None, inner, {"bit": True, "integer": True, "sign": 1}))
 
 
-def _test(a: Algebra, kind: str, p: Poly) -> Poly:
+def _test(a: Calculus, kind: str, p: Poly) -> Poly:
     facts = {"bit": True, "integer": True, "sign": 1}
     return a.of(a.table.intern(kind, None, [((), p)], facts))
 
 
-def _decided(a: Algebra, p: Poly) -> Poly | None:
+def _decided(a: Calculus, p: Poly) -> Poly | None:
     """Return [p > 0] if it is known: by signs, or by the ranges of indices."""
     if not p:
         return ZERO
@@ -186,13 +186,13 @@ def _decided(a: Algebra, p: Poly) -> Poly | None:
     return ZERO if facts.nonnegative(-1 * ends[1]) else None
 
 
-def value_range(a: Algebra, p: Poly) -> tuple[Any, Any] | None:
+def value_range(a: Calculus, p: Poly) -> tuple[Any, Any] | None:
     """Return the least and largest value of an integer sum of indices and sizes; None if none."""
     index = as_index(a, p)
     return None if index is None else a.table.index_range(index)
 
 
-def as_index(a: Algebra, p: Poly) -> Any:
+def as_index(a: Calculus, p: Poly) -> Any:
     """Return a sum of indices and sizes as an index expression; None if it is another value."""
     offset, terms = 0, []
     for mono, c in p:
@@ -216,7 +216,7 @@ def as_index(a: Algebra, p: Poly) -> Any:
 # ---------------------------------------------------------------- selections and other functions
 
 
-def select(a: Algebra, test: Poly, yes: Poly, no: Poly) -> Poly:
+def select(a: Calculus, test: Poly, yes: Poly, no: Poly) -> Poly:
     """Return `yes` where a test is 1 and `no` where it is 0; −∞ becomes a mask."""
     least = a.scale(-1, a.infinity())
     if yes == least and no == least:
@@ -231,21 +231,21 @@ def select(a: Algebra, test: Poly, yes: Poly, no: Poly) -> Poly:
     )
 
 
-def mask(a: Algebra, test: Poly) -> Poly:
+def mask(a: Calculus, test: Poly) -> Poly:
     """Return 0 where a test is 1 and −∞ where it is 0."""
     if test in (ONE, ZERO):
         return ZERO if test == ONE else a.scale(-1, a.infinity())
     return a.of(a.table.intern("mask", None, [((), test)], {}))
 
 
-def applied(a: Algebra, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
-    """Return a function without laws of its own, except for cases, and of odd and even functions."""
+def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
+    """Return a function whose only laws are those of cases, and of odd and even functions."""
     if len(operands) == 1:
         return a.cases(lambda p: _applied(a, name, params, integer, p), operands[0])
     return _applied(a, name, params, integer, *operands)
 
 
-def _applied(a: Algebra, name: str, params: Any, integer: bool, *operands: Poly) -> Poly:
+def _applied(a: Calculus, name: str, params: Any, integer: bool, *operands: Poly) -> Poly:
     p = operands[0] if operands else ZERO
     if name in ODD | EVEN:
         if not p and name in ODD:
@@ -261,12 +261,12 @@ def _applied(a: Algebra, name: str, params: Any, integer: bool, *operands: Poly)
     return a.of(a.table.intern("map", (name, params), branches, facts))
 
 
-def absolute(a: Algebra, p: Poly) -> Poly:
+def absolute(a: Calculus, p: Poly) -> Poly:
     """Return the absolute value of a polynomial."""
     return a.cases(lambda q: _absolute(a, q), p)
 
 
-def _absolute(a: Algebra, p: Poly) -> Poly:
+def _absolute(a: Calculus, p: Poly) -> Poly:
     if not a.is_real(p):
         return applied(a, "abs", (), p)
     if a.sign(p):
@@ -285,13 +285,13 @@ def _absolute(a: Algebra, p: Poly) -> Poly:
     return a.mul(content, a.of(a.even("abs", None, inner, {"sign": 1})))
 
 
-def logistic(a: Algebra, p: Poly) -> Poly:
+def logistic(a: Calculus, p: Poly) -> Poly:
     """Return 1/(1 + exp(−p))."""
     made = a.power(a.add(ONE, exp(a, a.scale(-1, p))), -1)
     return a.record("logistic", "logistic(a) = 1/(1 + exp(−a))", "logistic", p, after=made)
 
 
-def tanh(a: Algebra, p: Poly) -> Poly:
+def tanh(a: Calculus, p: Poly) -> Poly:
     """Return 1 − 2/(exp(2p) + 1)."""
     inverse = a.power(a.add(ONE, exp(a, a.scale(2, p))), -1)
     made = a.sub(ONE, a.scale(2, inverse))
@@ -299,7 +299,7 @@ def tanh(a: Algebra, p: Poly) -> Poly:
     return a.record("tanh", text, "map", p, after=made, attr=("tanh", ()))
 
 
-def pow_of(a: Algebra, base: Poly, e: Poly) -> Poly:
+def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
     """Return base^e: a power if the exponent is a number, else exp(e·log base) of base > 0."""
     if not e:
         return ONE
@@ -310,7 +310,7 @@ def pow_of(a: Algebra, base: Poly, e: Poly) -> Poly:
     return applied(a, "pow", (), base, e)
 
 
-def conjugate(a: Algebra, p: Poly) -> Poly:
+def conjugate(a: Calculus, p: Poly) -> Poly:
     """Return the complex conjugate, by terms and factors."""
     out = []
     for mono, c in p:
@@ -321,7 +321,7 @@ def conjugate(a: Algebra, p: Poly) -> Poly:
     return a.add(*out)
 
 
-def _conjugate_power(a: Algebra, atom: Atom, e: Number) -> Poly:
+def _conjugate_power(a: Calculus, atom: Atom, e: Number) -> Poly:
     form = a.form(atom)
     if form.real:
         return a.term(1, {atom: e})
@@ -334,7 +334,7 @@ def _conjugate_power(a: Algebra, atom: Atom, e: Number) -> Poly:
     return a.power(_applied(a, "conj", (), False, a.of(atom)), e)
 
 
-def mapped(a: Algebra, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
+def mapped(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
     """Make a function again of its operands."""
     name, params = form.attr
     return applied(a, name, params, *[p for _, p in branches], integer=form.integer)

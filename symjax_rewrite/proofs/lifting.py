@@ -22,7 +22,7 @@ from symjax_rewrite.ir.sizes import from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
-from symjax_rewrite.proofs.arithmetic import Algebra
+from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import ONE, Atom, Index, Poly, atom_reads, linear, plain
 
@@ -42,7 +42,7 @@ class Lifting:
     another way than by its node, or None. values, conditions: by class.
     """
 
-    a: Algebra
+    a: Calculus
     t: TermGraph
     solve: Solve
     steps: dict[int, int] = field(default_factory=dict)
@@ -143,9 +143,9 @@ class Lifting:
         a = self.a
         match node.attr:
             case "max" | "or":
-                return reductions.maximum(a, [(bound, p)])
+                return reductions.maximum(a, [(tuple(bound), p)])
             case "min" | "and":
-                return reductions.minimum(a, [(bound, p)])
+                return reductions.minimum(a, [(tuple(bound), p)])
         return self._interned(f"reduce_{node.attr}", [(bound, p)], a.is_real(p))
 
     def _slice(self, node: Node, at: list[Index]) -> Poly:
@@ -257,7 +257,7 @@ class Lifting:
         for ref in node.args:
             mine = bound[min(ref.axes, default=start) - node.out :][: len(ref.axes)]
             operands.append((sorted(mine), self.of(ref, at)))
-        facts = {"real": kind != "c", "integer": kind in "iub", "bit": kind == "b"}
+        facts: dict[str, Any] = {"real": kind != "c", "integer": kind in "iub", "bit": kind == "b"}
         facts["sign"] = 1 if kind in "ub" else 0
         return a.of(a.table.intern("opaque", key, operands, facts, keeps_bound=True))
 
@@ -315,7 +315,7 @@ class Lifting:
         return p if is_whole else functions.applied(a, "truncate", new, p, integer=True)
 
 
-def leaf(a: Algebra, value: int, dtype: str, slots: int) -> int:
+def leaf(a: Calculus, value: int, dtype: str, slots: int) -> int:
     """Return the form of an input of the program."""
     kind = dtype_kind(dtype)
     facts = {"real": kind != "c", "integer": kind in "iub", "bit": kind == "b"}
@@ -347,15 +347,15 @@ def _key_of(t: TermGraph, cls: int, node: Node) -> Any:
     return ("native", eqn.primitive.name, str(eqn.params), output)
 
 
-def _div(a: Algebra, p: Poly, q: Poly) -> Poly:
+def _div(a: Calculus, p: Poly, q: Poly) -> Poly:
     return a.mul(p, a.power(q, -1))
 
 
-def _log1p(a: Algebra, p: Poly) -> Poly:
+def _log1p(a: Calculus, p: Poly) -> Poly:
     return functions.log(a, a.add(ONE, p))
 
 
-def _exp2(a: Algebra, p: Poly) -> Poly:
+def _exp2(a: Calculus, p: Poly) -> Poly:
     return functions.exp(a, a.mul(a.prime_log(2), p))
 
 
@@ -363,26 +363,26 @@ def _both(*kinds: str) -> tuple[tuple[int, str], ...]:
     return tuple(enumerate(kinds))
 
 
-def _half(a: Algebra, c: Fraction, p: Poly, q: Poly) -> Poly:
+def _half(a: Calculus, c: Fraction, p: Poly, q: Poly) -> Poly:
     return a.scale(HALF, a.add(p, a.scale(c, q)))
 
 
-def _sinh(a: Algebra, p: Poly) -> Poly:
+def _sinh(a: Calculus, p: Poly) -> Poly:
     up, down = functions.exp(a, p), functions.exp(a, a.scale(-1, p))
     return a.scale(HALF, a.sub(up, down))
 
 
-def _cosh(a: Algebra, p: Poly) -> Poly:
+def _cosh(a: Calculus, p: Poly) -> Poly:
     up, down = functions.exp(a, p), functions.exp(a, a.scale(-1, p))
     return a.scale(HALF, a.add(up, down))
 
 
-def _clamp(a: Algebra, low: Poly, x: Poly, high: Poly) -> Poly:
+def _clamp(a: Calculus, low: Poly, x: Poly, high: Poly) -> Poly:
     inner = reductions.maximum(a, [((), low), ((), x)])
     return reductions.minimum(a, [((), inner), ((), high)])
 
 
-def _or(a: Algebra, p: Poly, q: Poly) -> Poly:
+def _or(a: Calculus, p: Poly, q: Poly) -> Poly:
     return a.sub(a.add(p, q), a.mul(p, q))
 
 

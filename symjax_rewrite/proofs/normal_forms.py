@@ -11,21 +11,21 @@ import numpy as np
 
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Assumptions
-from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_trees import Tree, find_trees
-from symjax_rewrite.proofs.arithmetic import Algebra, Builder
+from symjax_rewrite.proofs.arithmetic import Builder, Calculus
 from symjax_rewrite.proofs.conditions import Conditions, undecided
 from symjax_rewrite.proofs.forms import Form, Index, Poly, plain
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import Solver, affine_again, tree_value
+from symjax_rewrite.proofs.recurrences import LoopSolver, affine_again, tree_value
 
 Operands = list[tuple[tuple[int, ...], Poly]]
 
 
-def _opaque_again(a: Algebra, form: Form, branches: Operands) -> Poly:
+def _opaque_again(a: Calculus, form: Form, branches: Operands) -> Poly:
     names = ("real", "integer", "bit", "sign")
     facts = {name: getattr(form, name) for name in names}
     return a.of(a.table.intern("opaque", form.attr, branches, facts, keeps_bound=True))
@@ -70,7 +70,7 @@ class NormalForms:
     """
 
     closed: ClosedJaxpr
-    a: Algebra
+    a: Calculus
     t: TermGraph
     inputs: tuple[int, ...]
     pairs: list[tuple[Output, Output]]
@@ -97,11 +97,11 @@ def normal_forms(
     """
     program = flatten(closed)
     inputs = tuple(program.inputs)
-    a = Algebra(BUILDERS, most_laws=most_laws, maxima_as_cases=maxima_as_cases, facts=facts)
+    a = Calculus(BUILDERS, most_laws=most_laws, maxima_as_cases=maxima_as_cases, facts=facts)
     loops = open_loops(program)
     steps = {o.step: a.table.fresh(o.length) for o in loops.values()}
     t = build(program)
-    lifting = Lifting(a, t, Solver(loops, steps), steps, _trees(program, t))
+    lifting = Lifting(a, t, LoopSolver(loops, steps), steps, _trees(program, t))
     pairs = [_pair(lifting, program, k, count) for k in range(count)]
     return NormalForms(closed, a, t, inputs, pairs)
 
@@ -132,7 +132,7 @@ def _pair(lifting: Lifting, program: Program, k: int, count: int) -> tuple[Outpu
     out = []
     for v in values:
         if isinstance(v, Literal):
-            value = lifting.constant(np.asarray(v.val).item(), str(v.aval.dtype))
+            value = lifting.constant(np.asarray(v.val).item(), dtype_of(v.aval))
             out.append(Output(names, value, {}, len(a.laws)))
             continue
         view = t.view(v)

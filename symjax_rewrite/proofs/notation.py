@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count
+from typing import Any
 
-from symjax_rewrite.proofs.arithmetic import Algebra, Operation
+from symjax_rewrite.proofs.arithmetic import Calculus, Operation
 from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_of
 
 LETTERS = "ijklmnopqrstuvwabcdefgh"
@@ -25,7 +26,7 @@ class Notation:
     leaves: names of inputs by number. letters: the letter of every index name so far.
     """
 
-    a: Algebra
+    a: Calculus
     leaves: Mapping[int, str]
     letters: dict[int, str] = field(default_factory=dict)
 
@@ -111,7 +112,7 @@ class Notation:
         return self._function(form.kind, form.attr, self.a.opened(atom))
 
     def _function(
-        self, kind: str, attr: object, operands: Sequence[tuple[tuple[int, ...], Poly]]
+        self, kind: str, attr: Any, operands: Sequence[tuple[tuple[int, ...], Poly]]
     ) -> str:
         names = [n for bound, _ in operands for n in bound]
         for _, p in operands:
@@ -125,7 +126,7 @@ class Notation:
         return _cut(out)
 
     def _applied(
-        self, kind: str, attr: object, operands: Sequence[tuple[tuple[int, ...], Poly]],
+        self, kind: str, attr: Any, operands: Sequence[tuple[tuple[int, ...], Poly]],
         bound: list[str],
     ) -> str:  # fmt: skip
         inner = [self.poly(p) for _, p in operands]
@@ -154,7 +155,7 @@ class Notation:
                 return f"max({', '.join(texts)})"
             case "same":
                 return inner[0]
-            case "map" if isinstance(attr, tuple):
+            case "map" if isinstance(attr, tuple) and attr:
                 return f"{attr[0]}({', '.join(inner)})"
             case "opaque":
                 return f"{_opaque_name(attr)}({'; '.join(named)})"
@@ -165,7 +166,7 @@ class Notation:
         return self._function(before.name, before.attr, before.operands)
 
 
-def _opaque_name(attr: object) -> str:
+def _opaque_name(attr: Any) -> str:
     """Return the name of an operation without laws."""
     while isinstance(attr, tuple) and attr:
         attr = attr[1] if attr[0] == "native" and len(attr) > 1 else attr[0]

@@ -1,8 +1,8 @@
 """`prove_equal`: do two JAX functions compute the same value, by the laws of arithmetic?
 
 The functions are sampled first: a difference is a counterexample. Then both are brought to normal
-form (`normal_forms`). Equal normal forms are a proof, whose steps are the applications of laws; each
-is compared at random values before it is told. May import every folder.
+form (`normal_forms`). Equal normal forms are a proof. Its steps are the applications of laws; both
+sides of each are compared at random values. May import every folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from symjax_rewrite.errors import UsageError
 from symjax_rewrite.ir.sizes import Assumptions, value
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.options import Budget
-from symjax_rewrite.proofs.arithmetic import Algebra, OutOfBudgetError
+from symjax_rewrite.proofs.arithmetic import Calculus, OutOfBudgetError
 from symjax_rewrite.proofs.evaluation import (
     TOLERANCE,
     Evaluation,
@@ -36,7 +36,7 @@ from symjax_rewrite.proofs.notation import Notation
 from symjax_rewrite.proofs.reductions import with_split_ranges
 from symjax_rewrite.proofs.samples import Sampled, concrete, sample, size_choices
 from symjax_rewrite.proofs.specs import specs_of
-from symjax_rewrite.proofs.verdicts import MODULO, Different, Proof, Step, Unknown
+from symjax_rewrite.proofs.verdicts import MODULO, Different, Proof, ProofStep, Unknown
 from symjax_rewrite.testing.numpy_evaluator import evaluate
 
 LAWS_PER_NODE = 10  # the budget of nodes, in applications of laws
@@ -55,9 +55,9 @@ def prove_equal(
     """Prove that two functions have equal values, for all values and all named sizes.
 
     A proof is about real numbers: rounding, overflow and the order of operations do not count, and
-    neither do infinities and NaN, except −∞ in masks and as the start of a running maximum. Integers
-    do not overflow. Where either function divides by zero, or takes a root or a logarithm outside
-    its domain, both must. Derivatives are no part of it.
+    neither do infinities and NaN, except −∞ in masks and as the start of a running maximum.
+    Integers do not overflow. Where either function divides by zero, or takes a root or a logarithm
+    outside its domain, both must. Derivatives are no part of it.
 
     Loops that count are proved by induction, for any number of steps: folds of sums, maxima and
     online softmaxes, and affine recurrences. Sampling only refutes; it never proves.
@@ -74,8 +74,8 @@ def prove_equal(
         budget: `nodes` bounds the applications of laws (ten per node), `equations` the programs.
 
     Returns:
-        A `Proof` (true), a `Different` with a counterexample, or an `Unknown` that tells how far the
-        proof came (both false).
+        A `Proof` (true), a `Different` with a counterexample, or an `Unknown` that tells how far
+        the proof came (both false).
 
     Raises:
         UsageError: a spec is malformed, or a function cannot be traced.
@@ -205,7 +205,7 @@ def _gap(problem: Problem, forms: NormalForms) -> str:
     return ""
 
 
-def equal(a: Algebra, p: Poly, q: Poly) -> bool:
+def equal(a: Calculus, p: Poly, q: Poly) -> bool:
     """Return True if polynomials are equal, after denominators are multiplied out."""
     if p == q:
         return True
@@ -360,7 +360,7 @@ def _value_error(
     return relative_difference(wide, mine) or 0.0
 
 
-def _steps(notation: Notation, forms: NormalForms, checked: Checked) -> list[Step]:
+def _steps(notation: Notation, forms: NormalForms, checked: Checked) -> list[ProofStep]:
     """Return the laws that were applied, in order."""
     ends = [(out.laws, name) for pair in forms.pairs for out, name in zip(pair, "fg", strict=True)]
     steps = []
@@ -370,7 +370,7 @@ def _steps(notation: Notation, forms: NormalForms, checked: Checked) -> list[Ste
         before, after = notation.operation(law.before), notation.poly(law.after)
         count, error = checked.errors[number]
         if before != after:
-            steps.append(Step(law.name, law.text, before, after, law.where, of, count, error))
+            steps.append(ProofStep(law.name, law.text, before, after, law.where, of, count, error))
     return steps
 
 

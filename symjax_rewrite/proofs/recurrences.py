@@ -21,7 +21,7 @@ import numpy as np
 
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_trees import Tree
-from symjax_rewrite.proofs.arithmetic import Algebra, Operation
+from symjax_rewrite.proofs.arithmetic import Calculus, Operation
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -47,7 +47,7 @@ GAUGE = "change of variables: c·g is folded, where g(t) ≠ 0 for all t"
 Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
 
 
-def replaced(a: Algebra, p: Poly, leaves: Leaves) -> Poly:
+def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
     """Return a polynomial with some inputs replaced by polynomials of their indices."""
     out = []
     for mono, c in p:
@@ -58,7 +58,7 @@ def replaced(a: Algebra, p: Poly, leaves: Leaves) -> Poly:
     return a.add(*out)
 
 
-def _replaced_power(a: Algebra, atom: Atom, e: Number, leaves: Leaves) -> Poly:
+def _replaced_power(a: Calculus, atom: Atom, e: Number, leaves: Leaves) -> Poly:
     if atom.form in leaves:
         return a.power(leaves[atom.form](atom.at), e)
     if not _reads(a, atom.form, leaves):
@@ -68,7 +68,7 @@ def _replaced_power(a: Algebra, atom: Atom, e: Number, leaves: Leaves) -> Poly:
     return a.power(a.builders[form.kind](a, form, branches), e)
 
 
-def _reads(a: Algebra, form: int, leaves: Leaves | set[int]) -> bool:
+def _reads(a: Calculus, form: int, leaves: Leaves | set[int]) -> bool:
     return form in leaves or any(
         _reads(a, atom.form, leaves)
         for _, p in a.table.forms[form].branches
@@ -77,7 +77,7 @@ def _reads(a: Algebra, form: int, leaves: Leaves | set[int]) -> bool:
     )
 
 
-def reads(a: Algebra, p: Poly, leaves: Leaves | set[int]) -> bool:
+def reads(a: Calculus, p: Poly, leaves: Leaves | set[int]) -> bool:
     """Return True if a polynomial depends on some inputs."""
     return any(_reads(a, atom.form, leaves) for mono, _ in p for atom, _ in mono)
 
@@ -97,7 +97,7 @@ class Carried:
 
 
 @dataclass(slots=True)
-class Solver:
+class LoopSolver:
     """The loops of a program, solved when they are read.
 
     loops: by the values that they make. steps: the name of the step of each loop, by the value that
@@ -179,7 +179,7 @@ class Solver:
         leaves = self._leaves(a, carries, step, turned)
         return a.substitute(replaced(a, p, leaves), {step: stored})
 
-    def _leaves(self, a: Algebra, carries: list[Carried], step: int, at: Index) -> Leaves:
+    def _leaves(self, a: Calculus, carries: list[Carried], step: int, at: Index) -> Leaves:
         """Return the solved carries as functions of their indices, before a step in time."""
 
         def value(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
@@ -241,7 +241,7 @@ class Solver:
             lifting.require(c.kind, replaced(a, c.p, leaves))
 
 
-def _forward(a: Algebra, opened: OpenLoop, stored: Index) -> Index:
+def _forward(a: Calculus, opened: OpenLoop, stored: Index) -> Index:
     """Return the number of a step in time, of its number in stored order; or the reverse."""
     if not opened.loop.reverse:
         return stored
@@ -264,7 +264,7 @@ def _place_of_axis(lifting: Lifting, y: int, axis: int, kept: bool) -> int:
 # ---------------------------------------------------------------- laws of recurrences
 
 
-def _solve_one(a: Algebra, c: Carried, carries: Sequence[Carried], step: int) -> bool:
+def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -> bool:
     """Solve a carry, if its next value reads no other carry that is not solved."""
     unsolved = {x.form for x in carries if x.solved is None}
     solved = [x for x in carries if x.solved is not None]
@@ -280,7 +280,7 @@ def _solve_one(a: Algebra, c: Carried, carries: Sequence[Carried], step: int) ->
     return False
 
 
-def _before(a: Algebra, solved: Sequence[Carried], step: int, at: Index) -> Leaves:
+def _before(a: Calculus, solved: Sequence[Carried], step: int, at: Index) -> Leaves:
     """Return solved carries before another step as functions of their indices."""
 
     def value(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
@@ -294,7 +294,7 @@ def _before(a: Algebra, solved: Sequence[Carried], step: int, at: Index) -> Leav
 
 
 def _as_maximum(
-    a: Algebra, c: Carried, me: Poly, solved: Sequence[Carried], step: int
+    a: Calculus, c: Carried, me: Poly, solved: Sequence[Carried], step: int
 ) -> tuple[Poly, str] | None:
     """Return the fold of c' = max(c, b), or of c' = min(c, b)."""
     for sign in (1, -1):
@@ -305,7 +305,7 @@ def _as_maximum(
             continue
         leaves = _before(a, solved, step, plain(step))
         s = a.table.fresh(a.table.sizes[step])
-        out = [((), a.scale(sign, c.start))]
+        out: list[tuple[tuple[int, ...], Poly]] = [((), a.scale(sign, c.start))]
         for names, p in rest:
             p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
             out.append(((s, *names), a.add(p, _earlier(a, s, step))))
@@ -313,17 +313,17 @@ def _as_maximum(
     return None
 
 
-def _earlier(a: Algebra, s: int, step: int) -> Poly:
+def _earlier(a: Calculus, s: int, step: int) -> Poly:
     return functions.mask(a, _is_earlier(a, s, step))
 
 
-def _is_earlier(a: Algebra, s: int, step: int) -> Poly:
+def _is_earlier(a: Calculus, s: int, step: int) -> Poly:
     """Return [s < t]."""
     return functions.positive(a, a.sub(a.index(plain(step)), a.index(plain(s))))
 
 
 def _as_affine(
-    a: Algebra, c: Carried, me: Poly, solved: Sequence[Carried], step: int
+    a: Calculus, c: Carried, me: Poly, solved: Sequence[Carried], step: int
 ) -> tuple[Poly, str] | None:
     """Return the fold of c' = a·c + b, after a change of variables if a reads carries."""
     mine = me[0][0][0][0]
@@ -363,15 +363,15 @@ def _as_affine(
     return a.mul(folded, a.power(here, -1)), law
 
 
-def _next(a: Algebra, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
+def _next(a: Calculus, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
     return lambda at: a.substitute(c.after, dict(zip(c.names, at, strict=True)))
 
 
-def _first(a: Algebra, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
+def _first(a: Calculus, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
     return lambda at: a.substitute(c.start, dict(zip(c.names, at, strict=True)))
 
 
-def _gauge(a: Algebra, factor: Poly, solved: Sequence[Carried]) -> Poly:
+def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
     """Return the powers of solved carries, and of their exponentials, in a factor of one term."""
     out = ONE
     if len(factor) != 1:
@@ -386,7 +386,7 @@ def _gauge(a: Algebra, factor: Poly, solved: Sequence[Carried]) -> Poly:
     return out
 
 
-def _fold(a: Algebra, factor: Poly, shift: Poly, start: Poly, names: list[int], step: int) -> Poly:
+def _fold(a: Calculus, factor: Poly, shift: Poly, start: Poly, names: list[int], step: int) -> Poly:
     """Return the value before a step of the recurrence c' = factor·c + shift."""
     s = a.table.fresh(a.table.sizes[step])
     if factor == ONE:
@@ -395,21 +395,20 @@ def _fold(a: Algebra, factor: Poly, shift: Poly, start: Poly, names: list[int], 
     return recurrence(a, factor, shift, start, step, a.index(plain(step)))
 
 
-def recurrence(a: Algebra, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
+def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
     """Return h(at) of h(0) = start, h(t+1) = factor(t)·h(t) + shift(t)."""
     if shift == ZERO and start == ZERO:
         return ZERO
-    bound = [a.table.fresh(a.table.sizes[step]) for _ in range(2)]
-    branches = [
-        *(((n,), a.substitute(p, {step: plain(n)})) for n, p in zip(bound, (factor, shift), strict=True)),
-        ((), start),
-        ((), at),
-    ]  # fmt: skip
+    branches: list[tuple[Sequence[int], Poly]] = []
+    for p in (factor, shift):
+        n = a.table.fresh(a.table.sizes[step])
+        branches.append(((n,), a.substitute(p, {step: plain(n)})))
+    branches += [((), start), ((), at)]
     return affine_again(a, None, branches)
 
 
 def affine_again(
-    a: Algebra, form: Form | None, branches: Sequence[tuple[Sequence[int], Poly]]
+    a: Calculus, form: Form | None, branches: Sequence[tuple[Sequence[int], Poly]]
 ) -> Poly:
     """Make an affine recurrence of its factors, its shifts, its start and its place.
 
@@ -471,7 +470,7 @@ def _entry_of_tree(
 
 
 def _record(
-    a: Algebra, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int
+    a: Calculus, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int
 ) -> None:
     """Record the induction step of a solution: one more step gives the solution one step later."""
     assert c.solved is not None

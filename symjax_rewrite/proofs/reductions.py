@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.proofs.arithmetic import Algebra, Operation
+from symjax_rewrite.proofs.arithmetic import Calculus, Operation
 from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
@@ -34,7 +34,7 @@ MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MaxBranch = tuple[tuple[int, ...], Poly]
 
 
-def total(a: Algebra, p: Poly, names: Sequence[int]) -> Poly:
+def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
     """Return the sum of a polynomial over bound names."""
     if any(a.table.sizes[n] == 0 for n in names):
         return ZERO
@@ -47,7 +47,7 @@ def total(a: Algebra, p: Poly, names: Sequence[int]) -> Poly:
     return out
 
 
-def _sum_of_term(a: Algebra, mono: Mono, c: Number, name: int) -> Poly:
+def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
     outside = {atom: e for atom, e in mono if not atom_reads(atom, name)}
     inside = {atom: e for atom, e in mono if atom_reads(atom, name)}
     factor = a.term(c, outside)
@@ -71,7 +71,7 @@ def _sum_of_term(a: Algebra, mono: Mono, c: Number, name: int) -> Poly:
     return a.mul(factor, a.add(*[_sum_of_opened(a, m, k, bound) for m, k in opened]))
 
 
-def _sum_of_opened(a: Algebra, mono: Mono, c: Number, bound: Sequence[int]) -> Poly:
+def _sum_of_opened(a: Calculus, mono: Mono, c: Number, bound: Sequence[int]) -> Poly:
     """Return the sum of a term over several names, after the laws of tests."""
     factors = dict(mono)
     for n in bound:
@@ -85,7 +85,7 @@ def _sum_of_opened(a: Algebra, mono: Mono, c: Number, bound: Sequence[int]) -> P
     return a.scale(c, sum_of_product(a, mono, bound))
 
 
-def sum_of_product(a: Algebra, mono: Mono, bound: Sequence[int]) -> Poly:
+def sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     """Return Σ over bound names of a product, as a product of sums of its connected parts."""
     out = ONE
     left = dict(mono)
@@ -111,7 +111,7 @@ def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
     return [sorted(g) for g in groups]
 
 
-def _sum_atom(a: Algebra, mono: Mono, bound: Sequence[int]) -> Poly:
+def _sum_atom(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     p, names = merged(a, ((mono, 1),), bound)
     if len(p) != 1 or p[0][1] != 1:
         return total(a, p, names)
@@ -120,7 +120,7 @@ def _sum_atom(a: Algebra, mono: Mono, bound: Sequence[int]) -> Poly:
     return a.of(a.table.intern("sum", None, [(names, p)], facts))
 
 
-def merged(a: Algebra, p: Poly, bound: Sequence[int]) -> tuple[Poly, list[int]]:
+def merged(a: Calculus, p: Poly, bound: Sequence[int]) -> tuple[Poly, list[int]]:
     """Merge pairs of bound names t, j that are read as t·|j| + j alone, to one name."""
     names = list(bound)
     for t in list(names):
@@ -152,7 +152,7 @@ def _reads_together(p: Poly, t: int, j: int, size: int) -> bool:
     return True
 
 
-def _met_delta(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | None:
+def _met_delta(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
     """Return Σ_k [k = e]·f(k) = f(e), for an e that is in the range of k."""
     for atom in factors:
         if a.form(atom).kind != "zero":
@@ -173,11 +173,11 @@ def _met_delta(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | Non
     return None
 
 
-def _is_within(a: Algebra, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
+def _is_within(a: Calculus, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
     return a.facts.nonnegative(ends[0] - low) and a.facts.nonnegative(stop - 1 - ends[1])
 
 
-def _cut_range(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | None:
+def _cut_range(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
     """Return Σ_{k<n} of a test of k times f(k), where the test is a bound of the range of k."""
     for atom in factors:
         if a.form(atom).kind != "positive":
@@ -193,7 +193,7 @@ def _cut_range(a: Algebra, factors: dict[Atom, Number], name: int) -> Poly | Non
     return None
 
 
-def _from_start(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
     """Return Σ_{k<n} [k + 1 > c]·p(k) = Σ_{k<n−c} p(k + c), for a number c."""
     start, size = 1 - index[0], a.table.sizes[name]
     if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
@@ -203,7 +203,7 @@ def _from_start(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str
     return total(a, moved, (k,)), "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)"
 
 
-def _after(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+def _after(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
     """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
     rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
     ends = a.table.index_range(rest)
@@ -218,7 +218,7 @@ def _after(a: Algebra, p: Poly, name: int, index: Index) -> tuple[Poly, str] | N
     return made, "Σ_k [k > e]·f(k) = Σ_k f(k) − f(e) − Σ_k [k < e]·f(k)"
 
 
-def with_split_ranges(a: Algebra, p: Poly) -> Poly:
+def with_split_ranges(a: Calculus, p: Poly) -> Poly:
     """Return a sum of terms in which sums over a range are split where shorter sums of them end.
 
     Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
@@ -241,7 +241,7 @@ def with_split_ranges(a: Algebra, p: Poly) -> Poly:
     return p
 
 
-def _range_of(a: Algebra, atom: Atom) -> int | None:
+def _range_of(a: Calculus, atom: Atom) -> int | None:
     """Return the number of terms of a sum over one index; None for any other form."""
     form = a.form(atom)
     if form.kind != "sum" or len(form.branches[0][0]) != 1:
@@ -249,7 +249,7 @@ def _range_of(a: Algebra, atom: Atom) -> int | None:
     return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
 
 
-def _replaced(a: Algebra, p: Poly, atom: Atom, made: Poly) -> Poly:
+def _replaced(a: Calculus, p: Poly, atom: Atom, made: Poly) -> Poly:
     out = []
     for mono, c in p:
         rest = a.term(c, {x: e for x, e in mono if x != atom})
@@ -260,7 +260,7 @@ def _replaced(a: Algebra, p: Poly, atom: Atom, made: Poly) -> Poly:
 # ---------------------------------------------------------------- maxima
 
 
-def maximum(a: Algebra, branches: Sequence[MaxBranch]) -> Poly:
+def maximum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
     """Return the largest value of several polynomials, each over its bound names."""
     opened: list[MaxBranch] = []
     for names, p in branches:
@@ -283,12 +283,12 @@ def maximum(a: Algebra, branches: Sequence[MaxBranch]) -> Poly:
     return out
 
 
-def minimum(a: Algebra, branches: Sequence[MaxBranch]) -> Poly:
+def minimum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
     """Return the smallest value: −max of the opposite."""
     return a.scale(-1, maximum(a, [(n, a.scale(-1, p)) for n, p in branches]))
 
 
-def _as_cases(a: Algebra, ps: list[Poly]) -> Poly:
+def _as_cases(a: Calculus, ps: list[Poly]) -> Poly:
     out = ps[0]
     for p in ps[1:]:
         difference = a.sub(out, p)
@@ -298,7 +298,7 @@ def _as_cases(a: Algebra, ps: list[Poly]) -> Poly:
     return out
 
 
-def _split(a: Algebra, branches: list[MaxBranch], test: Atom) -> Poly:
+def _split(a: Calculus, branches: list[MaxBranch], test: Atom) -> Poly:
     yes, no = (
         maximum(a, [(names, a.assume(p, test, value)) for names, p in branches]) for value in (1, 0)
     )
@@ -306,7 +306,7 @@ def _split(a: Algebra, branches: list[MaxBranch], test: Atom) -> Poly:
     return a.add(a.mul(bit, yes), a.mul(a.sub(ONE, bit), no))
 
 
-def flattened(a: Algebra, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
+def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
     """Return a branch, or the branches of the maximum that it contains."""
     for mono, c in p:
         if len(mono) == 1 and mono[0][1] == 1 and c > 0 and a.form(mono[0][0]).kind == "max":
@@ -321,7 +321,7 @@ def flattened(a: Algebra, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
     return [(tuple(kept), p)]
 
 
-def _without_repetitions(a: Algebra, branches: list[MaxBranch]) -> list[MaxBranch]:
+def _without_repetitions(a: Calculus, branches: list[MaxBranch]) -> list[MaxBranch]:
     """Return the branches without equal ones, and of numbers the largest alone."""
     seen: dict[object, MaxBranch] = {}
     numbers = [p for names, p in branches if all(not mono for mono, _ in p)]
@@ -334,7 +334,7 @@ def _without_repetitions(a: Algebra, branches: list[MaxBranch]) -> list[MaxBranc
     return list(seen.values())
 
 
-def _standard(a: Algebra, branches: list[MaxBranch]) -> Poly:
+def _standard(a: Calculus, branches: list[MaxBranch]) -> Poly:
     """Return a maximum without common terms and factors in its branches."""
     if len(branches) == 1 and not branches[0][0]:
         return branches[0][1]
@@ -355,7 +355,7 @@ def _standard(a: Algebra, branches: list[MaxBranch]) -> Poly:
 
 
 def _common_factor(
-    a: Algebra, branches: list[MaxBranch], bound: set[int]
+    a: Calculus, branches: list[MaxBranch], bound: set[int]
 ) -> tuple[Poly, list[MaxBranch]]:
     """Return a positive factor of all branches, and what remains of them."""
     terms = [t for _, p in branches for t in p]

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 
 from symjax_rewrite.errors import UsageError
@@ -45,9 +46,9 @@ def specs_of(tree: Any, scope: export.SymbolicScope) -> Any:
         is_number = isinstance(x, int | float | complex) and not isinstance(x, bool)
         if is_number:
             return jax.ShapeDtypeStruct((), jax.numpy.asarray(x).dtype, weak_type=True)
-        if isinstance(x, jax.ShapeDtypeStruct) or not hasattr(x, "dtype"):
-            return x
-        weak = bool(getattr(getattr(x, "aval", None), "weak_type", False))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            weak = bool(getattr(x, "weak_type", False))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
+        return x
 
     return jax.tree.map(spec, tree)

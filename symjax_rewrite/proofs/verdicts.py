@@ -23,7 +23,7 @@ MODULO = (
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ProofStep:
     """One application of a law.
 
     name: of the law. law: the law. before, after: its two sides here, in index notation. where: the
@@ -73,7 +73,7 @@ class Proof(_Shown):
     functions are defined. sizes: the named sizes at which steps were checked. time_s: seconds.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProofStep, ...]
     normal_forms: tuple[str, ...]
     modulo: tuple[str, ...]
     conditions: tuple[str, ...]
@@ -105,7 +105,7 @@ class Proof(_Shown):
 
     def _fields(self) -> dict[str, Any]:
         names = ("normal_forms", "modulo", "conditions", "sizes", "time_s")
-        steps = [{n: getattr(s, n) for n in Step.__slots__} for s in self.steps]
+        steps = [{n: getattr(s, n) for n in ProofStep.__slots__} for s in self.steps]
         return {"steps": steps, **{n: getattr(self, n) for n in names}}
 
 

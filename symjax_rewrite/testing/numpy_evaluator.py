@@ -157,7 +157,8 @@ def _scan(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
         carry = outs[:m]
         ys.append(outs[m:])
     ys = ys[::-1] if p["reverse"] else ys
-    empty = [np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[m:]]
+    avals: list[Any] = [v.aval for v in eqn.outvars[m:]]
+    empty = [np.zeros(aval.shape, aval.dtype) for aval in avals]
     return [*carry, *(map(np.stack, zip(*ys, strict=True)) if ys else empty)]
 
 

@@ -54,7 +54,7 @@ def merge(a, b):
 
 
 def flash(q, k, v, scale=0.125):
-    """Return attention over blocks k[t, b, d] and v[t, b, e] by the recurrence of FlashAttention."""
+    """Return attention over blocks k[t, b, d], v[t, b, e] by FlashAttention's recurrence."""
 
     def step(state, block):
         m, l, acc = state
@@ -269,7 +269,9 @@ def two_spellings_of_an_affine_scan():
         return lax.scan(lambda h, ab: ((new := ab[0] * h + ab[1]), new), h, (a, b))[1]
 
     def other(a, b, h):
-        return lax.scan(lambda h, ab: (h - (h - ab[0] * h - ab[1]), ab[1] + h * ab[0]), h, (a, b))[1]
+        return lax.scan(lambda h, ab: (h - (h - ab[0] * h - ab[1]), ab[1] + h * ab[0]), h, (a, b))[
+            1
+        ]
 
     return one, other
 
@@ -371,15 +373,16 @@ def sigmoid_of_the_opposite():
 
 @equal("f32[n]")
 def exact_gelu():
-    return lambda x: jax.nn.gelu(x, approximate=False), lambda x: (
-        x * 0.5 * (1 + lax.erf(x / jnp.sqrt(2.0)))
-    )
+    return lambda x: jax.nn.gelu(
+        x, approximate=False
+    ), lambda x: x * 0.5 * (1 + lax.erf(x / jnp.sqrt(2.0)))
 
 
 @equal("f32[n]")
 def approximate_gelu():
-    return jax.nn.gelu, lambda x: (
-        x * jax.nn.sigmoid(2 * jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x * x * x))
+    return (
+        jax.nn.gelu,
+        lambda x: x * jax.nn.sigmoid(2 * jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x * x * x)),
     )
 
 
@@ -401,9 +404,13 @@ def concatenated_projections():
 
 @equal("c64[n]", "c64[n]")
 def complex_inner_products():
-    return jnp.vdot, lambda x, y: (x.real * y.real + x.imag * y.imag).sum() + 1j * (
-        x.real * y.imag - x.imag * y.real
-    ).sum()
+    return (
+        jnp.vdot,
+        lambda x, y: (
+            (x.real * y.real + x.imag * y.imag).sum()
+            + 1j * (x.real * y.imag - x.imag * y.real).sum()
+        ),
+    )
 
 
 @equal("i32[n]", "i32[n]")

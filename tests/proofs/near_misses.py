@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
 from tests.proofs.equal_pairs import (
     Pair,
     attention,
@@ -17,7 +19,6 @@ from tests.proofs.equal_pairs import (
     sequential,
     stable_softmax,
 )
-from jax import lax
 
 X, Y = "f32[n,d]", "f32[m,d]"
 SQUARE = "f32[n,n]"
@@ -137,8 +138,8 @@ NEAR_MISSES: dict[str, Pair] = {
         )), full, BLOCKS),
     "flash with the old maximum kept": (
         flash_without(lambda c, new, p, v: (
-            c[0], c[1] * jnp.exp(c[0] - new) + p.sum(-1), c[2] * jnp.exp(c[0] - new)[:, None] + p @ v
-        )), full, BLOCKS),
+            c[0], c[1] * jnp.exp(c[0] - new) + p.sum(-1),
+            c[2] * jnp.exp(c[0] - new)[:, None] + p @ v)), full, BLOCKS),
     "flash that drops the carried sum": (
         flash_without(lambda c, new, p, v: (
             new, p.sum(-1), c[2] * jnp.exp(c[0] - new)[:, None] + p @ v)), full, BLOCKS),
@@ -200,7 +201,8 @@ NEAR_MISSES: dict[str, Pair] = {
     "product in the other order": (
         lambda a, b: a @ b, lambda a, b: b @ a, (SQUARE, SQUARE)),
     "low rank with the factors exchanged": (
-        lambda x, a, b: x @ (a @ b), lambda x, a, b: x @ (b @ a), ("f32[n,d]", "f32[d,d]", "f32[d,d]")),
+        lambda x, a, b: x @ (a @ b), lambda x, a, b: x @ (b @ a),
+        ("f32[n,d]", "f32[d,d]", "f32[d,d]")),
     "low rank without its scale": (
         lambda x, w, a, b: x @ (w + 2.0 * (a @ b)), lambda x, w, a, b: x @ w + (x @ a) @ b,
         ("f32[n,d]", "f32[d,o]", "f32[d,r]", "f32[r,o]")),
@@ -230,7 +232,8 @@ NEAR_MISSES: dict[str, Pair] = {
     "scan with a dropped carry": (
         sequential, scan_of(lambda h, ab: (h, ab[0] * h + ab[1]), lambda a: a[0] * 0), AFFINE),
     "scan with exchanged factors": (
-        sequential, scan_of(lambda h, ab: ((n := ab[1] * h + ab[0]), n), lambda a: a[0] * 0), AFFINE),
+        sequential, scan_of(lambda h, ab: ((n := ab[1] * h + ab[0]), n), lambda a: a[0] * 0),
+        AFFINE),
     "scan that returns the state before": (
         sequential, scan_of(lambda h, ab: (ab[0] * h + ab[1], h), lambda a: a[0] * 0), AFFINE),
     "scan that starts at one": (

@@ -38,9 +38,7 @@ def test_every_lemma_is_proved(name: str) -> None:
     rule = LEMMAS[name]
     specs = [f"f32[{','.join(word)}]" for word in rule.shapes]
     started = time.process_time()
-    proof = prove_equal(
-        lambda *xs: rule.sides(*xs)[0], lambda *xs: rule.sides(*xs)[1], *specs
-    )
+    proof = prove_equal(lambda *xs: rule.sides(*xs)[0], lambda *xs: rule.sides(*xs)[1], *specs)
     assert time.process_time() - started < 1
     assert isinstance(proof, Proof), proof
     assert proof.steps
@@ -159,7 +157,7 @@ def test_unknown_tells_both_normal_forms_and_what_remains() -> None:
 
 
 def test_budget_that_ends_the_proof_is_named() -> None:
-    found = prove_equal(stable_softmax, naive_softmax, "f32[n,d]", budget=Budget(nodes=0.1))
+    found = prove_equal(stable_softmax, naive_softmax, "f32[n,d]", budget=Budget(nodes=1))
     assert isinstance(found, Unknown)
     assert "budget" in found.reason
 
@@ -221,9 +219,7 @@ def test_finite_numerics_permit_cancelled_divisions() -> None:
 
 
 def test_same_conditions_on_both_sides_are_told() -> None:
-    found = prove_equal(
-        lambda x, y: (x + 1) / y, lambda x, y: x / y + 1 / y, "f32[n]", "f32[n]"
-    )
+    found = prove_equal(lambda x, y: (x + 1) / y, lambda x, y: x / y + 1 / y, "f32[n]", "f32[n]")
     assert isinstance(found, Proof)
     assert found.conditions == ("x1[i] ≠ 0",)
 
