@@ -1,5 +1,6 @@
 """`python -m symjax_rewrite`: what it prints, and that bad input gives a line and an exit code."""
 
+import json
 import sys
 import types
 
@@ -18,6 +19,9 @@ def _module(monkeypatch):
         raises=lambda x: {}["missing"],
         branches=lambda x: x if x.sum() > 0 else -x,
         number=3,
+        other_chain=lambda a, b, v: a @ (b @ v),
+        transposed=lambda a, b, v: (a @ b).T @ v,
+        rounded=lambda a, b, v: ((a @ b) @ v).astype("bfloat16").astype("float32"),
     )
     monkeypatch.setitem(sys.modules, "users_module", module)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -29,6 +33,23 @@ SIZES = ["--args", "f32[256,256]", "f32[256,256]", "f32[256]"]
 def test_explain(capsys):
     assert main(["explain", "users_module:chain", *SIZES]) == 0
     assert "contraction_order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "text"),
+    [("other_chain", 0, "proved equal"), ("transposed", 1, "different: output 0"),
+     ("rounded", 2, "unknown: the normal forms")],
+)  # fmt: skip
+def test_prove(other, code, text, capsys):
+    specs = ["--args", "f32[n,n]", "f32[n,n]", "f32[n]"]
+    assert main(["prove", "users_module:chain", f"users_module:{other}", *specs]) == code
+    assert capsys.readouterr().out.startswith(text)
+
+
+def test_prove_prints_json(capsys):
+    names = ["users_module:chain", "users_module:other_chain"]
+    assert main(["prove", *names, "--args", "f32[n,n]", "f32[n,n]", "f32[n]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "Proof"
 
 
 @pytest.mark.parametrize("name", ["associativity", "separability"])

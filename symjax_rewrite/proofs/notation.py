@@ -169,7 +169,8 @@ class Notation:
 def _opaque_name(attr: Any) -> str:
     """Return the name of an operation without laws."""
     while isinstance(attr, tuple) and attr:
-        attr = attr[1] if attr[0] == "native" and len(attr) > 1 else attr[0]
+        parts = list(attr)
+        attr = parts[1] if parts[0] == "native" and len(parts) > 1 else parts[0]
     return str(attr)
 
 
