@@ -156,6 +156,8 @@ def _cost(closed: ClosedJaxpr) -> float:
         sizes = [np.prod(v.aval.shape, dtype=float) for v in (*e.invars, *e.outvars)
                  if hasattr(v.aval, "shape")]  # fmt: skip
         total += sum(sizes)
+        if e.primitive.name == "conv_general_dilated":
+            total += sizes[-1] * sizes[1]
         if e.primitive.name == "dot_general":
             (left, _), _ = e.params["dimension_numbers"]
             depth = [e.invars[0].aval.shape[k] for k in left]
