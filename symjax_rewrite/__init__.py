@@ -18,6 +18,7 @@ if _TYPE_CHECKING:
     from symjax_rewrite.options import Budget as Budget
     from symjax_rewrite.options import Options as Options
     from symjax_rewrite.options import disabled as disabled
+    from symjax_rewrite.proofs.proving import prove_equal as prove_equal
     from symjax_rewrite.reports.report import Report as Report
     from symjax_rewrite.rewriting.route import route as route
     from symjax_rewrite.rewriting.rule import RulePack as RulePack
@@ -34,6 +35,7 @@ _HOMES = {
     "auditing.audit": ("audit",),
     "auditing.guard": ("guard",),
     "options": ("Budget", "Options", "disabled"),
+    "proofs.proving": ("prove_equal",),
     "rewriting.route": ("route",),
     "rewriting.rule": ("RulePack", "axiom", "lemma"),
 }
@@ -41,7 +43,8 @@ _MODULES = {"errors": "errors", "packs": "rules.packs", "testing": "testing"}
 
 __all__ = [
     "Budget", "Options", "Report", "RulePack", "__version__", "audit", "axiom", "bisect",
-    "disabled", "errors", "guard", "keep", "lemma", "packs", "route", "sym_optimize", "testing",
+    "disabled", "errors", "guard", "keep", "lemma", "packs", "prove_equal", "route",
+    "sym_optimize", "testing",
 ]  # fmt: skip
 
 

@@ -211,6 +211,11 @@ def at_least(dim: Any, least: int) -> bool:
         return False
 
 
+def dim_at(dim: Any, sizes: dict[str, int]) -> int:
+    """Return an entry of a shape as a number, at numbers for its named sizes."""
+    return int(dim._evaluate(sizes)) if is_symbolic(dim) else int(dim)
+
+
 def aval_is_sharded(aval: Any) -> bool:
     """Return True if an aval carries an explicit (non-auto) sharding over some mesh axis."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)

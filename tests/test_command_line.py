@@ -38,6 +38,9 @@ def _module(monkeypatch):
         layer=lambda p, x, act, *, scale: getattr(jax.nn, act)(x @ p["w"] + p["b"]) * scale,
         optimised=sym_optimize(lambda x, w, a, b: x @ (w + a @ b)),
         mine=RulePack("mine", (packs.lora.rules[0], doubled)),
+        other_chain=lambda a, b, v: a @ (b @ v),
+        transposed=lambda a, b, v: (a @ b).T @ v,
+        rounded=lambda a, b, v: ((a @ b) @ v).astype("bfloat16").astype("float32"),
     )
     monkeypatch.setitem(sys.modules, "users_module", module)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -49,6 +52,23 @@ SIZES = ["--args", "f32[256,256]", "f32[256,256]", "f32[256]"]
 def test_explain(capsys):
     assert main(["explain", "users_module:chain", *SIZES]) == 0
     assert "contraction_order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "text"),
+    [("other_chain", 0, "proved equal"), ("transposed", 1, "different: output 0"),
+     ("rounded", 2, "unknown: the normal forms")],
+)  # fmt: skip
+def test_prove(other, code, text, capsys):
+    specs = ["--args", "f32[n,n]", "f32[n,n]", "f32[n]"]
+    assert main(["prove", "users_module:chain", f"users_module:{other}", *specs]) == code
+    assert capsys.readouterr().out.startswith(text)
+
+
+def test_prove_prints_json(capsys):
+    names = ["users_module:chain", "users_module:other_chain"]
+    assert main(["prove", *names, "--args", "f32[n,n]", "f32[n,n]", "f32[n]", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "Proof"
 
 
 @pytest.mark.parametrize("name", ["associativity", "separability"])

@@ -22,6 +22,7 @@ HEAVY = (
     "symjax_rewrite.loops",
     "symjax_rewrite.optimizer",
     "symjax_rewrite.pallas_kernels",
+    "symjax_rewrite.proofs",
     "symjax_rewrite.testing",
 )
 PUBLIC = {
@@ -39,6 +40,7 @@ PUBLIC = {
     "keep",
     "lemma",
     "packs",
+    "prove_equal",
     "route",
     "sym_optimize",
     "testing",

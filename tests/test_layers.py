@@ -42,6 +42,7 @@ LAYERS = {
     "api": ("api",),
     "auditing": ("auditing",),
     "testing": ("testing",),
+    "proofs": ("proofs",),
     "command_line": ("command_line",),
     "door": ("__main__", "__init__", "pytest_plugin"),
 }

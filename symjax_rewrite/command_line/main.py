@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("explain:explain", "the rewrites of a function, with reasons"),
     "audit": ("audit:audit", "the six properties of a function, and what limits it"),
     "guard": ("guard:guard", "fail if an equal form is much cheaper"),
+    "prove": ("prove:prove", "a proof that two functions are equal, or a counterexample"),
     "calibrate": ("calibrate:calibrate", "measure this machine's device profile"),
     "check-rules": ("check_rules:check_rules", "test every rule of a pack on random values"),
 }

@@ -22,6 +22,15 @@ def program_parser(name: str, description: str, *, html: bool = False) -> argpar
     """Return a parser of a function's name, its arguments, the device and the output."""
     parser = argparse.ArgumentParser(prog=f"symjax-rewrite {name}", description=description)
     parser.add_argument("function", help="module:function")
+    add_arguments(parser)
+    parser.add_argument("--device", help="a device profile, such as cpu or h200")
+    if html:
+        parser.add_argument("--html", metavar="FILE", type=_page, help="write a page")
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the user's function, and the choice of JSON."""
     parser.add_argument(
         "--args",
         nargs="+",
@@ -29,11 +38,7 @@ def program_parser(name: str, description: str, *, html: bool = False) -> argpar
         metavar="ARG",
         help="f32[b,4096] · {'w': f32[8,8]} · a static value such as 3 · name=…",
     )
-    parser.add_argument("--device", help="a device profile, such as cpu or h200")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    if html:
-        parser.add_argument("--html", metavar="FILE", type=_page, help="write a page")
-    return parser
 
 
 def _page(text: str) -> str:

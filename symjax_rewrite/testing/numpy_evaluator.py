@@ -57,6 +57,8 @@ def _equation(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
         return [_ROWS[name](eqn.params, *args)]
     if name in CALLS and (inner := jax_internals.bodies(eqn)):
         return evaluate(inner[0], args)
+    if name in _LOOPS and (made := _LOOPS[name](eqn, args)) is not None:
+        return made
     return [np.asarray(x) for x in jax_internals.eval_equation(eqn, args)]
 
 
@@ -107,17 +109,95 @@ def _reduce(ufunc: np.ufunc) -> Callable[..., Any]:
     return row
 
 
+def _extremum(reduce: Callable[..., Any], end: str) -> Callable[..., Any]:
+    """Return a row of a maximum or minimum; of no values it is the `end` of the dtype."""
+
+    def row(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+        wide = _wide(a)
+        infinite = -np.inf if end == "min" else np.inf
+        if wide.dtype.kind in "iu":
+            initial: Any = getattr(np.iinfo(wide.dtype), end)
+        else:
+            initial = (end == "max") if wide.dtype == bool else infinite
+        return reduce(wide, tuple(int(i) for i in p["axes"]), initial=initial)
+
+    return row
+
+
 def _cumsum(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
     turn = (lambda x: np.flip(x, p["axis"])) if p["reverse"] else lambda x: x
     wide = turn(_wide(a))
     return turn(np.cumsum(wide, p["axis"], dtype=wide.dtype))
 
 
+def _dynamic_slice(p: dict[str, Any], a: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    sizes = p["slice_sizes"]
+    first = [np.clip(int(i), 0, n - s) for i, n, s in zip(starts, a.shape, sizes, strict=True)]
+    return a[tuple(slice(i, i + s) for i, s in zip(first, sizes, strict=True))]
+
+
+def _dynamic_update(
+    p: dict[str, Any], a: np.ndarray, part: np.ndarray, *starts: np.ndarray
+) -> np.ndarray:
+    out, sizes = np.array(a), part.shape
+    first = [np.clip(int(i), 0, n - s) for i, n, s in zip(starts, a.shape, sizes, strict=True)]
+    out[tuple(slice(i, i + s) for i, s in zip(first, sizes, strict=True))] = part
+    return out
+
+
+def _scan(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any]:
+    """Return the results of a scan, whose body is evaluated step by step."""
+    p, (body,) = eqn.params, jax_internals.bodies(eqn)
+    n, m = jax_internals.scan_counts(eqn)
+    consts, carry, xs = args[:n], args[n : n + m], args[n + m :]
+    steps = range(p["length"])
+    ys: list[list[Any]] = []
+    for k in reversed(steps) if p["reverse"] else steps:
+        outs = evaluate(body, [*consts, *carry, *[x[k] for x in xs]])
+        carry = outs[:m]
+        ys.append(outs[m:])
+    ys = ys[::-1] if p["reverse"] else ys
+    avals: list[Any] = [v.aval for v in eqn.outvars[m:]]
+    empty = [np.zeros(aval.shape, aval.dtype) for aval in avals]
+    return [*carry, *(map(np.stack, zip(*ys, strict=True)) if ys else empty)]
+
+
+def _while(eqn: jax_internals.JaxprEqn, args: list[Any]) -> list[Any] | None:
+    """Return the results of a loop; None for a batched condition."""
+    p = eqn.params
+    n, m = p["cond_nconsts"], p["body_nconsts"]
+    if p["cond_jaxpr"].out_avals[0].shape:
+        return None
+    fixed, consts, carry = args[:n], args[n : n + m], args[n + m :]
+    while evaluate(p["cond_jaxpr"], [*fixed, *carry])[0]:
+        carry = evaluate(p["body_jaxpr"], [*consts, *carry])
+    return list(carry)
+
+
+_LOOPS = {"scan": _scan, "while": _while}
+
+
 def _select(p: dict[str, Any], which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(np.broadcast_to(which, cases[0].shape).astype(int), cases)
 
 
-_ELEMENTWISE = NUMPY | {f.__name__: f for f in (np.exp, np.log, np.tanh, np.sin, np.cos, np.sqrt)}
+_ELEMENTWISE = NUMPY | {
+    f.__name__: f
+    for f in (np.exp, np.log, np.tanh, np.sin, np.cos, np.sqrt, np.log1p, np.expm1, np.exp2)
+}
+
+
+def _divide(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.dtype.kind not in "iu":
+        return a / b
+    least = np.where(b == 0, np.ones_like(b), b)
+    quotient = np.abs(a) // np.abs(least) * np.sign(a) * np.sign(least)  # towards zero
+    return np.where(b == 0, np.asarray(-1).astype(a.dtype), quotient)
+
+
+def _logistic(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-_wide(a)))
+
 
 _ROWS: dict[str, Callable[..., Any]] = {
     "dot_general": _dot_general,
@@ -130,6 +210,19 @@ _ROWS: dict[str, Callable[..., Any]] = {
     "iota": _iota,
     "reduce_sum": _reduce(np.add),
     "reduce_prod": _reduce(np.multiply),
+    "reduce_max": _extremum(np.max, "min"),
+    "reduce_min": _extremum(np.min, "max"),
+    "reduce_and": lambda p, a: np.bitwise_and.reduce(a, tuple(int(i) for i in p["axes"])),
+    "reduce_or": lambda p, a: np.bitwise_or.reduce(a, tuple(int(i) for i in p["axes"])),
+    "div": _divide,
+    "logistic": _logistic,
+    "rsqrt": lambda p, a: 1 / np.sqrt(_wide(a)),
+    "is_finite": lambda p, a: np.isfinite(a),
+    "rev": lambda p, a: np.flip(a, p["dimensions"]),
+    "clamp": lambda p, low, a, high: np.minimum(np.maximum(a, low), high),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "expand_dims": lambda p, a: np.expand_dims(a, p["dimensions"]),
     "cumsum": _cumsum,
     "select_n": _select,
     "convert_element_type": lambda p, a: a.astype(p["new_dtype"]),

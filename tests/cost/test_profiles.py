@@ -101,6 +101,18 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "loops.unrolled_detection": dict.fromkeys(
         ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
     ),
+    "proofs.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
+    "proofs.evaluation": {"MOST_ELEMENTS": SEARCH, "POINTS": SEARCH, "TOLERANCE": NUMERICS},
+    "proofs.exact_numbers": dict.fromkeys(
+        ("DIGITS", "EXACT", "LARGEST_ROOT", "ROUNDING"), NUMERICS
+    ),
+    "proofs.forms": {"FIRST_NAME": CODE, "ONE": CODE, "TIES": SEARCH},
+    "proofs.lifting": {"_CONDITIONED": CODE},
+    "proofs.notation": {"MOST_CHARACTERS": "the length of a text"},
+    "proofs.opened_loops": {"MOST_LOOPS": SEARCH},
+    "proofs.proving": {"LAWS_PER_NODE": SEARCH, "ROUNDS": SEARCH},
+    "proofs.reductions": {"MOST_OPENED": SEARCH},
+    "proofs.samples": {"MOST_WORK": SEARCH},
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},
     "rewriting.route_matching": {"MOST_SINGLE": SEARCH},

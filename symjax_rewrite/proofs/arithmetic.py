@@ -1,0 +1,510 @@
+"""Sums, products and powers of normal forms, and the laws that they use.
+
+Every operation returns a normal form and, where a law was needed, records the application: the
+operation, its operands and the result. May import `forms`, `numbers` and `ir.sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from symjax_rewrite.ir.sizes import Assumptions, Dim
+from symjax_rewrite.proofs.exact_numbers import ExactNumber, Numbers, prime_powers
+from symjax_rewrite.proofs.forms import (
+    ONE,
+    ZERO,
+    Atom,
+    Form,
+    FormTable,
+    Index,
+    Mono,
+    Number,
+    Poly,
+    names_of,
+    plain,
+    plain_name,
+    substituted,
+)
+
+MOST_TERMS = 400
+MOST_POWER = 8
+MOST_CASES = 5  # tests by which one function is split into cases
+
+
+class OutOfBudgetError(Exception):
+    """A normal form became too large (internal)."""
+
+
+class Operation(NamedTuple):
+    """An operation on normal forms, as the left side of a step.
+
+    name: of the operation. operands: for each, the names it binds, and a polynomial. attr: its
+    parameters.
+    """
+
+    name: str
+    operands: tuple[tuple[tuple[int, ...], Poly], ...]
+    attr: Any = None
+
+
+class Law(NamedTuple):
+    """An application of a law: the operation, its normal form, and the law's text."""
+
+    name: str
+    text: str
+    before: Operation
+    after: Poly
+    where: str
+
+
+# Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
+Builder = Callable[["Calculus", Form, list[tuple[tuple[int, ...], Poly]]], Poly]
+
+
+@dataclass(slots=True)
+class Calculus:
+    """Normal forms of one proof.
+
+    builders: how a form of each kind is made again of its operands. laws: the applications so far.
+    where: the user's line on which the algebra works. most_laws: the budget. facts: about sizes.
+    maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b).
+    """
+
+    builders: Mapping[str, Builder]
+    table: FormTable = field(default_factory=FormTable)
+    numbers: Numbers = field(default_factory=Numbers)
+    laws: dict[tuple[str, Operation], Law] = field(default_factory=dict)
+    where: str = ""
+    most_laws: int = 20_000
+    maxima_as_cases: bool = False
+    facts: Assumptions = field(default_factory=Assumptions)
+    _rebuilt: dict[tuple[int, tuple[Index, ...]], Poly] = field(default_factory=dict)
+
+    def record(
+        self, name: str, text: str, operation: str, *operands: Poly, after: Poly, attr: Any = None
+    ) -> Poly:
+        """Record a law for an operation that binds no index; return the result."""
+        return self.recorded(name, text, Operation(operation, _unbound(operands), attr), after)
+
+    def recorded(self, name: str, text: str, before: Operation, after: Poly) -> Poly:
+        """Record an application of a law; return the result."""
+        if len(self.laws) >= self.most_laws:
+            raise OutOfBudgetError(f"{self.most_laws} applications of laws")
+        self.laws.setdefault((name, before), Law(name, text, before, after, self.where))
+        return after
+
+    def form(self, atom: Atom) -> Form:
+        """Return the form of an atom."""
+        return self.table.forms[atom.form]
+
+    def opened(self, atom: Atom) -> list[tuple[tuple[int, ...], Poly]]:
+        """Return the operands of an atom: fresh names for bound indices, and a polynomial."""
+        form, out = self.form(atom), []
+        for codes, p in form.branches:
+            names = tuple(self.table.fresh(self.table.dim(c)) for c in codes)
+            to = dict(enumerate((*atom.at, *map(plain, names))))
+            out.append((names, self.substitute(p, to)))
+        return out
+
+    def operand(self, atom: Atom) -> Poly:
+        """Return the only operand of an atom."""
+        return self.opened(atom)[0][1]
+
+    # ------------------------------------------------------------ substitution
+
+    def substitute(self, p: Poly, to: Mapping[int, Index]) -> Poly:
+        """Return a polynomial with names replaced by index expressions."""
+        if not any(n in to for n in names_of(p)):
+            return p
+        parts = [self._substituted(mono, c, to) for mono, c in p]
+        return self.add(*parts)
+
+    def _substituted(self, mono: Mono, c: Number, to: Mapping[int, Index]) -> Poly:
+        plain_factors: dict[Atom, Number] = {}
+        rest: list[Poly] = []
+        for atom, e in mono:
+            at = tuple([substituted(i, to) for i in atom.at])
+            made = self.at(atom.form, at)
+            if isinstance(made, Atom):
+                plain_factors[made] = plain_factors.get(made, 0) + e
+            else:
+                rest.append(self.power(made, e))
+        out: Poly = self.term(c, plain_factors)
+        for p in rest:
+            out = self.mul(out, p)
+        return out
+
+    def at(self, form: int, at: tuple[Index, ...]) -> Atom | Poly:
+        """Return a form read at index expressions; inner ones reach the inputs."""
+        f = self.table.forms[form]
+        if f.kind == "leaf":
+            return self.table.atom(form, at)
+        if f.kind == "index":
+            return self.index(at[0])
+        names = [plain_name(i) for i in at]
+        is_plain = None not in names and len(set(names)) == len(names)
+        if is_plain and f.kind not in ("positive", "zero"):
+            return self.table.atom(form, at)
+        if is_plain and any(n not in self.table.sizes for n in names):
+            return self.table.atom(form, at)
+        if (form, at) not in self._rebuilt:
+            self._rebuilt[form, at] = ONE  # never read: a form does not contain itself
+            branches = []
+            for codes, p in f.branches:
+                bound = tuple(self.table.fresh(self.table.dim(c)) for c in codes)
+                to = dict(enumerate((*at, *map(plain, bound))))
+                branches.append((bound, self.substitute(p, to)))
+            self._rebuilt[form, at] = self.builders[f.kind](self, f, branches)
+        return self._rebuilt[form, at]
+
+    # ------------------------------------------------------------ numbers and sizes
+
+    def number(self, value: float | complex, dtype: str) -> Poly:
+        """Return a number of a program."""
+        if isinstance(value, complex):
+            imaginary = self.mul(self.number(value.imag, dtype), self.imaginary())
+            return self.add(self.number(value.real, dtype), imaginary)
+        if isinstance(value, bool | int):
+            return self.constant(int(value))
+        exact = self.numbers.read(value, dtype) if value else ExactNumber(Fraction(0))
+        out = self.constant(exact.coefficient)
+        if exact.radicand != 1:
+            out = self.mul(out, self.power(self.constant(exact.radicand), Fraction(1, 2)))
+        for name, e in exact.constants:
+            atom = self.prime_log(2) if name == "log2" else self.symbol(name)
+            out = self.mul(out, self.power(atom, e))
+        return out
+
+    def constant(self, c: Number) -> Poly:
+        """Return a rational number."""
+        return (((), c),) if c else ZERO
+
+    def symbol(self, name: str) -> Poly:
+        """Return a positive real constant of a name."""
+        return self.of(Atom(self.table.leaf("symbol", name, 0, sign=2), ()))
+
+    def prime_log(self, prime: int) -> Poly:
+        """Return the logarithm of a prime number."""
+        return self.symbol(f"log {prime}")
+
+    def imaginary(self) -> Poly:
+        """Return the imaginary unit."""
+        return self.of(Atom(self.table.leaf("imaginary", None, 0, real=False), ()))
+
+    def infinity(self) -> Poly:
+        """Return the symbol of infinity, of which only exp(−∞) = 0 and max(−∞, a) = a are used."""
+        return self.of(Atom(self.table.leaf("infinity", None, 0, sign=2), ()))
+
+    def size(self, size: Dim) -> Poly:
+        """Return a size as a number."""
+        return self.index(self.table.size_index(size))
+
+    def index(self, index: Index) -> Poly:
+        """Return the value of an index expression."""
+        parts = [self.constant(index[0])]
+        for name, stride in index[1]:
+            if name < 0:
+                sizes = {}
+                for size, e in self.table.monomials[-1 - name]:
+                    sign = 2 if size.isidentifier() else 1  # floordiv(n, 2) may be 0
+                    form = self.table.leaf("size", size, 0, integer=True, sign=sign)
+                    sizes[Atom(form, ())] = e
+                parts.append(self.term(stride, sizes))
+            else:
+                form = self.table.leaf("index", None, 1, integer=True, sign=1)
+                parts.append(self.term(stride, {Atom(form, (plain(name),)): 1}))
+        return self.add(*parts)
+
+    def of(self, atom: Atom) -> Poly:
+        """Return an atom as a polynomial."""
+        return ((((atom, 1),), 1),)
+
+    # ------------------------------------------------------------ sums and products
+
+    def add(self, *parts: Poly) -> Poly:
+        """Return the sum of polynomials."""
+        total: dict[Mono, Number] = {}
+        for p in parts:
+            for mono, c in p:
+                total[mono] = total[mono] + c if mono in total else c
+        if len(total) > MOST_TERMS:
+            raise OutOfBudgetError(f"{MOST_TERMS} terms of a sum")
+        return tuple(sorted((m, self._met(c)) for m, c in total.items() if c))
+
+    def _met(self, c: Number) -> Number:
+        return c if isinstance(c, int) else self.numbers.met(c)
+
+    def scale(self, c: Number, p: Poly) -> Poly:
+        """Return a multiple of a polynomial."""
+        return tuple([(mono, self._met(c * k)) for mono, k in p]) if c else ZERO
+
+    def sub(self, p: Poly, q: Poly) -> Poly:
+        """Return a difference."""
+        return self.add(p, self.scale(-1, q))
+
+    def mul(self, p: Poly, q: Poly) -> Poly:
+        """Return a product, multiplied out."""
+        if p == ONE or q == ONE:
+            return q if p == ONE else p
+        if len(p) * len(q) > MOST_TERMS:
+            raise OutOfBudgetError(f"{MOST_TERMS} terms of a product")
+        out: list[Poly] = []
+        for term in p if len(p) <= len(q) else q:
+            other = q if len(p) <= len(q) else p
+            out += [self._cancelled(term, other) or self._distributed(term, other)]
+        made = self.add(*out)
+        if len(p) > 1 or len(q) > 1:
+            self.record("distributivity", "a·(b + c) = a·b + a·c", "mul", p, q, after=made)
+        elif p and q and any(atom in dict(q[0][0]) for atom, _ in p[0][0]):
+            self.record("powers", "a^p · a^q = a^(p+q)", "mul", p, q, after=made)
+        return made
+
+    def product(self, *parts: Poly) -> Poly:
+        """Return the product of polynomials."""
+        out = ONE
+        for p in parts:
+            out = self.mul(out, p)
+        return out
+
+    def _distributed(self, term: tuple[Mono, Number], q: Poly) -> Poly:
+        """Return a term times every term of a polynomial."""
+        out = []
+        for mono, c in q:
+            factors = dict(term[0])
+            for atom, e in mono:
+                factors[atom] = factors.get(atom, 0) + e
+            out.append(self.term(c * term[1], factors))
+        return self.add(*out)
+
+    def _cancelled(self, term: tuple[Mono, Number], q: Poly) -> Poly | None:
+        """Return a term times a sum that the term has a negative power of; None if it has none."""
+        below = {a for a, e in term[0] if e < 0 and self.form(a).kind == "power"}
+        if not below or len(q) < 2:
+            return None
+        content, inner = self.content(q, only_positive=False)
+        sign, base = self.oriented(inner)
+        (mono, _), *_ = self._power_atom(base, 1)
+        if mono[0][0] not in below or len(content) != 1:
+            return None
+        factors = dict(term[0])
+        for atom, e in (*content[0][0], (mono[0][0], 1)):
+            factors[atom] = factors.get(atom, 0) + e
+        return self.term(sign * term[1] * content[0][1], factors)
+
+    def term(self, c: Number, factors: Mapping[Atom, Number]) -> Poly:
+        """Return c·Π atom^exponent, with the laws of atoms of some kinds applied."""
+        kept: list[tuple[Atom, Number]] = []
+        more: list[Poly] = []
+        for atom, e in factors.items():
+            form = self.form(atom)
+            if e == 0 or not c:
+                continue
+            if form.bit and e > 0:
+                e = 1
+            elif form.kind == "prime":
+                whole = e.numerator // e.denominator
+                c, e = c * Fraction(form.attr) ** whole, e - whole
+            elif form.kind == "imaginary":
+                more.append(self.constant(-1) if e % 4 in (2, 3) else ONE)
+                e = e % 2
+            elif _is_opened(form, e):
+                more.append(self.power(self.operand(atom), e))
+                e = 0
+            if e:
+                kept.append((atom, _whole(e)))
+        out: Poly = ((tuple(sorted(kept)), self._met(_whole(c))),) if c else ZERO
+        for p in more:
+            out = self.mul(out, p)
+        return out
+
+    # ------------------------------------------------------------ powers
+
+    def power(self, p: Poly, e: Number) -> Poly:
+        """Return a power with a rational exponent."""
+        e = _whole(e)
+        if e == 1 or e == 0:
+            return p if e == 1 else ONE
+        if not p and e > 0:
+            return ZERO
+        if _expands(p, e):
+            out = p
+            for _ in range(int(e) - 1):
+                out = self.mul(out, p)
+            return out
+        if len(p) == 1:
+            return self._power_of_term(p, e)
+        return self.cases(lambda q: self._power_of_sum(q, e), p)
+
+    def _power_of_term(self, p: Poly, e: Number) -> Poly:
+        ((mono, c),) = p
+        if isinstance(e, int):
+            made = self.term(Fraction(c) ** e, {atom: k * e for atom, k in mono})
+            if len(mono) > 1 or (mono and c != 1):
+                self.record(
+                    "power_of_product", "(a·b)^n = a^n · b^n", "power", p, after=made, attr=e
+                )
+            return made
+        out, rest = ONE, {}
+        for atom, k in mono:
+            if self.form(atom).sign > 0:
+                out = self.mul(out, self.term(1, {atom: k * e}))
+            elif self.form(atom).real and _whole(k) == k and k % 2 == 0:
+                out = self.mul(out, self.power(self.absolute(atom), k * e))
+            else:
+                rest[atom] = k
+        out = self.mul(out, self._root(abs(Fraction(c)), e))
+        if rest or c < 0:
+            inner = self.term(1 if c > 0 else -1, rest)
+            out = self.mul(out, self._power_atom(inner, e))
+        if out != self._power_atom(p, e):
+            text = "(a·b)^p = a^p · b^p   (a ≥ 0)"
+            self.record("power_of_product", text, "power", p, after=out, attr=e)
+        return out
+
+    def absolute(self, atom: Atom) -> Poly:
+        """Return the absolute value of a real atom."""
+        p = self.of(atom)
+        if self.maxima_as_cases:
+            facts = {"bit": True, "integer": True, "sign": 1}
+            test = self.of(self.table.intern("positive", None, [((), p)], facts))
+            return self.sub(self.scale(2, self.mul(test, p)), p)
+        return self.of(self.table.intern("abs", None, [((), p)], {"sign": 1}))
+
+    def oriented(self, p: Poly) -> tuple[int, Poly]:
+        """Return (s, s·p) with a sign s = ±1 that is the same for p and −p."""
+        opposite = self.scale(-1, p)
+        mine, other = (self.table.intern("oriented", None, [((), q)], {}) for q in (p, opposite))
+        return (1, p) if mine <= other else (-1, opposite)
+
+    def even(self, kind: str, attr: Any, p: Poly, facts: Mapping[str, Any]) -> Atom:
+        """Return an atom of a function f with f(−p) = f(p)."""
+        _, p = self.oriented(p)
+        made = self.table.intern(kind, attr, [((), p)], facts)
+        other = self.table.intern(kind, attr, [((), self.scale(-1, p))], facts)
+        if made.form != other.form or made.at == other.at:
+            return made
+        order = tuple(made.at.index(i) for i in other.at)
+        return self.table.with_symmetry(made, order)
+
+    def _root(self, c: Fraction, e: Number) -> Poly:
+        """Return a power of a positive rational, as powers of primes."""
+        powers = prime_powers(c) if c.denominator < 10**12 else None
+        if powers is None:
+            return self.constant(self.numbers.met(Fraction(float(c) ** float(e))))
+        forms = {p: Atom(self.table.leaf("prime", p, 0, sign=2), ()) for p in powers}
+        return self.term(1, {forms[p]: k * e for p, k in powers.items()})
+
+    def _power_of_sum(self, p: Poly, e: Number) -> Poly:
+        if len(p) <= 1:
+            return self.power(p, e) if p else self._power_atom(p, e)
+        content, inner = self.content(p, only_positive=not isinstance(e, int))
+        base = inner
+        if isinstance(e, int):
+            sign, base = self.oriented(inner)
+            content = self.scale(sign, content)
+        if content == ONE:
+            return self._power_atom(base, e)
+        made = self.mul(self.power(content, e), self._power_atom(base, e))
+        text = "(a·b + a·c)^p = a^p · (b + c)^p" + ("" if isinstance(e, int) else "   (a > 0)")
+        return self.record("common_factor", text, "power", p, after=made, attr=e)
+
+    def _power_atom(self, base: Poly, e: Number) -> Poly:
+        sign = self.sign(base)
+        real = self.is_real(base)
+        atom = self.table.intern("power", None, [((), base)], {"sign": sign, "real": real})
+        return ((((atom, e),), 1),)
+
+    def content(self, p: Poly, only_positive: bool) -> tuple[Poly, Poly]:
+        """Return (a, b) with p = a·b, where a is one term and b has no common factor."""
+        common: dict[Atom, Number] = {}
+        monos = [dict(mono) for mono, _ in p]
+        for atom in {a for mono in monos for a in mono}:
+            form = self.form(atom)
+            if form.sign == 2 or not (only_positive or form.bit):
+                common[atom] = min(mono.get(atom, 0) for mono in monos)
+        b = self.mul(p, self.term(1, {atom: -e for atom, e in common.items()}))
+        lead = min(abs(Fraction(k)) for _, k in b)
+        return self.term(lead, common), self.scale(1 / lead, b)
+
+    # ------------------------------------------------------------ signs and cases
+
+    def is_real(self, p: Poly) -> bool:
+        """Return True if a polynomial has real values."""
+        return all(self.form(atom).real for mono, _ in p for atom, _ in mono)
+
+    def is_integer(self, p: Poly) -> bool:
+        """Return True if a polynomial has integer values."""
+        return all(
+            Fraction(c).denominator == 1
+            and all(self.form(a).integer and _whole(e) == e and e > 0 for a, e in mono)
+            for mono, c in p
+        )
+
+    def sign(self, p: Poly) -> int:
+        """Return 2 if a polynomial is positive, 1 if it is not negative, 0 if unknown."""
+        signs = [self._sign_of_term(mono, c) for mono, c in p]
+        if not signs or min(signs) == 0:
+            return 0 if signs else 1
+        return max(signs)
+
+    def _sign_of_term(self, mono: Mono, c: Number) -> int:
+        out = 2 if c > 0 else 0
+        for atom, e in mono:
+            form = self.form(atom)
+            if form.sign == 2:
+                continue
+            even = form.real and _whole(e) == e and e % 2 == 0
+            out = min(out, 1 if form.sign == 1 or even else 0)
+        return out
+
+    def cases(self, function: Callable[[Poly], Poly], p: Poly) -> Poly:
+        """Return a function of a polynomial, by cases of the tests that the polynomial reads.
+
+        f([c]·a + (1 − [c])·b) = [c]·f(a) + (1 − [c])·f(b).
+        """
+        tests = self.tests(p)
+        if not tests or len(tests) > MOST_CASES:
+            return function(p)
+        test = tests[0]
+        yes, no = (self.assume(p, test, value) for value in (1, 0))
+        if_yes, if_no = self.cases(function, yes), self.cases(function, no)
+        bit = self.of(test)
+        made = self.add(self.mul(bit, if_yes), self.mul(self.sub(ONE, bit), if_no))
+        text = "f([c]·a + (1−[c])·b) = [c]·f(a) + (1−[c])·f(b)"
+        operands = tuple(((), q) for q in (bit, if_yes, if_no))
+        return self.recorded("cases", text, Operation("select", operands), made)
+
+    def tests(self, p: Poly) -> list[Atom]:
+        """Return the tests that are factors of the terms of a polynomial."""
+        return sorted({a for mono, _ in p for a, _ in mono if self.form(a).bit})
+
+    def assume(self, p: Poly, test: Atom, value: int) -> Poly:
+        """Return a polynomial with a test replaced by its value."""
+        parts: list[Poly] = []
+        for mono, c in p:
+            rest = tuple([f for f in mono if f[0] != test])
+            if len(rest) == len(mono) or value:
+                parts.append(((rest, c),))
+        return self.add(*parts)
+
+
+def _expands(p: Poly, e: Number) -> bool:
+    """Return True if a power is multiplied out."""
+    return e.denominator == 1 and 0 < e <= MOST_POWER and len(p) ** int(e) <= MOST_TERMS
+
+
+def _is_opened(form: Form, e: Number) -> bool:
+    """Return True for an even power of an absolute value, or a power of a sum to multiply out."""
+    is_even = form.kind == "abs" and e > 0 and e % 2 == 0
+    return is_even or (form.kind == "power" and _expands(form.branches[0][1], e))
+
+
+def _whole(e: Number) -> Number:
+    return e.numerator if isinstance(e, Fraction) and e.denominator == 1 else e
+
+
+def _unbound(operands: Sequence[Poly]) -> tuple[tuple[tuple[int, ...], Poly], ...]:
+    return tuple(((), p) for p in operands)

@@ -1,0 +1,340 @@
+"""Elementwise functions of normal forms: exponentials, logarithms, tests, selections.
+
+May import `arithmetic` and `forms`.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+from symjax_rewrite.proofs.arithmetic import Calculus
+from symjax_rewrite.proofs.exact_numbers import prime_powers
+from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Mono, Number, Poly
+
+EXP_LAW = "exp(a + b) = exp(a)·exp(b), exp(c·a) = exp(a)^c"
+LOG_LAW = "log(a^p · b) = p·log(a) + log(b)   (a, b > 0), log(exp(a)) = a"
+ODD = frozenset("sin tan asin atan sinh asinh erf erf_inv cbrt sign".split())
+EVEN = frozenset("cos".split())
+_HALF = Fraction(1, 2)
+
+
+def exp(a: Calculus, p: Poly) -> Poly:
+    """Return exp of a polynomial, as a product of powers of exp of its terms."""
+    out = ONE
+    for mono, c in p:
+        out = a.mul(out, _exp_of_term(a, mono, c))
+    if len(p) > 1 or (p and p[0][1] != 1):
+        a.record("exp_of_sum", EXP_LAW, "exp", p, after=out)
+    return out
+
+
+def _exp_of_term(a: Calculus, mono: Mono, c: Number) -> Poly:
+    kinds = [a.form(atom).kind for atom, _ in mono]
+    bits = [atom for atom, _ in mono if a.form(atom).bit]
+    if bits:
+        inside = _exp_of_term(a, tuple([f for f in mono if f[0] != bits[0]]), c)
+        bit = a.of(bits[0])
+        made = a.add(a.mul(bit, inside), a.sub(ONE, bit))
+        return a.record(
+            "cases", "exp([c]·a) = [c]·exp(a) + 1 − [c]", "exp", ((mono, c),), after=made
+        )
+    if kinds == ["infinity"] and c < 0 and mono[0][1] == 1:
+        return ZERO
+    if kinds == ["mask"] and c > 0 and mono[0][1] == 1:
+        test = a.operand(mono[0][0])
+        return a.record("masked", "exp(mask(c)) = [c]", "exp", ((mono, c),), after=test)
+    if "log" in kinds and mono[kinds.index("log")][1] == 1 and len(mono) == 1:
+        inner = a.power(a.operand(mono[0][0]), Fraction(c))
+        return a.record("exp_of_log", "exp(c·log(a)) = a^c", "exp", ((mono, c),), after=inner)
+    if len(mono) == 1 and kinds == ["symbol"] and mono[0][1] == 1:
+        name = a.form(mono[0][0]).attr
+        if name.startswith("log ") and Fraction(c).denominator == 1:
+            return a.constant(Fraction(int(name[4:])) ** int(c))
+    inner: Poly = ((mono, 1),)
+    real = a.is_real(inner)
+    atom = a.table.intern("exp", None, [((), inner)], {"sign": 2 if real else 0, "real": real})
+    return a.term(1, {atom: c})
+
+
+def log(a: Calculus, p: Poly) -> Poly:
+    """Return log of a polynomial, as a sum of multiples of logs of its factors."""
+    return a.cases(lambda q: _log(a, q), p)
+
+
+def _log(a: Calculus, p: Poly) -> Poly:
+    if not p:
+        return _log_atom(a, p)
+    content, inner = a.content(p, only_positive=True)
+    ((mono, c),) = content
+    parts, rest = [_log_of_number(a, Fraction(c))], inner
+    for atom, e in mono:
+        parts.append(a.scale(e, _log_of_positive(a, atom)))
+    if len(inner) == 1 and inner[0][1] == 1:
+        free = dict(inner[0][0])
+        for atom, e in inner[0][0]:
+            if a.form(atom).sign == 2:
+                parts.append(a.scale(e, _log_of_positive(a, atom)))
+                del free[atom]
+        rest = a.term(1, free)
+        if len(free) == 1 and a.form(next(iter(free))).sign == 1:
+            ((atom, e),) = free.items()
+            parts.append(a.scale(e, _log_atom(a, a.of(atom))))
+            rest = ONE
+    if rest != ONE:
+        parts.append(_log_atom(a, rest))
+    made = a.add(*parts)
+    if len(parts) > 2 or rest == ONE or c != 1:
+        a.record("log_of_product", LOG_LAW, "log", p, after=made)
+    return made
+
+
+def _log_atom(a: Calculus, p: Poly) -> Poly:
+    return a.of(a.table.intern("log", None, [((), p)], {"real": a.is_real(p)}))
+
+
+def _log_of_number(a: Calculus, c: Fraction) -> Poly:
+    powers = prime_powers(c)
+    if powers is None:
+        return a.constant(a.numbers.met(Fraction(math.log(c))))
+    return a.add(*[a.scale(k, a.prime_log(p)) for p, k in powers.items()])
+
+
+def _log_of_positive(a: Calculus, atom: Atom) -> Poly:
+    form = a.form(atom)
+    if form.kind == "exp":
+        return a.operand(atom)
+    if form.kind == "prime":
+        return a.prime_log(form.attr)
+    return _log_atom(a, a.of(atom))
+
+
+# ---------------------------------------------------------------- tests
+
+
+def positive(a: Calculus, p: Poly) -> Poly:
+    """Return [p > 0]: 1 where the test holds, else 0."""
+    return a.cases(lambda q: _positive(a, q), p)
+
+
+def _positive(a: Calculus, p: Poly) -> Poly:
+    decided = _decided(a, p)
+    if decided is not None:
+        return decided
+    if a.is_integer(p):
+        return _positive_integer(a, p)
+    content, inner = a.content(p, only_positive=True)
+    made = _test(a, "positive", inner)
+    if content == ONE:
+        return made
+    return a.record("positive_factor", "[a·b > 0] = [b > 0]   (a > 0)", "positive", p, after=made)
+
+
+def _positive_integer(a: Calculus, p: Poly) -> Poly:
+    """Return [p > 0] of integers: in lowest terms, and with a number ≤ 0."""
+    varying = tuple([t for t in p if t[0]])
+    number = next((c for mono, c in p if not mono), 0)
+    gcd = math.gcd(*(int(c) for _, c in varying))
+    reduced = a.add(a.scale(Fraction(1, gcd), varying), a.constant(-(-number // gcd)))
+    least = next((c for mono, c in reduced if not mono), 0)
+    if least <= 0:
+        made = _test(a, "positive", reduced)
+    else:
+        made = a.sub(ONE, _test(a, "positive", a.sub(ONE, reduced)))
+    if made != _test(a, "positive", p):
+        text = "[n > 0] = 1 − [1 − n > 0], [k·n + m > 0] = [n + ⌈m/k⌉ > 0]   (integers)"
+        a.record("integer_test", text, "positive", p, after=made)
+    return made
+
+
+def zero(a: Calculus, p: Poly) -> Poly:
+    """Return [p = 0]."""
+    return a.cases(lambda q: _zero(a, q), p)
+
+
+def _zero(a: Calculus, p: Poly) -> Poly:
+    if not p:
+        return ONE
+    if all(not mono for mono, _ in p) or a.sign(p) == 2 or a.sign(a.scale(-1, p)) == 2:
+        return ZERO
+    if any(_decided(a, q) == ONE for q in (p, a.scale(-1, p))):
+        return ZERO
+    inner = a.content(p, only_positive=True)[1]
+    return a.of(a.even("zero", None, inner, {"bit": True, "integer": True, "sign": 1}))
+
+
+def _test(a: Calculus, kind: str, p: Poly) -> Poly:
+    facts = {"bit": True, "integer": True, "sign": 1}
+    return a.of(a.table.intern(kind, None, [((), p)], facts))
+
+
+def _decided(a: Calculus, p: Poly) -> Poly | None:
+    """Return [p > 0] if it is known: by signs, or by the ranges of indices."""
+    if not p:
+        return ZERO
+    if a.sign(p) == 2:
+        return ONE
+    if a.sign(a.scale(-1, p)):
+        return ZERO
+    ends = value_range(a, p)
+    if ends is None:
+        return None
+    facts = a.facts
+    if facts.nonnegative(ends[0] - 1):
+        return ONE
+    return ZERO if facts.nonnegative(-1 * ends[1]) else None
+
+
+def value_range(a: Calculus, p: Poly) -> tuple[Any, Any] | None:
+    """Return the least and largest value of an integer sum of indices and sizes; None if none."""
+    index = as_index(a, p)
+    return None if index is None else a.table.index_range(index)
+
+
+def as_index(a: Calculus, p: Poly) -> Any:
+    """Return a sum of indices and sizes as an index expression; None if it is another value."""
+    offset, terms = 0, []
+    for mono, c in p:
+        if Fraction(c).denominator != 1:
+            return None
+        kinds = [a.form(atom).kind for atom, _ in mono]
+        if not mono:
+            offset = int(c)
+        elif kinds == ["index"] and mono[0][1] == 1:
+            terms.append((mono[0][0].at[0][1][0][0], int(c)))
+        elif set(kinds) == {"size"}:
+            sizes = tuple(sorted((a.form(x).attr, int(e)) for x, e in mono))
+            if sizes not in a.table.monomials:
+                return None
+            terms.append((-1 - a.table.monomials.index(sizes), int(c)))
+        else:
+            return None
+    return (offset, tuple(sorted(terms)))
+
+
+# ---------------------------------------------------------------- selections and other functions
+
+
+def select(a: Calculus, test: Poly, yes: Poly, no: Poly) -> Poly:
+    """Return `yes` where a test is 1 and `no` where it is 0; −∞ becomes a mask."""
+    least = a.scale(-1, a.infinity())
+    if yes == least and no == least:
+        return least
+    if no == least:
+        return a.add(yes, mask(a, test))
+    if yes == least:
+        return a.add(no, mask(a, a.sub(ONE, test)))
+    made = a.add(a.mul(test, yes), a.mul(a.sub(ONE, test), no))
+    return a.record(
+        "select", "where(c, a, b) = [c]·a + (1 − [c])·b", "select", test, yes, no, after=made
+    )
+
+
+def mask(a: Calculus, test: Poly) -> Poly:
+    """Return 0 where a test is 1 and −∞ where it is 0."""
+    if test in (ONE, ZERO):
+        return ZERO if test == ONE else a.scale(-1, a.infinity())
+    return a.of(a.table.intern("mask", None, [((), test)], {}))
+
+
+def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
+    """Return a function whose only laws are those of cases, and of odd and even functions."""
+    if len(operands) == 1:
+        return a.cases(lambda p: _applied(a, name, params, integer, p), operands[0])
+    return _applied(a, name, params, integer, *operands)
+
+
+def _applied(a: Calculus, name: str, params: Any, integer: bool, *operands: Poly) -> Poly:
+    p = operands[0] if operands else ZERO
+    if name in ODD | EVEN:
+        if not p and name in ODD:
+            return ZERO
+        if p and a.oriented(p)[0] < 0:
+            made = applied(a, name, params, a.scale(-1, p), integer=integer)
+            made = a.scale(-1, made) if name in ODD else made
+            text = "f(−a) = −f(a)" if name in ODD else "f(−a) = f(a)"
+            return a.record("parity", text, "map", p, after=made, attr=(name, params))
+    real = all(map(a.is_real, operands)) and name != "complex"
+    facts = {"real": real or name in ("real", "imag"), "integer": integer}
+    branches = [((), q) for q in operands]
+    return a.of(a.table.intern("map", (name, params), branches, facts))
+
+
+def absolute(a: Calculus, p: Poly) -> Poly:
+    """Return the absolute value of a polynomial."""
+    return a.cases(lambda q: _absolute(a, q), p)
+
+
+def _absolute(a: Calculus, p: Poly) -> Poly:
+    if not a.is_real(p):
+        return applied(a, "abs", (), p)
+    if a.sign(p):
+        return p
+    if len(p) == 1:
+        out = a.constant(abs(Fraction(p[0][1])))
+        for atom, e in p[0][0]:
+            even = Fraction(e).denominator == 1 and e % 2 == 0
+            same = a.form(atom).sign or even
+            out = a.mul(out, a.power(a.of(atom) if same else a.absolute(atom), e))
+        return out
+    content, inner = a.content(p, only_positive=True)
+    if a.maxima_as_cases:
+        positive_part = a.mul(positive(a, inner), inner)
+        return a.mul(content, a.sub(a.scale(2, positive_part), inner))
+    return a.mul(content, a.of(a.even("abs", None, inner, {"sign": 1})))
+
+
+def logistic(a: Calculus, p: Poly) -> Poly:
+    """Return 1/(1 + exp(−p))."""
+    made = a.power(a.add(ONE, exp(a, a.scale(-1, p))), -1)
+    return a.record("logistic", "logistic(a) = 1/(1 + exp(−a))", "logistic", p, after=made)
+
+
+def tanh(a: Calculus, p: Poly) -> Poly:
+    """Return 1 − 2/(exp(2p) + 1)."""
+    inverse = a.power(a.add(ONE, exp(a, a.scale(2, p))), -1)
+    made = a.sub(ONE, a.scale(2, inverse))
+    text = "tanh(a) = 1 − 2/(exp(2·a) + 1)"
+    return a.record("tanh", text, "map", p, after=made, attr=("tanh", ()))
+
+
+def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
+    """Return base^e: a power if the exponent is a number, else exp(e·log base) of base > 0."""
+    if not e:
+        return ONE
+    if len(e) == 1 and not e[0][0]:
+        return a.power(base, Fraction(e[0][1]))
+    if a.sign(base) == 2:
+        return exp(a, a.mul(e, log(a, base)))
+    return applied(a, "pow", (), base, e)
+
+
+def conjugate(a: Calculus, p: Poly) -> Poly:
+    """Return the complex conjugate, by terms and factors."""
+    out = []
+    for mono, c in p:
+        made = a.constant(c)
+        for atom, e in mono:
+            made = a.mul(made, _conjugate_power(a, atom, e))
+        out.append(made)
+    return a.add(*out)
+
+
+def _conjugate_power(a: Calculus, atom: Atom, e: Number) -> Poly:
+    form = a.form(atom)
+    if form.real:
+        return a.term(1, {atom: e})
+    if form.kind == "imaginary":
+        return a.term(Fraction(-1) ** int(e), {atom: e})
+    if form.kind == "map" and form.attr[0] == "conj":
+        return a.power(a.operand(atom), e)
+    if form.kind == "exp":
+        return a.power(exp(a, conjugate(a, a.operand(atom))), e)
+    return a.power(_applied(a, "conj", (), False, a.of(atom)), e)
+
+
+def mapped(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
+    """Make a function again of its operands."""
+    name, params = form.attr
+    return applied(a, name, params, *[p for _, p in branches], integer=form.integer)

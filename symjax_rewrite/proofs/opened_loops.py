@@ -1,0 +1,178 @@
+"""Programs with their loops opened: one step of every loop stands beside the loop.
+
+The step reads the loop's operands at the number of the step, which is a scalar input of the
+program, and the carries, which are inputs too. So axes are solved over the whole program, and the
+values of a step are index terms like any others. May import `ir` and `loops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from symjax_rewrite import jax_internals
+from symjax_rewrite.ir.dataflow import numbers
+from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
+from symjax_rewrite.ir.sizes import Dim, from_jax
+from symjax_rewrite.loops.loop import Loop, get, run_equations
+from symjax_rewrite.loops.normalization import normal_loop
+
+MOST_LOOPS = 12
+
+
+@dataclass(slots=True)
+class OpenLoop:
+    """A loop, and the values of one of its steps in the program that surrounds the loop.
+
+    step: the number of the step, in stored order. carries: the values before the step. after: the
+    carries after it. ys: the results of the step. starts: the carries before the first step.
+    """
+
+    loop: Loop
+    length: Dim
+    step: int
+    carries: list[int]
+    after: list[Value]
+    ys: list[Value]
+    starts: list[Value]
+    results: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def open_loops(program: Program) -> dict[int, OpenLoop]:
+    """Add a step of every loop that counts; return the loops by the values that they make."""
+    found: dict[int, OpenLoop] = {}
+    done: set[int] = set()
+    while len(done) < MOST_LOOPS:
+        place = next(
+            (k for k, e in enumerate(program.equations)
+             if e.name in ("scan", "while") and id(e) not in done), None,
+        )  # fmt: skip
+        if place is None:
+            break
+        e = program.equations[place]
+        done.add(id(e))
+        loop = normal_loop(e)
+        if loop is None or loop.condition is not None or not _is_open(loop):
+            continue
+        opened = _opened(program, place, loop)
+        found.update((v, opened) for v in e.outvals)
+    return found
+
+
+def _is_open(loop: Loop) -> bool:
+    """Return True if every counter of a loop is linear in the step."""
+    return not loop.packed and all(_line(c) is not None for c in loop.counters.values())
+
+
+def _line(counted: np.ndarray) -> tuple[int, int] | None:
+    """Return (start, step) of numbers that are linear in the step."""
+    if counted.dtype.kind not in "iu" or counted.ndim != 1:
+        return None
+    steps = np.diff(counted.astype(np.int64))
+    step = int(steps[0]) if len(steps) else 0
+    return (int(counted[0]), step) if (steps == step).all() else None
+
+
+def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
+    """Insert a step before the equation of a loop, and what relates its axes behind it."""
+    e = program.equations[place]
+    step = program.new_value(jax_internals.array_aval((), "int32"))
+    carries = [program.new_value(loop.body.avals[c.inner]) for c in loop.carries]
+    program.inputs += [step, *carries]
+    outer = list(dict.fromkeys(loop.outer_values()))
+    keep, program.equations = program.equations, []
+    given = [*outer, step, *carries]
+    ends = _inlined(program, _step(loop, outer), given)
+    count = len(carries)
+    opened = OpenLoop(
+        loop, from_jax(loop.length), step, carries, ends[:count], ends[count:],
+        [c.start for c in loop.carries], loop.results,
+    )  # fmt: skip
+    body, program.equations = program.equations, []
+    related = _relations(opened, list(e.outvals))
+    for fun, values in related:
+        _inlined(program, fun, values)
+    behind = program.equations
+    program.equations = [*keep[:place], *body, e, *behind, *keep[place + 1 :]]
+    return opened
+
+
+def _inlined(program: Program, fun: Callable[..., Any], values: Sequence[Value]) -> list[Value]:
+    """Append the equations of a function of values of the program; return its results."""
+    given = numbers(values)
+
+    def run(*args: Any) -> Any:
+        rest = iter(args)
+        return fun(*[next(rest) if isinstance(v, int) else v.val for v in values])
+
+    closed = jax_internals.make_avals_jaxpr(run, [program.avals[v] for v in given])
+    return inline(program, closed, given)
+
+
+def _step(loop: Loop, outer: list[int]) -> Callable[..., list[Any]]:
+    """Return a step of a loop as a function of outer values, the step's number and carries."""
+
+    def run(*args: Any) -> list[Any]:
+        values = dict(zip(outer, args, strict=False))
+        step, *carried = args[len(outer) :]
+        env: dict[int, Any] = loop.constants(lambda v: get(values, v))
+        for v, counted in loop.counters.items():
+            start, stride = _line(counted) or (0, 0)
+            number = (start + stride * step).astype(loop.body.avals[v].dtype)
+            env[v] = jnp.reshape(number, loop.body.avals[v].shape)
+        for v, s in loop.sources.items():
+            at = s.start + s.step * step
+            env[v] = _entry(get(values, s.value), at, s.axis, s.kept)
+        env.update((c.inner, x) for c, x in zip(loop.carries, carried, strict=True))
+        run_equations(loop.body.equations, env)
+        return [get(env, v) for v in (*[c.out for c in loop.carries], *loop.ys)]
+
+    return run
+
+
+def _entry(array: Any, at: Any, axis: int, kept: bool) -> Any:
+    """Return an entry of an axis, at an index that is in range."""
+    array = jnp.asarray(array)
+    starts = [at if k == axis else np.int32(0) for k in range(array.ndim)]
+    sizes = [1 if k == axis else n for k, n in enumerate(array.shape)]
+    out = lax.dynamic_slice(array, starts, sizes)
+    return out if kept else lax.squeeze(out, (axis,))
+
+
+def _relations(opened: OpenLoop, made: list[int]) -> list[tuple[Callable[..., Any], list[Value]]]:
+    """Return comparisons of values that have the same axes: carries, starts, results."""
+    out: list[tuple[Callable[..., Any], list[Value]]] = []
+    for k, v in enumerate(opened.carries):
+        out += [(_compare, [v, w]) for w in (opened.after[k], opened.starts[k])]
+    for v, (kind, what) in zip(made, opened.results, strict=True):
+        if kind == "final":
+            out.append((_compare, [v, opened.carries[what]]))
+        elif kind == "ys":
+            out.append((_compare_entry, [v, opened.step, opened.ys[what]]))
+        elif kind == "stored":
+            k, stored = what
+            axis, kept = stored.axis, stored.kept
+
+            def compare(x: Any, at: Any, y: Any, axis: int = axis, kept: bool = kept) -> Any:
+                return _compare(_entry(x, at, axis, kept), y)
+
+            out.append((compare, [v, opened.step, opened.ys[k]]))
+    return [(fun, values) for fun, values in out if numbers(values)]
+
+
+def _compare(x: Any, y: Any) -> Any:
+    return jnp.asarray(x) == jnp.asarray(y)
+
+
+def _compare_entry(x: Any, at: Any, y: Any) -> Any:
+    return _compare(_entry(x, at, 0, False), y)
+
+
+def is_loop(e: Equation) -> bool:
+    """Return True for a loop equation."""
+    return e.name in ("scan", "while")

@@ -1,0 +1,370 @@
+"""Sums and maxima over indices, as normal forms.
+
+A sum is linear, factors that do not read the index leave it, sums of sums are one sum, and a sum of
+a product of unconnected parts is the product of their sums. May import `arithmetic`, `functions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from symjax_rewrite.ir.sizes import Dim
+from symjax_rewrite.proofs.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.forms import (
+    ONE,
+    ZERO,
+    Atom,
+    Index,
+    Mono,
+    Number,
+    Poly,
+    atom_reads,
+    linear,
+    mono_reads,
+    names_of,
+    plain,
+)
+from symjax_rewrite.proofs.functions import as_index, positive
+
+SUM_LAW = "Σ_k(a + b) = Σ_k a + Σ_k b, Σ_k(a·b) = a·Σ_k b (k not in a), Σ_k a = |k|·a"
+MAX_LAW = "max_k(a + b) = a + max_k b (k not in a), max(a, max(b, c)) = max(a, b, c)"
+MOST_OPENED = 4  # powers of a sum that are opened inside another sum
+
+MaxBranch = tuple[tuple[int, ...], Poly]
+
+
+def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
+    """Return the sum of a polynomial over bound names."""
+    if any(a.table.sizes[n] == 0 for n in names):
+        return ZERO
+    out = p
+    for name in names:
+        out = a.add(*[_sum_of_term(a, mono, c, name) for mono, c in out])
+    plain_sum = len(p) == 1 and len(out) == 1 and len(out[0][0]) == 1 and out[0][1] == 1
+    if names and not plain_sum:
+        a.recorded("sum", SUM_LAW, Operation("sum", ((tuple(names), p),)), out)
+    return out
+
+
+def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
+    outside = {atom: e for atom, e in mono if not atom_reads(atom, name)}
+    inside = {atom: e for atom, e in mono if atom_reads(atom, name)}
+    factor = a.term(c, outside)
+    if not inside:
+        return a.mul(factor, a.size(a.table.sizes[name]))
+    met = _met_delta(a, inside, name)
+    if met is not None:
+        return a.mul(factor, met)
+    cut = _cut_range(a, inside, name)
+    if cut is not None:
+        return a.mul(factor, cut)
+    bound, opened = [name], ONE
+    for atom, e in inside.items():
+        if a.form(atom).kind == "sum" and 0 < e <= MOST_OPENED and Fraction(e).denominator == 1:
+            for _ in range(int(e)):
+                ((names, p),) = a.opened(atom)
+                bound += names
+                opened = a.mul(opened, p)
+        else:
+            opened = a.mul(opened, a.term(1, {atom: e}))
+    return a.mul(factor, a.add(*[_sum_of_opened(a, m, k, bound) for m, k in opened]))
+
+
+def _sum_of_opened(a: Calculus, mono: Mono, c: Number, bound: Sequence[int]) -> Poly:
+    """Return the sum of a term over several names, after the laws of tests."""
+    factors = dict(mono)
+    for n in bound:
+        inside = {atom: e for atom, e in factors.items() if atom_reads(atom, n)}
+        met = _met_delta(a, inside, n) or _cut_range(a, inside, n)
+        if met is not None:
+            outside = {atom: e for atom, e in factors.items() if atom not in inside}
+            rest = a.mul(a.term(c, outside), met)
+            names = [x for x in bound if x != n]
+            return a.add(*[_sum_of_opened(a, m, k, names) for m, k in rest])
+    return a.scale(c, sum_of_product(a, mono, bound))
+
+
+def sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
+    """Return Σ over bound names of a product, as a product of sums of its connected parts."""
+    out = ONE
+    left = dict(mono)
+    for part in _connected(mono, bound):
+        factors = tuple([f for f in mono if any(atom_reads(f[0], n) for n in part)])
+        for f in factors:
+            left.pop(f[0])
+        if factors:
+            out = a.mul(out, _sum_atom(a, factors, part))
+        else:
+            for n in part:
+                out = a.mul(out, a.size(a.table.sizes[n]))
+    return a.mul(a.term(1, left), out)
+
+
+def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
+    """Return the bound names in groups that no factor joins."""
+    groups: list[set[int]] = [{n} for n in bound]
+    for atom, _ in mono:
+        read = [g for g in groups if any(atom_reads(atom, n) for n in g)]
+        if len(read) > 1:
+            groups = [g for g in groups if g not in read] + [set().union(*read)]
+    return [sorted(g) for g in groups]
+
+
+def _sum_atom(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
+    p, names = merged(a, ((mono, 1),), bound)
+    if len(p) != 1 or p[0][1] != 1:
+        return total(a, p, names)
+    signs = a.sign(p)
+    facts = {"sign": signs, "real": a.is_real(p), "integer": a.is_integer(p)}
+    return a.of(a.table.intern("sum", None, [(names, p)], facts))
+
+
+def merged(a: Calculus, p: Poly, bound: Sequence[int]) -> tuple[Poly, list[int]]:
+    """Merge pairs of bound names t, j that are read as t·|j| + j alone, to one name."""
+    names = list(bound)
+    for t in list(names):
+        for j in list(names):
+            size, count = a.table.sizes[j], a.table.sizes[t]
+            if t == j or t not in names or j not in names or not isinstance(size, int):
+                continue
+            if not _reads_together(p, t, j, size):
+                continue
+            n = a.table.fresh(count * size)
+            joined = a.substitute(p, {t: (0, ()), j: plain(n)})
+            back = a.substitute(joined, {n: linear(0, [(t, size), (j, 1)])})
+            if back == p:
+                names = [x for x in names if x not in (t, j)] + [n]
+                p = joined
+    return p, names
+
+
+def _reads_together(p: Poly, t: int, j: int, size: int) -> bool:
+    """Return True if t is never read by an input without j, as a quick test."""
+    for mono, _ in p:
+        for atom, _ in mono:
+            for _, terms in atom.at:
+                strides = dict(terms)
+                if t in strides and j in strides and strides[t] != size * strides[j]:
+                    return False
+            if atom_reads(atom, t) != atom_reads(atom, j):
+                return False
+    return True
+
+
+def _met_delta(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
+    """Return Σ_k [k = e]·f(k) = f(e), for an e that is in the range of k."""
+    for atom in factors:
+        if a.form(atom).kind != "zero":
+            continue
+        index = as_index(a, a.operand(atom))
+        stride = dict(index[1]).get(name, 0) if index else 0
+        if index is None or abs(stride) != 1:
+            continue
+        rest = linear(-index[0] * stride, [(n, -s * stride) for n, s in index[1] if n != name])
+        ends = a.table.index_range(rest)
+        size = a.table.sizes[name]
+        inside = ends is not None and _is_within(a, ends, 0, size)
+        if inside:
+            others = a.term(1, {x: e for x, e in factors.items() if x != atom})
+            made = a.substitute(others, {name: rest})
+            before = Operation("sum", (((name,), a.term(1, factors)),))
+            return a.recorded("delta", "Σ_k [k = e]·f(k) = f(e)", before, made)
+    return None
+
+
+def _is_within(a: Calculus, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
+    return a.facts.nonnegative(ends[0] - low) and a.facts.nonnegative(stop - 1 - ends[1])
+
+
+def _cut_range(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
+    """Return Σ_{k<n} of a test of k times f(k), where the test is a bound of the range of k."""
+    for atom in factors:
+        if a.form(atom).kind != "positive":
+            continue
+        index = as_index(a, a.operand(atom))
+        if index is None or dict(index[1]).get(name) != 1:
+            continue
+        others = a.term(1, {x: e for x, e in factors.items() if x != atom})
+        made = _from_start(a, others, name, index) or _after(a, others, name, index)
+        if made is not None:
+            before = Operation("sum", (((name,), a.term(1, factors)),))
+            return a.recorded("range", made[1], before, made[0])
+    return None
+
+
+def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+    """Return Σ_{k<n} [k + 1 > c]·p(k) = Σ_{k<n−c} p(k + c), for a number c."""
+    start, size = 1 - index[0], a.table.sizes[name]
+    if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
+        return None
+    k = a.table.fresh(size - start)
+    moved = a.substitute(p, {name: linear(start, [(k, 1)])})
+    return total(a, moved, (k,)), "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)"
+
+
+def _after(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+    """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
+    rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
+    ends = a.table.index_range(rest)
+    if not rest[1] or rest[0] or ends is None or not _is_within(a, ends, 0, a.table.sizes[name]):
+        return None
+    earlier = positive(a, a.sub(a.index(rest), a.index(plain(name))))
+    made = a.add(
+        total(a, p, (name,)),
+        a.scale(-1, a.substitute(p, {name: rest})),
+        a.scale(-1, total(a, a.mul(p, earlier), (name,))),
+    )
+    return made, "Σ_k [k > e]·f(k) = Σ_k f(k) − f(e) − Σ_k [k < e]·f(k)"
+
+
+def with_split_ranges(a: Calculus, p: Poly) -> Poly:
+    """Return a sum of terms in which sums over a range are split where shorter sums of them end.
+
+    Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
+    """
+    sums = {x for mono, _ in p for x, e in mono if e == 1 and _range_of(a, x) is not None}
+    for whole in sorted(sums):
+        for part in sorted(sums):
+            n, m = _range_of(a, whole), _range_of(a, part)
+            if n is None or m is None or not m < n:
+                continue
+            ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
+            if a.substitute(begin, {others[0]: plain(names[0])}) != body:
+                continue
+            k = a.table.fresh(n - m)
+            rest = total(a, a.substitute(body, {names[0]: linear(m, [(k, 1)])}), (k,))
+            split = a.add(a.of(part), rest)
+            text = "Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m)"
+            before = Operation("sum", ((names, body),))
+            return _replaced(a, p, whole, a.recorded("range", text, before, split))
+    return p
+
+
+def _range_of(a: Calculus, atom: Atom) -> int | None:
+    """Return the number of terms of a sum over one index; None for any other form."""
+    form = a.form(atom)
+    if form.kind != "sum" or len(form.branches[0][0]) != 1:
+        return None
+    return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
+
+
+def _replaced(a: Calculus, p: Poly, atom: Atom, made: Poly) -> Poly:
+    out = []
+    for mono, c in p:
+        rest = a.term(c, {x: e for x, e in mono if x != atom})
+        out.append(a.mul(rest, made) if len(rest) == 0 or rest[0][0] != mono else rest)
+    return a.add(*out)
+
+
+# ---------------------------------------------------------------- maxima
+
+
+def maximum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
+    """Return the largest value of several polynomials, each over its bound names."""
+    opened: list[MaxBranch] = []
+    for names, p in branches:
+        opened += flattened(a, tuple(names), p)
+    least = a.scale(-1, a.infinity())
+    kept = [b for b in opened if b[1] != least]
+    if not kept:
+        return least
+    tests = {t for names, p in kept for t in a.tests(p) if not any(atom_reads(t, n) for n in names)}
+    if len(kept) > 1 and a.maxima_as_cases and not any(names for names, _ in kept):
+        return _as_cases(a, [p for _, p in kept])
+    if tests and len(tests) <= 3:
+        return _split(a, kept, min(tests))
+    kept = _without_repetitions(a, kept)
+    out = _standard(a, kept)
+    plain_max = len(branches) == 1 and len(out) == 1 and len(out[0][0]) == 1
+    if not plain_max:
+        before = Operation("max", tuple((tuple(n), p) for n, p in branches))
+        a.recorded("max", MAX_LAW, before, out)
+    return out
+
+
+def minimum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
+    """Return the smallest value: −max of the opposite."""
+    return a.scale(-1, maximum(a, [(n, a.scale(-1, p)) for n, p in branches]))
+
+
+def _as_cases(a: Calculus, ps: list[Poly]) -> Poly:
+    out = ps[0]
+    for p in ps[1:]:
+        difference = a.sub(out, p)
+        made = a.add(p, a.mul(positive(a, difference), difference))
+        text = "max(a, b) = b + [a > b]·(a − b)"
+        out = a.recorded("max_by_test", text, Operation("max", (((), out), ((), p))), made)
+    return out
+
+
+def _split(a: Calculus, branches: list[MaxBranch], test: Atom) -> Poly:
+    yes, no = (
+        maximum(a, [(names, a.assume(p, test, value)) for names, p in branches]) for value in (1, 0)
+    )
+    bit = a.of(test)
+    return a.add(a.mul(bit, yes), a.mul(a.sub(ONE, bit), no))
+
+
+def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
+    """Return a branch, or the branches of the maximum that it contains."""
+    for mono, c in p:
+        if len(mono) == 1 and mono[0][1] == 1 and c > 0 and a.form(mono[0][0]).kind == "max":
+            rest = a.sub(p, ((mono, c),))
+            return [
+                found
+                for inner, q in a.opened(mono[0][0])
+                for found in flattened(a, (*names, *inner), a.add(rest, a.scale(c, q)))
+            ]
+    read = names_of(p)
+    p, kept = merged(a, p, [n for n in names if n in read])
+    return [(tuple(kept), p)]
+
+
+def _without_repetitions(a: Calculus, branches: list[MaxBranch]) -> list[MaxBranch]:
+    """Return the branches without equal ones, and of numbers the largest alone."""
+    seen: dict[object, MaxBranch] = {}
+    numbers = [p for names, p in branches if all(not mono for mono, _ in p)]
+    values = [p[0][1] if p else 0 for p in numbers]
+    for names, p in branches:
+        if all(not mono for mono, _ in p) and (p[0][1] if p else 0) < max(values):
+            continue
+        key = a.table.intern("max", None, [(names, p)], {})
+        seen.setdefault(key, (names, p))
+    return list(seen.values())
+
+
+def _standard(a: Calculus, branches: list[MaxBranch]) -> Poly:
+    """Return a maximum without common terms and factors in its branches."""
+    if len(branches) == 1 and not branches[0][0]:
+        return branches[0][1]
+    bound = {n for names, _ in branches for n in names}
+    common = [
+        (mono, c)
+        for mono, c in branches[0][1]
+        if not any(mono_reads(mono, n) for n in bound) and all((mono, c) in p for _, p in branches)
+    ]
+    rest = [(names, tuple([t for t in p if t not in common])) for names, p in branches]
+    factor, rest = _common_factor(a, rest, bound)
+    sign = max(a.sign(p) for _, p in rest)
+    real = all(a.is_real(p) for _, p in rest)
+    whole = all(a.is_integer(p) for _, p in rest)
+    facts = {"sign": sign, "real": real, "integer": whole}
+    atom = a.table.intern("max", None, rest, facts, is_ordered=False)
+    return a.add(tuple(common), a.mul(factor, a.of(atom)))
+
+
+def _common_factor(
+    a: Calculus, branches: list[MaxBranch], bound: set[int]
+) -> tuple[Poly, list[MaxBranch]]:
+    """Return a positive factor of all branches, and what remains of them."""
+    terms = [t for _, p in branches for t in p]
+    common: dict[Atom, Number] = {}
+    for atom in {x for mono, _ in terms for x, _ in mono}:
+        if a.form(atom).sign == 2 and not any(atom_reads(atom, n) for n in bound):
+            common[atom] = min(dict(mono).get(atom, 0) for mono, _ in terms)
+    inverse = a.term(1, {atom: -e for atom, e in common.items()})
+    rest = [(names, a.mul(p, inverse)) for names, p in branches]
+    c = min((abs(Fraction(k)) for _, p in rest for _, k in p), default=Fraction(1))
+    rest = [(names, a.scale(1 / c, p)) for names, p in rest]
+    return a.term(c, common), rest
