@@ -13,6 +13,8 @@ from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.reports.page_style import SCOPE, STYLE
 from symjax_rewrite.reports.roofline import Point, roofline
 from symjax_rewrite.reports.source_lines import source_blocks
+from tests.fuzz.cases import case
+from tests.fuzz.check import TRANSFORMS, InvalidProgramError
 from tests.reports.examples import EXAMPLES, f32, report_of
 
 EMPTY = {"meta", "line", "circle"}
@@ -177,3 +179,20 @@ def test_program_is_emitted_with_the_dtypes_of_its_report():
         vector = jax.ShapeDtypeStruct((64,), jnp.float64)
         report = sym_optimize(lambda a, v: (a @ a) @ v, device="cpu").explain(spec, vector)
     assert str(report.after.jaxpr.out_avals[0].dtype) == "float64"
+
+
+SEEDS = [1, 2, 3, 5, *(pytest.param(k, marks=pytest.mark.slow) for k in range(10, 40))]
+
+
+@pytest.mark.filterwarnings("ignore")  # programs of the fuzzer may be unwise
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reports_of_programs_nobody_thought_of(seed):
+    made, mode = case(seed)
+    args = [jnp.ones(s.shape, s.dtype) for s in made.specs()]
+    try:
+        fun = TRANSFORMS[mode.transform](made.function(), args)
+    except InvalidProgramError:  # nothing to differentiate
+        fun = made.function()
+    report = sym_optimize(fun, device="cpu", kernels=mode.kernels).explain(*args)
+    assert str(report) and report.to_json()
+    read(report.to_html())
