@@ -271,8 +271,8 @@ def test_terminal_gets_tables_and_progress(monkeypatch, capsys):
     stderr = Terminal()
     monkeypatch.setattr(sys, "stderr", stderr)
     assert terminal.is_terminal()
-    assert main(["check-rules", "associativity"]) == 0
-    assert "checking: contraction_order" in stderr.getvalue()
+    assert main(["check-rules", "users_module:mine", "doubled"]) == 1
+    assert "checking: doubled" in stderr.getvalue()
     assert main(["audit", "users_module:lora", *LORA, *CPU]) == 0
     printed = capsys.readouterr().out
     assert "━" in printed and "separability" in printed
