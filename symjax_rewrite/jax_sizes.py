@@ -64,22 +64,26 @@ def _evaluated(eqn: JaxprEqn, values: list[Any], sizes: Sizes) -> list[Any]:
     name, p = eqn.primitive.name, eqn.params
     if eqn.effects:
         raise NotInstantiableError(f"{name} has effects")
-    if name == "dim_as_value":
-        return [np.asarray(_number(p["dim"], sizes), eqn.outvars[0].aval.dtype)[()]]
     if name in CALLS:
-        body = p["call_jaxpr"] if name.startswith("custom") else p["jaxpr"]
-        with jax_internals.equation_scope(eqn):
-            return _run(body.jaxpr, body.consts, values, sizes)
+        return _inlined(
+            eqn, p["call_jaxpr" if name.startswith("custom") else "jaxpr"], values, sizes
+        )
     if name == "cond" and _is_number(values[0]):
-        body = p["branches"][int(np.clip(values[0], 0, len(p["branches"]) - 1))]
-        with jax_internals.equation_scope(eqn):
-            return _run(body.jaxpr, body.consts, values[1:], sizes)
-    fold = _FOLDED.get(name)
-    if fold is not None and all(map(_is_number, values)) and not eqn.outvars[0].aval.shape:
-        made = fold(*values) if name != "convert_element_type" else values[0]
-        return [np.asarray(made).astype(eqn.outvars[0].aval.dtype)[()]]
+        chosen = int(np.clip(values[0], 0, len(p["branches"]) - 1))
+        return _inlined(eqn, p["branches"][chosen], values[1:], sizes)
+    aval: Any = eqn.outvars[0].aval if eqn.outvars else None
+    if name == "dim_as_value":
+        return [np.asarray(_number(p["dim"], sizes), aval.dtype)[()]]
+    folded = _FOLDED.get(name)
+    if folded is not None and all(map(_is_number, values)) and not aval.shape:
+        return [np.asarray(folded(*values)).astype(aval.dtype)[()]]
     params = {key: _with_numbers(x, sizes) for key, x in p.items()}
     return jax_internals.eval_equation(eqn, values, params)
+
+
+def _inlined(eqn: JaxprEqn, body: ClosedJaxpr, values: list[Any], sizes: Sizes) -> list[Any]:
+    with jax_internals.equation_scope(eqn):
+        return _run(body.jaxpr, body.consts, values, sizes)
 
 
 def _is_number(x: Any) -> bool:

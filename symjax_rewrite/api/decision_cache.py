@@ -103,6 +103,12 @@ def program_key(closed: ClosedJaxpr) -> ProgramKey | None:
     return ProgramKey(closed)
 
 
+def _is_scalar(x: Any) -> bool:
+    """Return True for a literal that holds its number as an array."""
+    is_array = hasattr(type(x), "__array__") and not isinstance(x, jax.Array)
+    return is_array and getattr(x, "shape", None) == ()
+
+
 class _KeyBuilder:
     """Builds the key of one program; a jaxpr that occurs again is read as its number."""
 
@@ -144,8 +150,7 @@ class _KeyBuilder:
             return self.closed(x)
         if isinstance(x, Jaxpr):
             return self.jaxpr(x)
-        is_literal = getattr(x, "shape", None) == () and not isinstance(x, jax.Array)
-        if isinstance(x, (float, complex, np.generic)) or is_literal:
+        if isinstance(x, (float, complex, np.generic)) or _is_scalar(x):
             number = np.asarray(x)
             return kind, number.dtype, number.tobytes()
         if kind is dict:

@@ -140,11 +140,11 @@ class SizePlans:
     ) -> SizePlan | None:
         avals = tuple(jax.typeof(v) for v in values)
         key = (key, tuple([(a.dtype, a.weak_type) for a in avals]), jax_internals.trace_settings())
-        plan = self._plans.get(key)
+        plan: SizePlan | bool | None = self._plans.get(key)
         if plan is None:
             plan = self._made(flat, self.specs(avals))
             self._plans.put(key, plan)
-        return plan or None
+        return plan if isinstance(plan, SizePlan) else None
 
     def named(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Return arguments with specs of symbolic sizes for its arrays, if the names fit them."""

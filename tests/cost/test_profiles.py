@@ -66,6 +66,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "ir.value_analysis": {"MAX_DEPTH": SEARCH},
     "kernel_selection.banded_products": {"BLOCKS": SEARCH},
     "kernel_selection.folds.fold_price": {"MOST_PAIRS": SEARCH},
+    "kernel_selection.folds.named_sizes": {"MOST_DOUBLINGS": SEARCH},
     "kernel_selection.folds.pairwise_terms": {
         "UNROLL": SHAPE,
         "LEAST_DOT": SHAPE,
