@@ -45,6 +45,7 @@ def one_claim(claim: Claim, rounds: int, quick: bool) -> dict[str, Any]:
     before, after = symbolic.before.flops, symbolic.after.flops
     flops = [polynomial.at(claim.sizes) for polynomial in (before, after)]
     bytes_moved = [side.bytes.at(claim.sizes) for side in (symbolic.before, symbolic.after)]
+    assert claim.reproduced(*flops), (claim.name, flops, claim.published)
     called = sym_optimize(claim.program).explain(*claim.concrete(dtype=jnp.float32))
     return {
         "published": claim.published,

@@ -142,6 +142,7 @@ def equality(sizes: int) -> dict[str, Any]:
         narrow = [np.float32(x) for x in arrays]
         worst.append(_error(double, exact))
         single.append([_error(np.asarray(f(*narrow)), exact) for f in _programs()])
+    assert max(worst) < 1e-12, max(worst)
     return {
         "sizes": shapes,
         "folds": folds,

@@ -40,12 +40,15 @@ def main() -> None:
         rounds = 1 if options.quick else options.rounds
         results[f"{case.kind}, {case.name}"] = result = measure(case, rounds, options.quick)
         print(f"{case.kind:<10} {case.name:<44} {result['S']}", file=sys.stderr, flush=True)
-    parts = tell(results)
-    print("\n\n".join(parts))
-    if options.write:
-        harness.write_json(HERE / "results.json", results)
-        harness.write_table(HERE / "README.md", *parts)
-        plot(results)
+        if options.write:  # a run that is interrupted leaves what it measured
+            save(results)
+    print("\n\n".join(tell(results)))
+
+
+def save(results: dict[str, dict]) -> None:
+    harness.write_json(HERE / "results.json", results)
+    harness.write_table(HERE / "README.md", *tell(results))
+    plot(results)
 
 
 def measure(case: blocks.Case, rounds: int, quick: bool) -> dict[str, Any]:

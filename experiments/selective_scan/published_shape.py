@@ -155,7 +155,7 @@ def tell(results: dict[int, dict], width: int) -> list[str]:
         f"d_model {width}, d_state {STATES}, batch 1, float32, then a linear layer of {width} × "
         f"{width}; on this CPU, in turn, in {harness.CPU_NOTE}: how many times as long as the "
         "rewritten `lax.scan`. "
-        "Published: over the step-by-step loop, on a GPU",
+        "Published: over the step-by-step loop",
         harness.markdown_table(header, rows),
         growth(results),
         "Largest array, as written / as emitted, beside length × d_model × d_state numbers; and "

@@ -3,6 +3,8 @@
 Sankaran et al. 2022, "Benchmarking the linear algebra awareness of TensorFlow and PyTorch".
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +26,9 @@ FAMILIES = {
             "AᵀB + (BᵀA)ᵀ": lambda a, b: a.T @ b + (b.T @ a).T,
             "AB + AC": lambda a, b: a @ b + a @ jnp.sin(b),
         },
+    ),
+    "a power by squares": Family(
+        "ii", SQUARE, 3, {"A¹⁶": lambda a: functools.reduce(jnp.matmul, [a] * 16)}
     ),
     "copies of an operand": Family(
         "nd,do",
