@@ -15,7 +15,7 @@ from symjax_rewrite.api.report import Report, Side
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.kernel_selection.folds.fold_price import page_seconds, with_temporaries
+from symjax_rewrite.kernel_selection.folds.fold_price import with_temporaries
 from symjax_rewrite.optimizer import Optimiser, Result
 
 
@@ -65,9 +65,6 @@ def _side(closed: ClosedJaxpr, program: Program, result: Result, device: Device)
     moved: Traffic = UNKNOWN
     if result.finished or not program.equations:
         moved = program_traffic(program, device, result.sample)
-    if moved.seconds is not None:
-        fresh = temporary_bytes(program, device, result.sample)
-        moved = moved + Traffic(0, page_seconds(device, fresh))
     peak, largest = memory(program, device) or (None, None)
     flops = program_flops(program, device)
     return Side(closed, flops, moved.bytes, moved.seconds, peak, largest)

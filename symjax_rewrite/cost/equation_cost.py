@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -61,11 +62,18 @@ def equation_seconds(
         cached = times == 1 and moved <= device.memory.step_cache_bytes
         rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
         return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
-    inner = [closed_seconds(b, device) for b in jax_internals.bodies(eqn)]
+    inner_device = device if name == "cond" else in_steps(device)
+    inner = [closed_seconds(b, inner_device) for b in jax_internals.bodies(eqn)]
     if inner:
         steps = _number(eqn.params.get("length", 1))
         return times * (max(inner) if name == "cond" else steps * sum(inner))
     return made / device.elementwise_per_s
+
+
+@functools.cache
+def in_steps(device: Device) -> Device:
+    """Return the profile for the equations of a loop's body."""
+    return replace(device, launch_s=device.loops.product_s)
 
 
 def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:

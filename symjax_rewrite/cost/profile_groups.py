@@ -17,6 +17,7 @@ NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
+LAWS = "experiments/performance_fuzz/laws.py"
 ORIENTATION = "experiments/orientation/run.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
@@ -95,6 +96,10 @@ class MemoryFacts:
         "bytes", "what a step reads again that stays in a cache", NO_SCRIPT, 16 << 20
     )
     cached_step: float = quantity("1", "factor of the bandwidth, cached products", NO_SCRIPT, 2.0)
+    packed_bytes_per_s: float = quantity(
+        "bytes/s", "operands of a product of matrices, copied in blocks beside its arithmetic",
+        LAWS, math.inf,
+    )  # fmt: skip
     cached_terms: float = quantity(
         "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
     )
@@ -140,12 +145,14 @@ class FoldFacts:
     sort: float = quantity("steps/element", "a sort by XLA", FOLDS, 2900)
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
-    short_sum: float = quantity("steps/pair", "a sum over few features by XLA", FOLDS, 0)
-    long_sum: int = quantity("features", "from here on XLA adds several at a time", FOLDS, 16)
+    lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
+    feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
+    features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)
     fold_keyed: float = quantity("steps/element", "a sum by key in a fold's block", FOLDS, 50)
     fold_row: float = quantity("steps", "a fold's top-k, for a block's row", FOLDS, 20_000)
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
+    fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
 
     def plain_steps(self, kind: str) -> float:
         """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
@@ -161,6 +168,8 @@ class LoopFacts:
     steps_are_launches: bool = fact("each operation of a step is a launch", True)
     cut_sums_are_slow: bool = fact("cut sums read an array of all steps element by element", False)
     packs_small_floats: bool = fact("bfloat16 and float8 are updated in place as bits alone", False)
+    product_s: float = quantity("s", "a product in a step, beside its arithmetic", LAWS, 3e-6)
+    step_s: float = quantity("s", "a step, beside its products", LAWS, 0.0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
+from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds, in_steps
 from symjax_rewrite.ir.dataflow import cone, dependents, live, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
@@ -160,7 +160,9 @@ class _Plan:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
                 saved += alone - together - 2 * written / self.device.bytes_per_s
-        whole = self.loop.length * sum(equation_seconds(e.eqn, self.device) for e in self.equations)
+        step = in_steps(self.device)
+        once = step.loops.step_s + sum(equation_seconds(e.eqn, step) for e in self.equations)
+        whole = self.loop.length * once
         if not margins.gains_share(saved, whole, "loop", self.device):
             self.motion.before, self.motion.after = [], []
 
@@ -191,8 +193,10 @@ class _Plan:
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(numbers(e.invals)) - ready)
-            alone = equation_seconds(e.eqn, device)
-            alone += 2 * self._bytes([carry]) / device.bytes_per_s
+            alone = equation_seconds(e.eqn, in_steps(device))
+            memory, total = device.memory, self._bytes([carry])
+            cached = memory.cached_step if total <= memory.step_cache_bytes else 1.0
+            alone += 2 * total / (cached * device.bytes_per_s)
             together = equation_seconds(e.eqn, device, self.loop.length, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
                 continue
@@ -306,5 +310,5 @@ class _Plan:
 
     def _apart(self, e: Equation) -> tuple[float, float]:
         """Return the seconds of an equation step by step, and for all steps at once."""
-        alone = self.loop.length * equation_seconds(e.eqn, self.device)
+        alone = self.loop.length * equation_seconds(e.eqn, in_steps(self.device))
         return alone, seconds_at_once(e, self.loop.length, self.level, self.device)

@@ -128,6 +128,7 @@ def _found(
         key=s.digest,
         group=s.digest,
         share=not terms.known,
+        leaves_copies=True,
     )
 
 
