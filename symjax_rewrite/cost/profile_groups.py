@@ -129,6 +129,7 @@ class FoldFacts:
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
+    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
