@@ -18,6 +18,7 @@ FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
 LAWS = "experiments/performance_fuzz/laws.py"
+RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
@@ -62,14 +63,14 @@ Kind = Literal[
 class Margins:
     """The least predicted speedup of a candidate, by its kind; and other shares."""
 
-    rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
+    rewrite: float = quantity("1", "a region of terms in another form", RESIDUALS, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
-    fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
+    fold: float = quantity("1", "reductions over pairs as folds", RESIDUALS, 1.25)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
-    hoist: float = quantity("1", "work of all steps outside a loop", JUDGED, 1.25)
+    hoist: float = quantity("1", "work of all steps outside a loop", RESIDUALS, 1.25)
     tree: float = quantity("1", "a tree of affine steps as a loop", JUDGED, 1.25)
-    banded: float = quantity("1", "a product with a banded matrix in blocks", NO_SCRIPT, 1.15)
+    banded: float = quantity("1", "a product with a banded matrix in blocks", RESIDUALS, 1.15)
     blocks: float = quantity("1", "more blocks than fewer", NO_SCRIPT, 1 / 0.95)
     memory: float = quantity(
         "1", "a form without which the program would not fit into the device's memory", JUDGED, 0.5
@@ -79,7 +80,7 @@ class Margins:
     )
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
-    orientation: float = quantity("1", "a product with its operands swapped", ORIENTATION, 1.15)
+    orientation: float = quantity("1", "a product with its operands swapped", RESIDUALS, 1.4)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
