@@ -57,7 +57,8 @@ def saved_by_rules(program: Program, context: Context, values: set[int]) -> floa
     t, known = terms.t, terms.known
     if context.allowed is not None or not context.rules.rules:
         return 0.0
-    classes = {t.view(v).cls for v in values}
+    views = (t.views[v] for v in values if v < len(t.views))  # later ones link parts
+    classes = {view.cls for view in views if view is not None}
     tag = lambda c: (c in known, storage(t, c))  # noqa: E731
     solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
     saved = 0.0
