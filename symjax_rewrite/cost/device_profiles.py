@@ -196,7 +196,7 @@ CPU = Device(
         passes_of_write=2.0,
     ),
     loops=LoopFacts(
-        product_s=0.0,
+        product_s=0.4e-6,
         step_s=0.1e-6,
         steps_are_launches=False,
         cut_sums_are_slow=True,

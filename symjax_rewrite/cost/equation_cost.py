@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -46,11 +45,13 @@ def equation_seconds(
     times: int = 1,
     moving: tuple[int, ...] = (),
     summed: bool = False,
+    in_step: bool = False,
 ) -> float:
     """Return the seconds of one equation, by the roofline.
 
     times: number of repetitions, in one kernel. moving: numbers of the operands that differ in each
     repetition; others are read once. summed: True if only the sum of all its results is written.
+    in_step: True for an equation of a loop's body.
     """
     name = eqn.primitive.name
     made = sum(aval_size(v.aval) for v in eqn.outvars) * times
@@ -61,24 +62,32 @@ def equation_seconds(
             moved += aval_bytes(v.aval) * (times if k in moving else 1)
         cached = times == 1 and moved <= device.memory.step_cache_bytes
         rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
-        return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
-    inner_device = device if name == "cond" else in_steps(device)
-    inner = [closed_seconds(b, inner_device) for b in jax_internals.bodies(eqn)]
+        fixed = _step_launch(eqn, device) if in_step else device.launch_s
+        return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + fixed
+    inside = in_step or name != "cond"
+    inner = [closed_seconds(b, device, inside) for b in jax_internals.bodies(eqn)]
     if inner:
         steps = _number(eqn.params.get("length", 1))
         return times * (max(inner) if name == "cond" else steps * sum(inner))
     return made / device.elementwise_per_s
 
 
-@functools.cache
-def in_steps(device: Device) -> Device:
-    """Return the profile for the equations of a loop's body."""
-    return replace(device, launch_s=device.loops.product_s)
+def _step_launch(eqn: JaxprEqn, device: Device) -> float:
+    """Return the fixed cost of a product in a step; a CPU inlines a product with a vector."""
+    if device.loops.steps_are_launches or eqn.primitive.name != "dot_general":
+        return device.loops.product_s
+    summed, batch = eqn.params["dimension_numbers"]
+    sides = zip(eqn.invars, summed, batch, strict=True)
+    free = [
+        math.prod(_number(n) for k, n in enumerate(shape_of(v)) if k not in ours and k not in many)
+        for v, ours, many in sides
+    ]
+    return device.loops.product_s if min(free) > 1 else 0.0
 
 
-def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
+def closed_seconds(closed: ClosedJaxpr, device: Device, in_step: bool = False) -> float:
     """Return the seconds of a jaxpr: the sum over equations, times the trip counts of loops."""
-    return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)
+    return sum(equation_seconds(e, device, in_step=in_step) for e in closed.jaxpr.eqns)
 
 
 def _flops(eqn: JaxprEqn) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds, in_steps
+from symjax_rewrite.cost.equation_cost import aval_bytes, equation_seconds
 from symjax_rewrite.ir.dataflow import cone, dependents, live, makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.indexing_primitives import ROWS
@@ -160,9 +160,8 @@ class _Plan:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
                 saved += alone - together - 2 * written / self.device.bytes_per_s
-        step = in_steps(self.device)
-        once = step.loops.step_s + sum(equation_seconds(e.eqn, step) for e in self.equations)
-        whole = self.loop.length * once
+        each = (equation_seconds(e.eqn, self.device, in_step=True) for e in self.equations)
+        whole = self.loop.length * (self.device.loops.step_s + sum(each))
         if not margins.gains_share(saved, whole, "loop", self.device):
             self.motion.before, self.motion.after = [], []
 
@@ -193,7 +192,7 @@ class _Plan:
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(numbers(e.invals)) - ready)
-            alone = equation_seconds(e.eqn, in_steps(device))
+            alone = equation_seconds(e.eqn, device, in_step=True)
             memory, total = device.memory, self._bytes([carry])
             cached = memory.cached_step if total <= memory.step_cache_bytes else 1.0
             alone += 2 * total / (cached * device.bytes_per_s)
@@ -310,5 +309,5 @@ class _Plan:
 
     def _apart(self, e: Equation) -> tuple[float, float]:
         """Return the seconds of an equation step by step, and for all steps at once."""
-        alone = self.loop.length * equation_seconds(e.eqn, in_steps(self.device))
+        alone = self.loop.length * equation_seconds(e.eqn, self.device, in_step=True)
         return alone, seconds_at_once(e, self.loop.length, self.level, self.device)

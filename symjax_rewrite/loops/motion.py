@@ -16,7 +16,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import SYMBOLIC, equation_seconds, in_steps
+from symjax_rewrite.cost.equation_cost import SYMBOLIC, equation_seconds
 from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.replacement import Read
@@ -162,8 +162,8 @@ def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
         total += seconds_at_once(e, steps, level, device)
     for s in motion.sums:
         total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    in_step = in_steps(device)
-    return total + steps * sum(equation_seconds(e.eqn, in_step) for e in motion.rest(loop))
+    rest = motion.rest(loop)
+    return total + steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in rest)
 
 
 def seconds_at_once(e: Equation, steps: int, level: dict[int, int], device: Device) -> float:
