@@ -63,7 +63,10 @@ def equation_seconds(
         cached = times == 1 and moved <= device.memory.step_cache_bytes
         rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
         fixed = _step_launch(eqn, device) if in_step else device.launch_s
-        return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + fixed
+        busy = _flops(eqn) * times / device.peak(dtype) + _turned_seconds(
+            eqn, times, moving, device
+        )
+        return max(busy, moved / rate) + fixed
     inside = in_step or name != "cond"
     inner = [closed_seconds(b, device, inside) for b in jax_internals.bodies(eqn)]
     if inner:
@@ -76,13 +79,34 @@ def _step_launch(eqn: JaxprEqn, device: Device) -> float:
     """Return the fixed cost of a product in a step; a CPU inlines a product with a vector."""
     if device.loops.steps_are_launches or eqn.primitive.name != "dot_general":
         return device.loops.product_s
+    return 0.0 if _has_vector(eqn) else device.loops.product_s
+
+
+def _has_vector(eqn: JaxprEqn) -> bool:
+    """Return True if an operand of a product has no axis of its own longer than one."""
     summed, batch = eqn.params["dimension_numbers"]
     sides = zip(eqn.invars, summed, batch, strict=True)
-    free = [
-        math.prod(_number(n) for k, n in enumerate(shape_of(v)) if k not in ours and k not in many)
+    return any(
+        all(n == 1 for k, n in enumerate(shape_of(v)) if k not in ours and k not in many)
         for v, ours, many in sides
-    ]
-    return device.loops.product_s if min(free) > 1 else 0.0
+    )
+
+
+def _turned_seconds(eqn: JaxprEqn, times: int, moving: tuple[int, ...], device: Device) -> float:
+    """Return the seconds in which a product copies operands that it reads across their rows.
+
+    The sum goes along the rows of the left operand, and across those of the right one.
+    """
+    if eqn.primitive.name != "dot_general" or _has_vector(eqn):
+        return 0.0
+    (left, right), (_, batch) = eqn.params["dimension_numbers"]
+    ends = [k + len(shape_of(eqn.invars[0])) - len(left) for k in range(len(left))]
+    starts = [k + len(batch) for k in range(len(right))]
+    total = 0.0
+    for side, (ours, usual) in enumerate(((left, ends), (right, starts))):
+        if sorted(ours) != usual:
+            total += aval_bytes(eqn.invars[side].aval) * (times if side in moving else 1)
+    return device.packing_seconds(total)
 
 
 def closed_seconds(closed: ClosedJaxpr, device: Device, in_step: bool = False) -> float:

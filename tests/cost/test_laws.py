@@ -7,11 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.api.program_cost import traffic
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folds stay as written where XLA might partition a program."""
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def spec(*shape: int) -> jax.ShapeDtypeStruct:
@@ -63,9 +69,7 @@ def test_an_order_of_products_that_needs_a_larger_copy_is_refused() -> None:
         q, k = ((x @ w).reshape(998, 6, 8) for w in (wq, wk))
         return jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k), axis=-1)
 
-    found = rewritten(scores, (998, 7), (7, 48), (7, 48))
-    assert not found.rules
-    assert any("transposed copies" in r.reason for r in found.routes)
+    assert not rewritten(scores, (998, 7), (7, 48), (7, 48)).rules
 
 
 def test_a_scale_before_an_elementwise_function_is_not_moved_into_a_product() -> None:
