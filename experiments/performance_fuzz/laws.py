@@ -88,7 +88,7 @@ def random_product(rng: random.Random) -> Product:
     left = array(*lead, *((m, k) if p.layout[0] == "N" else (k, m)))
     right = array(*lead, *((k, n) if p.layout[1] == "N" else (n, k)))
     summed = ((d + (p.layout[0] == "N"),), (d + (p.layout[1] == "T"),))
-    dims = (summed, (tuple(range(d)),) * 2)
+    dims = (summed, (tuple(range(d)), tuple(range(d))))
     return p._replace(seconds=seconds_of(lambda a, b: lax.dot_general(a, b, dims), left, right))
 
 
