@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Refusal
 from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
+from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
 
@@ -26,7 +28,8 @@ def chosen(
     refused: list[Refusal] = []
     admitted = [c for c in found if context.admits(c) and context.selects(c, program)]
     refused += [_refused(c, "not admitted") for c in found if c not in admitted]
-    left = _distinct(_gaining(program, admitted, context, refused), refused)
+    left = _gaining(program, admitted, context, refused)
+    left = _distinct(_beyond_copies(program, left, context.device, refused), refused)
     while left:
         try:
             made = replaced(program, [p for c in left for p in c.parts])
@@ -64,6 +67,30 @@ def _gaining(
     reason = f"saves less than {least} of the program's predicted time"
     refused += [_refused(c, reason) for c in small]
     return [c for c in found if c not in small]
+
+
+def _beyond_copies(
+    program: Program, found: Sequence[Candidate], device: Device, refused: list[Refusal]
+) -> list[Candidate]:
+    """Refuse candidates that do not gain enough beside the transposed copies that they need."""
+    unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
+    if not unpriced or device.layouts is None:
+        return list(found)
+    before = transposed_seconds(program, device)
+
+    def added(candidates: Sequence[Candidate]) -> float:
+        try:
+            made = replaced(program, [p for c in candidates for p in c.parts])
+        except ConflictError:
+            return 0.0
+        return transposed_seconds(made, device) - before
+
+    if added(unpriced) <= 0:
+        return list(found)
+    few = [c for c in unpriced if not margins.pays_beside(c.before, c.after, added([c]), device)]
+    reason = "its transposed copies take as long as it saves"
+    refused += [_refused(c, reason) for c in few]
+    return [c for c in found if c not in few]
 
 
 def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]:

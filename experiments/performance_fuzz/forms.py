@@ -72,7 +72,7 @@ class Only:
 def opened(device: Device) -> Device:
     """Return a profile by which no candidate is refused for its price."""
     margins = dataclasses.replace(device.margins, **OPEN, **NEVER, **SHARES)
-    folds = dataclasses.replace(device.folds, least_pairs=1 << 12)
+    folds = dataclasses.replace(device.folds, least_pairs=1 << 12, least_sparse_pairs=1 << 12)
     return dataclasses.replace(device, margins=margins, folds=folds)
 
 

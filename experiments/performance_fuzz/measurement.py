@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -107,7 +108,8 @@ def _row(form: Form, same: str, times: Times | None) -> dict[str, Any]:
         "cores": 1.0,
     }
     if times is not None:
-        row |= {"seconds": min(times.wall[same]), "core_seconds": min(times.cores[same])}
+        cores = statistics.median(times.cores[same])
+        row |= {"seconds": min(times.wall[same]), "core_seconds": cores}
     if times is not None and same != PLAIN:
         row |= {"ratio": times.ratio(same, PLAIN), "cores": times.of_cores(same, PLAIN)}
     return row

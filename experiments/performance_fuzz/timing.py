@@ -43,17 +43,22 @@ class Times:
         return statistics.median((rounds, shortest, self.of_cores(form, plain)))
 
     def waits(self, name: str) -> bool:
-        """Return True if other programs held the cores during every sample of a form."""
-        return min(self.wall[name]) > WAITS * min(self.cores[name])
+        """Return True if other programs held the cores during every sample of a form.
+
+        Of core seconds the median counts: the system books those of threads on another core late,
+        so that a sample may lack them and the next one hold them twice.
+        """
+        return min(self.wall[name]) > WAITS * statistics.median(self.cores[name])
 
     def of_cores(self, form: str, plain: str) -> float:
-        """Return the ratio of core seconds: of its median and that of the least the nearer to 1."""
-        pairs = zip(self.cores[form], self.cores[plain], strict=True)
-        rounds = statistics.median(a / max(b, 1e-9) for a, b in pairs)
-        least = min(self.cores[form]) / max(min(self.cores[plain]), 1e-9)
-        if (rounds - 1) * (least - 1) <= 0:
+        """Return the ratio of core seconds: of medians and of means the nearer to 1."""
+        middle, mean = (
+            of(self.cores[form]) / max(of(self.cores[plain]), 1e-9)
+            for of in (statistics.median, statistics.fmean)
+        )
+        if (middle - 1) * (mean - 1) <= 0:
             return 1.0
-        return min(rounds, least, key=lambda r: abs(r - 1))
+        return min(middle, mean, key=lambda r: abs(r - 1))
 
     def _ratios(self, form: str, plain: str) -> list[float]:
         return [a / b for a, b in zip(self.wall[form], self.wall[plain], strict=True)]
@@ -127,3 +132,10 @@ def normal(text: str) -> str:
     text = "\n".join(line for line in text.splitlines() if re.match(r"\s|ENTRY|%|}", line))
     number: dict[str, str] = {}
     return re.sub(r"%[\w.\-]+", lambda m: number.setdefault(m[0], f"%{len(number)}"), text)
+
+
+def least_seconds(call: Callable[[], Any], samples: int = 7) -> float:
+    """Return the seconds of a call in the shortest of some samples."""
+    jax.block_until_ready(call())
+    repeats = _repeats(call)
+    return min(_sample(call, repeats)[0] for _ in range(samples))

@@ -102,6 +102,19 @@ class Device:
         """Return True for a GPU."""
         return self.platform == "cuda"
 
+    def packing_seconds(self, operand_bytes: float) -> float:
+        """Return the seconds in which a product of matrices copies its operands in blocks."""
+        return operand_bytes / self.memory.packed_bytes_per_s
+
+    def page_seconds(self, fresh_bytes: float) -> float:
+        """Return the seconds of memory pages that every call requests from the system again.
+
+        The allocator keeps a block up to a size and returns a larger one as a whole. The share
+        rises from zero to one below that size, so that prices have no jump.
+        """
+        share = min(max(4 * fresh_bytes / self.memory.kept_bytes - 3, 0.0), 1.0)
+        return share * fresh_bytes / self.memory.fresh_bytes_per_s
+
     def peak(self, dtype: str, precision: object = None) -> float:
         """Return matmul operations per second.
 
@@ -184,11 +197,11 @@ def _gpu(
 CPU = Device(
     "cpu",
     {
-        "float32": 2e11,
-        "bfloat16": 2e11,
-        "float16": 2e11,
-        "float64": 1e11,
-        "complex64": 5e10,
+        "float32": 1e11,
+        "bfloat16": 1e11,
+        "float16": 1e11,
+        "float64": 5e10,
+        "complex64": 2.5e10,
         "default": 2e10,
     },
     elementwise_per_s=4e9,
@@ -202,8 +215,11 @@ CPU = Device(
         reads_places=True,
         streams_products=True,
         turned_bytes_per_s=2e9,
-        block_s=40e-6,  # late interaction of 32 × 64 with 128 × 300 tokens
-        short_sum=60,
+        block_s=5e-6,
+        feature_sum=60,
+        features_at_once=8,
+        least_pairs=1 << 16,
+        lanes=16,
     ),
     platform="cpu",
     runs_pallas=False,
@@ -212,16 +228,24 @@ CPU = Device(
     memory=MemoryFacts(
         cached_terms=3.0,
         kept_bytes=32 << 20,
+        packed_bytes_per_s=1.5e10,
         constant_bytes=1 << 28,
         fresh_bytes_per_s=2e9,
         passes_of_write=2.0,
     ),
-    loops=LoopFacts(steps_are_launches=False, cut_sums_are_slow=True, packs_small_floats=True),
+    loops=LoopFacts(
+        product_s=0.4e-6,
+        step_s=0.1e-6,
+        steps_are_launches=False,
+        cut_sums_are_slow=True,
+        packs_small_floats=True,
+    ),
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
+    margins=Margins(dominating=1.25, fold=1.5),
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,

@@ -45,11 +45,13 @@ def equation_seconds(
     times: int = 1,
     moving: tuple[int, ...] = (),
     summed: bool = False,
+    in_step: bool = False,
 ) -> float:
     """Return the seconds of one equation, by the roofline.
 
     times: number of repetitions, in one kernel. moving: numbers of the operands that differ in each
     repetition; others are read once. summed: True if only the sum of all its results is written.
+    in_step: True for an equation of a loop's body.
     """
     name = eqn.primitive.name
     made = sum(aval_size(v.aval) for v in eqn.outvars) * times
@@ -60,8 +62,13 @@ def equation_seconds(
             moved += aval_bytes(v.aval) * (times if k in moving else 1)
         cached = times == 1 and moved <= device.memory.step_cache_bytes
         rate = device.bytes_per_s * (device.memory.cached_step if cached else 1)
-        return max(_flops(eqn) * times / device.peak(dtype), moved / rate) + device.launch_s
-    inner = [closed_seconds(b, device) for b in jax_internals.bodies(eqn)]
+        fixed = _step_launch(eqn, device) if in_step else device.launch_s
+        busy = _flops(eqn) * times / device.peak(dtype) + _turned_seconds(
+            eqn, times, moving, device
+        )
+        return max(busy, moved / rate) + fixed
+    inside = in_step or name != "cond"
+    inner = [closed_seconds(b, device, inside) for b in jax_internals.bodies(eqn)]
     if inner:
         steps = _number(eqn.params.get("length", 1))
         return times * (max(inner) if name == "cond" else steps * sum(inner))
@@ -74,9 +81,43 @@ def work_seconds(eqn: JaxprEqn, device: Device) -> float:
     return max(equation_seconds(eqn, device) - device.launch_s, read)
 
 
-def closed_seconds(closed: ClosedJaxpr, device: Device) -> float:
+def _step_launch(eqn: JaxprEqn, device: Device) -> float:
+    """Return the fixed cost of a product in a step; a CPU inlines a product with a vector."""
+    if device.loops.steps_are_launches or eqn.primitive.name != "dot_general":
+        return device.loops.product_s
+    return 0.0 if _has_vector(eqn) else device.loops.product_s
+
+
+def _has_vector(eqn: JaxprEqn) -> bool:
+    """Return True if an operand of a product has no axis of its own longer than one."""
+    summed, batch = eqn.params["dimension_numbers"]
+    sides = zip(eqn.invars, summed, batch, strict=True)
+    return any(
+        all(n == 1 for k, n in enumerate(shape_of(v)) if k not in ours and k not in many)
+        for v, ours, many in sides
+    )
+
+
+def _turned_seconds(eqn: JaxprEqn, times: int, moving: tuple[int, ...], device: Device) -> float:
+    """Return the seconds in which a product copies operands that it reads across their rows.
+
+    The sum goes along the rows of the left operand, and across those of the right one.
+    """
+    if eqn.primitive.name != "dot_general" or _has_vector(eqn):
+        return 0.0
+    (left, right), (_, batch) = eqn.params["dimension_numbers"]
+    ends = [k + len(shape_of(eqn.invars[0])) - len(left) for k in range(len(left))]
+    starts = [k + len(batch) for k in range(len(right))]
+    total = 0.0
+    for side, (ours, usual) in enumerate(((left, ends), (right, starts))):
+        if sorted(ours) != usual:
+            total += aval_bytes(eqn.invars[side].aval) * (times if side in moving else 1)
+    return device.packing_seconds(total)
+
+
+def closed_seconds(closed: ClosedJaxpr, device: Device, in_step: bool = False) -> float:
     """Return the seconds of a jaxpr: the sum over equations, times the trip counts of loops."""
-    return sum(equation_seconds(e, device) for e in closed.jaxpr.eqns)
+    return sum(equation_seconds(e, device, in_step=in_step) for e in closed.jaxpr.eqns)
 
 
 def _flops(eqn: JaxprEqn) -> float:

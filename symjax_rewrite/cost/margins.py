@@ -54,6 +54,13 @@ def margin(kind: Kind, device: Device, spared_bytes: float = 0.0) -> float:
     return max(least * (1 - share), min(margins.memory, least))
 
 
+def pays_beside(before: Cost | None, after: Cost | None, added_s: float, device: Device) -> bool:
+    """Return True if a form dominates or is enough faster with some seconds beside its price."""
+    if before is None or after is None or added_s <= 0:
+        return True
+    return pays(before.seconds, after.seconds + added_s, "dominating", device)
+
+
 def gains_share(
     saved_s: float, whole_s: float, of: Literal["program", "loop"], device: Device
 ) -> bool:

@@ -31,9 +31,12 @@ class Matrix:
 def product_seconds(left: Matrix, right: Matrix, dtype: str, device: Device) -> float:
     """Return the seconds of a product whose operands are read in the order of memory."""
     made = left.free * right.free
-    moved = (left.elements + right.elements + made) * itemsize(dtype)
-    busy = max(2 * made * left.summed / device.peak(dtype), moved / device.bytes_per_s)
-    return busy + device.launch_s
+    read = (left.elements + right.elements) * itemsize(dtype)
+    busy = 2 * made * left.summed / device.peak(dtype)
+    if min(left.free, right.free) > 1:
+        busy += device.packing_seconds(read)
+    moved = read + made * itemsize(dtype)
+    return max(busy, moved / device.bytes_per_s) + device.launch_s
 
 
 def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:

@@ -17,6 +17,8 @@ NO_SCRIPT = "measured; no script is kept"
 FOLDS = "experiments/folds/run.py"
 TURNS = "experiments/selective_scan/turns.py"
 MATRICES = "experiments/selective_scan/matrices.py"
+LAWS = "experiments/performance_fuzz/laws.py"
+RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
@@ -61,15 +63,15 @@ Kind = Literal[
 class Margins:
     """The least predicted speedup of a candidate, by its kind; and other shares."""
 
-    rewrite: float = quantity("1", "a region of terms in another form", JUDGED, 1.25)
+    rewrite: float = quantity("1", "a region of terms in another form", RESIDUALS, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
-    fold: float = quantity("1", "reductions over pairs as folds", FOLDS, 1.25)
+    fold: float = quantity("1", "reductions over pairs as folds", RESIDUALS, 1.25)
     even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)
-    hoist: float = quantity("1", "work of all steps outside a loop", JUDGED, 1.25)
+    hoist: float = quantity("1", "work of all steps outside a loop", RESIDUALS, 1.25)
     tree: float = quantity("1", "a tree of affine steps as a loop", JUDGED, 1.25)
-    banded: float = quantity("1", "a product with a banded matrix in blocks", NO_SCRIPT, 1.15)
+    banded: float = quantity("1", "a product with a banded matrix in blocks", RESIDUALS, 1.15)
     blocks: float = quantity("1", "more blocks than fewer", NO_SCRIPT, 1 / 0.95)
     memory: float = quantity(
         "1", "a form without which the program would not fit into the device's memory", JUDGED, 0.5
@@ -79,7 +81,7 @@ class Margins:
     )
     remake: float = quantity("1", "states made again instead of kept", JUDGED, 1.0)
     order: float = quantity("1", "products in another order instead of folds", JUDGED, 1.0)
-    orientation: float = quantity("1", "a product with its operands swapped", ORIENTATION, 1.15)
+    orientation: float = quantity("1", "a product with its operands swapped", RESIDUALS, 1.25)
     measured: float = quantity("1", "a program that was timed", JUDGED, 1 / 0.97)
     told: float = quantity("1", "a form that is refused, to be reported", JUDGED, 1.02)
     faster: float = quantity("1", "share of the time above which nothing is gained", JUDGED, 0.999)
@@ -96,6 +98,10 @@ class MemoryFacts:
         "bytes", "what a step reads again that stays in a cache", NO_SCRIPT, 16 << 20
     )
     cached_step: float = quantity("1", "factor of the bandwidth, cached products", NO_SCRIPT, 2.0)
+    packed_bytes_per_s: float = quantity(
+        "bytes/s", "operands of a product of matrices, copied in blocks beside its arithmetic",
+        LAWS, math.inf,
+    )  # fmt: skip
     cached_terms: float = quantity(
         "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
     )
@@ -125,6 +131,7 @@ class FoldFacts:
         "bytes/s", "blocks of pair operands transposed by loops", NO_SCRIPT, math.inf
     )
     least_pairs: int = quantity("pairs", "fewer fit into caches", JUDGED, 1 << 20)
+    least_sparse_pairs: int = quantity("pairs", "the same, sparse reductions", JUDGED, 1 << 20)
     least_sparse_share: float = quantity(
         "1", "least terms of a sparse product, per sum", JUDGED, 16
     )
@@ -141,12 +148,14 @@ class FoldFacts:
     sort: float = quantity("steps/element", "a sort by XLA", FOLDS, 2900)
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
-    short_sum: float = quantity("steps/pair", "a sum over few features by XLA", FOLDS, 0)
-    long_sum: int = quantity("features", "from here on XLA adds several at a time", FOLDS, 16)
+    lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
+    feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
+    features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)
     fold_lookup: float = quantity("steps/element", "a table lookup in a fold's block", FOLDS, 20)
     fold_keyed: float = quantity("steps/element", "a sum by key in a fold's block", FOLDS, 50)
     fold_row: float = quantity("steps", "a fold's top-k, for a block's row", FOLDS, 20_000)
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
+    fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
 
     def plain_steps(self, kind: str) -> float:
         """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
@@ -162,6 +171,8 @@ class LoopFacts:
     steps_are_launches: bool = fact("each operation of a step is a launch", True)
     cut_sums_are_slow: bool = fact("cut sums read an array of all steps element by element", False)
     packs_small_floats: bool = fact("bfloat16 and float8 are updated in place as bits alone", False)
+    product_s: float = quantity("s", "a product of matrices in a step, to begin", LAWS, 3e-6)
+    step_s: float = quantity("s", "a step, beside its products", LAWS, 0.0)
     operations_per_launch: float = quantity("1", "operations in the time of a launch", NO_SCRIPT, 3)
     growth: float = quantity("1", "times its inputs and outputs, written by a loop", JUDGED, 4)
     least_unwritten_bytes: float = quantity("bytes", "fewer are worth no fusion", JUDGED, 1 << 16)

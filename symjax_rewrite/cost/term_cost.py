@@ -1,8 +1,9 @@
 """The cost of a choice of nodes: a roofline per kernel, over a DAG.
 
-`seconds = Σ kernels max(flops/peak, bytes/bandwidth) + launches·overhead`. Elementwise terms and
-reductions are fused into their consumer as XLA does; a value used twice is computed once. FLOPs are
-2mnk for contractions, the usual convention; elementwise operations are counted apart.
+`seconds = Σ kernels max(flops/peak + packing, bytes/bandwidth) + pages + launches·overhead`.
+Elementwise terms and reductions are fused into their consumer as XLA does; a value used twice is
+computed once. FLOPs are 2mnk for contractions, the usual convention; elementwise operations are
+counted apart.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Facts(NamedTuple):
     """The cost of one node by itself: operand classes, bytes written, elementwise work, FLOPs.
 
     is_kernel: True if it is a kernel of its own, not fused into its consumer. peak: FLOP/s.
+    packing: seconds beside the arithmetic of a product. pages: seconds beside both arithmetic and
+    traffic, for fresh memory, if its value is written.
     """
 
     node: Node
@@ -93,6 +96,8 @@ class Facts(NamedTuple):
     work: float
     flops: float | None  # None for a fused loop
     peak: float
+    packing: float
+    pages: float
 
 
 class CostModel:
@@ -100,13 +105,17 @@ class CostModel:
 
     def __init__(self, device: Device, at: Callable[[Dim], int]) -> None:
         self.device, self.at = device, at
+        self.fused: set[int] = set()  # roots that one elementwise term elsewhere reads
         self._bytes: dict[tuple[tuple[Dim, ...], str], float] = {}
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
 
-    def join_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float:
-        """Return the seconds of one matrix product."""
+    def join_seconds(
+        self, flops: float, read_bytes: float, made_bytes: float, dtype: str, has_vector: bool
+    ) -> float:
+        """Return the seconds of one matrix product; of a matrix and a vector if `has_vector`."""
         d = self.device
-        return max(flops / d.peak(dtype), bytes_moved / d.bytes_per_s) + d.launch_s
+        busy = flops / d.peak(dtype) + (0.0 if has_vector else d.packing_seconds(read_bytes))
+        return max(busy, (read_bytes + made_bytes) / d.bytes_per_s) + d.launch_s
 
     def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node with every operand in memory: the greedy estimate."""
@@ -118,7 +127,7 @@ class CostModel:
         moved = 3 * f.bytes
         if is_dot(node):
             moved = f.bytes + sum(self.class_bytes(g, a.cls) for a in node.args)
-        return max(f.flops / f.peak, moved / d.bytes_per_s) + d.launch_s
+        return max(f.flops / f.peak + f.packing, moved / d.bytes_per_s) + d.launch_s
 
     def product_seconds(self, g: EGraph, cls: int, node: Node) -> float:
         """Return the seconds of a node that is a matrix product; 0 for any other node."""
@@ -130,6 +139,17 @@ class CostModel:
         dtype = max((g.classes[a.cls].dtype for a in node.args), key=itemsize)
         peak = d.peak(dtype, node.attr if node.op == op.CONTRACT else None)
         return min(peak, d.elementwise_per_s) if is_thin(node) else peak
+
+    def _packing(self, g: EGraph, sizes: tuple[Dim, ...], node: Node) -> float:
+        """Return the seconds in which a product copies its operands; none beside a vector."""
+        if not is_dot(node):
+            return 0.0
+        a, b = node.args
+        for x, y in ((a, b), (b, a)):
+            free = {i for i in x.axes if i < node.out}.difference(y.axes)
+            if self._count(tuple([sizes[i] for i in free])) <= 1:
+                return 0.0
+        return self.device.packing_seconds(self.class_bytes(g, a.cls) + self.class_bytes(g, b.cls))
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""
@@ -187,9 +207,9 @@ class CostModel:
                 elementwise += work
             else:
                 flops += f.flops
-            launches += 1
+            launches += not self._is_fused(cls, f)
             moved += kernel_bytes
-            seconds += self._seconds(f, kernel_bytes, work)
+            seconds += self._seconds(cls, f, kernel_bytes, work)
         return Cost(flops, elementwise, moved, launches, seconds, largest)
 
     def kernel_seconds(
@@ -199,26 +219,36 @@ class CostModel:
 
         facts: of every class. written: the classes written to memory. given: those known before.
         """
-        return self._seconds(facts[root], *self._kernel(facts, root, written, given))
+        return self._seconds(root, facts[root], *self._kernel(facts, root, written, given))
 
     def kernel_limits(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float, float]:
-        """Return the seconds of a kernel's arithmetic, of its memory traffic and of its launch.
+        """Return the seconds of a kernel's arithmetic, of its memory traffic and of its start.
 
-        The arguments are those of `kernel_seconds`.
+        The start is its launch and the request of fresh memory. The arguments are those of
+        `kernel_seconds`.
         """
-        return self._limits(facts[root], *self._kernel(facts, root, written, given))
+        return self._limits(root, facts[root], *self._kernel(facts, root, written, given))
 
-    def _limits(self, f: Facts, kernel_bytes: float, work: float) -> tuple[float, float, float]:
+    def _limits(
+        self, cls: int, f: Facts, kernel_bytes: float, work: float
+    ) -> tuple[float, float, float]:
         d = self.device
-        least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak
-        return least, kernel_bytes / d.bytes_per_s, d.launch_s
+        moved = kernel_bytes / d.bytes_per_s
+        if self._is_fused(cls, f):
+            return work / d.folds.fused_steps_per_s, moved, 0.0
+        least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak + f.packing
+        return least, moved, f.pages + d.launch_s
 
-    def _seconds(self, f: Facts, kernel_bytes: float, work: float) -> float:
+    def _is_fused(self, cls: int, f: Facts) -> bool:
+        """Return True if an elementwise value is computed in the kernel of its reader."""
+        return cls in self.fused and not f.is_kernel
+
+    def _seconds(self, cls: int, f: Facts, kernel_bytes: float, work: float) -> float:
         """Return the seconds of a kernel by the facts of the class that it writes."""
-        arithmetic, memory, launch = self._limits(f, kernel_bytes, work)
-        return max(arithmetic, memory) + launch
+        arithmetic, memory, start = self._limits(cls, f, kernel_bytes, work)
+        return max(arithmetic, memory) + start
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""
@@ -242,6 +272,8 @@ class CostModel:
             count * (self._steps(node) if bound else 1.0) * weight(node) * self._half(c.dtype),
             flops,
             1.0 if flops is None else self._peak(g, node),
+            self._packing(g, c.sizes, node),
+            self.device.page_seconds(count * itemsize(c.dtype)),
         )
         self._facts[id(node)] = found
         return found
@@ -261,9 +293,8 @@ class CostModel:
                 (written if arg in seen else seen).add(arg)
         return written
 
-    @staticmethod
     def _kernel(
-        facts: dict[int, Facts], root: int, written: set[int], given: set[int]
+        self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
     ) -> tuple[float, float]:
         """Return the bytes moved and the elementwise work of the kernel that writes `root`."""
         read: dict[tuple[int, bool], float] = {}
@@ -282,7 +313,10 @@ class CostModel:
                     read[arg, f.node.op == op.SLICE] = size
                 else:
                     stack.append(arg)
-        return facts[root].bytes + sum(read.values()), work
+        made = facts[root].bytes
+        if self._is_fused(root, facts[root]):  # its reader would read it, and reads that instead
+            return max(sum(read.values()) - made, 0.0), work
+        return made + sum(read.values()), work
 
     def symbolic(self, g: EGraph, choice: Mapping[int, Node], roots: tuple[int, ...]) -> Cost:
         """Return the same totals with symbolic sizes, as polynomials."""

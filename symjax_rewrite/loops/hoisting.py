@@ -161,7 +161,8 @@ class _Plan:
                 alone, together = self._apart(e)
                 written = self._stacked(e.outvals[:1])
                 saved += alone - together - 2 * written / self.device.bytes_per_s
-        whole = self.loop.steps * sum(equation_seconds(e.eqn, self.device) for e in self.equations)
+        each = (equation_seconds(e.eqn, self.device, in_step=True) for e in self.equations)
+        whole = self.loop.steps * (self.device.loops.step_s + sum(each))
         if not margins.gains_share(saved, whole, "loop", self.device):
             self.motion.before, self.motion.after = [], []
 
@@ -192,8 +193,10 @@ class _Plan:
         for found in self._accumulations():
             e, carry = found.product, self.loop.carries[found.carry].inner
             written = self._stacked(set(e.reads) - ready)
-            alone = equation_seconds(e.eqn, device)
-            alone += 2 * self._bytes([carry]) / device.bytes_per_s
+            alone = equation_seconds(e.eqn, device, in_step=True)
+            memory, total = device.memory, self._bytes([carry])
+            cached = memory.cached_step if total <= memory.step_cache_bytes else 1.0
+            alone += 2 * total / (cached * device.bytes_per_s)
             together = equation_seconds(e.eqn, device, self.loop.steps, (0, 1), summed=True)
             if written > room or e.outvals[0] in early:
                 continue
@@ -307,5 +310,5 @@ class _Plan:
 
     def _apart(self, e: Equation) -> tuple[float, float]:
         """Return the seconds of an equation step by step, and for all steps at once."""
-        alone = self.loop.steps * equation_seconds(e.eqn, self.device)
+        alone = self.loop.steps * equation_seconds(e.eqn, self.device, in_step=True)
         return alone, seconds_at_once(e, self.loop.steps, self.level, self.device)

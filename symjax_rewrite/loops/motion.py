@@ -162,7 +162,8 @@ def moved_seconds(loop: Loop, motion: Motion, device: Device) -> float:
         total += seconds_at_once(e, steps, level, device)
     for s in motion.sums:
         total += equation_seconds(s.product.eqn, device, steps, (0, 1), summed=True)
-    return total + steps * sum(equation_seconds(e.eqn, device) for e in motion.rest(loop))
+    rest = motion.rest(loop)
+    return total + steps * sum(equation_seconds(e.eqn, device, in_step=True) for e in rest)
 
 
 def seconds_at_once(e: Equation, steps: int, level: dict[int, int], device: Device) -> float:

@@ -8,7 +8,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.kernel_selection.folds.fold_price import page_seconds, with_temporaries
+from symjax_rewrite.kernel_selection.folds.fold_price import with_temporaries
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.reports.details import Details
 from symjax_rewrite.reports.program_cost import (
@@ -93,9 +93,6 @@ def _side(
     moved: Traffic = UNKNOWN
     if result.finished or not program.equations:
         moved = terms_traffic(terms, device, result.sample)
-    if moved.seconds is not None:
-        fresh = temporary_bytes(terms, device, result.sample)
-        moved = moved + Traffic(0, page_seconds(device, fresh))
     peak, largest = memory(program, device) or (None, None)
     flops = program_flops(program, device)
     return Side(flops, moved.bytes, moved.seconds, peak, largest, moved.launches, make)

@@ -186,11 +186,13 @@ class _TreeBuilder:
 
     def _join_cost(self, left: int, right: int, kept: int) -> float:
         size = itemsize(self.dtype)
-        moved = (self._count(left) + self._count(right) + self._count(kept)) * size
+        read, made = (self._count(left) + self._count(right)) * size, self._count(kept) * size
         d = self.ctx.model.device
         if left & right & ~kept:
-            return self.ctx.model.join_seconds(2 * self._count(left | right), moved, self.dtype)
-        return self._count(left | right) / d.elementwise_per_s + moved / d.bytes_per_s
+            has_vector = min(self._count(kept & ~left), self._count(kept & ~right)) <= 1
+            flops = 2 * self._count(left | right)
+            return self.ctx.model.join_seconds(flops, read, made, self.dtype, has_vector)
+        return self._count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
 
     def _count(self, mask: int) -> float:
         """Return the number of elements over some indices."""

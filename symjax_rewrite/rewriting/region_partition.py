@@ -64,7 +64,8 @@ class Key:
 class Region:
     """A connected algebraic part of a program.
 
-    classes: its classes, operands first. roots: the classes needed outside. key: equal for regions
+    classes: its classes, operands first. roots: the classes needed outside. fused: those that only
+    one elementwise term reads, in whose kernel XLA may compute them. key: equal for regions
     that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
     the number of every class in the key. tags: further properties that distinguish leaves (frozen,
     storage).
@@ -72,6 +73,7 @@ class Region:
 
     classes: list[int]
     roots: list[int]
+    fused: set[int] = field(default_factory=set)
     key: Key = field(default_factory=Key)
     leaves: list[int] = field(default_factory=list)
     local: dict[int, int] = field(default_factory=dict)
@@ -117,11 +119,20 @@ def find_regions(
             continue
         users = need.users
         roots = [c for c in classes if c in need.outside or not inside.issuperset(users.get(c, ()))]
-        region = Region(classes, roots)
+        region = Region(classes, roots, {c for c in roots if _is_fused(g, need, c)})
         _number(g, need, region, inside, tag)
         region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])
+
+
+def _is_fused(g: EGraph, need: Needed, cls: int) -> bool:
+    """Return True if one elementwise term reads a value, and nothing else does."""
+    users = need.users.get(cls, ())
+    if cls in need.outside or need.uses.get(cls) != 1 or len(users) != 1:
+        return False
+    user = node_of(g, users[0])
+    return user.op == MAP or (user.op in LINEAR and not user.bound)
 
 
 def _members(t: TermGraph, need: Needed) -> set[int]:
@@ -336,7 +347,7 @@ def _number(
                 elif node.op == CONTRACT:
                     args.sort()
                 uses = min(need.uses.get(c, 0), 2)  # one user may absorb it, several users may not
-                info = (of.sizes, of.dtype, uses, c in roots)
+                info = (of.sizes, of.dtype, uses, c in roots, c in region.fused)
                 rows.append((node.op, attr, tuple(args), node.bound, *info))
                 order.append(c)
             else:

@@ -114,6 +114,8 @@ class Solver:
         models = [CostModel(self.device, _at(sample)) for sample in self.samples]
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
+        for model in models:
+            model.fused = {to[c].cls for c in region.fused}
         before = [model.evaluate(g, written, first, frozen) for model in models]
         contexts = [
             RuleContext(
@@ -132,6 +134,8 @@ class Solver:
         stop = ", ".join(sorted(stops))
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
+        for model in models:
+            model.fused = {_root(g, to[c].cls) for c in region.fused}
         found = [
             extract(g, roots, *pair) for pair in zip(models, repeat(frozen), before, strict=False)
         ]

@@ -162,8 +162,9 @@ def test_loop_invariant_and_batched_products_leave_the_loop(fun: Callable) -> No
     assert {r.name for r in report.rules} & {"loop_invariant", "loop_batching"}
 
 
-def test_sums_that_are_cut_in_parts_keep_their_products() -> None:
+def test_sums_that_are_cut_in_parts_keep_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU only: there XLA reads the parts of a step's entry element by element."""
+    use_on_cpu(monkeypatch, margins={"hoist": 1.0})
     check_equal(lstm, XS, WX, WH)
     apart = packs.default - "repeated_work"  # its gates have equal weights
     report = sym_optimize(lstm, rules=apart).explain(XS, WX, WH)
@@ -284,7 +285,10 @@ RESULTS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_loops_with_literal_results_are_rewritten(name: str) -> None:
+def test_loops_with_literal_results_are_rewritten(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_on_cpu(monkeypatch, margins={"share_of_loop": 0.0})  # its own product takes most of a step
     step, left = RESULTS[name]
     report = check_equal(lambda start, xs: lax.scan(step, start, xs), WX, XS)
     assert inside(report.after.jaxpr, "dot_general") == left

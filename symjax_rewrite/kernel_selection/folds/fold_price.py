@@ -28,6 +28,7 @@ from symjax_rewrite.pallas_kernels.fold import cost as fold_cost
 from symjax_rewrite.pallas_kernels.fold.fold import cuda_backend
 from symjax_rewrite.pallas_kernels.fold.spec import (
     ArgExtremum,
+    Contraction,
     ExpSums,
     FoldSpec,
     KeyedSums,
@@ -66,7 +67,8 @@ def compared(
     if is_streamed(t, cluster, device):
         whole = _seconds_streamed(t, cluster, fast)
     else:
-        whole = seconds_whole(t, cluster, fast) + page_seconds(device, fresh)
+        kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
+        whole = seconds_whole(t, cluster, kept) + device.page_seconds(fresh)  # of all its values
     return whole, sum(seconds_folded(r, fast) for r in routes)
 
 
@@ -103,7 +105,7 @@ def _seconds_streamed(t: TermGraph, cluster: Cluster, device: Device) -> float:
     model = CostModel(device, t.number)
     facts = {c: model.facts_of(t.graph, c, node) for c, node in choice.items()}
     moved = sum(f.bytes for c, f in facts.items() if c == exit_ or c not in mine)
-    products = sum((facts[c].flops or 0.0) / facts[c].peak for c in mine)
+    products = sum((facts[c].flops or 0.0) / facts[c].peak + facts[c].packing for c in mine)
     steps = sum(facts[c].work for c in mine if facts[c].flops is None)
     return products + max(steps / device.elementwise_per_s, moved / device.bytes_per_s)
 
@@ -113,12 +115,6 @@ def with_temporaries(device: Device, fresh: float) -> Device:
     memory = device.memory
     cached = 1.0 if fresh >= memory.kept_bytes else memory.cached_terms
     return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
-
-
-def page_seconds(device: Device, fresh: float) -> float:
-    """Return the seconds spent on memory pages that every call requests from the system again."""
-    memory = device.memory
-    return max(fresh - memory.kept_bytes, 0) / memory.fresh_bytes_per_s
 
 
 def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
@@ -180,8 +176,9 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
     def seconds(left: int, right: int, kept: int) -> float:
         if count(kept) >= pairs:
             return math.inf
-        moved = itemsize(dtype) * (count(left) + count(right) + count(kept))
-        return model.join_seconds(2 * count(left | right), moved, dtype)
+        read, made = itemsize(dtype) * (count(left) + count(right)), itemsize(dtype) * count(kept)
+        has_vector = min(count(kept & ~left), count(kept & ~right)) <= 1
+        return model.join_seconds(2 * count(left | right), read, made, dtype, has_vector)
 
     masks = [sum(1 << i for i in {*f.axes}) for f in p.factors]
     found = best_order(masks, (1 << p.out) - 1, seconds, Pairs.of(MOST_PAIRS))
@@ -215,16 +212,27 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
-    summed = {r.cls for m, r in inner if _is_short_sum(t, m, r, folds.long_sum)}
-    steps += sum(folds.short_sum * elements(t, cls) for cls in summed)
+    summed = {r.cls for m, r in inner if _sums_paired_features(t, m, r)}
+    steps += sum(_sum_steps(t, cls, folds) * elements(t, cls) for cls in summed)
     return seconds + steps / device.elementwise_per_s
 
 
-def _is_short_sum(t: TermGraph, m: ClusterMember, ref: Ref, long: int) -> bool:
-    """Return True for a sum over a few features of pairs, as of differences of points."""
+def _sum_steps(t: TermGraph, cls: int, folds: FoldFacts) -> float:
+    """Return the steps per pair of XLA's sum over features, beside those of its terms.
+
+    A sum takes some time to begin, and then several features at a time.
+    """
+    node = node_of(t.graph, cls)
+    count = math.prod(b for b in node.bound if isinstance(b, int))
+    together = (1 + weight(node)) * count  # a difference, its square, and the addition
+    return folds.feature_sum - (1 - 1 / folds.features_at_once) * together
+
+
+def _sums_paired_features(t: TermGraph, m: ClusterMember, ref: Ref) -> bool:
+    """Return True for a sum over features of pairs, as of differences of points."""
     node = node_of(t.graph, ref.cls)
     count = math.prod(b for b in node.bound if isinstance(b, int))
-    if node.op != CONTRACT or not 1 < count < long:
+    if node.op != CONTRACT or count <= 1:
         return False
     paired = [{ref.axes[i] for i in a.axes if i < node.out} for a in node.args]
     return any({m.pair.row, m.pair.column} <= axes for axes in paired)
@@ -286,10 +294,11 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     if not kernels:
         kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
         looped = kept / device.bytes_per_s + _copy_seconds(spec, device)
-        if spec.contractions or device.runs_on_gpu:
-            looped += folds.block_s * share * blocks.steps(spec)
+        looped += folds.block_s * share * blocks.steps(spec)
+        looped += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
     work = share * _product_seconds(spec, device, pairs) / (folds.kernel_share if kernels else 1)
-    work += visited * _steps(route, blocks, folds) / device.elementwise_per_s
+    filled = min(cut.cols / folds.lanes, 1.0)
+    work += visited * _steps(route, blocks, folds) / (filled * device.elementwise_per_s)
     busy = max((programs_of(spec, c) for c in kernels), default=device.multiprocessors)
     idle = max(device.multiprocessors / busy, 1.0)
     return idle * (work + moved) + looped + max(len(kernels), 1) * device.launch_s
@@ -327,7 +336,8 @@ def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:
     seconds = 0.0
     for c in spec.contractions:
         dtype = promote(spec.operands[c.row].dtype, spec.operands[c.col].dtype)
-        seconds += 2 * pairs * spec.width(c.row) / device.peak(dtype, c.precision)
+        rate = device.peak(dtype, c.precision)
+        seconds += 2 * pairs * _share_made(spec, c, device) * spec.width(c.row) / rate
     for t in (t for o in spec.outputs for t in terms_of(o)):
         if t.weights is None:
             continue
@@ -338,6 +348,33 @@ def _product_seconds(spec: FoldSpec, device: Device, pairs: int) -> float:
             rate = device.peak(promote(t.round_to or "float32", weights), t.precision)
         seconds += 2 * pairs * spec.width(t.weights) / rate
     return seconds
+
+
+def _packed_bytes(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
+    """Return the bytes of operands per pair that the products of a block copy."""
+    rows, cols = max(blocks.rows, 1), max(blocks.cols, 1)
+    total = 0.0
+    for c in spec.contractions if min(rows, cols) > 1 else ():
+        for k, many in ((c.row, cols), (c.col, rows)):
+            share = _share_made(spec, c, device)
+            total += share * spec.width(k) * itemsize(spec.operands[k].dtype) / many
+    weights = [t.weights for o in spec.outputs for t in terms_of(o) if t.weights is not None]
+    for k in weights if rows > 1 else ():
+        width = spec.width(k)
+        total += (1 + width / rows) * itemsize(spec.operands[k].dtype) if width > 1 else 0.0
+    return total
+
+
+def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
+    """Return the share of a product's pairs that are computed, where loops run a fold.
+
+    A loop over batch axes that neither operand has computes the product of all rows once.
+    """
+    blocks = xla_blocks(spec)
+    if not device.folds.streams or blocks.rows < spec.rows or blocks.cols < spec.cols:
+        return 1.0
+    mine = {*spec.operands[c.row].axes, *spec.operands[c.col].axes, *blocks.inner}
+    return 1 / math.prod(spec.size[a] for a in spec.batch if a not in mine)
 
 
 def _steps(route: FoldRoute, blocks: Blocks, folds: FoldFacts) -> float:
@@ -371,7 +408,7 @@ def _output_steps(output: Output, columns: int, folds: FoldFacts) -> float:
         case ArgExtremum():
             return 16
         case TopK(k=k):
-            return 9 + (folds.fold_row + folds.fold_place * k) / columns
+            return 9 + min((folds.fold_row + folds.fold_place * k) / columns, folds.fold_search)
         case KeyedSums():
             return 0  # counted with the output that shares them
         case _:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Context, Found
+from symjax_rewrite.candidates import Candidate, Context, Found, Refusal
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.errors import KernelError, UsageError
@@ -43,6 +43,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
+from symjax_rewrite.rewriting.algebra import saved_by_rules
 from symjax_rewrite.usage_records import RouteUse
 
 Route = FoldRoute | ChoiceRoute | Reread | WideRow
@@ -72,7 +73,21 @@ class Folds:
         terms = context.terms(program)
         least = context.device.folds.least_pairs if kernels == "auto" else 0
         selection = _FoldSelection(kernels, context.device, terms.samples)
-        yield from selection.found(terms.t, terms.need, least)
+        compared = kernels == "auto" and not terms.t.dim_env
+        for found in selection.found(terms.t, terms.need, least):
+            if isinstance(found, Candidate) and compared and found.saved_s > 0:
+                found = self._or_rules(found, program, context)
+            yield found
+
+    def _or_rules(self, fold: Candidate, program: Program, context: Context) -> Found:
+        """Return a candidate, or its refusal where the rules save as much of the same values.
+
+        The rules run later, and folds once more after them.
+        """
+        values = {v for p in fold.parts for v in p.gives} | fold.hidden
+        if saved_by_rules(program, context, values) < fold.saved_s:
+            return fold
+        return Refusal(self.name, "the rules save as much", fold.where, fold.count, fold.ratio)
 
 
 class _FoldSelection:

@@ -283,7 +283,7 @@ class SparseReductions:
         if auto and (not folds.reads_places or jax_internals.may_be_partitioned()):
             return
         terms = context.terms(program)
-        t, least = terms.t, folds.least_pairs if auto else 0
+        t, least = terms.t, folds.least_sparse_pairs if auto else 0
         if t.dim_env:
             return
         finder = _Finder(t, terms.need, least, folds.least_sparse_share)

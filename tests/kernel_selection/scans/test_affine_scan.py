@@ -242,11 +242,14 @@ def test_gradients_follow_rules_of_their_own(rule: Callable) -> None:
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-PROJECTIONS = draw(D, 2, D)
+WIDE = 64  # features, so that a product of a step takes some time
+PROJECTIONS = draw(WIDE, 2, WIDE) / WIDE
+WIDE_START, WIDE_SHAPE = draw(WIDE, N), draw(WIDE, N, low=-2.0)
+WIDE_XS = (draw(L, WIDE), draw(L, WIDE, low=0.01))
 
 
 def projected_before(h, given):
-    return 0.9 * h + (given[0] @ PROJECTIONS[:, 0])[:, None] * A, h
+    return 0.9 * h + (given[0] @ PROJECTIONS[:, 0])[:, None] * WIDE_SHAPE, h
 
 
 def projected_before_and_after(h, given):
@@ -261,7 +264,7 @@ def projected_before_and_after(h, given):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_products_that_leave_an_affine_loop_leave_a_scan(step: Callable, reverse: bool) -> None:
     """The kernel was looked for only among loops as they are written."""
-    f, args = scan(step, reverse=reverse)
+    f, args = scan(step, WIDE_START, WIDE_XS, reverse=reverse)
     routed = sym_optimize(f, kernels="always", on_unsupported="error")
     report = routed.explain(*args)
     assert [(r.name, r.taken) for r in report.routes] == [("scan", True)]
@@ -270,7 +273,8 @@ def test_products_that_leave_an_affine_loop_leave_a_scan(step: Callable, reverse
 
 
 def test_products_that_leave_another_loop_leave_it_a_loop() -> None:
-    f, args = scan(lambda h, given: (jnp.tanh(h + (given[0] @ PROJECTIONS[:, 0])[:, None]), None))
+    step = lambda h, given: (jnp.tanh(h + (given[0] @ PROJECTIONS[:, 0])[:, None]), None)  # noqa: E731
+    f, args = scan(step, WIDE_START, WIDE_XS)
     report = sym_optimize(f, kernels="always").explain(*args)
     assert [(r.name, r.taken) for r in report.routes] == [("scan", False)]
     assert "loop_batching" in [r.name for r in report.rules]

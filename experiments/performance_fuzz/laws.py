@@ -1,0 +1,197 @@
+"""Laws of the CPU's prices, measured by small programs: products, steps of loops, fresh memory.
+
+python experiments/performance_fuzz/laws.py [--products 200] [--seed 1]
+
+*Products*: random sizes in four layouts. Fitted: seconds = call + max(flops / rate + operands /
+packed, bytes / bandwidth), by least squares of logarithms; `packed_bytes_per_s` of `MemoryFacts`.
+*Steps*: a recurrent cell with its input's product inside the loop, before the loop, and left out;
+`product_s` and `step_s` of `LoopFacts`. *Pages*: a sum of arrays around the size that the allocator
+keeps; `kept_bytes` and `fresh_bytes_per_s` of `MemoryFacts`. *Search*: a fold's top-k of short
+rows; `fold_search` of `FoldFacts`. *Features*: squared distances by the number of features;
+`feature_sum` and `features_at_once` of `FoldFacts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from performance_fuzz import timing
+
+from symjax_rewrite import sym_optimize
+
+BANDWIDTH = 2e10  # bytes/s, of the profile
+
+
+class Product(NamedTuple):
+    """A product of m × k and k × n, in a batch, and its seconds."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    layout: str
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def read(self) -> float:
+        """Return the bytes of the operands."""
+        return 4.0 * self.batch * self.k * (self.m + self.n)
+
+    @property
+    def moved(self) -> float:
+        return self.read + 4.0 * self.batch * self.m * self.n
+
+
+def seconds_of(function: Any, *args: Any) -> float:
+    """Return the least seconds of a call among some samples."""
+    compiled = jax.jit(function).lower(*args).compile()
+    return timing.least_seconds(lambda: compiled(*args))
+
+
+def array(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
+
+
+def random_product(rng: random.Random) -> Product:
+    """Measure a product of matrices of random sizes in a random layout."""
+
+    def size(least: float, most: float) -> int:
+        return round(math.exp(rng.uniform(math.log(least), math.log(most))))
+
+    while True:
+        batch = 1 if rng.random() < 0.6 else size(2, 256)
+        m, n, k = size(2, 4096), size(2, 4096), size(2, 16384)
+        p = Product(batch, m, n, k, rng.choice(("NN", "NT", "TN", "TT")), 0.0)
+        if 1e4 < p.flops < 8e9 and p.moved < 1e8:
+            break
+    lead = () if batch == 1 else (batch,)
+    d = len(lead)
+    left = array(*lead, *((m, k) if p.layout[0] == "N" else (k, m)))
+    right = array(*lead, *((k, n) if p.layout[1] == "N" else (n, k)))
+    summed = ((d + (p.layout[0] == "N"),), (d + (p.layout[1] == "T"),))
+    dims = (summed, (tuple(range(d)), tuple(range(d))))
+    return p._replace(seconds=seconds_of(lambda a, b: lax.dot_general(a, b, dims), left, right))
+
+
+def predicted(p: Product, call_s: float, rate: float, packed: float) -> float:
+    """Return the seconds of a product by the law."""
+    return call_s + max(p.flops / rate + p.read / packed, p.moved / BANDWIDTH)
+
+
+def errors(found: list[Product], *constants: float) -> np.ndarray:
+    return np.array([math.log(p.seconds / predicted(p, *constants)) for p in found])
+
+
+def fitted(found: list[Product]) -> tuple[float, float, float]:
+    """Return the constants with the least median of absolute errors, by coordinates."""
+    best, step = (3e-5, 1e11, 1e10), 2.0
+    while step > 1.02:
+        tried = itertools.product((1 / step, 1.0, step), repeat=3)
+        options = [tuple(c * f for c, f in zip(best, factors, strict=True)) for factors in tried]
+        better = min(options, key=lambda c: float(np.mean(np.abs(errors(found, *c)))))
+        if better == best:
+            step = step**0.5
+        best = (better[0], better[1], better[2])
+    return best
+
+
+def products(count: int, seed: int) -> None:
+    """Print the fitted law of products, by layout."""
+    rng = random.Random(seed)
+    found = [random_product(rng) for _ in range(count)]
+    for layout in ("", "NN", "NT", "TN", "TT"):
+        mine = [p for p in found if layout in p.layout]
+        if len(mine) < 10:
+            continue
+        constants = fitted(mine)
+        off = np.exp(np.quantile(np.abs(errors(mine, *constants)), (0.5, 0.9)))
+        print(
+            f"{layout or 'all':4} {len(mine):4} call {constants[0] * 1e6:5.1f} µs, rate"
+            f" {constants[1]:.2g} FLOP/s, packed {constants[2]:.2g} bytes/s; off by a factor of"
+            f" {off[0]:.2f} in the middle, {off[1]:.2f} at 90 %"
+        )
+
+
+def steps(length: int = 200) -> None:
+    """Print the times of a recurrent cell with the product of its input in and before the loop."""
+    for rows, width in itertools.product((1, 8, 64), (8, 16, 32, 64, 128, 256)):
+        x, w, u = array(length, rows, width), array(width, width), array(width, width)
+        h = jnp.zeros((rows, width))
+
+        def cell(x: Any, w: Any, u: Any, h: Any = h, inside: bool = True) -> Any:
+            def step(h: Any, t: Any) -> Any:
+                h = jnp.tanh((t @ w if inside else t) + h @ u)
+                return h, h
+
+            return lax.scan(step, h, x)[1]
+
+        def before(x: Any, w: Any, u: Any, cell: Any = cell) -> Any:
+            return cell((x.reshape(-1, x.shape[2]) @ w).reshape(x.shape), w, u, inside=False)
+
+        def bare(x: Any, w: Any, u: Any, cell: Any = cell) -> Any:
+            return cell(x, w, u, inside=False)
+
+        a, b, c = (seconds_of(f, x, w, u) / length * 1e6 for f in (cell, before, bare))
+        print(f"{rows:3} × {width:3}: {a:.3f} µs a step, before {b:.3f}, product {a - c:.3f}")
+
+
+def pages() -> None:
+    """Print the rate of a sum of two arrays by the size of the result."""
+    for mib in (4, 16, 24, 31, 33, 48, 96):
+        x = jnp.ones(mib << 18)
+        took = seconds_of(lambda a, b: a + b, x, x)
+        print(f"{mib:3} MiB: {took * 1e3:.2f} ms, {(mib << 20) / took:.2g} bytes/s")
+
+
+def search() -> None:
+    """Print the steps per pair of a fold's top-k of short rows."""
+    for rows, columns in ((65536, 8), (32768, 32), (8192, 128), (2048, 1024)):
+        x, y = array(rows, 4), array(columns, 4)
+        f = sym_optimize(lambda x, y: lax.top_k(x @ y.T, 2)[0], kernels="xla")
+        per_pair = seconds_of(f, x, y) / (rows * columns)
+        print(f"{rows} × {columns}: {per_pair * 16e9:.0f} steps of 1/16 ns a pair")
+
+
+def features(points: int = 600) -> None:
+    """Print the steps per pair of a sum over features of differences of points."""
+    for width in (2, 4, 8, 16, 32, 64, 128):
+        x, y = array(points, width), array(points, width)
+        took = seconds_of(lambda x, y: jnp.sum((x[:, None] - y[None]) ** 2, -1), x, y)
+        print(f"{width:3} features: {took / points**2 * 16e9:.0f} steps of 1/16 ns a pair")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the laws of the CPU's prices.")
+    parser.add_argument("--products", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a smoke test")
+    a = parser.parse_args()
+    products(12 if a.quick else a.products, a.seed)
+    if not a.quick:
+        steps()
+        pages()
+        search()
+        features()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Laws of prices: what a program spends beside arithmetic and traffic, and what costs nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.api.program_cost import traffic
+from symjax_rewrite.cost.device_profiles import CPU, DEVICES
+from symjax_rewrite.cost.transposed_copies import transposed_seconds
+from symjax_rewrite.ir.flat_program import flatten
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folds stay as written where XLA might partition a program."""
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+
+
+def spec(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def copies(fun: Any, *shapes: tuple[int, ...]) -> float:
+    """The elements that transposed copies of a program move on the CPU."""
+    assert CPU.layouts is not None
+    closed = jax.make_jaxpr(fun)(*[spec(*s) for s in shapes])
+    return transposed_seconds(flatten(closed), CPU) / CPU.layouts.result_s
+
+
+def rewritten(fun: Any, *shapes: tuple[int, ...]) -> Any:
+    return sym_optimize(fun, device="cpu").explain(*[spec(*s) for s in shapes])
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (lambda a, b: a @ b, ((8, 4), (4, 6))),
+        (lambda a, b: a.T @ b, ((4, 8), (4, 6))),
+        (lambda a, b: a @ b.T, ((8, 4), (6, 4))),
+        (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), ((3, 8, 4), (3, 4, 6))),
+        (lambda a: a.reshape(1, 8, 4).transpose(1, 0, 2), ((8, 4),)),
+    ],
+)
+def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
+    assert copies(fun, *shapes) == 0
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "elements"),
+    [
+        (lambda a: jnp.sin(a.T), ((8, 4),), 32),
+        (lambda a: (a.T, a.T @ a), ((8, 4),), 32),
+        (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 2, 3), (7, 2, 3)), 30 + 42),
+        (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((3, 8, 4), (4, 6, 3)), 72),
+    ],
+)
+def test_other_orders_are_copies(fun: Any, shapes: Any, elements: int) -> None:
+    assert copies(fun, *shapes) == pytest.approx(elements)
+
+
+def test_an_order_of_products_that_needs_a_larger_copy_is_refused() -> None:
+    """X (W₁ (Xᵀ W₂)) saves products of few features, and its scores stand in another order."""
+
+    def scores(x: Any, wq: Any, wk: Any) -> Any:
+        q, k = ((x @ w).reshape(998, 6, 8) for w in (wq, wk))
+        return jax.nn.softmax(jnp.einsum("nhe,mhe->hnm", q, k), axis=-1)
+
+    assert not rewritten(scores, (998, 7), (7, 48), (7, 48)).rules
+
+
+def test_a_scale_before_an_elementwise_function_is_not_moved_into_a_product() -> None:
+    """tanh(x yᵀ / d) scales in the kernel of the tanh."""
+    assert not rewritten(lambda x, y: jnp.tanh(x @ y.T / 14), (1279, 14), (110, 14)).rules
+
+
+def test_a_product_of_few_rows_is_not_priced_by_its_arithmetic_alone() -> None:
+    """Both operands of a product of matrices are copied in blocks; not so beside a vector."""
+    few, half, one = (
+        traffic(jax.make_jaxpr(jnp.matmul)(spec(m, 4096), spec(4096, 4096)), CPU, {}).seconds
+        for m in (8, 4, 1)
+    )
+    assert few is not None and half is not None and one is not None
+    assert few < 1.5 * half and one < 0.9 * half
+
+
+def test_prices_have_no_jump_where_memory_is_not_kept() -> None:
+    """The price of a sum rises by at most a tenth when its array grows by one in a hundred."""
+    seconds = []
+    for n in np.geomspace(1 << 20, 1 << 25, 500).astype(int):
+        priced = traffic(jax.make_jaxpr(jnp.add)(spec(int(n)), spec(int(n))), CPU, {}).seconds
+        assert priced is not None
+        seconds.append(priced)
+    ratios = np.divide(seconds[1:], seconds[:-1])
+    assert ratios.max() < 1.35 and ratios.min() > 1
+    assert seconds[-1] > 3 * (1 << 25) * 12 / CPU.bytes_per_s
+
+
+@pytest.mark.parametrize("name", sorted(set(DEVICES) - {"cpu"}))
+def test_gpus_pay_neither_copies_nor_pages(name: str) -> None:
+    device = DEVICES[name]
+    closed = jax.make_jaxpr(lambda a: jnp.sin(a.T))(spec(4096, 4096))
+    assert transposed_seconds(flatten(closed), device) == 0
+    assert device.page_seconds(1e12) == device.packing_seconds(1e12) == 0
+
+
+def test_a_fold_gives_way_to_a_rule_that_saves_as_much() -> None:
+    """tr(Xᵀ X W) became a fold over pairs of features, though it is a sum of Xᵀ ∘ (W Xᵀ)."""
+    found = rewritten(lambda x, w: jnp.trace(x.T @ x @ w), (284, 824), (824, 824))
+    assert [r.name for r in found.rules] == ["contraction_order"]
+    assert not any(r.taken for r in found.routes)
+
+
+@pytest.mark.parametrize(("width", "taken"), [(8, True), (64, False)])
+def test_nearest_neighbours_of_many_features_stay(width: int, taken: bool) -> None:
+    """XLA adds eight features at a time, a fold's block one."""
+
+    def nearest(x: Any, y: Any) -> Any:
+        return jnp.argmin(jnp.sum((x[:, None] - y[None]) ** 2, -1), axis=1)
+
+    found = rewritten(nearest, (4096, width), (1024, width))
+    assert [r.taken for r in found.routes if r.name == "fold"] == [taken]
+
+
+def test_small_products_of_a_step_stay_in_their_loop() -> None:
+    """The product of all 391 steps took longer than the products of 8 × 21 in its steps."""
+
+    def cell(x: Any, w: Any, u: Any) -> Any:
+        def step(h: Any, t: Any) -> Any:
+            h = 0.9 * h + jnp.tanh(t @ w) * jax.nn.sigmoid(h @ u)
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros(21), x)[1]
+
+    assert not rewritten(cell, (391, 8), (8, 21), (21, 21)).rules
+
+
+def test_products_of_a_step_with_large_weights_leave_their_loop() -> None:
+    def cell(x: Any, w: Any, u: Any) -> Any:
+        def step(h: Any, t: Any) -> Any:
+            h = jnp.tanh(t @ w + h @ u)
+            return h, h
+
+        return jax.lax.scan(step, jnp.zeros(512), x)[1]
+
+    found = rewritten(cell, (200, 512), (512, 512), (512, 512))
+    assert [r.name for r in found.rules] == ["loop_batching"]
