@@ -191,7 +191,7 @@ def tell(results: dict[str, Any]) -> list[str]:
              for i in identities.IDENTITIES],
         ),
         "**Equality** at these sizes (rows, columns, d_k, d_v of 1 to 500; "
-        f"{same['folds']} of {len(same['sizes'])} are folds, the others are too small for one), the "
+        f"{same['folds']} of {len(same['sizes'])} are folds, the others too small for one), the "
         f"largest relative difference: {same['double']:.0e} between both programs in float64. "
         f"Against float64, {same['single, plain']:.0e} of the program as written in float32, and "
         f"{same['single, ours']:.0e} of the emitted one.",
