@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_internals, sym_optimize
-from symjax_rewrite.api.program_cost import traffic
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.reports.program_cost import traffic
 
 
 @pytest.fixture(autouse=True)
