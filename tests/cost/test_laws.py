@@ -53,6 +53,7 @@ def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
     ("fun", "shapes", "elements"),
     [
         (lambda a: jnp.sin(a.T), ((8, 4),), 32),
+        (lambda a: (jnp.sin(a.T), 2.0), ((8, 4),), 32),
         (lambda a: (a.T, a.T @ a), ((8, 4),), 32),
         (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 2, 3), (7, 2, 3)), 30 + 42),
         (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((3, 8, 4), (4, 6, 3)), 72),
