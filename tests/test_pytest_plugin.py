@@ -55,7 +55,7 @@ def test_fixture_guards_programs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(MODEL)
     result = run(pytester)
     result.assert_outcomes(passed=2, failed=1)
-    result.stdout.fnmatch_lines(["*CliffError: an equal form of written is predicted 4.79 times*"])
+    result.stdout.fnmatch_lines(["*CliffError: an equal form of written is predicted ?.?? times*"])
 
 
 def test_limits_stand_in_the_ini_file(pytester: pytest.Pytester) -> None:

@@ -15,6 +15,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
 from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.margins import pays
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
@@ -146,7 +147,7 @@ class _Cases:
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
     def _cheapest(self, closed: ClosedJaxpr, known: int) -> tuple[Result, ClosedJaxpr]:
-        """Return the decision whose remaining program is the cheaper one, and what it emits.
+        """Return the decision whose remaining program is clearly cheaper, and what it emits.
 
         One decision prices the frozen part at zero: it merges an adapter. The other prices it like
         the rest: it shares a product of what varies among several frozen weights, where the first
@@ -157,8 +158,9 @@ class _Cases:
             result = self.optimiser.run(closed, free)
             decisions.append((result, result.staged()))
         free_s, priced_s = (self._seconds(emitted, known, r) for r, emitted in decisions)
-        cheaper = free_s is not None and priced_s is not None and priced_s < free_s
-        return decisions[cheaper]
+        if free_s is None or priced_s is None:
+            return decisions[0]
+        return decisions[pays(free_s, priced_s, "dominating", self.optimiser.device)]
 
     def _seconds(self, emitted: ClosedJaxpr, known: int, result: Result) -> float | None:
         """Return the model's seconds of what remains; None where it has no price."""

@@ -51,26 +51,30 @@ class Algebra:
                 yield from _found(context, terms, region, solution)
 
 
-def saved_by_rules(program: Program, context: Context, values: set[int]) -> float:
-    """Return the seconds that the rules would save in the regions that compute some values."""
+def saved_by_rules(
+    program: Program, context: Context, values: set[int]
+) -> Iterator[tuple[set[int], float]]:
+    """Yield, by region that computes some of the values, these and the seconds saved there."""
     terms = context.terms(program)
     t, known = terms.t, terms.known
     if context.allowed is not None or not context.rules.rules:
-        return 0.0
-    views = (t.views[v] for v in values if v < len(t.views))  # later ones link parts
-    classes = {view.cls for view in views if view is not None}
+        return
+    by_class: dict[int, set[int]] = {}
+    for v in values:
+        if v < len(t.views) and (view := t.views[v]) is not None:  # later ones link parts
+            by_class.setdefault(view.cls, set()).add(v)
     tag = lambda c: (c in known, storage(t, c))  # noqa: E731
     solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
-    saved = 0.0
     for region in find_regions(t, terms.need, tag, bool(context.frozen)):
-        if classes.isdisjoint(region.classes):
+        inside = by_class.keys() & set(region.classes)
+        if not inside:
             continue
         solution = solved.get(region.key)
         if solution is None:
             solution = solved[region.key] = solver.solve(t, terms.need, region, known)
         if solution.changed:
-            saved += solution.before.seconds - solution.after.seconds
-    return saved
+            computed = set().union(*(by_class[c] for c in inside))
+            yield computed, solution.before.seconds - solution.after.seconds
 
 
 def _solver(context: Context, terms: Terms) -> Solver:

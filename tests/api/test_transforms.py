@@ -160,11 +160,11 @@ def check(ours, theirs):
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Take every rewrite that the model says is no worse, and let launches cost nothing."""
-    from symjax_rewrite.cost import device_profiles
+    from symjax_rewrite.cost import profile_file
 
     margins = {"rewrite": 1.0, "dominating": 1.0, "share_of_program": 0.0}
     free = dataclasses.replace(changed(margins=margins), launch_s=0.0)
-    monkeypatch.setattr(device_profiles, "device_profile", lambda *_: free)
+    monkeypatch.setattr(profile_file, "selected_device", lambda *_: free)
 
 
 @pytest.mark.parametrize("transform", VALUES)

@@ -29,6 +29,13 @@ def attention(q: Any, k: Any, v: Any) -> Any:
     return jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)) @ v
 
 
+def gain() -> float:
+    """The predicted gain of the form that is found, by its report."""
+    report = sym_optimize(lora, device="cpu").explain(*LORA)
+    assert report.before.seconds is not None and report.after.seconds is not None
+    return report.before.seconds / report.after.seconds
+
+
 LORA = (spec(8, 2048), spec(2048, 2048), spec(2048, 16), spec(16, 2048))
 HEADS = (spec(8, 1024, 64),) * 3
 
@@ -39,7 +46,7 @@ def test_cliff_names_line_form_ratio_and_remedy(wrap: Any) -> None:
         guard(wrap(lora), *LORA, device="cpu")
     error = found.value
     assert "test_guard.py" in str(error.where) and "(lora)" in str(error.where)
-    assert "an equal form of lora is predicted 4.79 times faster on cpu" in str(error)
+    assert f"an equal form of lora is predicted {gain():.2f} times faster on cpu" in str(error)
     assert "by lora (distributivity): x @ (W + A @ B) = x @ W + x @ A @ B" in str(error.got)
     assert "@sym_optimize" in str(error.remedy)
 
@@ -52,7 +59,7 @@ def test_what_is_emitted_counts() -> None:
 
 def test_regret_within_the_limit_is_returned() -> None:
     found = guard(lora, *LORA, device="cpu", max_regret=10)
-    assert found.regret == pytest.approx(4.79, abs=0.01)
+    assert found.regret == pytest.approx(gain())
     assert found.largest_intermediate == 4 * 2048 * 2048
     assert "test_guard.py" in found.where
     assert guard(lora, *LORA, device="cpu", max_regret=None) == found

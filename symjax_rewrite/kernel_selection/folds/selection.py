@@ -74,20 +74,26 @@ class Folds:
         least = context.device.folds.least_pairs if kernels == "auto" else 0
         selection = _FoldSelection(kernels, context.device, terms.samples)
         compared = kernels == "auto" and not terms.t.dim_env
-        for found in selection.found(terms.t, terms.need, least):
-            if isinstance(found, Candidate) and compared and found.saved_s > 0:
-                found = self._or_rules(found, program, context)
-            yield found
+        found = list(selection.found(terms.t, terms.need, least))
+        yield from self._or_rules(found, program, context) if compared else found
 
-    def _or_rules(self, fold: Candidate, program: Program, context: Context) -> Found:
-        """Return a candidate, or its refusal where the rules save as much of the same values.
+    def _or_rules(self, found: list[Found], program: Program, context: Context) -> Iterator[Found]:
+        """Yield what was found, but refusals of folds where the rules save as much as they do.
 
-        The rules run later, and folds once more after them.
+        What the rules save in a region is compared with what all folds in it save. The rules run
+        later, and folds once more after them.
         """
-        values = {v for p in fold.parts for v in p.gives} | fold.hidden
-        if saved_by_rules(program, context, values) < fold.saved_s:
-            return fold
-        return Refusal(self.name, "the rules save as much", fold.where, fold.count, fold.ratio)
+        folds = [f for f in found if isinstance(f, Candidate) and f.saved_s > 0]
+        made = {id(f): {v for p in f.parts for v in p.gives} | f.hidden for f in folds}
+        refused: set[int] = set()
+        for values, saved_s in saved_by_rules(program, context, set().union(*made.values())):
+            inside = [f for f in folds if values & made[id(f)]]
+            if saved_s >= sum(f.saved_s for f in inside):
+                refused.update(map(id, inside))
+        for f in found:
+            if id(f) in refused and isinstance(f, Candidate):
+                f = Refusal(self.name, "the rules save as much", f.where, f.count, f.ratio)
+            yield f
 
 
 class _FoldSelection:
