@@ -153,7 +153,11 @@ def totals() -> Iterator[list[str]]:
     yield ["within 10 % of the best form known", f"{sum(near) / len(near):.0%}", by]
     runs = results("fuzz")["runs"]
     count, failed = sum(r["programs"] for r in runs), sum(len(r["failures"]) for r in runs)
-    yield [f"of {count:,} random programs, wrong or failed (corrected since)", str(failed), script("fuzz")]
+    yield [
+        f"of {count:,} random programs, wrong or failed (corrected since)",
+        str(failed),
+        script("fuzz"),
+    ]
     models = results("optimiser_time")
     shares = [m["share"] for m in models.values() if m["equations"] > 100]
     told = f"{min(shares):.0%} to {max(shares):.0%}"
