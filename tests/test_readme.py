@@ -38,6 +38,14 @@ def test_links_lead_somewhere() -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*/README.md")), ids=lambda path: path.parent.name
+)
+def test_links_of_an_experiment_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", README, flags=re.MULTILINE)):
