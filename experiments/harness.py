@@ -263,14 +263,19 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def write_table(readme: Path, *parts: str, name: str = "table") -> None:
     """Replace what stands between the markers of a table in a README, machine line included."""
+    where = machine()
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    note = f"{where['date']}, {where['cores']} cores of {where['cpu']}, {versions}."
+    write_between(readme, name, *parts, note)
+
+
+def write_between(readme: Path, name: str, *parts: str) -> None:
+    """Replace what stands between the markers `<!-- name -->` and `<!-- /name -->`."""
     text = readme.read_text(encoding="utf-8")
     opens, closes = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, rest = text.split(opens, 1)
     after = rest.split(closes, 1)[1]
-    where = machine()
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    note = f"{where['date']}, {where['cores']} cores of {where['cpu']}, {versions}."
-    body = "\n\n".join((*parts, note))
+    body = "\n\n".join(parts)
     readme.write_text(f"{before}{opens}\n{body}\n{closes}{after}", encoding="utf-8")
 
 

@@ -17,7 +17,7 @@ class SymjaxError(Exception):
         got: the given value.
         remedy: the action to take.
 
-    Example:
+    Examples:
         >>> print(SymjaxError("no such pack", expected="'lora'", got="'lorra'"))
         no such pack
           expected: 'lora'

@@ -54,7 +54,7 @@ class Budget:
     Raises:
         UsageError: a limit is not positive.
 
-    Example:
+    Examples:
         >>> Budget(nodes=100).nodes
         100
     """
@@ -173,7 +173,7 @@ def why_off() -> str | None:
 def disabled() -> Iterator[None]:
     """Run functions as written inside this context, including functions traced before.
 
-    Example:
+    Examples:
         >>> with disabled():
         ...     is_disabled()
         True

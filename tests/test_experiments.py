@@ -48,6 +48,7 @@ weights = load("minilm/weights")
         "dispatch",
         "envelope",
         "folds",
+        "gains",
         "gradients",
         "linear_algebra",
         "minilm",

@@ -1,13 +1,17 @@
 """The package as it is installed: its name, its version, its two outer folders, its wheel."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections import Counter
+from email.message import Message
+from email.parser import HeaderParser
 from importlib import metadata
 from pathlib import Path
 
@@ -33,6 +37,15 @@ def run_python(*args: str, path: Path | None = None, cwd: Path = ROOT) -> tuple[
 
 def test_version_is_the_projects() -> None:
     assert symjax_rewrite.__version__ in (PROJECT["version"], "0+uninstalled")
+
+
+def test_changelog_has_the_form_of_a_release() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    groups = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Numerics"]
+    for release in changelog.split("\n## ")[1:]:
+        assert re.match(r"\[(Unreleased\]|\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d)\n", release)
+        found = re.findall(r"^### (.+)$", release, flags=re.MULTILINE)
+        assert found == [group for group in groups if group in found]
 
 
 def test_changelog_knows_the_version() -> None:
@@ -97,19 +110,85 @@ def test_wheel_holds_every_file_once(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+def metadata_of(wheel: Path) -> Message:
+    files = zipfile.ZipFile(wheel)
+    (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+    return HeaderParser().parsestr(files.read(name).decode())
+
+
 @pytest.mark.slow
-def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    args = ("install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
-    code, output = run_python("-m", "pip", *args, cwd=tmp_path)
+def test_wheel_describes_itself(wheel: Path) -> None:
+    """Fields of the core metadata that an index shows, or refuses an upload for."""
+    found = metadata_of(wheel)
+    assert (found["Name"], found["Version"]) == ("symjax_rewrite", PROJECT["version"])
+    assert found["Summary"] == PROJECT["description"] and len(found["Summary"]) < 100
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Requires-Python"] == ">=3.11"
+    assert found["Description-Content-Type"] == "text/markdown"
+    classifiers = found.get_all("Classifier") or []
+    assert classifiers == PROJECT["classifiers"] == sorted(set(classifiers))
+    assert not any(name.startswith("License ::") for name in classifiers)  # PEP 639 forbids both
+    needed = [r for r in found.get_all("Requires-Dist") or [] if "extra ==" not in r]
+    assert len(needed) == len(PROJECT["dependencies"])
+    assert "/" not in "".join(needed)  # no address of a file or a repository
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of a fresh environment: the wheel, and the dependencies at hand.
+
+    Dependencies are read from the running environment by a path file. Path files in there are not
+    read in turn, so that an editable installation of the checkout does not count.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    code, output = run_python("-m", "venv", "--without-pip", str(folder))
     assert code == 0, output
+    programs = folder / ("Scripts" if os.name == "nt" else "bin")
+    args = ("--python", str(programs / "python"), "install", "--quiet", "--no-deps", "--no-index")
+    code, output = run_python("-m", "pip", *args, str(wheel))
+    assert code == 0, output
+    (site,) = {path.parent for path in folder.rglob("symjax_rewrite-*.dist-info")}
+    here = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "dependencies.pth").write_text("\n".join(here), encoding="utf-8")
+    return programs
+
+
+def run_installed(programs: Path, cwd: Path, *command: str) -> str:
+    """Return what a command of the environment prints, away from the checkout."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    line = [str(programs / command[0]), *command[1:]]
+    done = subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_installed_wheel_imports(installed: Path, tmp_path: Path) -> None:
     program = (
         "import symjax_rewrite as s\n"
         "from symjax_rewrite import pallas_kernels as k, rules as r\n"
         "print(*(m.__file__ for m in (s, r, k)), s.__version__, sep='\\n')"
     )
-    code, output = run_python("-W", "error", "-c", program, path=site, cwd=tmp_path)
-    assert code == 0, output
+    output = run_installed(installed, tmp_path, "python", "-W", "error", "-c", program)
     *files, version = output.split()
-    assert all(Path(file).is_relative_to(site) for file in files), files
+    assert all(Path(file).is_relative_to(installed.parent) for file in files), files
     assert version == PROJECT["version"]
+
+
+@pytest.mark.slow
+def test_quickstart_runs_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"^```python\n(.*?)^```$", readme, flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "quickstart.py").write_text(found[1], encoding="utf-8")
+    assert "lora" in run_installed(installed, tmp_path, "python", "quickstart.py")
+
+
+@pytest.mark.slow
+def test_commands_run_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_module.py").write_text("def f(x, w):\n    return x @ w\n", encoding="utf-8")
+    assert "usage: symjax-rewrite" in run_installed(installed, tmp_path, "symjax-rewrite", "--help")
+    told = run_installed(installed, tmp_path, "python", "-m", "symjax_rewrite", "demo", "--json")
+    assert [row["program"] for row in json.loads(told)["programs"]]
+    command = ("symjax-rewrite", "guard", "my_module:f", "--args", "f32[8,64]", "f32[64,64]")
+    run_installed(installed, tmp_path, *command)

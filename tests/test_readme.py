@@ -1,10 +1,17 @@
 """The README does what it says: its examples run, its links lead somewhere."""
 
+import importlib.util
+import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-from symjax_rewrite import errors, options
+import pytest
+
+import symjax_rewrite
+from symjax_rewrite import errors, options, sym_optimize
+from symjax_rewrite.command_line.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,14 +38,32 @@ def test_links_lead_somewhere() -> None:
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*/README.md")), ids=lambda path: path.parent.name
+)
+def test_links_of_an_experiment_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"(?:`|^ {4})make ([a-z-]+)", README, flags=re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 
+def section(title: str) -> str:
+    return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_cells(title: str) -> list[str]:
+    """The names in the first cells of a section's tables."""
+    cells = re.findall(r"^\| (`.*?) \|", section(title), flags=re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`(\w+)", cell)]
+
+
 def test_every_error_is_explained() -> None:
-    table = set(re.findall(r"^\| `(\w+)` \|", README, flags=re.MULTILINE))
+    table = set(first_cells("Errors"))
     defined = {
         name
         for name, value in vars(errors).items()
@@ -48,5 +73,52 @@ def test_every_error_is_explained() -> None:
 
 
 def test_every_numerics_level_is_explained() -> None:
-    section = README.split("## Numerics levels")[1].split("\n## ")[0]
-    assert tuple(re.findall(r'^\| `"(\w+)', section, flags=re.MULTILINE)) == options.NUMERICS
+    table = re.findall(r'^\| `"(\w+)', section("Numerics levels"), flags=re.MULTILINE)
+    assert tuple(table) == options.NUMERICS
+
+
+def test_every_option_is_explained() -> None:
+    given = [n for n, p in inspect.signature(sym_optimize).parameters.items() if n != "fun"]
+    named = first_cells("Options")
+    assert set(given) == {name for name in named if name.islower()}
+    read = set(re.findall(r"SYMJAX_\w+", inspect.getsource(options)))
+    assert read == {name for name in named if name.isupper()}
+
+
+def test_every_command_is_explained() -> None:
+    table = re.findall(r"^\| `([a-z-]+)", section("Reports, audits, guards, proofs"), re.MULTILINE)
+    assert sorted(table) == sorted(COMMANDS)
+
+
+def test_every_public_name_is_there() -> None:
+    names = set(symjax_rewrite.__all__) - {"__version__", "Options", "Report"}
+    assert [name for name in names if not re.search(rf"\b{name}\b", README)] == []
+
+
+def test_every_experiment_and_notebook_is_listed() -> None:
+    listed = re.findall(r"\]\(experiments/(\w+)", section("Experiments"))
+    there = [p.parent.name for p in (ROOT / "experiments").glob("*/run.py")]
+    assert set(there) <= set(listed)
+    notebooks = [p.name for p in (ROOT / "notebooks").glob("*.ipynb")]
+    assert [name for name in notebooks if f"| `{name}` |" not in section("Quickstart")] == []
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", "symjax_rewrite/README.md"])
+def test_anchors_are_headings(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", text):
+        file = (ROOT / path).parent / target if target else ROOT / path
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in slugs, (path, target, anchor)
+
+
+def test_gains_are_those_of_the_committed_results() -> None:
+    path = ROOT / "experiments" / "gains" / "run.py"
+    spec = importlib.util.spec_from_file_location("experiment_gains", path)
+    assert spec is not None and spec.loader is not None
+    gains = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = gains  # for its dataclass
+    spec.loader.exec_module(gains)
+    for part in gains.tell():
+        assert part in README, "run: python experiments/gains/run.py --write"

@@ -50,7 +50,7 @@ def keep(x: Any) -> Any:
     Returns:
         The same values.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> float(keep(jnp.float32(2)))
         2.0
@@ -85,19 +85,19 @@ def sym_optimize(
         kernels: `"auto"` chooses kernels by cost, `"always"` takes every supported kernel, `"off"`
             takes none; or the name of a backend.
         numerics: `exact`, `reassoc`, `finite`, `cancels`, `approx(rtol)`.
-        frozen, assume: names for `.prepare`; facts about symbolic sizes, such as `"r < d/8"`.
-        device: the device to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file
-            that `python -m symjax_rewrite calibrate --save` wrote, or a `Device`. Default:
-            `SYMJAX_DEVICE`, else the device JAX runs on.
-        verify: `"first"` or `"always"` compares with the original at run time and raises, `"warn"`
-            warns and keeps the original.
+        frozen: names of arguments that `.prepare` takes.
+        assume: facts about symbolic sizes, such as `"r < d/8"`.
+        device: what to price for: a name such as `"h100"` or `"cpu-16"` (16 cores), a file of the
+            command `calibrate`, or a `Device`; default: `SYMJAX_DEVICE`, else where JAX runs.
+        verify: `"first"`, `"always"` compare with the original and raise, `"warn"` keeps it.
         on_unsupported: `"keep"` the original if a program can't be optimised, or `"error"`.
-        plan, budget: a saved `report.plan` to replay; limits of the work of one optimisation.
+        plan: a saved `report.plan` to replay.
+        budget: limits of the work of one optimisation.
         dims: names of sizes, such as `"b T 64, 64 d"` for two arrays, or `"annotations"` for those
             of jaxtyping: the function is optimised once for all sizes of these names.
-        tune: if True, time candidates one by one on the device and keep what is faster. Choices
-            are stored in `SYMJAX_CACHE_DIR`, else in the user's cache folder.
-        static_argnums, static_argnames: as in `jax.jit`.
+        tune: if True, time candidates on the device, keep what is faster, and store the choice.
+        static_argnums: as in `jax.jit`.
+        static_argnames: as in `jax.jit`.
 
     Returns:
         A `jax.jit` object with `.explain(*args) -> Report` and `.prepare(**frozen)` attached.
@@ -105,7 +105,7 @@ def sym_optimize(
     Raises:
         UsageError, RuleError, FrozenError: `fun` or an option is invalid.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> lora = sym_optimize(lambda x, W, A, B: x @ (W + A @ B))
         >>> x, W, A, B = (jnp.ones(s) for s in ((8, 2048), (2048, 2048), (2048, 16), (16, 2048)))
@@ -201,7 +201,8 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
 
     Args:
         f: a result of `sym_optimize`, or a function to optimise with the default options.
-        args, kwargs: arrays at which the values differ.
+        args: arrays at which the values differ.
+        kwargs: likewise, by name.
 
     Returns:
         A smallest set found: usually one name, `"kernels"` for a kernel; `()` if the values agree.
@@ -209,7 +210,7 @@ def bisect(f: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
     Raises:
         EquivalenceError: the values differ with every rule and kernel removed.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> bisect(sym_optimize(lambda a, b, x: (a @ b) @ x), *jnp.ones((3, 4, 4)))
         ()

@@ -92,7 +92,7 @@ def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
     Raises:
         UsageError: `f` is no function, or the device is unknown.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
         >>> found = audit(lambda x: x @ x.T, x, device="cpu")

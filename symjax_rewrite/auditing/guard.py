@@ -62,7 +62,7 @@ def guard(
         CliffError: a limit is exceeded; the message names the line, the better form and what to do.
         UsageError: a limit, the device or `f` is invalid.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from symjax_rewrite import errors, sym_optimize
         >>> s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)

@@ -63,13 +63,13 @@ def prove_equal(
     online softmaxes, and affine recurrences. Sampling only refutes; it never proves.
 
     Args:
-        f, g: functions of the same arguments.
+        f: a function of arrays.
+        g: another function of the same arguments.
         specs: the positional arguments: arrays, `jax.ShapeDtypeStruct`s (with symbolic sizes of
             `jax.export` too), texts such as `"f32[b,4096]"` in which names are symbolic sizes, or
             pytrees of them. Values of arrays are not read.
         kwargs: keyword arguments, of the same kinds.
-        numerics: "reassoc", or "finite": assume that no infinity and no NaN arises, so that
-            `x/x` is 1.
+        numerics: "reassoc", or "finite": no infinity and no NaN arises, so that `x/x` is 1.
         assume: facts about sizes, such as `"r < d"`.
         budget: `nodes` bounds the applications of laws (ten per node), `equations` the programs.
 
@@ -80,7 +80,7 @@ def prove_equal(
     Raises:
         UsageError: a spec is malformed, or a function cannot be traced.
 
-    Example:
+    Examples:
         >>> import jax
         >>> def naive(x):
         ...     return jax.numpy.exp(x) / jax.numpy.exp(x).sum(-1, keepdims=True)

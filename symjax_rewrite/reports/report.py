@@ -12,7 +12,7 @@ class Report(Record):
 
     Its fields are those of `Record`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from symjax_rewrite import sym_optimize
         >>> a, v = jnp.ones((512, 512)), jnp.ones(512)

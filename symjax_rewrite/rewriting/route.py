@@ -68,7 +68,7 @@ def route(
     Raises:
         RuleError: the shapes, a property, the numerics level or a function is malformed.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from symjax_rewrite import packs, sym_optimize
         >>> f = lambda x, W: jax.nn.silu(x @ W)

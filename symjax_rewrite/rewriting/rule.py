@@ -230,7 +230,7 @@ def lemma(
     Raises:
         RuleError: shapes are malformed, no property is named, or one or the level is unknown.
 
-    Example:
+    Examples:
         >>> @lemma("ij,jk,kl", uses=(ASSOCIATIVITY,), source="folklore")
         ... def chain(a, b, c):
         ...     return (a @ b) @ c, a @ (b @ c)
@@ -314,7 +314,7 @@ class RulePack:
     Raises:
         RuleError: an element is neither a rule nor a pass, or two passes have one name.
 
-    Example:
+    Examples:
         >>> (RulePack("a", ()) + RulePack("b", ())).name
         'a+b'
         >>> (RulePack("a", ()) - "repeated_work" + RulePack("b", ())).without

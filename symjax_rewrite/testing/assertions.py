@@ -42,7 +42,7 @@ def assert_equivalent(
         EquivalenceError: the results differ; the message names the leaf and the difference.
         UsageError: chex is not installed.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from symjax_rewrite import sym_optimize
         >>> f = lambda a, b, v: (a @ b) @ v
@@ -82,7 +82,7 @@ def assert_optimized(
     Raises:
         CliffError: the assertion fails; the message is the report.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> s = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
         >>> def f(x, W, A, B): return x @ (W + A @ B)
@@ -130,7 +130,7 @@ def assert_no_intermediate(
         CliffError: such a value exists; the message names the source line.
         UsageError: neither `shape` nor `elements` is given.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from symjax_rewrite import sym_optimize
         >>> f = lambda q, k, v: (q @ k.T) @ v
@@ -177,7 +177,7 @@ def assert_no_cliff(
     Raises:
         CliffError: a limit is exceeded; the message names the source line and the better form.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> s = jax.ShapeDtypeStruct((512, 512), jnp.float32)
         >>> assert_no_cliff(lambda a, b, v: a @ (b @ v), s, s, s).regret
