@@ -15,14 +15,13 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.api.differentiation import closing_over_nothing
 from symjax_rewrite.api.program_partition import CutProgram, split
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.margins import pays
 from symjax_rewrite.errors import FrozenError
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.reports.builder import make_report
-from symjax_rewrite.reports.program_cost import program_traffic
+from symjax_rewrite.reports.program_cost import program_flops, program_traffic
 
 CHEAP = frozenset({"broadcast_in_dim", "iota", "reshape", "squeeze", "expand_dims"})
 
@@ -147,25 +146,28 @@ class _Cases:
         return _Case(result, out_tree, constants, run, jax.jit(run), over)
 
     def _cheapest(self, closed: ClosedJaxpr, known: int) -> tuple[Result, ClosedJaxpr]:
-        """Return the decision whose remaining program is clearly cheaper, and what it emits.
+        """Return the decision whose remaining program costs less, and what it emits.
 
         One decision prices the frozen part at zero: it merges an adapter. The other prices it like
         the rest: it shares a product of what varies among several frozen weights, where the first
-        takes a merged weight for each.
+        takes a merged weight for each. It is kept if the rest needs less time and fewer FLOPs.
         """
         decisions = []
         for free in (frozenset(range(known)), frozenset()):
             result = self.optimiser.run(closed, free)
             decisions.append((result, result.staged()))
-        free_s, priced_s = (self._seconds(emitted, known, r) for r, emitted in decisions)
-        if free_s is None or priced_s is None:
+        (free_s, free_flops), (priced_s, priced_flops) = (
+            self._cost(emitted, known, result) for result, emitted in decisions
+        )
+        if None in (free_s, priced_s, free_flops, priced_flops):
             return decisions[0]
-        return decisions[pays(free_s, priced_s, "dominating", self.optimiser.device)]
+        return decisions[priced_s < free_s and priced_flops < free_flops]
 
-    def _seconds(self, emitted: ClosedJaxpr, known: int, result: Result) -> float | None:
-        """Return the model's seconds of what remains; None where it has no price."""
-        remaining = flatten(_remaining(emitted, known))
-        return program_traffic(remaining, self.optimiser.device, result.sample).seconds
+    def _cost(self, emitted: ClosedJaxpr, known: int, result: Result) -> tuple[Any, Any]:
+        """Return the model's seconds and FLOPs of what remains; None where it has no price."""
+        remaining, device = flatten(_remaining(emitted, known)), self.optimiser.device
+        seconds = program_traffic(remaining, device, result.sample).seconds
+        return seconds, program_flops(remaining, device)
 
 
 def _closed_over(frozen: dict[str, Any], device: Device) -> bool:

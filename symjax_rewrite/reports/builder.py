@@ -87,13 +87,13 @@ def _emitter(result: Result) -> Callable[[], ClosedJaxpr]:
 
 
 def _as_decided(before_s: float, after_s: float | None, result: Result) -> float:
-    """Return the seconds as written, at least those by which the changes were decided.
+    """Return the seconds as written, at least those by which folds were decided.
 
-    Terms do not count all that passes compare: a sort, or a sum over the features of pairs.
+    Terms do not count all that folds are compared with: a sort, or a sum over features of pairs.
     """
     if after_s is None:
         return before_s
-    prices = [c.seconds for c in result.changes if c.seconds is not None]
+    prices = [c.seconds for c in result.changes if c.name == "fold" and c.seconds is not None]
     return max(before_s, after_s + sum(written - changed for written, changed in prices))
 
 

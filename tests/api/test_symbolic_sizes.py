@@ -251,7 +251,6 @@ def projected(x, v, w):
 
 UNDECIDED = {
     "LoRA": (lora, "T 512, 512 512, 512 8, 8 512"),
-    "LoRA with batch": (lora, "b T 512, 512 512, 512 8, 8 512"),
     "linear attention": (chain, "b T 64, b T 64, b T 64"),
     "shared operand": (projected, "n m, m k, m k"),
 }

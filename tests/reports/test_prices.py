@@ -297,7 +297,7 @@ def test_ratio_of_a_program_follows_that_of_its_candidate(name, device):
     report = priced(*PROGRAMS[name], device)
     (use,) = (r for r in report.routes if r.taken)
     ratio = report.before.seconds / report.after.seconds
-    assert 0.5 * use.ratio <= ratio <= 1.5 * use.ratio
+    assert 0.5 * use.ratio <= ratio <= 1.6 * use.ratio
 
 
 def test_routed_norm_is_a_kernel_in_one_pass():
