@@ -64,7 +64,7 @@ def size_choices(specs: Sequence[Any], facts: Assumptions) -> Iterator[dict[str,
     tried += facts.samples(names)
     found = 0
     for sizes in tried:
-        if found < 3 and facts.allows(sizes) and _is_proper(specs, sizes):
+        if found < 3 and facts.holds(sizes) and _is_proper(specs, sizes):
             found += 1
             yield sizes
 
