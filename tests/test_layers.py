@@ -25,6 +25,7 @@ LAYERS = {
         "jax_calls",
         "jax_kernels",
         "jax_sizes",
+        "spec_texts",
         "usage_records",
     ),
     "pallas_kernels": ("pallas_kernels",),

@@ -50,6 +50,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     monoid_of,
     read_block,
 )
+from symjax_rewrite.pallas_kernels.fold.tile_facts import operand_tile, tile_arguments
 from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
     FEATURE,
@@ -57,8 +58,6 @@ from symjax_rewrite.pallas_kernels.fold.triton_kernel import (
     Kernel,
     feature_order,
     merge,
-    operand_tile,
-    tile_arguments,
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
 

@@ -13,7 +13,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.auditing.bottlenecks import Bottleneck
 from symjax_rewrite.auditing.laws import law_text
 from symjax_rewrite.auditing.tracing import Decision
-from symjax_rewrite.auditing.traits import Reading, Trait, find_traits
+from symjax_rewrite.auditing.traits import TracedValues, Trait, find_traits
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.device_profiles import Device
@@ -109,11 +109,13 @@ def findings(decision: Decision, closed: ClosedJaxpr, parts: list[Bottleneck]) -
     return sorted(unique.values(), key=lambda f: (PROPERTIES.index(f.property), -(f.saved_s or 0)))
 
 
-def _readings(closed: ClosedJaxpr, device: Device, sample: dict[str, int]) -> Iterator[Reading]:
+def _readings(
+    closed: ClosedJaxpr, device: Device, sample: dict[str, int]
+) -> Iterator[TracedValues]:
     """Yield the terms of a program and of the bodies in it."""
     program = flatten(closed)
     t = build(program)
-    yield Reading(t, needed(t), sample)
+    yield TracedValues(t, needed(t), sample)
     for e in program.equations:
         for body in bodies_run(e.eqn, device):
             yield from _readings(body, device, sample)

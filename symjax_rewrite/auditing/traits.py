@@ -65,7 +65,7 @@ class Trait(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reading:
+class TracedValues:
     """A program's terms as finders read them; sample: numbers for named sizes."""
 
     t: TermGraph
@@ -100,10 +100,10 @@ class Reading:
         return any(t.leaf_value.get(c) not in t.program.consts for c in below if c in t.leaf_value)
 
 
-Finder = Callable[[Reading], Iterator[Trait]]
+Finder = Callable[[TracedValues], Iterator[Trait]]
 
 
-def find_traits(reading: Reading) -> list[Trait]:
+def find_traits(reading: TracedValues) -> list[Trait]:
     """Return the properties found in a program, each once per line."""
     found = (trait for finder in FINDERS for trait in finder(reading))
     return list({(x.property, x.what, x.where): x for x in found}.values())
@@ -112,7 +112,7 @@ def find_traits(reading: Reading) -> list[Trait]:
 # ---------------------------------------------------------------- associativity
 
 
-def _exponential_sums(r: Reading) -> Iterator[Trait]:
+def _exponential_sums(r: TracedValues) -> Iterator[Trait]:
     """Find sums of exponentials, the denominators of softmax and the sums in log-sum-exp."""
     for c in r.need.order:
         node = r.node(c)
@@ -126,13 +126,13 @@ def _exponential_sums(r: Reading) -> Iterator[Trait]:
                 yield Trait(ASSOCIATIVITY, what, c, r.where(c))
 
 
-def _is_shifted(r: Reading, cls: int) -> bool:
+def _is_shifted(r: TracedValues, cls: int) -> bool:
     """Return True if an exponential's argument is a difference or a product: not a constant."""
     (arg, *_) = r.node(cls).args
     return r.node(arg.cls).op in (ADD, CONTRACT) and r.depends_on_input(arg.cls)
 
 
-def _chains(r: Reading) -> Iterator[Trait]:
+def _chains(r: TracedValues) -> Iterator[Trait]:
     """Find products of at least three matrices that may be multiplied in another order."""
     for c in r.need.order:
         node = r.node(c)
@@ -146,7 +146,7 @@ def _chains(r: Reading) -> Iterator[Trait]:
                 yield Trait(ASSOCIATIVITY, what, c, r.where(c))
 
 
-def _prefixes_and_ends(r: Reading) -> Iterator[Trait]:
+def _prefixes_and_ends(r: TracedValues) -> Iterator[Trait]:
     """Find prefixes of monoids, and sorts of which few places are read."""
     for c in r.need.order:
         node = r.node(c)
@@ -163,7 +163,7 @@ def _prefixes_and_ends(r: Reading) -> Iterator[Trait]:
             yield from _ends_of_a_sort(r, c)
 
 
-def _ends_of_a_sort(r: Reading, cls: int) -> Iterator[Trait]:
+def _ends_of_a_sort(r: TracedValues, cls: int) -> Iterator[Trait]:
     users = r.need.users.get(cls, ())
     if not users or any(r.node(u).op != SLICE for u in users):
         return
@@ -178,7 +178,7 @@ def _ends_of_a_sort(r: Reading, cls: int) -> Iterator[Trait]:
 # ---------------------------------------------------------------- separability
 
 
-def _low_rank(r: Reading) -> Iterator[Trait]:
+def _low_rank(r: TracedValues) -> Iterator[Trait]:
     """Find products of two thin matrices that only linear operations read."""
     for c in r.need.order:
         node = r.node(c)
@@ -198,7 +198,7 @@ def _low_rank(r: Reading) -> Iterator[Trait]:
             yield Trait(SEPARABILITY, f"a product of rank {rank}, {a} × {b}", c, r.where(c), share)
 
 
-def _is_read_linearly(r: Reading, cls: int) -> bool:
+def _is_read_linearly(r: TracedValues, cls: int) -> bool:
     """Return True if every path from a class leads through sums to a product over its elements."""
     ends, seen = [cls], {cls}
     for c in ends:
@@ -219,7 +219,7 @@ def _is_read_linearly(r: Reading, cls: int) -> bool:
     return True
 
 
-def _row_scales(r: Reading) -> Iterator[Trait]:
+def _row_scales(r: TracedValues) -> Iterator[Trait]:
     """Find normalised rows before linear layers: the scale of a row commutes with the layer."""
     cache: dict[int, bool] = {}
     if r.t.dim_env:
@@ -231,7 +231,7 @@ def _row_scales(r: Reading) -> Iterator[Trait]:
             yield Trait(SEPARABILITY, what, c, r.where(c))
 
 
-def _squared_distances(r: Reading) -> Iterator[Trait]:
+def _squared_distances(r: TracedValues) -> Iterator[Trait]:
     """Find sums of squared differences: |x − y|² = |x|² + |y|² − 2 x·y."""
     for c in r.need.order:
         node = r.node(c)
@@ -255,7 +255,7 @@ def _apart(args: tuple[Ref, ...], out: int) -> bool:
 # ---------------------------------------------------------------- locality and sparsity
 
 
-def _windows(r: Reading) -> Iterator[Trait]:
+def _windows(r: TracedValues) -> Iterator[Trait]:
     """Find convolutions and reductions over windows."""
     for c in r.need.order:
         if r.node(c).op == CONV or _primitive(r, c) in WINDOWS:
@@ -263,7 +263,7 @@ def _windows(r: Reading) -> Iterator[Trait]:
             yield Trait(LOCALITY, what, c, r.where(c))
 
 
-def _partial_reads(r: Reading) -> Iterator[Trait]:
+def _partial_reads(r: TracedValues) -> Iterator[Trait]:
     """Find products of which only parts are read."""
     for c in r.need.order:
         users = r.need.users.get(c, ())
@@ -276,7 +276,7 @@ def _partial_reads(r: Reading) -> Iterator[Trait]:
             yield Trait(LOCALITY, what, c, r.where(c), 1 - read / whole)
 
 
-def _masks(r: Reading) -> Iterator[Trait]:
+def _masks(r: TracedValues) -> Iterator[Trait]:
     """Find masks by index: triangles, bands and blocks that are read through a constant fill."""
     known: dict[int, IndexMask | None] = {}
     for c in r.need.order:
@@ -287,7 +287,7 @@ def _masks(r: Reading) -> Iterator[Trait]:
                 yield from _of_mask(r, c, test, mask)
 
 
-def _tests(r: Reading, cls: int) -> list[int]:
+def _tests(r: TracedValues, cls: int) -> list[int]:
     """Return the boolean classes by which a class is filled with a constant or multiplied."""
     node = r.node(cls)
     if not r.depends_on_input(cls):
@@ -301,7 +301,7 @@ def _tests(r: Reading, cls: int) -> list[int]:
     return []
 
 
-def _of_mask(r: Reading, cls: int, test: int, mask: IndexMask) -> Iterator[Trait]:
+def _of_mask(r: TracedValues, cls: int, test: int, mask: IndexMask) -> Iterator[Trait]:
     node = r.node(cls)
     kept, span = mask.kept, mask.span
     if node.op == MAP and r.node(node.args[1].cls).op != CONST:
@@ -316,7 +316,7 @@ def _of_mask(r: Reading, cls: int, test: int, mask: IndexMask) -> Iterator[Trait
     yield Trait(SPARSITY, what, cls, r.where(cls), share)
 
 
-def _one_hot(r: Reading) -> Iterator[Trait]:
+def _one_hot(r: TracedValues) -> Iterator[Trait]:
     """Find products with one-hot rows and with diagonals, and arrays of zeros with few others."""
     for c in r.need.order:
         node = r.node(c)
@@ -331,7 +331,7 @@ def _one_hot(r: Reading) -> Iterator[Trait]:
                 yield Trait(SPARSITY, what, c, r.where(c), 1 - written / whole)
 
 
-def _hot_axis(r: Reading, cls: int) -> int | None:
+def _hot_axis(r: TracedValues, cls: int) -> int | None:
     """Return the length of a one-hot row: a cast of `index == iota`."""
     node = r.node(cls)
     while node.op == MAP and node.attr[0] == "convert_element_type":
@@ -352,7 +352,7 @@ def _hot_axis(r: Reading, cls: int) -> int | None:
 # ---------------------------------------------------------------- redundancy and symmetry
 
 
-def _copies(r: Reading) -> Iterator[Trait]:
+def _copies(r: TracedValues) -> Iterator[Trait]:
     """Find products that are computed once for each copy of an operand, or written twice."""
     written: dict[int, list[str]] = {}
     for e in r.t.program.equations:
@@ -373,7 +373,7 @@ def _copies(r: Reading) -> Iterator[Trait]:
             yield Trait(REDUNDANCY, what, cls, lines[1], 1 - 1 / len(lines))
 
 
-def _symmetries(r: Reading) -> Iterator[Trait]:
+def _symmetries(r: TracedValues) -> Iterator[Trait]:
     """Find pairwise values that an exchange of the two indices leaves as they are, or negates."""
     parity = Parity(r.t.graph)
     found: dict[int, tuple[int, int, int]] = {}
@@ -392,7 +392,7 @@ def _symmetries(r: Reading) -> Iterator[Trait]:
         yield Trait(SYMMETRY, what, c, r.where(c), 0.5)
 
 
-def _primitive(r: Reading, cls: int) -> str:
+def _primitive(r: TracedValues, cls: int) -> str:
     """Return the name of the primitive of a class that no rule looks into."""
     if r.node(cls).op != NATIVE or cls not in r.t.made_by:
         return ""

@@ -184,8 +184,9 @@ class TermPart:
     def _maker_needs(self, cls: int) -> Iterable[int]:
         """Return the classes that a class needs, beside results that another part gives."""
         maker = self.makers[cls]
-        is_run = self.results is not None and isinstance(maker, OneRun)
-        return maker.beside(cls) if is_run else maker.needs(cls)
+        if self.results is not None and isinstance(maker, OneRun):
+            return maker.beside(cls)
+        return maker.needs(cls)
 
     def divided(self, new_value: Callable[[Any], int]) -> tuple[MakerRun, TermPart] | None:
         """Return the run of the only maker, and the values from its results; None for others."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.ir.dataflow import users_of
+from symjax_rewrite.ir.dataflow import numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 
 
@@ -19,7 +19,7 @@ def transposed_seconds(program: Program, device: Device) -> float:
     """Return the seconds of the transposed copies in a program, without those inside loops."""
     if device.layouts is None:
         return 0.0
-    users, outputs = users_of(program.equations), {*program.outputs}
+    users, outputs = users_of(program.equations), {*numbers(program.outputs)}
     folded = {
         e.outvals[0]: e
         for e in program.equations

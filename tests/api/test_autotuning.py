@@ -79,7 +79,7 @@ BOTH = {"lora", "selection"}
         (gains(), set()),  # nothing is gained: as written
         (gains(lora=0.985, selection=0.995), set()),  # no more than noise
     ],
-    ids=str,
+    ids=["both", "selection", "lora", "neither", "nothing", "noise"],
 )
 def test_candidates_that_measure_faster_are_kept(
     monkeypatch: pytest.MonkeyPatch, seconds: Seconds, done: set[str]

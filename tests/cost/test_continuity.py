@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from symjax_rewrite.api.program_cost import program_traffic, traffic
 from symjax_rewrite.cost.device_profiles import Device, device_profile
 from symjax_rewrite.cost.near_margins import AGAINST_WRITTEN
 from symjax_rewrite.optimizer import Optimiser
 from symjax_rewrite.options import Options
+from symjax_rewrite.reports.program_cost import program_traffic, traffic
 from symjax_rewrite.rules import packs
 
 LEAST, MOST, PER_OCTAVE = 16, 8192, 1

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from symjax_rewrite import jax_internals, sym_optimize
-from symjax_rewrite.api.program_cost import traffic
 from symjax_rewrite.cost.device_profiles import CPU, DEVICES
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.reports.program_cost import traffic
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,7 @@ def test_what_products_fold_is_no_copy(fun: Any, shapes: Any) -> None:
     ("fun", "shapes", "elements"),
     [
         (lambda a: jnp.sin(a.T), ((8, 4),), 32),
+        (lambda a: (jnp.sin(a.T), 2.0), ((8, 4),), 32),
         (lambda a: (a.T, a.T @ a), ((8, 4),), 32),
         (lambda a, b: jnp.einsum("ihe,jhe->hij", a, b), ((5, 2, 3), (7, 2, 3)), 30 + 42),
         (lambda a, b: jnp.einsum("bij,jkb->bik", a, b), ((3, 8, 4), (4, 6, 3)), 72),

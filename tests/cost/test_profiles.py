@@ -126,6 +126,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.tiling": dict.fromkeys(("NARROWEST", "NARROW_COLUMNS", "WIDE"), SHAPE),
     "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
     "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT, "_LINEAR": CODE},
+    "pallas_kernels.positive_factors": {"LEAST_FACTOR": EXACT},
     "pallas_kernels.scan.cost": dict.fromkeys(
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
     ),
@@ -139,10 +140,12 @@ ASK_FOR_BACKEND = {
     "pallas_kernels.fold.cudnn",
     "pallas_kernels.norm.tiling",
 }
+DECIDE = ("reports.program_cost", "reports.builder")  # the other reports show what was decided
 OUTSIDE = {
     name.removeprefix(f"{PACKAGE}."): path
     for name, path in MODULES.items()
-    if not name.removeprefix(f"{PACKAGE}.").startswith(("cost", "testing"))
+    if not name.removeprefix(f"{PACKAGE}.").startswith(("cost", "testing", "reports"))
+    or name.endswith(DECIDE)
 }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
-from symjax_rewrite.pallas_kernels.fold.triton_kernel import factors_of
+from symjax_rewrite.pallas_kernels.fold.tile_facts import factors_of
 from symjax_rewrite.pallas_kernels.positive_factors import without_factors
 
 X = jnp.asarray([-2.0, 0.5, 3.0], jnp.float32)

@@ -11,9 +11,9 @@ import pytest
 
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
+from symjax_rewrite.pallas_kernels.fold.tile_facts import implies_masks
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks, with_splits
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
-from symjax_rewrite.pallas_kernels.fold.triton_kernel import implies_masks
 from symjax_rewrite.pallas_kernels.triton_programs import exp
 from tests.pallas_kernels.fold.attention_gradients import backward_keys, backward_queries
 
