@@ -6,6 +6,20 @@ expected and the given value, and the remedy. Imports nothing of the package.
 
 from __future__ import annotations
 
+import sys
+
+
+def readable_place(where: str) -> str:
+    """Return a source line with the cell of a notebook, `In[2]:12 (f)`, in place of its file.
+
+    A kernel compiles each cell from a temporary file. IPython knows the cell by the file's name.
+    """
+    get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    named = getattr(getattr(get_shell(), "compile", None), "format_code_name", lambda name: None)
+    path, colon, line = where.rpartition(":")
+    cell = named(path)
+    return where if cell is None else f"{cell[1]}{colon}{line}"
+
 
 class SymjaxError(Exception):
     """The base of all errors of this library.
@@ -35,7 +49,8 @@ class SymjaxError(Exception):
     ) -> None:
         self.what, self.where, self.remedy = what, where, remedy
         self.expected, self.got = expected, got
-        rows = {"at": where or None, "expected": expected, "got": got, "to do": remedy or None}
+        at = readable_place(where) if where else None
+        rows = {"at": at, "expected": expected, "got": got, "to do": remedy or None}
         lines = [f"  {name + ':':9} {value}" for name, value in rows.items() if value is not None]
         super().__init__("\n".join([what, *lines]))
 

@@ -1,6 +1,8 @@
 """Bad input: each error names the argument or the line, and what to do."""
 
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -159,3 +161,13 @@ def test_a_wrong_value_is_found_by_check_rule():
 
     with pytest.raises(errors.RuleError, match=r"differ in value(.|\n)*test_errors.py"):
         check_rule(doubled)
+
+
+def test_places_in_notebooks_name_the_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = pytest.importorskip("IPython.core.compilerop").CachingCompiler()
+    path = compiler.cache("f = 1", 7)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    error = errors.UsageError("no", where=f"{path}:2 (f)")
+    assert "In[7]:2 (f)" in str(error) and error.where == f"{path}:2 (f)"
+    assert errors.readable_place("model.py:2 (f)") == "model.py:2 (f)"

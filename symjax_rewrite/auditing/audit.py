@@ -13,6 +13,7 @@ from symjax_rewrite.auditing.bottlenecks import Bottleneck, bottlenecks, kernel_
 from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
 from symjax_rewrite.auditing.record import PROPERTIES, Finding, findings
 from symjax_rewrite.auditing.tracing import pricing_device, trace
+from symjax_rewrite.errors import readable_place
 from symjax_rewrite.ir.flat_program import flatten
 
 SHOWN = 8  # parts that are listed as text; JSON and HTML have all
@@ -129,13 +130,13 @@ def _lines(a: Audit) -> Iterator[str]:
         yield f"{name}" + ("" if mine else ": none found")
         for f in mine:
             yield f"  {f.what}"
-            yield f"    at {f.where or 'an unknown line'}"
+            yield f"    at {readable_place(f.where) or 'an unknown line'}"
             yield f"    {use_text(f)}"
     if a.parts:
         yield f"limits by line (the program as written: {a.bottleneck})"
     for p in a.parts[:SHOWN]:
         row = f"  {p.limit:8}  {p.share:>4.0%}  {seconds_text(p.seconds):>8}"
-        yield f"{row}  {p.where or 'an unknown line'}"
+        yield f"{row}  {readable_place(p.where) or 'an unknown line'}"
     if len(a.parts) > SHOWN:
         yield f"  and {len(a.parts) - SHOWN} more"
 

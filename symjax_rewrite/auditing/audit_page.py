@@ -7,6 +7,7 @@ from typing import Any
 
 from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
 from symjax_rewrite.auditing.record import PROPERTIES, Finding
+from symjax_rewrite.errors import readable_place
 
 STYLE = """
 .symjax-audit { color-scheme: light dark; --line: #8884; --good: #2a7d46; --bad: #a35a00;
@@ -51,8 +52,8 @@ def fragment(audit: Any) -> str:
     missing = [name for name in PROPERTIES if not audit.of(name)]
     none = f"<p>None found: {escape(', '.join(missing))}.</p>" if missing else ""
     parts = "".join(
-        f"<tr><td><code>{escape(p.where or 'an unknown line')}</code></td><td>{p.limit}</td>"
-        f"<td>{escape(seconds_text(p.seconds))}</td><td>{p.share:.0%}"
+        f"<tr><td><code>{escape(readable_place(p.where) or 'an unknown line')}</code></td>"
+        f"<td>{p.limit}</td><td>{escape(seconds_text(p.seconds))}</td><td>{p.share:.0%}"
         f'<div class="bar" style="width:{100 * p.share:.1f}%"></div></td></tr>'
         for p in audit.parts
     )
@@ -76,7 +77,7 @@ def _finding(f: Finding) -> str:
     gain = f"at most {gain}" if f.is_bound else gain
     if f.ratio is not None:
         gain = f"{gain} ({f.ratio:.2f} times)" if gain else f"{f.ratio:.2f} times"
-    cells = (f.property, f.what, f"<code>{escape(f.where)}</code>", text, gain)
+    cells = (f.property, f.what, f"<code>{escape(readable_place(f.where))}</code>", text, gain)
     shown = [c if k == 2 else escape(c) for k, c in enumerate(cells)]
     body = "".join(
         f'<td class="{state}">{c}</td>' if k == 3 else f"<td>{c}</td>" for k, c in enumerate(shown)

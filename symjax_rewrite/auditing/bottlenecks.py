@@ -1,7 +1,8 @@
 """The limit of each part of a program: arithmetic, memory or launches, by the cost model.
 
 A part is a source line. The kernels are those of the model: elementwise terms are fused into their
-readers, and every kernel takes the longer of its arithmetic and its traffic, and a launch.
+readers, and every kernel takes the longer of its arithmetic and its traffic, the time to get fresh
+memory for its result, and a launch. Fresh memory counts as memory.
 """
 
 from __future__ import annotations
@@ -27,22 +28,24 @@ COMPUTE, MEMORY, LAUNCHES = "compute", "memory", "launches"
 
 
 class KernelTime(NamedTuple):
-    """Seconds of a kernel's arithmetic, traffic and launches, all repetitions counted."""
+    """Seconds of a kernel's arithmetic, traffic, fresh memory and launches, with repetitions."""
 
     where: str
     compute_s: float
     memory_s: float
+    fresh_s: float
     launch_s: float
 
     @property
     def seconds(self) -> float:
         """Return the modelled seconds."""
-        return max(self.compute_s, self.memory_s) + self.launch_s
+        return max(self.compute_s, self.memory_s) + self.fresh_s + self.launch_s
 
     @property
     def limit(self) -> str:
         """Return the resource that takes most of the time."""
-        named = ((self.compute_s, COMPUTE), (self.memory_s, MEMORY), (self.launch_s, LAUNCHES))
+        memory = self.memory_s + self.fresh_s
+        named = ((self.compute_s, COMPUTE), (memory, MEMORY), (self.launch_s, LAUNCHES))
         return max(named)[1]
 
 
@@ -108,7 +111,7 @@ def _equation_times(e: Equation, device: Device, sample: Sample) -> Iterator[Ker
             launch = min(device.launch_s, found.seconds)
             memory = min(moved / device.bytes_per_s, found.seconds - launch)
             rest = found.seconds - launch
-            yield KernelTime(e.where(), rest if rest > memory else 0.0, memory, launch)
+            yield KernelTime(e.where(), rest if rest > memory else 0.0, memory, 0.0, launch)
         return
     trips = trips_of(e.eqn)
     if trips is None:
@@ -121,4 +124,4 @@ def _equation_times(e: Equation, device: Device, sample: Sample) -> Iterator[Ker
     for body in bodies:
         for k in kernel_times(flatten(body), device, sample):
             where = k.where or e.where()
-            yield KernelTime(where, times * k.compute_s, times * k.memory_s, times * k.launch_s)
+            yield KernelTime(where, *(times * seconds for seconds in k[1:]))

@@ -223,23 +223,22 @@ class CostModel:
 
     def kernel_limits(
         self, facts: dict[int, Facts], root: int, written: set[int], given: set[int]
-    ) -> tuple[float, float, float]:
-        """Return the seconds of a kernel's arithmetic, of its memory traffic and of its start.
+    ) -> tuple[float, float, float, float]:
+        """Return the seconds of a kernel's arithmetic, traffic, fresh memory and launch.
 
-        The start is its launch and the request of fresh memory. The arguments are those of
-        `kernel_seconds`.
+        The arguments are those of `kernel_seconds`.
         """
         return self._limits(root, facts[root], *self._kernel(facts, root, written, given))
 
     def _limits(
         self, cls: int, f: Facts, kernel_bytes: float, work: float
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
         d = self.device
         moved = kernel_bytes / d.bytes_per_s
         if self._is_fused(cls, f):
-            return work / d.folds.fused_steps_per_s, moved, 0.0
+            return work / d.folds.fused_steps_per_s, moved, 0.0, 0.0
         least = work / d.elementwise_per_s if f.flops is None else f.flops / f.peak + f.packing
-        return least, moved, f.pages + d.launch_s
+        return least, moved, f.pages, d.launch_s
 
     def _is_fused(self, cls: int, f: Facts) -> bool:
         """Return True if an elementwise value is computed in the kernel of its reader."""
@@ -247,8 +246,8 @@ class CostModel:
 
     def _seconds(self, cls: int, f: Facts, kernel_bytes: float, work: float) -> float:
         """Return the seconds of a kernel by the facts of the class that it writes."""
-        arithmetic, memory, start = self._limits(cls, f, kernel_bytes, work)
-        return max(arithmetic, memory) + start
+        arithmetic, memory, fresh, launch = self._limits(cls, f, kernel_bytes, work)
+        return max(arithmetic, memory) + fresh + launch
 
     def facts_of(self, g: EGraph, cls: int, node: Node) -> Facts:
         """Return the cost of a node by itself, whatever its neighbours are; cached in the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
+from symjax_rewrite.errors import readable_place
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.record import Record
 from symjax_rewrite.reports.remedies import remedy
@@ -122,10 +123,10 @@ def _places(places: Mapping[str, int]) -> Iterator[str]:
 
 
 def short_place(where: str) -> str:
-    """Return a source line with its path relative to the working directory if it lies there."""
-    at = place(where)
-    if at is None:
-        return where
+    """Return a source line by its notebook cell, or by its path from the working directory."""
+    at, cell = place(where), readable_place(where)
+    if at is None or cell != where:
+        return cell
     path, line, function = at
     inside = os.path.abspath(path).startswith(os.getcwd() + os.sep)
     return f"{os.path.relpath(path) if inside else path}:{line} ({function})"
