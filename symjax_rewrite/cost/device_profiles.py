@@ -245,7 +245,7 @@ CPU = Device(
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
-    margins=Margins(dominating=1.25, fold=1.5),
+    margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),
 )
 DEVICES: dict[str, Device] = {
     "cpu": CPU,

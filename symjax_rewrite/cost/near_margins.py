@@ -16,5 +16,5 @@ def near(device: Device) -> Device:
     """Return a profile by which no candidate with a predicted speedup of `NEAR` is refused."""
     margins = device.margins
     lower = {kind: min(NEAR, getattr(margins, kind)) for kind in AGAINST_WRITTEN}
-    opened = dataclasses.replace(margins, **lower, faster=1 / NEAR)
+    opened = dataclasses.replace(margins, **lower, faster=1 / NEAR, share_of_program=0.0)
     return dataclasses.replace(device, margins=opened)

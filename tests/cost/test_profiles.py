@@ -251,8 +251,8 @@ def test_every_kind_has_a_margin() -> None:
 def test_margins_decide() -> None:
     assert margins.pays(1.3, 1.0, "rewrite", CPU)
     assert not margins.pays(1.2, 1.0, "rewrite", CPU)
-    assert margins.gains_share(1.1, 100.0, "program", CPU)
-    assert not margins.gains_share(0.9, 100.0, "program", CPU)
+    assert margins.gains_share(3.1, 100.0, "program", CPU)
+    assert not margins.gains_share(2.9, 100.0, "program", CPU)
 
 
 # The checks of sources pass on a clean tree whatever they do; these show that each can fail.
