@@ -85,7 +85,7 @@ def form() -> dict[str, list[str]]:
     """Return the emitted program of every spelling in index notation."""
     out = {}
     for spelling in (attention, deferred, scaled_first, by_einsum):
-        _, (fold,) = normal_form.folds_of(spelling, specs(4096), device="cpu")
+        _, (fold,) = normal_form.folds_of(spelling, specs(4096), kernels="always")
         out[spelling.__name__] = normal_form.index_notation(fold, "QKV")
     return out
 
