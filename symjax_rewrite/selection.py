@@ -28,7 +28,7 @@ def title(c: Candidate) -> str:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen of the candidates with one signature.
+    """The record of the candidates with one signature.
 
     saved_s: modelled seconds that they save in all; None if their pass compared the costs itself.
     """

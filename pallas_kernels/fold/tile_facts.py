@@ -1,4 +1,4 @@
-"""What is known of the tile program of a fold before its kernel is written (imports spec.py)."""
+"""Facts about the tile program of a fold, for its Triton kernel (imports spec.py)."""
 
 from __future__ import annotations
 

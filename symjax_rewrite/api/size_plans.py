@@ -30,7 +30,7 @@ Shape = tuple[str, ...]  # a name or a number for each axis
 
 
 class Decider(Protocol):
-    """What a plan asks of the optimiser of a function."""
+    """The interface that a plan needs of the optimiser of a function."""
 
     def decide(self, closed: ClosedJaxpr) -> Any: ...
     def emitted(self, result: Any) -> ClosedJaxpr | None: ...

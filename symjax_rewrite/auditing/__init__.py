@@ -1,4 +1,4 @@
-"""What a program is like: the properties it has, what limits it, and guards against cliffs.
+"""Audits of programs: their properties and limits; guards against cliffs.
 
 May import everything below `testing`. `audit` and `guard` are public names of the package.
 """

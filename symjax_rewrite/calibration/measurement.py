@@ -34,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How a figure is measured.
+    """The measurement of one figure.
 
     path: of the figure in the profile. cases: programs for a device, whose figures measured before
     are the measured ones. figure: the value that the fitted line gives; no figure if it is not

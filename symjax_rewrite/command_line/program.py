@@ -1,4 +1,4 @@
-"""What commands on a function share: their arguments, loading, and errors of the user's code."""
+"""Shared parts of commands on a function: arguments, loading, errors of the user's code."""
 
 from __future__ import annotations
 

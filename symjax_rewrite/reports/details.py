@@ -20,7 +20,7 @@ MOST_STATEMENTS = 2000  # of one side
 
 
 class Details:
-    """What a report tells beside prices: statements, derivations, seconds by source line.
+    """Parts of a report beside prices: statements, derivations, seconds by source line.
 
     Args:
         result: the decision.

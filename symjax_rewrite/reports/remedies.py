@@ -1,4 +1,4 @@
-"""What the user could change about a refusal, by the condition that failed."""
+"""Changes by which the user could turn a refusal, by the condition that failed."""
 
 from __future__ import annotations
 

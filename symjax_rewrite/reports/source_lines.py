@@ -20,7 +20,7 @@ MOST_LINES = 400  # of a report
 
 @dataclass(slots=True)
 class Note:
-    """What happened at a line: `taken` or `refused`, and a sentence."""
+    """A note on a line: `taken` or `refused`, and a sentence."""
 
     kind: str
     text: str
