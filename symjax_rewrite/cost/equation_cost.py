@@ -88,7 +88,7 @@ def sorting_seconds(eqn: JaxprEqn, device: Device) -> float:
 def selection_seconds(
     shape: tuple[Any, ...], axis: int, places: int | None, device: Device
 ) -> float:
-    """Return the seconds of XLA's own top-k of rows along an axis; of a sort if `places` is None."""
+    """Return the seconds of XLA's own top-k of rows, or of a sort if `places` is None."""
     length = _number(shape[axis])
     rows = math.prod(map(_number, shape)) / max(length, 1)
     kind = "sorted" if places is None else "top_k"

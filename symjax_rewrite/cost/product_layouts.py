@@ -57,6 +57,26 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
     return both * facts.across_s
 
 
+def column_seconds(
+    name: str, rows: int, columns: int, dtype: str, unstored: float, device: Device
+) -> tuple[float, float]:
+    """Return the seconds of a reduction of a matrix's columns: as XLA does it, and row by row.
+
+    name: `reduce_sum`, or of an extremum. unstored: bytes of the matrix that row by row are written
+    first.
+    """
+    facts, width = device.columns, itemsize(dtype)
+    count = rows * columns
+    by_rows = count * width / device.bytes_per_s + device.launch_s
+    if facts is None or columns * width <= facts.row_bytes:
+        return by_rows, by_rows
+    each = facts.sum_s if name == "reduce_sum" else facts.extremum_s
+    if name != "reduce_sum":
+        by_rows += rows * device.loops.step_s
+    written = device.memory.passes_of_write * unstored / device.bytes_per_s
+    return count * each, by_rows + written + device.page_seconds(unstored)
+
+
 def copy_seconds(count: float, device: Device) -> float:
     """Return the seconds of writing a copy of so many bytes."""
     return count / device.bytes_per_s + device.launch_s

@@ -284,6 +284,17 @@ class ProductLayouts:
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnReductionFacts:
+    """Reductions in float32 and float64 down the columns of a matrix stored by rows."""
+
+    row_bytes: float = quantity(
+        "bytes", "a row of partial results that is longer leaves the stack", ORIENTATION, 1 << 16
+    )
+    sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
+    extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
+
+
+@dataclass(frozen=True, slots=True)
 class SortFacts:
     """Sorts of which only the ends are read."""
 
