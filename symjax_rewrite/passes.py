@@ -54,5 +54,5 @@ PASSES: tuple[Pass, ...] = (
     ImprovedLoops(_kernel),  # again, for loops with a rewritten body
     CommonProducts(),  # a product written twice → one product
     OrientedProducts(),  # a product → the order of operands that reads memory in order
-    ColumnReductions(),  # a sum or extremum over leading axes → row by row
+    ColumnReductions(),  # a sum or extremum down the columns → row by row
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -58,15 +59,16 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
 
 
 def column_seconds(
-    name: str, rows: int, columns: int, dtype: str, unstored: float, device: Device
+    name: str, sizes: tuple[int, int, int], dtype: str, unstored: float, device: Device
 ) -> tuple[float, float]:
-    """Return the seconds of a reduction of a matrix's columns: as XLA does it, and row by row.
+    """Return the seconds of reducing the columns of matrices: as XLA does it, and row by row.
 
-    name: `reduce_sum`, or of an extremum. unstored: bytes of the matrix that row by row are written
-    first.
+    name: `reduce_sum`, or of an extremum. sizes: matrices, rows, columns. unstored: bytes of the
+    matrices that row by row are written first.
     """
     facts, width = device.columns, itemsize(dtype)
-    count = rows * columns
+    _, rows, columns = sizes
+    count = math.prod(sizes)
     by_rows = count * width / device.bytes_per_s + device.launch_s
     if facts is None or columns * width <= facts.row_bytes:
         return by_rows, by_rows

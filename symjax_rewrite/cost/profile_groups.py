@@ -290,6 +290,7 @@ class ColumnReductionFacts:
     row_bytes: float = quantity(
         "bytes", "a row of partial results that is longer leaves the stack", ORIENTATION, 1 << 16
     )
+    matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
     sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
     extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
 

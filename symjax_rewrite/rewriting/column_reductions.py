@@ -36,7 +36,7 @@ class ColumnReductions:
     name = COLUMNS
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """Yield the reductions over leading axes that XLA does element by element."""
+        """Yield the reductions that XLA does element by element."""
         device = context.device
         allowed = context.allowed is None or self.name in context.allowed
         if device.columns is None or not (context.has(self.name) and allowed):
@@ -48,29 +48,38 @@ class ColumnReductions:
         makers = makers_of(program.equations) if found else {}
         for e in found:
             x: Any = e.eqn.invars[0].aval
-            rows = math.prod(x.shape[: len(e.eqn.params["axes"])])
+            matrices, rows = _split(e)
             unstored = _unstored_bytes(program, e, makers)
-            if rows < 2 or unstored is None:
+            if matrices > device.columns.matrices or rows < 2 or unstored is None:
                 continue
+            columns = x.size // (matrices * rows)
             before, after = column_seconds(
-                e.name, rows, x.size // rows, str(x.dtype), unstored, device
+                e.name, (matrices, rows, columns), str(x.dtype), unstored, device
             )
             if margins.pays(before, after, "orientation", device):
-                yield _candidate(e, rows, before, after)
+                yield _candidate(e, (matrices, rows, columns), before, after)
 
 
 def _is_plain(e: Equation) -> bool:
-    """Return True for a reduction of leading axes of one array of static sizes, in one place."""
+    """Return True for a reduction of adjacent axes of one array of static sizes, in one place."""
     aval: Any = e.eqn.invars[0].aval
-    axes = e.eqn.params["axes"]
+    axes = sorted(e.eqn.params["axes"])
     shardings = (e.eqn.params.get("out_sharding"), getattr(aval, "sharding", None))
     return (
         bool(axes)
-        and sorted(axes) == list(range(len(axes)))
+        and isinstance(e.invals[0], int)
+        and axes == list(range(axes[0], axes[-1] + 1))
         and aval.dtype in DTYPES
         and all(isinstance(n, int) and n > 0 for n in aval.shape)
         and not any(map(jax_internals.constrains, shardings))
     )
+
+
+def _split(e: Equation) -> tuple[int, int]:
+    """Return the elements along the axes before the reduced ones, and along the reduced ones."""
+    aval: Any = e.eqn.invars[0].aval
+    axes = e.eqn.params["axes"]
+    return math.prod(aval.shape[: min(axes)]), math.prod(aval.shape[k] for k in axes)
 
 
 def _unstored_bytes(program: Program, e: Equation, makers: Mapping[int, Equation]) -> float | None:
@@ -78,7 +87,7 @@ def _unstored_bytes(program: Program, e: Equation, makers: Mapping[int, Equation
 
     None if no array that it is computed from has as many elements: it would be the largest.
     """
-    (x,) = numbers(e.invals) or (None,)
+    (x,) = numbers(e.invals)
     if x not in makers or makers[x].name not in ELEMENTWISE | VIEWS:
         return 0.0
     size, seen, stack = program.avals[x].size, {x}, [x]
@@ -93,12 +102,12 @@ def _unstored_bytes(program: Program, e: Equation, makers: Mapping[int, Equation
     return None
 
 
-def _candidate(e: Equation, rows: int, before: float, after: float) -> Candidate:
+def _candidate(e: Equation, sizes: tuple[int, int, int], before: float, after: float) -> Candidate:
     by_rows = _summed if e.name == "reduce_sum" else _extremum(EXTREMA[e.name])
     shape = e.eqn.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(x: Any) -> Any:
-        return lax.reshape(by_rows(lax.reshape(x, (rows, x.size // rows))), shape)
+        return lax.reshape(by_rows(lax.reshape(x, sizes)), shape)
 
     return Candidate(
         COLUMNS,
@@ -113,17 +122,18 @@ def _candidate(e: Equation, rows: int, before: float, after: float) -> Candidate
 
 
 def _summed(x: Any) -> Any:
-    """Return 1ᵀ X, which XLA's library computes row by row."""
-    return lax.dot(jnp.ones(x.shape[0], x.dtype), x, precision=lax.Precision.HIGHEST)
+    """Return 1ᵀ X of each matrix, which XLA's library computes row by row."""
+    axes = (((1,), (1,)), ((0,), (0,)))
+    return lax.dot_general(jnp.ones(x.shape[:2], x.dtype), x, axes, lax.Precision.HIGHEST)
 
 
 def _extremum(combine: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """Return the function of X that combines one row after another."""
+    """Return the function of matrices that combines one row after another."""
 
     def run(x: Any) -> Any:
         def step(k: Any, row: Any) -> Any:
-            return combine(row, lax.dynamic_index_in_dim(x, k, 0, keepdims=False))
+            return combine(row, lax.dynamic_index_in_dim(x, k, 1, keepdims=False))
 
-        return lax.fori_loop(1, x.shape[0], step, x[0])
+        return lax.fori_loop(1, x.shape[1], step, x[:, 0])
 
     return run

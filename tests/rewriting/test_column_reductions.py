@@ -37,6 +37,8 @@ FIRES = {
     "mean of an ensemble": (lambda x: jnp.mean(x, 0), X),
     "two leading axes": (lambda x: jnp.sum(x, (0, 1)), array(4, 8, 20_000)),
     "negative axis": (lambda x: jnp.sum(x, -3), X),
+    "two matrices": (lambda x: jnp.sum(x, 1), array(2, 32, 20_000)),
+    "maxima of two": (lambda x: jnp.max(x, (1, 2)), array(2, 8, 8, 20_000)),
     "kept axis": (lambda x: jnp.sum(x, 0, keepdims=True), X),
     "maximum": (lambda x: jnp.max(x, 0), X),
     "minimum": (lambda x: jnp.min(x, 0), X),
@@ -57,7 +59,7 @@ def test_long_rows_are_reduced_by_rows(name: str) -> None:
 
 STAYS = {
     "short rows": (lambda x: jnp.sum(x, 0), array(600, 1000)),
-    "rows of a batch": (lambda x: jnp.sum(x, 1), array(2, 8, 20_000)),
+    "rows of a batch": (lambda x: jnp.sum(x, 1), array(8, 8, 20_000)),
     "last axis": (lambda x: jnp.sum(x, -1), X),
     "an axis between": (lambda x: jnp.sum(x, (0, 2)), X),
     "one row": (lambda x: jnp.sum(x, 0), array(1, 20_000)),
