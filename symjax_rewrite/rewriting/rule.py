@@ -37,6 +37,7 @@ COMMON = "common_subexpression"
 REPEATED = "repeated_work"
 ORIENTATION = "orientation"
 COLUMNS = "column_reductions"
+PLACES = "extremum_places"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -45,7 +46,7 @@ PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
 # Passes besides rules. Every pack includes them unless it excludes them by name.
 PASSES = (
-    COMMON, REPEATED, ORIENTATION, COLUMNS, INVARIANT, BATCHING, FUSION, PARTS, PACKING,
+    COMMON, REPEATED, ORIENTATION, COLUMNS, PLACES, INVARIANT, BATCHING, FUSION, PARTS, PACKING,
     RECOMPUTATION,
 )  # fmt: skip
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
