@@ -94,8 +94,11 @@ def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
         _, k = t.made_by[cls]
         value, c = e.outvals[k], t.graph.classes[cls]
         after = model.node_seconds(t.graph, cls, node_of(t.graph, cls))
-        readers = [r for r in users.get(value, ()) if id(r) not in ours]
-        if value in outputs or any(r.name not in SPREADING for r in readers):
+        views = [value]
+        for v in views:
+            views += [r.outvals[0] for r in users.get(v, ()) if r.name in VIEWS]
+        readers = [r for v in views for r in users.get(v, ()) if id(r) not in ours]
+        if not outputs.isdisjoint(views) or any(r.name not in SPREADING for r in readers):
             size = math.prod(map(model.at, t.sizes[value]))
             after += copy_seconds(size * itemsize(c.dtype), model.device)
         yield cls, equation_seconds(e.eqn, model.device), after
