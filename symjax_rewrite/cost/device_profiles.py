@@ -59,6 +59,7 @@ class Device:
     launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
     folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
+    call_s: float = quantity("s", "fixed cost of a call, beside its kernels", NO_SCRIPT, 0.0)
     runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
     half_steps: float = quantity(
         "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
@@ -209,6 +210,7 @@ CPU = Device(
     elementwise_per_s=4e9,
     bytes_per_s=2e10,
     launch_s=1.5e-6,
+    call_s=3e-5,
     folds=FoldFacts(
         fused_steps_per_s=16e9,
         streams=True,
