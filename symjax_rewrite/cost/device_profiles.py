@@ -24,6 +24,7 @@ from symjax_rewrite.cost.profile_groups import (
     BandedBlocks,
     ChunkedMatrices,
     ColumnReductionFacts,
+    ColumnScanFacts,
     FoldFacts,
     LoopFacts,
     Margins,
@@ -78,6 +79,7 @@ class Device:
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
     columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
+    column_scans: ColumnScanFacts | None = group("cumulative operations; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -249,6 +251,7 @@ CPU = Device(
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11) else None,
+    column_scans=ColumnScanFacts(),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

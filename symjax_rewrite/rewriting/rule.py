@@ -38,6 +38,7 @@ REPEATED = "repeated_work"
 ORIENTATION = "orientation"
 COLUMNS = "column_reductions"
 PLACES = "extremum_places"
+SCANS = "column_scans"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -46,8 +47,8 @@ PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
 # Passes besides rules. Every pack includes them unless it excludes them by name.
 PASSES = (
-    COMMON, REPEATED, ORIENTATION, COLUMNS, PLACES, INVARIANT, BATCHING, FUSION, PARTS, PACKING,
-    RECOMPUTATION,
+    COMMON, REPEATED, ORIENTATION, COLUMNS, PLACES, SCANS, INVARIANT, BATCHING, FUSION, PARTS,
+    PACKING, RECOMPUTATION,
 )  # fmt: skip
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
