@@ -210,6 +210,10 @@ class Context:
         """Return True if the pack permits a named transformation that is no rule."""
         return name in self.rules.passes
 
+    def runs(self, name: str) -> bool:
+        """Return True if the pack and the plan, if one is replayed, permit a transformation."""
+        return self.has(name) and (self.allowed is None or name in self.allowed)
+
     def reorders(self) -> bool:
         """Return True if sums may be rounded in another order."""
         return self.options.numerics.permits("reassoc")

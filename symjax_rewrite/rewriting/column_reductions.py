@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.candidates import Candidate, Context
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.product_layouts import column_seconds
-from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.rewriting.equation_forms import form, is_in_place
 from symjax_rewrite.rewriting.rule import COLUMNS, LOCALITY
 from symjax_rewrite.rewriting.stored_operands import unstored_bytes
 
@@ -38,8 +38,7 @@ class ColumnReductions:
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the reductions that XLA does element by element."""
         device = context.device
-        allowed = context.allowed is None or self.name in context.allowed
-        if device.columns is None or not (context.has(self.name) and allowed):
+        if device.columns is None or not context.runs(self.name):
             return
         names = {"reduce_sum"} if context.reorders() else set()
         if not jax_internals.may_be_partitioned():  # a loop over rows would gather them
@@ -52,26 +51,21 @@ class ColumnReductions:
             unstored = unstored_bytes(program, e, makers)
             if matrices > device.columns.matrices or rows < 2 or unstored is None:
                 continue
-            columns = x.size // (matrices * rows)
-            before, after = column_seconds(
-                e.name, (matrices, rows, columns), str(x.dtype), unstored, device
-            )
-            if margins.pays(before, after, "orientation", device):
-                yield _candidate(e, (matrices, rows, columns), before, after)
+            sizes = (matrices, rows, x.size // (matrices * rows))
+            seconds = column_seconds(e.name, sizes, str(x.dtype), unstored, device)
+            if margins.pays(*seconds, "orientation", device):
+                yield form((COLUMNS, LOCALITY), e, _by_rows(e, sizes), seconds)
 
 
 def _is_plain(e: Equation) -> bool:
     """Return True for a reduction of adjacent axes of one array of static sizes, in one place."""
     aval: Any = e.eqn.invars[0].aval
     axes = sorted(e.eqn.params["axes"])
-    shardings = (e.eqn.params.get("out_sharding"), getattr(aval, "sharding", None))
     return (
         bool(axes)
-        and isinstance(e.invals[0], int)
+        and is_in_place(e)
         and axes == list(range(axes[0], axes[-1] + 1))
         and aval.dtype in DTYPES
-        and all(isinstance(n, int) and n > 0 for n in aval.shape)
-        and not any(map(jax_internals.constrains, shardings))
     )
 
 
@@ -82,23 +76,11 @@ def _split(e: Equation) -> tuple[int, int]:
     return math.prod(aval.shape[: min(axes)]), math.prod(aval.shape[k] for k in axes)
 
 
-def _candidate(e: Equation, sizes: tuple[int, int, int], before: float, after: float) -> Candidate:
-    by_rows = _summed if e.name == "reduce_sum" else _extremum(EXTREMA[e.name])
-    shape = e.eqn.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-
-    def run(x: Any) -> Any:
-        return lax.reshape(by_rows(lax.reshape(x, sizes)), shape)
-
-    return Candidate(
-        COLUMNS,
-        (Replacement(e.outvals, e.invals, run, source=e.eqn),),
-        e.where(),
-        rules=((COLUMNS, LOCALITY),),
-        before=Cost(seconds=before),
-        after=Cost(seconds=after),
-        key=COLUMNS,
-        share=True,
-    )
+def _by_rows(e: Equation, sizes: tuple[int, int, int]) -> Callable[[Any], Any]:
+    """Return the function of the array, as matrices, rows and columns, that gives its reduction."""
+    reduced = _summed if e.name == "reduce_sum" else _extremum(EXTREMA[e.name])
+    aval: Any = e.eqn.outvars[0].aval
+    return lambda x: lax.reshape(reduced(lax.reshape(x, sizes)), aval.shape)
 
 
 def _summed(x: Any) -> Any:

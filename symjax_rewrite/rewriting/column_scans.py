@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.candidates import Candidate, Context
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.profile_groups import ColumnScanFacts
-from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.rewriting.equation_forms import form, is_in_place
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, SCANS
 
 Combine = Callable[[Any, Any], Any]
@@ -41,26 +41,14 @@ class ColumnScans:
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the cumulative operations along axes that are not the last one."""
         facts = context.device.column_scans
-        allowed = context.allowed is None or self.name in context.allowed
         # A loop over rows that lie on several devices would gather them.
-        if facts is None or jax_internals.may_be_partitioned():
-            return
-        if not (context.has(self.name) and allowed):
+        if facts is None or not context.runs(self.name) or jax_internals.may_be_partitioned():
             return
         for e in program.equations:
             if (e.name in EXACT or e.name in ROUNDED) and _is_plain(e, context, facts):
-                before, after = _seconds(e, facts)
-                if margins.pays(before, after, "dominating", context.device):
-                    yield Candidate(
-                        SCANS,
-                        (Replacement(e.outvals, e.invals, _by_rows(e), source=e.eqn),),
-                        e.where(),
-                        rules=((SCANS, ASSOCIATIVITY),),
-                        before=Cost(seconds=before),
-                        after=Cost(seconds=after),
-                        key=SCANS,
-                        share=True,
-                    )
+                seconds = _seconds(e, facts)
+                if margins.pays(*seconds, "dominating", context.device):
+                    yield form((SCANS, ASSOCIATIVITY), e, _by_rows(e), seconds)
 
 
 def _is_plain(e: Equation, context: Context, facts: ColumnScanFacts) -> bool:
@@ -69,12 +57,10 @@ def _is_plain(e: Equation, context: Context, facts: ColumnScanFacts) -> bool:
     axis = e.eqn.params["axis"]
     in_order = e.name in EXACT or aval.dtype.kind == "i"
     return (
-        isinstance(e.invals[0], int)
+        is_in_place(e)
         and aval.dtype in DTYPES
-        and all(isinstance(n, int) and n > 0 for n in aval.shape)
         and math.prod(aval.shape[axis + 1 :]) > 1
         and (in_order or (context.reorders() and aval.shape[axis] <= facts.most_steps))
-        and not jax_internals.constrains(getattr(aval, "sharding", None))
     )
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from jax import lax
 
-from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.candidates import Candidate, Context
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.cost.term_cost import Cost, itemsize
+from symjax_rewrite.cost.term_cost import itemsize
 from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import holds
+from symjax_rewrite.rewriting.equation_forms import form, is_in_place
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, PLACES
 from symjax_rewrite.rewriting.stored_operands import unstored_bytes
 
@@ -36,8 +36,7 @@ class ExtremumPlaces:
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the searches along long axes."""
         device = context.device
-        allowed = context.allowed is None or self.name in context.allowed
-        if not (context.has(self.name) and allowed and math.isfinite(device.folds.argmax_passes)):
+        if not (context.runs(self.name) and math.isfinite(device.folds.argmax_passes)):
             return
         found = [e for e in program.equations if e.name in ("argmax", "argmin") and _is_plain(e)]
         makers = makers_of(program.equations) if found else {}
@@ -52,30 +51,19 @@ class ExtremumPlaces:
                 or _is_strided(e, device)
             ):
                 continue
-            before, after = _seconds(e, device)
-            if margins.pays(before, after, "dominating", device):
-                yield Candidate(
-                    PLACES,
-                    (Replacement(e.outvals, e.invals, _by_value(e), source=e.eqn),),
-                    e.where(),
-                    rules=((PLACES, ASSOCIATIVITY),),
-                    before=Cost(seconds=before),
-                    after=Cost(seconds=after),
-                    key=PLACES,
-                    share=True,
-                )
+            seconds = _seconds(e, device)
+            if margins.pays(*seconds, "dominating", device):
+                yield form((PLACES, ASSOCIATIVITY), e, _by_value(e), seconds)
 
 
 def _is_plain(e: Equation) -> bool:
     """Return True for a search along one axis of an array of static sizes, in one place."""
     aval: Any = e.eqn.invars[0].aval
     return (
-        isinstance(e.invals[0], int)
+        is_in_place(e)
         and len(e.eqn.params["axes"]) == 1
         and aval.dtype in DTYPES
-        and all(isinstance(n, int) and n > 0 for n in aval.shape)
         and holds("float32", 0, 2 * aval.shape[e.eqn.params["axes"][0]])
-        and not jax_internals.constrains(getattr(aval, "sharding", None))
     )
 
 

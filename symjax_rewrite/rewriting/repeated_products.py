@@ -35,8 +35,7 @@ class RepeatedProducts:
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the products that are repeated."""
-        allowed = context.allowed is None or REPEATED in context.allowed
-        if not (context.has(REPEATED) and allowed and context.reorders()):
+        if not (context.runs(REPEATED) and context.reorders()):
             return
         terms, device = context.terms(program), context.device
         for cls, before, after in _repeated(terms):
