@@ -250,7 +250,7 @@ CPU = Device(
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
-    columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11) else None,
+    columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
     column_scans=ColumnScanFacts(),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),

@@ -293,7 +293,7 @@ class ColumnReductionFacts:
     """Reductions in float32 and float64 down the columns of a matrix stored by rows."""
 
     row_bytes: float = quantity(
-        "bytes", "a row of partial results that is longer leaves the stack", ORIENTATION, 1 << 16
+        "bytes", "longer rows of the result are reduced by element", ORIENTATION, 1 << 16
     )
     matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
     sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
