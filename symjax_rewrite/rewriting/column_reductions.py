@@ -2,9 +2,9 @@
 
 Σₖ X[k, …] = 1ᵀ X, and the maximum over rows is that of one row after another. XLA's CPU library
 reduces element by element, each at a stride, where a row of the result exceeds 64 KiB: ten to a
-hundred times slower, until jaxlib 0.11.0 (experiments/orientation). Means over an ensemble, and sums
-of gradients over examples or of experts' outputs, have such rows. A sum may be rounded in another
-order.
+hundred times slower, until jaxlib 0.11.0 (experiments/orientation). Means over an ensemble, and
+sums of gradients over examples or of experts' outputs, have such rows. A sum may be rounded in
+another order.
 """
 
 from __future__ import annotations
