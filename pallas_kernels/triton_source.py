@@ -54,7 +54,7 @@ class Value(NamedTuple):
         return self.text
 
 
-class Source:
+class TritonSource:
     """The statements of a kernel, and the operations that Triton has no form for.
 
     before, inside, after: statements before, inside and after the loop.

@@ -48,7 +48,7 @@ from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from symjax_rewrite.pallas_kernels.triton_source import (
     DTYPES,
     TYPES,
-    Source,
+    TritonSource,
     Value,
     compiled,
     literal,
@@ -123,7 +123,7 @@ def expressible(spec: ScanSpec) -> Support:
 @lru_cache(maxsize=256)
 def unlowered(spec: ScanSpec) -> tuple[str, ...]:
     """Return the operations of a scan's programs that have no form in a kernel."""
-    return tuple(sorted(Kernel(spec, block_of(spec)).write().unlowered))
+    return tuple(sorted(OnePassKernel(spec, block_of(spec)).write().unlowered))
 
 
 def block_of(spec: ScanSpec) -> ScanBlock:
@@ -145,7 +145,7 @@ def block_of(spec: ScanSpec) -> ScanBlock:
 def programs_of(spec: ScanSpec) -> int:
     """Return the programs of a scan's kernel."""
     spec, _ = without_ones(spec)
-    return Kernel(spec, block_of(spec)).programs
+    return OnePassKernel(spec, block_of(spec)).programs
 
 
 def scan_one_pass(
@@ -198,7 +198,7 @@ def _call(spec: ScanSpec, operands: Sequence[Array], block: ScanBlock | None) ->
         *operands,
         kernel=kernel_of(spec, block),
         out_shape=[jax.ShapeDtypeStruct(s, jnp.dtype(d)) for s, d in result_shapes(spec)],
-        grid=(Kernel(spec, block).programs,),
+        grid=(OnePassKernel(spec, block).programs,),
         name="scan_one_pass",
         num_warps=block.warps,
         num_stages=1,
@@ -211,14 +211,13 @@ def _call(spec: ScanSpec, operands: Sequence[Array], block: ScanBlock | None) ->
 def kernel_of(spec: ScanSpec, block: ScanBlock) -> Any:
     """Return the kernel of a scan without axes of size 1, as a function of Triton."""
     paths = ("triton", "triton.language", "triton.language.extra.libdevice")
-    modules = dict(
-        zip(("triton", "tl", "libdevice"), map(importlib.import_module, paths), strict=True)
-    )
-    return compiled(Kernel(spec, block).text(), modules, "scan")
+    names = ("triton", "tl", "libdevice")
+    modules: dict[str, Any] = dict(zip(names, map(importlib.import_module, paths), strict=True))
+    return compiled(OnePassKernel(spec, block).text(), modules, "scan")
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class OnePassKernel:
     """The kernel of a scan, written as text. `spec` has no axes of size 1.
 
     The summed axis is cut into groups of `block.states` elements. The programs of the spec are
@@ -227,7 +226,7 @@ class Kernel:
 
     spec: ScanSpec
     block: ScanBlock
-    source: Source = field(default_factory=Source)
+    source: TritonSource = field(default_factory=TritonSource)
     loaded: dict[tuple[int, str], Value] = field(default_factory=dict)
 
     @property
@@ -266,7 +265,7 @@ class Kernel:
         is_guarded: True where `a` is a product of decays. The product may overflow where the state
         is 0, and 0·inf would be NaN.
         """
-        kind, source = KINDS[self.spec.kind], Source()
+        kind, source = KINDS[self.spec.kind], TritonSource()
 
         def combine(*maps: Array) -> Any:
             a, b = keeping_nan(kind.monoid.combine)(maps[:2], maps[2:])
@@ -306,7 +305,7 @@ class Kernel:
         """Return the dtype of carried states."""
         return str(carried(self.spec))
 
-    def write(self) -> Source:
+    def write(self) -> TritonSource:
         """Write the statements of the kernel."""
         spec, block, source = self.spec, self.block, self.source
         _, lane, summed = roles(spec)
@@ -415,10 +414,11 @@ class Kernel:
         """Write the states before and after each step of a block, and the carry to the next."""
         block, let, dtype = self.block, self.source.let, self.dtype
         h, size = self.start(group), self.spec.length
-        kind, one = KINDS[self.spec.kind], jax.ShapeDtypeStruct((), dtype)
-        program = self.spec.coefficients
-        maps = self.evaluate(program, group)
-        for k, (x, empty) in enumerate(zip(maps, kind.monoid.identity([one, one]), strict=True)):
+        one = jax.ShapeDtypeStruct((), dtype)
+        with jax.ensure_compile_time_eval():  # numbers, also where a program is traced
+            identity = KINDS[self.spec.kind].monoid.identity([one, one])
+        maps = self.evaluate(self.spec.coefficients, group)
+        for k, (x, empty) in enumerate(zip(maps, identity, strict=True)):
             text = f"tl.broadcast_to({x}, {self.tile}).to(tl.{TYPES[dtype]})"
             if size % block.length:
                 text = f"tl.where((t >= 0) & (t < {size}), {text}, {literal(empty, dtype)})"

@@ -17,7 +17,12 @@ from symjax_rewrite.errors import KernelError
 from symjax_rewrite.pallas_kernels.backend import YES, planning_for
 from symjax_rewrite.pallas_kernels.scan import one_pass
 from symjax_rewrite.pallas_kernels.scan.block import without_ones
-from symjax_rewrite.pallas_kernels.scan.one_pass import Kernel, block_of, expressible, with_batch
+from symjax_rewrite.pallas_kernels.scan.one_pass import (
+    OnePassKernel,
+    block_of,
+    expressible,
+    with_batch,
+)
 from symjax_rewrite.pallas_kernels.scan.scan import (
     BACKENDS,
     cuda_backend,
@@ -52,7 +57,7 @@ def test_without_jax_triton_the_reason_is_told(monkeypatch):
         (plain(0, (4,), ("t",), ("t",)), "empty"),
         (plain(8, (4,), ("t",), ("t",), dtype="complex64"), "complex64"),
         (next(c.spec for c in CASES if c.name == "shared decay"), "more than one axis"),
-        (replace(plain(8, (65,), ("t",), ("t",)), readouts=(Readout(over=("0",)),)), "more than 64"),
+        (replace(plain(8, (65,), ("t",), ("t",)), readouts=(Readout(over=("0",)),)), "than 64"),
         (with_coefficients(lambda v, t: (lax.lgamma(v[0]), v[1])), "Triton has no lgamma"),
         (with_coefficients(lambda v, t: (v[0].astype("int8") * v[0], v[1])), "no convert_element"),
     ],
@@ -62,15 +67,15 @@ def test_scans_without_a_kernel_are_refused(spec, reason):
 
 
 def test_the_triton_backend_and_this_one_run_the_same_cases():
-    few = [
+    apart = [
         c for c in CASES if bool(expressible(c.spec)) != bool(BACKENDS["triton"].supports(c.spec))
     ]
-    assert few == []
+    assert apart == []
 
 
 def test_decays_are_multiplied_by_log2_e_before_the_loop():
     spec, _ = without_ones(SELECTIVE)
-    kernel = Kernel(spec, block_of(spec))
+    kernel = OnePassKernel(spec, block_of(spec))
     before, inside = (lines.splitlines() for lines in kernel.text().split("tl.range("))
     assert sum("1.4426950" in line for line in before) == kernel.groups
     assert not any("1.4426950" in line for line in inside)
@@ -79,7 +84,7 @@ def test_decays_are_multiplied_by_log2_e_before_the_loop():
 
 def test_operands_are_loaded_once_a_block():
     spec, _ = without_ones(SELECTIVE)
-    kernel = Kernel(spec, block_of(spec))
+    kernel = OnePassKernel(spec, block_of(spec))
     text = kernel.text()
     counts = [text.count(f"tl.load(p{k} ") for k in range(5)]
     assert counts == [1, 1, kernel.groups, kernel.groups, kernel.groups]

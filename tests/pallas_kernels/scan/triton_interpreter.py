@@ -1,7 +1,7 @@
-"""Scans as Triton's interpreter computes them, written to a file: a process of its own.
+"""Scans as Triton's interpreter computes them, written to a file by a process of its own.
 
-`TRITON_INTERPRET=1 python -m tests.pallas_kernels.scan.triton_interpreter results.npz`. The variable
-must be set when Triton is imported. Two parts of the interpreter are replaced: `associative_scan`,
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.scan.triton_interpreter results.npz`; Triton
+reads the variable when it is imported. Two parts of the interpreter are replaced: `associative_scan`,
 which visits element by element, runs over slices; functions of libdevice, which it lacks, are
 NumPy's. It takes arrays as PyTorch does; `Host` has the methods that it calls.
 """
@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.pallas_kernels.scan.block import without_ones
-from symjax_rewrite.pallas_kernels.scan.one_pass import Kernel, ScanBlock, expressible, kernel_of
+from symjax_rewrite.pallas_kernels.scan.one_pass import (
+    OnePassKernel,
+    ScanBlock,
+    expressible,
+    kernel_of,
+)
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec, result_shapes, roles
 from tests.pallas_kernels.scan.cases import CASES, ScanCase, plain, plain_case, selective_case
 
@@ -97,7 +102,7 @@ def run(spec: ScanSpec, operands: Any) -> list[np.ndarray]:
     spec, _ = without_ones(spec)
     _, lane, summed = roles(spec)
     block = ScanBlock(4 if summed else 1, 4, 8, 4 if lane else 1, 1)
-    grid = (Kernel(spec, block).programs,)
+    grid = (OnePassKernel(spec, block).programs,)
     given = [np.array(x, order="C") for x in operands]
     kernel_of(spec, block)[grid](*map(Host, [*given, *made]))
     return made
