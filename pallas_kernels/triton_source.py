@@ -23,6 +23,7 @@ TYPES = {"bool": "int1", **{name: name for name in DTYPES}}  # Triton's names
 OPERATIONS = {
     "add": "{0} + {1}", "add_any": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}",
     "neg": "-{0}", "abs": "tl.abs({0})", "square": "{0} * {0}",
+    "clamp": "tl.minimum(tl.maximum({1}, {0}), {2})",
     "max": "tl.maximum({0}, {1})", "min": "tl.minimum({0}, {1})",
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}", "le": "{0} <= {1}",
     "gt": "{0} > {1}", "ge": "{0} >= {1}",
@@ -83,34 +84,32 @@ class TritonSource:
         avals = [jax.ShapeDtypeStruct(POINT, jnp.dtype(v.dtype)) for v in leaves]
         run = for_triton_loop(fun, [v.is_fixed for v in leaves])
         closed, outs = jax_internals.make_jaxpr(run, *jax.tree.unflatten(tree, avals))
-        made = self._each(jax_internals.without_dead(closed), leaves)
-        return jax.tree.unflatten(outs, [_value(x) for x in made])
+        made = [_value(x) for x in self._each(jax_internals.without_dead(closed), leaves)]
+        self.unlowered |= {f"result of dtype {v.dtype}" for v in made if v.dtype not in TYPES}
+        return jax.tree.unflatten(outs, made)
 
     def _each(self, closed: Any, args: Sequence[Value]) -> list[Any]:
         def run(eqn: Any, operands: list[Any]) -> list[Any]:
             if eqn.primitive.name in jax_kernels.CALLS:
                 return self._each(jax_internals.bodies(eqn)[0], operands)
             known = [_value(x) for x in operands]
-            dtype = str(eqn.outvars[0].aval.dtype)
-            text = expression(eqn, known, dtype)
+            text, made = expression(eqn, known), [str(v.aval.dtype) for v in eqn.outvars]
             if text is None:
                 self.unlowered.add(eqn.primitive.name)
-            return [self.let(text or "0", dtype, all(v.is_fixed for v in known))]
+            is_fixed = all(v.is_fixed for v in known)
+            return [self.let(text or "0", dtype, is_fixed) for dtype in made]
 
         return jax_internals.eval_each(closed, args, run)
 
 
-def expression(eqn: Any, operands: Sequence[Value], dtype: str) -> str | None:
+def expression(eqn: Any, operands: Sequence[Value]) -> str | None:
     """Return an equation of a jaxpr as an expression of Triton, or None if there is none.
 
-    Args:
-        eqn: an equation with one result, of dtype `dtype`.
-        operands: the values that it reads.
-        dtype: a name of JAX.
+    operands: the values that it reads.
     """
-    name = eqn.primitive.name
+    name, (dtype, *others) = eqn.primitive.name, [str(v.aval.dtype) for v in eqn.outvars]
     texts = [v.text for v in operands]
-    if dtype not in TYPES or any(v.dtype not in TYPES for v in operands):
+    if others or not {dtype, *(v.dtype for v in operands)} <= TYPES.keys():
         return None
     if name in OPERATIONS:
         return OPERATIONS[name].format(*texts)
@@ -126,19 +125,23 @@ def expression(eqn: Any, operands: Sequence[Value], dtype: str) -> str | None:
             return f"tl.where({texts[0]}, {texts[2]}, {texts[1]}).to(tl.{TYPES[dtype]})"
         case "integer_pow" if eqn.params["y"] > 0:
             return " * ".join([texts[0]] * eqn.params["y"])
+        case "integer_pow" if eqn.params["y"] < 0 and dtype == "float32":
+            return f"1.0 / ({' * '.join([texts[0]] * -eqn.params['y'])})"
         case "convert_element_type":
             return f"{texts[0]}.to(tl.{TYPES[dtype]})"
     return None
 
 
 def _value(x: Any) -> Value:
-    """Return a value, or a constant of a program as one."""
+    """Return a value, or a constant of a program as one; an array has no dtype of Triton."""
     if isinstance(x, Value):
         return x
     array = np.asarray(x)
+    if array.size != 1:
+        return Value("0", f"{array.dtype}{array.shape}", True)
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
     dtype = str(array.dtype)
-    number = array.astype("float32").item() if jnp.issubdtype(array.dtype, jnp.floating) else x
-    return Value(literal(number, dtype), dtype, True)
+    return Value(literal(array.astype("float32") if is_float else array, dtype), dtype, True)
 
 
 def literal(number: Any, dtype: str) -> str:

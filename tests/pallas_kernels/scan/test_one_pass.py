@@ -51,6 +51,10 @@ def test_without_jax_triton_the_reason_is_told(monkeypatch):
         scan(spec, jnp.ones((4, 2)), jnp.ones((4, 2)), backend="jax_triton")
 
 
+def looped(x):
+    return lax.fori_loop(0, 3, lambda _, x: x * x, x)
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
@@ -60,6 +64,9 @@ def test_without_jax_triton_the_reason_is_told(monkeypatch):
         (replace(plain(8, (65,), ("t",), ("t",)), readouts=(Readout(over=("0",)),)), "than 64"),
         (with_coefficients(lambda v, t: (lax.lgamma(v[0]), v[1])), "Triton has no lgamma"),
         (with_coefficients(lambda v, t: (v[0].astype("int8") * v[0], v[1])), "no convert_element"),
+        (with_coefficients(lambda v, t: (v[0], v[1] * np.ones((1, 4), "f4"))), "no broadcast"),
+        (with_coefficients(lambda v, t: (v[0], np.ones((8, 4), "f4"))), "dtype float32(8, 4)"),
+        (with_coefficients(lambda v, t: (looped(v[0]), v[1])), "Triton has no scan"),
     ],
 )  # fmt: skip
 def test_scans_without_a_kernel_are_refused(spec, reason):

@@ -1,9 +1,9 @@
 """Scans as Triton's interpreter computes them, written to a file by a process of its own.
 
-`TRITON_INTERPRET=1 python -m tests.pallas_kernels.scan.triton_interpreter results.npz`; Triton
-reads the variable when it is imported. Two parts of the interpreter are replaced: `associative_scan`,
-which visits element by element, runs over slices; functions of libdevice, which it lacks, are
-NumPy's. It takes arrays as PyTorch does; `Host` has the methods that it calls.
+`python -m tests.pallas_kernels.scan.triton_interpreter results.npz`, with TRITON_INTERPRET=1 in the
+environment, because Triton reads it when it is imported. Two parts of the interpreter are replaced:
+`associative_scan`, which visits element by element, runs over slices; functions of libdevice, which
+it lacks, are NumPy's. It takes arrays as PyTorch does; `Host` has the methods that it calls.
 """
 
 import importlib
