@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from symjax_rewrite.cost.device_profiles import ESTIMATE, Device
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
@@ -88,9 +88,8 @@ def takes_one_pass(spec: ScanSpec, device: Device) -> bool:
 
     The rate of that kernel must be measured on the device, and its prediction lower.
     """
-    if device.source_of("scans.one_pass_instructions") == ESTIMATE:
-        return False
-    if not BACKENDS[ONE_PASS].supports(spec):
+    is_measured = device.source_of("scans.one_pass_instructions").startswith("measured")
+    if not is_measured or not BACKENDS[ONE_PASS].supports(spec):
         return False
     by_chunks, in_one_pass = seconds_by_backend(spec, device).values()
     return in_one_pass < by_chunks

@@ -143,17 +143,16 @@ PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 FOLD_SHARE = 344 / 790
 # A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
 # `python -m symjax_rewrite calibrate` measures it.
-ESTIMATE = "estimate"
 GPU_SOURCES = {
     "flops_per_s": f"{DATASHEET}, times the share that products reached on an H200",
     "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
-    "launch_s": ESTIMATE,
+    "launch_s": "estimate",
     "folds.kernel_share": "published, of an H100",
-    "folds.block_s": ESTIMATE,
-    "norms.kernel_share": ESTIMATE,
-    "scans.kernel_instructions": ESTIMATE,
-    "scans.one_pass_instructions": ESTIMATE,
-    "scans.step_latency_s": ESTIMATE,
+    "folds.block_s": "estimate",
+    "norms.kernel_share": "estimate",
+    "scans.kernel_instructions": "estimate",
+    "scans.one_pass_instructions": "estimate",
+    "scans.step_latency_s": "estimate",
 }
 H200_SOURCES = {"flops_per_s.bfloat16": "measured", "bytes_per_s": "measured"}
 
