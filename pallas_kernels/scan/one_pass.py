@@ -218,7 +218,7 @@ def kernel_of(spec: ScanSpec, block: ScanBlock) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OnePassKernel:
-    """The kernel of a scan, written as text. `spec` has no axes of size 1.
+    """The kernel of a scan, written as text once. `spec` has no axes of size 1.
 
     The summed axis is cut into groups of `block.states` elements. The programs of the spec are
     evaluated on tiles [states, steps, chunks, lanes], with size 1 for axes that a value lacks.
@@ -275,8 +275,8 @@ class OnePassKernel:
         names = ("a0", "b0", "a1", "b1")
         a, b = source.evaluate(combine, *(Value(n, self.dtype, False) for n in names))
         head = ["@triton.jit", f"def {name}({', '.join(names)}):"]
-        body = [*source.before, *source.inside, f"return {a}, {b}", ""]
-        return [*head, *(f"    {line}" for line in body)]
+        body = [*source.before, *source.inside, f"return {a}, {b}"]
+        return [*head, *(f"    {line}" for line in body), ""]
 
     @property
     def groups(self) -> int:
