@@ -156,6 +156,7 @@ GPU_SOURCES = {
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
     "scans.kernel_instructions": "estimate",
+    "scans.one_pass_instructions": "estimate",
     "scans.step_latency_s": "estimate",
 }
 H200_SOURCES = {"flops_per_s.bfloat16": "measured", "bytes_per_s": "measured"}

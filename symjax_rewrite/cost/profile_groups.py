@@ -248,6 +248,11 @@ class ScanFacts:
         "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
         ON_GPU, 3.5,
     )  # fmt: skip
+    one_pass_instructions: float = quantity(
+        "1", "as `kernel_instructions`, of the kernel by jax-triton: 1.55 times as many in SASS; "
+        "`auto` takes that kernel where this is measured",
+        ON_GPU, 5.5,
+    )  # fmt: skip
     step_latency_s: float = quantity(
         "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", ON_GPU, 5e-8
     )

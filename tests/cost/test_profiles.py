@@ -131,6 +131,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
     ),
     "pallas_kernels.scan.matrix_scan": {"CHUNK": SHAPE, "TAME": NUMERICS},
+    "pallas_kernels.scan.one_pass": dict.fromkeys(
+        ("MOST_STATES", "MOST_LANES", "MOST_WARPS", "RESIDENT"), SHAPE
+    ),
+    "pallas_kernels.triton_source": {"POINT": SHAPE},
     "pallas_kernels.scan.triton": {"MOST_SUMMED": SHAPE, "TILE": SHAPE},
     "pallas_kernels.triton_memory": {"ALIGNMENT": EXACT, "SWIZZLED": EXACT},
 }
