@@ -120,14 +120,20 @@ class Device:
 
         Args:
             dtype: of the operands; of two dtypes, the dtype both are promoted to.
-            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32.
+            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32,
+                and an algorithm such as "BF16_BF16_F32_X3" names a dtype and a number of products.
         """
+        if algorithm := _ALGORITHM.search(str(precision)):
+            dtype, products = algorithm.groups()
+            return self.peak(_MULTIPLIED[dtype]) / int(products or 1)
         usual = precision is None or str(precision).lower() == "default"
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
 
 
+_ALGORITHM = re.compile(r"\b(BF16|F16|TF32)_\w+?_\w+?(?:_X(\d))?$")
+_MULTIPLIED = {"BF16": "bfloat16", "F16": "float16", "TF32": "float32"}
 # Shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 # specifications). The least value among the GPUs that Pallas-Triton compiles for is the default.
 SHARED_BYTES = {

@@ -162,6 +162,10 @@ def test_an_unknown_gpu_is_scaled_from_one_of_its_generation():
 def test_products_are_priced_by_their_operands():
     h200 = DEVICES["h200"]
     assert h200.peak("bfloat16") > 1.5 * h200.peak("float32") > 5 * h200.peak("float32", "highest")
+    for algorithm in ("BF16_BF16_F32", jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
+        assert h200.peak("float32", algorithm) == h200.peak("bfloat16")
+    assert h200.peak("float32", "TF32_TF32_F32_X3") == h200.peak("float32") / 3
+    assert h200.peak("float32", "F32_F32_F32") == h200.peak("float32", "highest")
     assert DEVICES["t4"].peak("float32") == DEVICES["t4"].peak("float32", "highest")
 
 
