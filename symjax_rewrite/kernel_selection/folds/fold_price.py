@@ -302,9 +302,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 
-def _kernel_seconds(
-    route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device: Device
-) -> float:
+def _kernel_seconds(route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device: Device) -> float:
     """Return seconds of a fold as a GPU kernel, its columns split if that is predicted faster.
 
     The kernel ends with the longest of its programs, or once the multiprocessors have computed all
