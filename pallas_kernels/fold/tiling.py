@@ -216,9 +216,9 @@ TRITON_SLICED = (  # weights too wide for one program: (rows at most, block size
     (2**31, TritonBlocks(128, 64, warps=8, stages=3, features=128)),
 )
 MOST_SPLITS = 32  # programs that share the columns of one row block
-# Columns' steps in whose time a split's state is written and read again, and a kernel launched: of
-# 128 rows and columns one step each at the rates of an H200, and two of an A100's shorter steps.
-COMBINED_STEPS = 3
+# Columns that a program takes in the time in which a split's state is written and read again, and
+# a kernel launched: by the profiles 270 on an H200, 250 on an A100 and 500 on an L4.
+COMBINED_COLUMNS = 512
 WIDE = 256  # the most features contracted, or summed, in one step
 
 
@@ -240,18 +240,18 @@ def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> T
     if blocks.features or not batch * spec.rows * spec.cols:
         return blocks
     at_once = multiprocessors * (2 if spec.rows <= blocks.rows else 1)
-    steps = [-(-n // blocks.cols) for n in columns_visited(spec, blocks.rows, blocks.cols)]
-    total, shortest, longest = batch * sum(steps), max(min(steps), 1), max(steps)
-    whole = -(-spec.cols // blocks.cols)
+    visited = columns_visited(spec, blocks.rows, blocks.cols)
+    total, shortest, longest = batch * sum(visited), max(min(visited), 1), max(visited)
+    steps = -(-spec.cols // blocks.cols)
 
     def last_end(splits: int) -> float:
-        part = -(-whole // splits)
-        turns = total * splits * part / whole / at_once
+        part = -(-steps // splits) * blocks.cols
+        turns = total * splits * part / (steps * blocks.cols * at_once)
         least, most = min(shortest, part), min(longest, part)
-        combined = COMBINED_STEPS * max(batch * len(steps) * splits / at_once, 1)
+        combined = COMBINED_COLUMNS * max(batch * len(visited) * splits / at_once, 1)
         return max(most, math.ceil(turns / least) * least) + (combined if splits > 1 else 0)
 
-    return replace(blocks, splits=min(range(1, min(whole, MOST_SPLITS) + 1), key=last_end))
+    return replace(blocks, splits=min(range(1, min(steps, MOST_SPLITS) + 1), key=last_end))
 
 
 def columns_visited(spec: FoldSpec, rows: int, cols: int) -> list[int]:

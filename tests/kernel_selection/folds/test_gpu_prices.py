@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -11,14 +12,20 @@ from symjax_rewrite.kernel_selection.folds.fold_price import seconds_folded
 from symjax_rewrite.pallas_kernels.backend import planning_for
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.tiling import (
-    COMBINED_STEPS,
+    COMBINED_COLUMNS,
+    MOST_SPLITS,
     TritonBlocks,
     with_splits,
 )
 
 
 def attention(batch, heads, length, width=128, causal=False, rows=None):
-    sizes = {"batch": batch, "heads": heads, "queries": rows or length, "keys": length}
+    sizes: dict[str, Any] = {
+        "batch": batch,
+        "heads": heads,
+        "queries": rows or length,
+        "keys": length,
+    }
     return forward(Attention(**sizes, width=width, causal=causal, dtype="bfloat16"))
 
 
@@ -59,14 +66,14 @@ def test_splits_leave_few_multiprocessors_idle(rows, at_once):
         spec = attention(1, heads, length, rows=rows)
         splits = with_splits(spec, blocks, 132).splits
         programs, steps = heads * -(-rows // blocks.rows), length // 64
-        end = math.ceil(programs * splits / at_once) * -(-steps // splits)
-        combined = COMBINED_STEPS * math.ceil(programs * splits / at_once) * (splits > 1)
-        assert end + combined <= max(1.35 * programs * steps / at_once, steps / 32) + 8
+        turns, even = math.ceil(programs * splits / at_once), programs * length / at_once
+        end = turns * (64 * -(-steps // splits) + COMBINED_COLUMNS * (splits > 1))
+        assert end <= max(1.35 * even, length / MOST_SPLITS) + 2 * COMBINED_COLUMNS
 
 
 def test_narrow_windows_are_not_split():
     """Their programs skip most columns, so that splits of all columns have nothing to do."""
-    sizes = {"batch": 1, "heads": 1, "queries": 4096, "keys": 4096, "width": 64}
+    sizes: dict[str, Any] = {"batch": 1, "heads": 1, "queries": 4096, "keys": 4096, "width": 64}
     assert with_splits(forward(Attention(**sizes)), TritonBlocks(), 132).splits > 1
     narrow = forward(Attention(**sizes, causal=True, window=(128, 0)))
     assert with_splits(narrow, TritonBlocks(), 132).splits == 1
