@@ -23,6 +23,8 @@ from symjax_rewrite.cost.profile_groups import (
     NO_SCRIPT,
     BandedBlocks,
     ChunkedMatrices,
+    ColumnReductionFacts,
+    ColumnScanFacts,
     FoldFacts,
     LoopFacts,
     Margins,
@@ -58,6 +60,7 @@ class Device:
     launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
     folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
+    call_s: float = quantity("s", "fixed cost of a call, beside its kernels", NO_SCRIPT, 0.0)
     runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
     half_steps: float = quantity(
         "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
@@ -75,6 +78,8 @@ class Device:
     scans: ScanFacts = group("recurrences", ScanFacts())
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
+    columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
+    column_scans: ColumnScanFacts | None = group("cumulative operations; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -216,6 +221,7 @@ CPU = Device(
     elementwise_per_s=4e9,
     bytes_per_s=2e10,
     launch_s=1.5e-6,
+    call_s=3e-5,
     folds=FoldFacts(
         fused_steps_per_s=16e9,
         streams=True,
@@ -227,6 +233,7 @@ CPU = Device(
         block_s=5e-6,
         feature_sum=60,
         features_at_once=8,
+        argmax_passes=16,
         least_pairs=1 << 16,
         lanes=16,
     ),
@@ -252,6 +259,8 @@ CPU = Device(
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
+    columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11) else None,
+    column_scans=ColumnScanFacts(),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

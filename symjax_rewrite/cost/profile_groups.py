@@ -144,9 +144,17 @@ class FoldFacts:
         "elementwise steps", ON_GPU, 1.0,
     )  # fmt: skip
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
+    argmax_passes: float = quantity(
+        "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf
+    )
+    argmax_least: int = quantity("elements", "shorter rows XLA unrolls", ORIENTATION, 32)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
-    top_k_place: float = quantity("steps/place", "a top-k by XLA", FOLDS, 3000)
-    sort: float = quantity("steps/element", "a sort by XLA", FOLDS, 2900)
+    top_k_place: float = quantity(
+        "steps/place", "a top-k by XLA, for every doubling of its row", FOLDS, 320
+    )
+    sort: float = quantity(
+        "steps/element", "a sort by XLA, for every doubling of its row and three", FOLDS, 190
+    )
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
@@ -158,11 +166,21 @@ class FoldFacts:
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
     fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
 
-    def plain_steps(self, kind: str) -> float:
-        """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
-        if kind in ("argmax", "argmin"):
-            return self.argmax
-        return {"top_k": self.top_k, "sorted": self.sort, "keyed": self.keyed}.get(kind, 0.0)
+    def plain_steps(self, kind: str, rows: float, length: float, places: float = 0) -> float:
+        """Return steps of XLA's own reduction of rows of a length; 0 for a sum or a maximum.
+
+        places: how many elements of a row a top-k returns.
+        """
+        doublings = math.log2(max(length, 2))
+        place = self.argmax if length >= self.argmax_least else 0.0
+        each = {
+            "argmax": place,
+            "argmin": place,
+            "top_k": self.top_k,
+            "sorted": self.sort * (doublings + 3),
+            "keyed": self.keyed,
+        }
+        return rows * (length * each.get(kind, 0.0) + places * self.top_k_place * doublings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +287,28 @@ class ProductLayouts:
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnReductionFacts:
+    """Reductions in float32 and float64 down the columns of a matrix stored by rows."""
+
+    row_bytes: float = quantity(
+        "bytes", "a row of partial results that is longer leaves the stack", ORIENTATION, 1 << 16
+    )
+    matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
+    sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
+    extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnScanFacts:
+    """Cumulative operations down an array: as a tree over the axis, and row by row."""
+
+    tree_s: float = quantity("s/element", "as a tree", ORIENTATION, 4e-9)
+    element_s: float = quantity("s/element", "row by row", ORIENTATION, 1.2e-9)
+    step_s: float = quantity("s", "a row, beside its elements", ORIENTATION, 2e-8)
+    most_steps: int = quantity("steps", "sums in order of more lose digits", JUDGED, 1 << 13)
 
 
 @dataclass(frozen=True, slots=True)
