@@ -125,14 +125,20 @@ class Device:
 
         Args:
             dtype: of the operands; of two dtypes, the dtype both are promoted to.
-            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32.
+            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32,
+                and an algorithm such as "BF16_BF16_F32_X3" names a dtype and a number of products.
         """
+        if algorithm := _ALGORITHM.search(str(precision)):
+            dtype, products = algorithm.groups()
+            return self.peak(_MULTIPLIED[dtype]) / int(products or 1)
         usual = precision is None or str(precision).lower() == "default"
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
 
 
+_ALGORITHM = re.compile(r"\b(BF16|F16|TF32)_\w+?_\w+?(?:_X(\d))?$")
+_MULTIPLIED = {"BF16": "bfloat16", "F16": "float16", "TF32": "float32"}
 # Shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 # specifications). The least value among the GPUs that Pallas-Triton compiles for is the default.
 SHARED_BYTES = {
@@ -144,15 +150,18 @@ OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
 # Reached on an H200: 790 of 989 TFLOP/s by a bfloat16 product, 4.3 of 4.8 TB/s by a copy. Other
 # GPUs are assumed to reach the same shares.
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
-# Of what a library's product reaches: attention by Pallas-Triton on an H100, 344 TFLOP/s published.
-FOLD_SHARE = 344 / 790
+# Of the rate of a library's products, by the products of attention in Triton beside its elementwise
+# work: from 344 TFLOP/s published of an H100 (causal, d = 128, T = 4096), whose matmuls a kernel
+# must start ahead; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
+# fast as Triton), whose matmuls need no such care.
+FOLD_SHARE, OLDER_FOLD_SHARE = 0.545, 0.89
 # A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
 # `python -m symjax_rewrite calibrate` measures it.
 GPU_SOURCES = {
     "flops_per_s": f"{DATASHEET}, times the share that products reached on an H200",
     "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
     "launch_s": "estimate",
-    "folds.kernel_share": "published, of an H100",
+    "folds.kernel_share": "published, of an H100 and an A100",
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
     "scans.kernel_instructions": "estimate",
@@ -187,7 +196,7 @@ def _gpu(
         launch_s=3e-6,
         folds=FoldFacts(
             fused_steps_per_s=steps,
-            kernel_share=FOLD_SHARE,
+            kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
             block_s=15e-6,
             least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
         ),

@@ -140,8 +140,9 @@ class FoldFacts:
         "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0
     )
     kernel_share: float = quantity(
-        "1", "of the rate of a library's products that a fold's kernel reaches", ON_GPU, 1.0
-    )
+        "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
+        "elementwise steps", ON_GPU, 1.0,
+    )  # fmt: skip
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     argmax_passes: float = quantity(
         "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf

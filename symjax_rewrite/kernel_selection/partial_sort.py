@@ -31,9 +31,8 @@ from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import read_over
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
 from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
@@ -142,7 +141,7 @@ class SelectionRoute:
                 operands.append(jnp.asarray(v.val))
                 continue
             sizes: tuple[Any, ...] = self.t.sizes[v]
-            data = read_over(emitter, self.t.view(v), range(len(sizes)), sizes)
+            data = read_over(emitter, self.t.view(v), tuple(range(len(sizes))), sizes)
             operands.append(lax.reshape(data, self.t.program.avals[v].shape))
         if self.outputs:
             return self._selected(operands[0])
