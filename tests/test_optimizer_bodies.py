@@ -29,7 +29,7 @@ def specs(*shapes):
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
 
-def recurrence(a, b, h, length=4):
+def recurrence(a, b, h, *, length=4):
     """A loop whose invariant product `a·b` may leave, or be applied to `h` factor by factor."""
     return lax.scan(lambda h, _: (jnp.tanh((a @ b) @ h), None), h, None, length)[0]
 
