@@ -43,6 +43,7 @@ from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
 from symjax_rewrite.loops.unrolled_detection import may_repeat
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.rewriting.rule import (
     BATCHING,
     FUSION,
@@ -192,7 +193,7 @@ class LoopSearch:
         device, eqn = self.device, prefix.equations[-1].eqn
         reason = refusal(self.around, prefix)
         if not self.reorders:
-            reason = "as a loop it would round in another order"
+            reason = Obstacle.ROUNDING("as a loop it would round in another order")
         if reason is not None:
             yield refused(reason, eqn)
             return
@@ -236,7 +237,7 @@ class LoopSearch:
             return _routed(loop.eqn, loop, kernel, reason, None, *joined)
         motion = find_motion(loop, self.device, True, self.passes)
         if not (motion.before or motion.after):
-            return refused(f"{reason}; they stay as written", loop.eqn)
+            return refused(obstacle_of(why)(f"{reason}; they stay as written"), loop.eqn)
         loop.unroll = loop.length
         return candidate(loop_part(loop, motion), *joined, names=_names(motion))
 

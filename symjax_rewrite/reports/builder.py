@@ -42,7 +42,7 @@ def make_report(
     second = first if after is before else _side(makers[1], after, result, device)
     if first.seconds is not None and second is not first:
         first.seconds = _as_decided(first.seconds + result.repeated_s, second.seconds, result)
-    details = Details(result, optimiser, (before, after))
+    details = Details(result, optimiser, (before, after), device)
     return Report(
         before=first,
         after=second,

@@ -22,9 +22,11 @@ from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
 from symjax_rewrite.rewriting.laws import Sides
+from symjax_rewrite.text_tables import aligned
 
 ASSOCIATIVITY = "associativity"
 DISTRIBUTIVITY = "distributivity"
@@ -123,7 +125,9 @@ class RuleContext:
 
 def too_large(dtype: str) -> str:
     """Return the reason for a refusal by `RuleContext.may_overflow`."""
-    return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
+    return Obstacle.RANGE(
+        f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
+    )
 
 
 Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
@@ -346,8 +350,7 @@ class RulePack:
     def __repr__(self) -> str:
         lines = [f"RulePack {self.name!r}: {len(self.rules)} rules"]
         rows = [_row(each) for each in (*self.rules, *self.added)]
-        widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
-        lines += [f"  {n:{widths[0]}}  {p:{widths[1]}}  {law}".rstrip() for n, p, law in rows]
+        lines += [f"  {line}" for line in aligned(rows)]
         if self.without:
             lines.append(f"  without {', '.join(self.without)}")
         return "\n".join(lines)

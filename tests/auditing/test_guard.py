@@ -10,7 +10,7 @@ from jax import export
 
 from symjax_rewrite import errors, guard, jax_internals, sym_optimize
 from symjax_rewrite.auditing.intermediates import largest_intermediate
-from symjax_rewrite.auditing.quantities import bytes_text, parse_bytes, seconds_text
+from symjax_rewrite.reports.units import duration, parse_bytes, size
 from symjax_rewrite.testing import assert_no_cliff
 
 
@@ -112,7 +112,7 @@ def test_intermediates_in_loops_count() -> None:
     def loop(x: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c + jnp.outer(x, x).sum(), None), 0.0, length=3)[0]
 
-    with pytest.raises(errors.CliffError, match=r"4 MB: float32\[1000,1000\]"):
+    with pytest.raises(errors.CliffError, match=r"4.00 MB: float32\[1000,1000\]"):
         guard(loop, spec(1000), device="cpu", max_regret=None, max_intermediate="1 MB")
 
 
@@ -172,5 +172,6 @@ def test_sizes_are_read(text: Any, count: float) -> None:
 
 
 def test_quantities_have_units_that_suit_them() -> None:
-    assert [seconds_text(s) for s in (0.0, 3e-9, 2.5e-4, 90.0)] == ["0 s", "3 ns", "250 us", "90 s"]
-    assert [bytes_text(b) for b in (0, 999, 1e3, 5e12)] == ["0 B", "999 B", "1 kB", "5 TB"]
+    seconds = ["0 s", "3.00 ns", "250 µs", "90.0 s"]
+    assert [duration(s) for s in (0.0, 3e-9, 2.5e-4, 90.0)] == seconds
+    assert [size(b) for b in (0, 999, 1e3, 5e12)] == ["0 B", "999 B", "1.00 kB", "5.00 TB"]
