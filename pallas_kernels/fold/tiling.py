@@ -246,6 +246,12 @@ def programs_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
     return blocks.splits * math.prod(spec.batch_shape) * -(-spec.rows // blocks.rows)
 
 
+def slices_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
+    """Return the programs that share the features of the weights."""
+    widest = max((spec.width(k) for k in weights_of(spec)), default=0)
+    return -(-widest // blocks.features) if blocks.features else 1
+
+
 def _triton_cut(spec: FoldSpec, gpu: Gpu) -> TritonBlocks:
     if any(spec.width(k) > WIDE for k in weights_of(spec)):
         return next(b for limit, b in TRITON_SLICED if spec.rows <= limit)
