@@ -169,6 +169,11 @@ def algebra() -> dict[str, Program]:
         "read twice": (lambda x, y: (x.T @ y, x.T + 1), (array(4000, 300), array(4000))),
         "product of a sum": (lambda x, z, y: (x + z).T @ y, (a, a + 1, array(3000))),
         "small": (lambda x, y: x.T @ y, (array(100, 30), array(100))),
+        "mean of 64 rows": (lambda x: jnp.mean(x, 0), (array(64, 65_536),)),
+        "maximum of 64 rows": (lambda x: jnp.max(x, 0), (array(64, 65_536),)),
+        "softmax over 16 rows": (lambda x: jax.nn.softmax(x, 0), (array(16, 256, 256),)),
+        "variance of 32 matrices": (lambda x: jnp.var(x, 0), (array(32, 512, 128),)),
+        "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
 
 

@@ -23,6 +23,7 @@ from symjax_rewrite.cost.profile_groups import (
     NO_SCRIPT,
     BandedBlocks,
     ChunkedMatrices,
+    ColumnReductionFacts,
     FoldFacts,
     LoopFacts,
     Margins,
@@ -75,6 +76,7 @@ class Device:
     scans: ScanFacts = group("recurrences", ScanFacts())
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
+    columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -243,6 +245,7 @@ CPU = Device(
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
+    columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11) else None,
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

@@ -144,8 +144,12 @@ class FoldFacts:
     )
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
-    top_k_place: float = quantity("steps/place", "a top-k by XLA", FOLDS, 3000)
-    sort: float = quantity("steps/element", "a sort by XLA", FOLDS, 2900)
+    top_k_place: float = quantity(
+        "steps/place", "a top-k by XLA, for every doubling of its row", FOLDS, 320
+    )
+    sort: float = quantity(
+        "steps/element", "a sort by XLA, for every doubling of its row and three", FOLDS, 190
+    )
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
@@ -157,11 +161,20 @@ class FoldFacts:
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
     fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
 
-    def plain_steps(self, kind: str) -> float:
-        """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
-        if kind in ("argmax", "argmin"):
-            return self.argmax
-        return {"top_k": self.top_k, "sorted": self.sort, "keyed": self.keyed}.get(kind, 0.0)
+    def plain_steps(self, kind: str, rows: float, length: float, places: float = 0) -> float:
+        """Return steps of XLA's own reduction of rows of a length; 0 for a sum or a maximum.
+
+        places: how many elements of a row a top-k returns.
+        """
+        doublings = math.log2(max(length, 2))
+        each = {
+            "argmax": self.argmax,
+            "argmin": self.argmax,
+            "top_k": self.top_k,
+            "sorted": self.sort * (doublings + 3),
+            "keyed": self.keyed,
+        }
+        return rows * (length * each.get(kind, 0.0) + places * self.top_k_place * doublings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +281,18 @@ class ProductLayouts:
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnReductionFacts:
+    """Reductions in float32 and float64 down the columns of a matrix stored by rows."""
+
+    row_bytes: float = quantity(
+        "bytes", "a row of partial results that is longer leaves the stack", ORIENTATION, 1 << 16
+    )
+    matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
+    sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
+    extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
 
 
 @dataclass(frozen=True, slots=True)

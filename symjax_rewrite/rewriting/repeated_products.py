@@ -16,6 +16,7 @@ from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
+from symjax_rewrite.cost.product_layouts import copy_seconds
 from symjax_rewrite.cost.term_cost import Cost, is_dot, itemsize
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.flat_program import Program
@@ -33,17 +34,19 @@ class RepeatedProducts:
         allowed = context.allowed is None or REPEATED in context.allowed
         if not (context.has(REPEATED) and allowed and context.reorders()):
             return
-        terms = context.terms(program)
-        found = _repeated(terms)
-        for cls, saved in found:
-            if margins.gains_share(saved, terms.seconds, "program", context.device):
+        terms, device = context.terms(program), context.device
+        for cls, before, after in _repeated(terms):
+            if margins.pays(before, after, "dominating", device):
                 yield Candidate(
                     REPEATED,
-                    (TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),),
+                    (TermPart(terms.t, own=frozenset({cls}), across=device.slow_across),),
                     terms.t.where(cls),
                     rules=((REPEATED, REDUNDANCY),),
+                    before=Cost(seconds=before),
+                    after=Cost(seconds=after),
                     key=REPEATED,
-                    repeated_s=saved,
+                    share=True,
+                    repeated_s=before - after,
                 )
 
 
@@ -77,31 +80,22 @@ class CommonProducts:
                 )
 
 
-def _repeated(terms: Terms) -> list[tuple[int, float]]:
-    """Return classes of products that their equations repeat, with the seconds that this costs."""
-    found = []
+def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
+    """Yield classes of products that equations repeat, with seconds as written and done once."""
     t, model = terms.t, terms.model
     for cls in terms.need.order:
         node = t.graph.classes[cls].first
         if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
             continue
         number, k = t.made_by[cls]
-        eqn = t.program.equations[number].eqn
-        written = t.sizes[t.program.equations[number].outvals[k]]
-        c = t.graph.classes[cls]
-        is_product = is_dot(node) or node.op == CONV
-        if len(written) == len(c.sizes) or not (is_product or eqn.primitive.name == "dot_general"):
+        e = t.program.equations[number]
+        written, c = t.sizes[e.outvals[k]], t.graph.classes[cls]
+        # The term of a product with a broadcast number is a sum.
+        is_product = is_dot(node) or node.op == CONV or e.name == "dot_general"
+        if len(written) == len(c.sizes) or not is_product:
             continue
         own, all_of_it = (math.prod(map(model.at, sizes)) for sizes in (c.sizes, written))
-        if not own or own == all_of_it:
-            continue
-        once = model.node_seconds(t.graph, cls, node)
-        copy = all_of_it * itemsize(c.dtype) / model.device.bytes_per_s
-        if is_product:
-            repeated = (once - model.device.launch_s) * (all_of_it / own - 1)
-        else:  # the equation is a product with a broadcast operand; its term is a sum
-            repeated = equation_seconds(eqn, model.device) - once
-        saved = repeated - copy - model.device.launch_s
-        if saved > 0:
-            found.append((cls, saved))
-    return found
+        if own and own != all_of_it:
+            once = model.node_seconds(t.graph, cls, node)
+            copy = copy_seconds(all_of_it * itemsize(c.dtype), model.device)
+            yield cls, equation_seconds(e.eqn, model.device), once + copy

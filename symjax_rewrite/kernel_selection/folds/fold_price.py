@@ -118,16 +118,6 @@ def with_temporaries(device: Device, fresh: float) -> Device:
     return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
 
 
-def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
-    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
-
-    places: of a top-k: k times the number of rows.
-    """
-    folds = device.folds
-    steps = (folds.sort if name == "sort" else folds.top_k) * count
-    return (steps + folds.top_k_place * places) / device.elementwise_per_s
-
-
 def cost_folded(route: FoldRoute, device: Device) -> Cost:
     """Return the cost of a fold, which stores no more than one block of its tile.
 
@@ -145,7 +135,7 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
 
 def _visited_flops(spec: FoldSpec, cuts: list[TritonBlocks]) -> float:
     """Return the FLOPs of the kernels with these block sizes, or of loops; NaN if data decide."""
-    parts: Any = zip((part for _, part in one_way(spec)), cuts, strict=True) if cuts else ()
+    parts = zip((part for _, part in one_way(spec)), cuts, strict=True) if cuts else ()
     found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c in parts]
     if not cuts:
         blocks = xla_blocks(spec)
@@ -217,8 +207,10 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
-    steps = float(sum(folds.plain_steps(m.exit.kind) * _reduced(m) for m in once.values()))
-    steps += sum(folds.top_k_place * m.exit.places * _rows(m) for m in once.values())
+    steps = 0.0
+    for m in once.values():
+        rows = _rows(m)
+        steps += folds.plain_steps(m.exit.kind, rows, _reduced(m) / rows, m.exit.places)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
