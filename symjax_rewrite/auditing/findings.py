@@ -27,6 +27,7 @@ from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
     DISTRIBUTIVITY,
     LOCALITY,
+    PASSES,
     REDUNDANCY,
     SEPARABILITY,
     SPARSITY,
@@ -157,6 +158,7 @@ def _taken(decision: Decision) -> Iterator[_Use]:
         known = tuple(p for n, p in used for p in _serves(n, p, pack)) if used else ()
         properties = tuple(dict.fromkeys((*_kernel_properties(c.name, pack), *known)))
         laws = [law_of(r) for r in pack.rules if r.name in names]
+        laws += [PASSES[n] for n in names if n in PASSES]
         reason = c.reason if route else ", ".join(filter(None, laws))
         name = c.name if route and c.name not in NO_PART else ", ".join(names)
         yield _Use(name, c.where, properties, _lines(c), True, reason, c.ratio, saved)

@@ -11,6 +11,7 @@ from symjax_rewrite.errors import CliffError, UsageError
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.report import Report
+from symjax_rewrite.rewriting.rule import PASSES
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import ratio_of
 
@@ -151,7 +152,7 @@ def _too_large(t: TracedFunction, found: Intermediate, most: float, best: Report
 
 def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
     """Return the rules and kernels of a report as text, with lines, the largest gain first."""
-    laws = {r.name: law_of(r) for r in best.optimiser.rules.rules}
+    laws = {**PASSES, **{r.name: law_of(r) for r in best.optimiser.rules.rules}}
     gains: dict[str, float] = {}
     for c in best.proposed:
         gains[c.where] = max(gains.get(c.where, 0.0), c.saved_s)
@@ -162,5 +163,5 @@ def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
         out.append((f"{use.name} ({use.property})" + (f": {law}" if law else ""), where))
     named = {use.name for use in report.rules}
     taken = [r for r in report.routes if r.taken and r.name not in named]
-    out += [(f"{r.name}: {r.reason}", r.where) for r in taken]
+    out += [(f"{r.name}: {units.scaled_numbers(r.reason)}", r.where) for r in taken]
     return sorted(out, key=lambda form: -gains.get(form[1], 0.0))

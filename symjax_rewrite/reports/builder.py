@@ -89,7 +89,9 @@ def _emitter(result: Result) -> Callable[[], ClosedJaxpr]:
 def _as_decided(before_s: float, after_s: float | None, result: Result) -> float:
     """Return the seconds as written, at least those by which folds were decided.
 
-    Terms do not count all that folds are compared with: a sort, or a sum over features of pairs.
+    Folds are compared with what terms do not count: the time to begin a sum over the features of
+    each pair, lookups, fresh memory for all pairwise values at once, and reductions that are
+    always written.
     """
     if after_s is None:
         return before_s

@@ -45,11 +45,19 @@ FUSION = "loop_fusion"
 PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
-# Passes besides rules. Every pack includes them unless it excludes them by name.
-PASSES = (
-    COMMON, REPEATED, ORIENTATION, COLUMNS, INVARIANT, BATCHING, FUSION, PARTS, PACKING,
-    RECOMPUTATION,
-)  # fmt: skip
+# Passes besides rules, with what they do. Every pack includes them unless it excludes them by name.
+PASSES = {
+    COMMON: "a product that is written twice is computed once",
+    REPEATED: "a product is computed once for all copies of an operand",
+    ORIENTATION: "a product reads its operands along their rows",
+    COLUMNS: "a reduction down long rows reads row by row",
+    INVARIANT: "what is the same in every step is computed once, before the loop",
+    BATCHING: "products of all steps are one product, before or after the loop",
+    FUSION: "the loop and operations around it are one loop",
+    PARTS: "products of parts of the state are one product",
+    PACKING: "products with one operand are one product",
+    RECOMPUTATION: "the derivative computes states again instead of storing them",
+}
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 

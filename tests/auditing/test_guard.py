@@ -47,7 +47,7 @@ def test_cliff_names_line_form_ratio_and_remedy(wrap: Any) -> None:
     error = found.value
     assert "test_guard.py" in str(error.where) and "(lora)" in str(error.where)
     assert f"an equal form of lora is predicted {gain():.2f} times faster on cpu" in str(error)
-    assert "by lora (distributivity): x @ (W + A @ B) = x @ W + x @ A @ B" in str(error.got)
+    assert "by lora (distributivity): x @ (W + A @ B) = x @ W + (x @ A) @ B" in str(error.got)
     assert "@sym_optimize" in str(error.remedy)
 
 
@@ -55,6 +55,14 @@ def test_what_is_emitted_counts() -> None:
     assert guard(sym_optimize(lora), *LORA, device="cpu").regret == 1.0
     with pytest.raises(errors.CliffError, match="leave out rules= and kernels="):
         guard(sym_optimize(lora, rules=()), *LORA, device="cpu")
+
+
+def test_form_of_a_loop_says_what_is_done() -> None:
+    def recurrent(w: Any, u: Any, xs: Any) -> Any:
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ (w @ u) + x), None), xs[0], xs)[0]
+
+    with pytest.raises(errors.CliffError, match="is computed once, before the loop"):
+        guard(recurrent, spec(128, 128), spec(128, 128), spec(64, 128), device="cpu")
 
 
 def test_regret_within_the_limit_is_returned() -> None:
