@@ -140,7 +140,7 @@ def _lines(a: Audit) -> Iterator[str]:
         for f in mine:
             yield f"  {f.what}"
             yield f"    at {short_place(f.where)}"
-            yield f"    {'; '.join(filter(None, (f.use, f.gain)))}"
+            yield f"    {'; '.join(filter(None, (f.use(), f.gain())))}"
     if a.parts:
         yield f"limits by line (the program as written: {a.bottleneck})"
     rows = [

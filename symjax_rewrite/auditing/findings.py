@@ -84,14 +84,12 @@ class Finding:
     reason: str = ""
     is_bound: bool = False
 
-    @property
     def use(self) -> str:
         """Return what uses the property and why, or what stands in the way."""
         name = f"{'used by' if self.taken else 'not taken:'} {self.used_by}" if self.used_by else ""
         reason = "" if self.reason == self.what else units.scaled_numbers(self.reason)
         return "; ".join(filter(None, (name, reason)))
 
-    @property
     def gain(self) -> str:
         """Return what the property saves or could save; empty if there is no price."""
         saved = "" if self.saved_s is None else units.duration(self.saved_s)

@@ -50,7 +50,6 @@ def make_report(
         routes=result.routes,
         stop=result.stop,
         time_s=result.time_s,
-        plan=result.plan_record(),
         function=details.title(),
         device=optimiser.device.name,
         changes=result.changes,

@@ -139,8 +139,9 @@ def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
         return 2 * _size(eqn.outvars[0]) * product(map(from_jax, summed_sizes(eqn)))
     if jax_internals.is_replacement(eqn):
         cost = replacement_cost(eqn, device)  # staging a kernel takes a hundred times longer
-        unknown = cost is None or math.isnan(cost.flops)
-        return flops(_staged(eqn), device) if unknown else int(cost.flops)  # pyright: ignore[reportArgumentType]
+        if cost is None or math.isnan(cost.flops):
+            return flops(_staged(eqn), device)
+        return int(cost.flops)
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
         return None if estimate is None else estimate.flops

@@ -122,7 +122,9 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
     small = little(products)
     if len(places) - len(small | single) > device.search.many_regions:  # more would take too long
         small = little(terms.seconds)
-    reasons = dict.fromkeys(single, Obstacle.SHARE("one product and little beside it"))
+    reasons: dict[Key, str] = dict.fromkeys(
+        single, Obstacle.SHARE("one product and little beside it")
+    )
     return reasons | dict.fromkeys(small, Obstacle.SHARE("less than 1 % of the program's time"))
 
 
