@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNKNOWN
     try:
         return _command(COMMANDS[given[0]][0])(given[1:])
-    except SystemExit:  # argparse has printed the help
-        return OK
+    except SystemExit as error:  # of argparse, which has printed the help, or of the user's module
+        return error.code if isinstance(error.code, int) else UNKNOWN
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return UNKNOWN
