@@ -207,7 +207,8 @@ class LoopSearch:
             seconds = tree_s, loop_s
             if not margins.pays(*seconds, "tree", device):
                 what = f"a loop of {prefix.length} steps"
-                yield refused(f"the tree is predicted to be no slower than {what}", eqn, seconds)
+                reason = Obstacle.COST(f"the tree is predicted to be no slower than {what}")
+                yield refused(reason, eqn, seconds)
                 return
         kernel, why = self._kernel(loop)
         if kernel is not None:
@@ -215,7 +216,7 @@ class LoopSearch:
         elif seconds is None:
             if why:
                 yield refused(why, eqn)
-            yield refused("a tree is predicted to be faster than a loop here", eqn)
+            yield refused(Obstacle.CONFLICT("a tree is predicted to be faster here"), eqn)
         else:
             tree = f"a tree of {prefix.length} steps runs as a loop"
             reason = f"{tree}: predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"

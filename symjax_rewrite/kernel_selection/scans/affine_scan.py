@@ -250,7 +250,7 @@ def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[Loop
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
-        return None, "what its steps keep is small"
+        return None, Obstacle.COST("what its steps keep is small")
     return builder.kernel(spec, "xla", differentiable_scan).route(), "states made again"
 
 
