@@ -173,6 +173,12 @@ def algebra() -> dict[str, Program]:
         "maximum of 64 rows": (lambda x: jnp.max(x, 0), (array(64, 65_536),)),
         "softmax over 16 rows": (lambda x: jax.nn.softmax(x, 0), (array(16, 256, 256),)),
         "variance of 32 matrices": (lambda x: jnp.var(x, 0), (array(32, 512, 128),)),
+        "argmax of 50000": (lambda x: jnp.argmax(x, -1), (array(64, 50_000),)),
+        "accuracy": (
+            lambda x, y: jnp.mean(jnp.argmax(x, -1) == y),
+            (array(8192, 1000), jnp.arange(8192) % 1000),
+        ),
+        "argmax of 10": (lambda x: jnp.argmax(x, -1), (array(65_536, 10),)),
         "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
 

@@ -220,6 +220,7 @@ CPU = Device(
         block_s=5e-6,
         feature_sum=60,
         features_at_once=8,
+        argmax_passes=16,
         least_pairs=1 << 16,
         lanes=16,
     ),

@@ -143,6 +143,10 @@ class FoldFacts:
         "1", "of the rate of a library's products that a fold's kernel reaches", ON_GPU, 1.0
     )
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
+    argmax_passes: float = quantity(
+        "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf
+    )
+    argmax_least: int = quantity("elements", "shorter rows XLA unrolls", ORIENTATION, 32)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
     top_k_place: float = quantity(
         "steps/place", "a top-k by XLA, for every doubling of its row", FOLDS, 320
@@ -167,9 +171,10 @@ class FoldFacts:
         places: how many elements of a row a top-k returns.
         """
         doublings = math.log2(max(length, 2))
+        place = self.argmax if length >= self.argmax_least else 0.0
         each = {
-            "argmax": self.argmax,
-            "argmin": self.argmax,
+            "argmax": place,
+            "argmin": place,
             "top_k": self.top_k,
             "sorted": self.sort * (doublings + 3),
             "keyed": self.keyed,

@@ -10,7 +10,7 @@ order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.product_layouts import column_seconds
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.dataflow import makers_of, numbers
+from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.rewriting.rule import COLUMNS, LOCALITY
+from symjax_rewrite.rewriting.stored_operands import unstored_bytes
 
 DTYPES = ("float32", "float64")
 EXTREMA = {"reduce_max": lax.max, "reduce_min": lax.min}
@@ -49,7 +49,7 @@ class ColumnReductions:
         for e in found:
             x: Any = e.eqn.invars[0].aval
             matrices, rows = _split(e)
-            unstored = _unstored_bytes(program, e, makers)
+            unstored = unstored_bytes(program, e, makers)
             if matrices > device.columns.matrices or rows < 2 or unstored is None:
                 continue
             columns = x.size // (matrices * rows)
@@ -80,26 +80,6 @@ def _split(e: Equation) -> tuple[int, int]:
     aval: Any = e.eqn.invars[0].aval
     axes = e.eqn.params["axes"]
     return math.prod(aval.shape[: min(axes)]), math.prod(aval.shape[k] for k in axes)
-
-
-def _unstored_bytes(program: Program, e: Equation, makers: Mapping[int, Equation]) -> float | None:
-    """Return the bytes of the operand if XLA computes it in the reduction's loop, else 0.
-
-    None if no array that it is computed from has as many elements: it would be the largest.
-    """
-    (x,) = numbers(e.invals)
-    if x not in makers or makers[x].name not in ELEMENTWISE | VIEWS:
-        return 0.0
-    size, seen, stack = program.avals[x].size, {x}, [x]
-    for v in stack:
-        maker = makers.get(v)
-        if maker is None or maker.name not in ELEMENTWISE | VIEWS:
-            if getattr(program.avals[v], "size", 0) >= size:
-                return size * program.avals[x].dtype.itemsize
-            continue
-        stack += [a for a in numbers(maker.invals) if a not in seen]
-        seen.update(stack)
-    return None
 
 
 def _candidate(e: Equation, sizes: tuple[int, int, int], before: float, after: float) -> Candidate:

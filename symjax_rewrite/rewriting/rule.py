@@ -39,6 +39,7 @@ COMMON = "common_subexpression"
 REPEATED = "repeated_work"
 ORIENTATION = "orientation"
 COLUMNS = "column_reductions"
+PLACES = "extremum_places"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -51,6 +52,7 @@ PASSES = {
     REPEATED: "a product is computed once for all copies of an operand",
     ORIENTATION: "a product reads its operands along their rows",
     COLUMNS: "a reduction down long rows reads row by row",
+    PLACES: "the place of an extremum is the first place that has its value",
     INVARIANT: "what is the same in every step is computed once, before the loop",
     BATCHING: "products of all steps are one product, before or after the loop",
     FUSION: "the loop and operations around it are one loop",
