@@ -56,8 +56,8 @@ PASSES = {
     INVARIANT: "what is the same in every step is computed once, before the loop",
     BATCHING: "products of all steps are one product, before or after the loop",
     FUSION: "the loop and operations around it are one loop",
-    PARTS: "products of parts of the state are one product",
-    PACKING: "products with one operand are one product",
+    PARTS: "a product that a step reads in parts is a product for each part",
+    PACKING: "results in small floats are stacked as their bits",
     RECOMPUTATION: "the derivative computes states again instead of storing them",
 }
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
