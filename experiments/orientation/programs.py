@@ -179,6 +179,11 @@ def algebra() -> dict[str, Program]:
             (array(8192, 1000), jnp.arange(8192) % 1000),
         ),
         "argmax of 10": (lambda x: jnp.argmax(x, -1), (array(65_536, 10),)),
+        "cumulative sum of 512 rows": (lambda x: jnp.cumsum(x, 0), (array(512, 768),)),
+        "cumulative sum in a batch": (lambda x: jnp.cumsum(x, 1), (array(16, 1024, 64),)),
+        "cumulative maximum": (lambda x: jax.lax.cummax(x, axis=0), (array(2048, 512),)),
+        "cumulative logsumexp": (lambda x: jax.lax.cumlogsumexp(x, axis=0), (array(256, 512),)),
+        "cumulative sum of a row": (lambda x: jnp.cumsum(x), (array(1_000_000),)),
         "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
 

@@ -30,7 +30,7 @@ from programs import array, programs
 
 from symjax_rewrite import packs, sym_optimize
 
-PASSES = ("orientation", "column_reductions", "extremum_places")
+PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans")
 # rows, columns, summed
 SHAPES = (
     (2048, 64, 2048), (2000, 64, 2000), (2048, 8, 2048), (64, 8, 200_000), (100, 10, 50_000),

@@ -24,6 +24,7 @@ from symjax_rewrite.cost.profile_groups import (
     BandedBlocks,
     ChunkedMatrices,
     ColumnReductionFacts,
+    ColumnScanFacts,
     FoldFacts,
     LoopFacts,
     Margins,
@@ -59,6 +60,7 @@ class Device:
     launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
     folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
+    call_s: float = quantity("s", "fixed cost of a call, beside its kernels", NO_SCRIPT, 0.0)
     runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
     half_steps: float = quantity(
         "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
@@ -77,6 +79,7 @@ class Device:
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
     columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
+    column_scans: ColumnScanFacts | None = group("cumulative operations; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -209,6 +212,7 @@ CPU = Device(
     elementwise_per_s=4e9,
     bytes_per_s=2e10,
     launch_s=1.5e-6,
+    call_s=3e-5,
     folds=FoldFacts(
         fused_steps_per_s=16e9,
         streams=True,
@@ -247,6 +251,7 @@ CPU = Device(
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11) else None,
+    column_scans=ColumnScanFacts(),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

@@ -301,6 +301,16 @@ class ColumnReductionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnScanFacts:
+    """Cumulative operations down an array: as a tree over the axis, and row by row."""
+
+    tree_s: float = quantity("s/element", "as a tree", ORIENTATION, 4e-9)
+    element_s: float = quantity("s/element", "row by row", ORIENTATION, 1.2e-9)
+    step_s: float = quantity("s", "a row, beside its elements", ORIENTATION, 2e-8)
+    most_steps: int = quantity("steps", "sums in order of more lose digits", JUDGED, 1 << 13)
+
+
+@dataclass(frozen=True, slots=True)
 class SortFacts:
     """Sorts of which only the ends are read."""
 
