@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import Product, expand_node, flattest, is_half, is_ring, with_scale
 from symjax_rewrite.ir.term import ADD, CONTRACT, INVERSE, MAP, Axes, Node, Ref
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.product_trees import count_unread
 from symjax_rewrite.rewriting.right_side import RightSide
@@ -52,9 +53,9 @@ def distribute(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
         steady = exact and moves_rows(p, f) and keeps_its_size(ctx, total)
         often = sum(1 for x in p.factors if x.cls == f.cls) > 1 and not is_ring(dtype)
         if often and not steady:
-            ctx.refuse("distribute", "squares of sums cancel", cls)
+            ctx.refuse("distribute", Obstacle.CANCELLATION("squares of sums cancel"), cls)
         elif not steady and not is_safe(ctx, f.cls, total):
-            ctx.refuse("distribute", "terms of unknown sign may cancel", cls)
+            ctx.refuse("distribute", Obstacle.CANCELLATION("terms of unknown sign may cancel"), cls)
         elif (ref := _distributed(RightSide.of(ctx, distribute, cls), p, k, total)) is not None:
             yield ref
 
@@ -365,7 +366,7 @@ def _remainder(
         coefficient = t.coefficient if power == 1 else t.coefficient / power
         terms.append((made[1], coefficient * made[0]))
     if len(storages) > 1:
-        r.refuse(f"weights stored differently ({', '.join(sorted(storages))})")
+        r.refuse(Obstacle.STORAGE(f"weights stored differently ({', '.join(sorted(storages))})"))
         return None
     total, ring = _Terms(), is_ring(r.dtype)
     return r.sum(*total.pairs()) if all(total.put(ref, k, ring) for ref, k in terms) else None

@@ -21,6 +21,7 @@ from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, expand_node, flattest
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, SOLVE, Node, Ref
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
@@ -141,7 +142,7 @@ def _solves(ctx: RuleContext, cls: int, node: Node, why: Justification) -> Itera
         if safe or ctx.permits("cancels", r.dtype):
             yield _Solve(r, node, form, next(i for i in matrix.axes if i != node.out))
         else:
-            r.refuse("the difference may cancel")
+            r.refuse(Obstacle.CANCELLATION("the difference may cancel"))
 
 
 def low_rank_forms(ctx: RuleContext, matrix: int) -> Iterator[LowRank]:

@@ -108,8 +108,9 @@ class Candidate:
 class Refusal:
     """A computation that a pass considered and does not propose, with the reason.
 
-    count: number of places it represents. ratio: predicted seconds as written divided by those of
-    the refused computation; None if no pass compared them. by_size: True if other numbers for named
+    reason: a sentence that an `Obstacle` makes; a plain one has the obstacle `FORM`. count: number
+    of places it represents. ratio: predicted seconds as written divided by those of the refused
+    computation; None if no pass compared them. by_size: True if other numbers for named
     sizes might turn the refusal.
     """
 

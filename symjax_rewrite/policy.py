@@ -13,6 +13,7 @@ from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
+from symjax_rewrite.obstacles import Obstacle
 
 
 def chosen(
@@ -27,7 +28,7 @@ def chosen(
     """
     refused: list[Refusal] = []
     admitted = [c for c in found if context.admits(c) and context.selects(c, program)]
-    refused += [_refused(c, "not admitted") for c in found if c not in admitted]
+    refused += [_refused(c, Obstacle.CONFLICT("not admitted")) for c in found if c not in admitted]
     left = _gaining(program, admitted, context, refused)
     left = _distinct(_beyond_copies(program, left, context.device, refused), refused)
     while left:
@@ -35,10 +36,12 @@ def chosen(
             made = replaced(program, [p for c in left for p in c.parts])
         except ConflictError as conflict:
             faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
-            reason = "a value that it reads depends on a value that it computes"
+            reason = Obstacle.CONFLICT("a value that it reads depends on a value that it computes")
         else:
             faulty = _still_needed(program, left)
-            reason = "the rest of the program reads a value that it does not compute any more"
+            reason = Obstacle.READER(
+                "the rest of the program reads a value that it does not compute any more"
+            )
             if not faulty:
                 return made, left, refused
         refused += [_refused(c, reason) for c in faulty]
@@ -65,7 +68,7 @@ def _gaining(
 
     small = [c for c in found if c.share and little(c)]
     least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
-    reason = f"saves less than {least} of the program's predicted time"
+    reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
     refused += [_refused(c, reason) for c in small]
     return [c for c in found if c not in small]
 
@@ -89,7 +92,7 @@ def _beyond_copies(
     if added(unpriced) <= 0:
         return list(found)
     few = [c for c in unpriced if not margins.pays_beside(c.before, c.after, added([c]), device)]
-    reason = "its transposed copies take as long as it saves"
+    reason = Obstacle.COST("its transposed copies take as long as it saves")
     refused += [_refused(c, reason) for c in few]
     return [c for c in found if c not in few]
 
@@ -104,7 +107,9 @@ def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]
             given |= mine
             out.append(c)
         else:
-            refused.append(_refused(c, "an earlier candidate computes the same values"))
+            refused.append(
+                _refused(c, Obstacle.CONFLICT("an earlier candidate computes the same values"))
+            )
     return out
 
 

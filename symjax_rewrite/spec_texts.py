@@ -67,6 +67,8 @@ def _array(node: ast.Subscript, text: str, scope: export.SymbolicScope) -> jax.S
         return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
     try:
         shape = export.symbolic_shape(",".join(sizes), scope=scope)
+        if any(isinstance(d, int) and d < 0 for d in shape):
+            raise ValueError("a size is negative")
     except ValueError as error:
         raise UsageError("not a shape", expected="such as [b,2*n,64]", got=repr(text)) from error
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -21,11 +21,13 @@ LAYERS = {
     "ground": (
         "errors",
         "options",
+        "obstacles",
         "jax_internals",
         "jax_calls",
         "jax_kernels",
         "jax_sizes",
         "spec_texts",
+        "text_tables",
         "usage_records",
     ),
     "pallas_kernels": ("pallas_kernels",),

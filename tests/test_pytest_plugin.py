@@ -56,6 +56,7 @@ def test_fixture_guards_programs(pytester: pytest.Pytester) -> None:
     result = run(pytester)
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["*CliffError: an equal form of written is predicted ?.?? times*"])
+    result.stdout.no_fnmatch_line("*auditing/guard.py:*")  # the traceback ends in the test
 
 
 def test_limits_stand_in_the_ini_file(pytester: pytest.Pytester) -> None:
@@ -64,6 +65,14 @@ def test_limits_stand_in_the_ini_file(pytester: pytest.Pytester) -> None:
     result = run(pytester)
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["*an intermediate of written has 16.8 MB*"])
+
+
+def test_limit_that_is_no_number_names_the_setting(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(MODEL)
+    pytester.makeini("[pytest]\nsymjax_max_regret = much")
+    result = run(pytester, "-k", "test_cheap")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*symjax_max_regret: expected a number, * got 'much'*"])
 
 
 @pytest.mark.slow

@@ -268,6 +268,12 @@ def columns_visited(spec: FoldSpec, rows: int, cols: int) -> list[int]:
     return found
 
 
+def slices_of(spec: FoldSpec, blocks: TritonBlocks) -> int:
+    """Return the programs that share the features of the weights."""
+    widest = max((spec.width(k) for k in weights_of(spec)), default=0)
+    return -(-widest // blocks.features) if blocks.features else 1
+
+
 def _triton_cut(spec: FoldSpec, gpu: Gpu) -> TritonBlocks:
     if any(spec.width(k) > WIDE for k in weights_of(spec)):
         return next(b for limit, b in TRITON_SLICED if spec.rows <= limit)

@@ -38,7 +38,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
 )
 from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of, row_length
 from symjax_rewrite.pallas_kernels.fold.tile_facts import factors_of, implies_masks
-from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks
+from symjax_rewrite.pallas_kernels.fold.tiling import WIDE, TritonBlocks, slices_of
 from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 from symjax_rewrite.pallas_kernels.positive_factors import without_factors
@@ -127,8 +127,7 @@ class Kernel:
     @property
     def grid(self) -> tuple[int, int, int]:
         """Return the numbers of row blocks in all batches, column splits, and feature slices."""
-        widths = [self.spec.width(k) for k in weights_of(self.spec)]
-        slices = pl.cdiv(max(widths), self.blocks.features) if self.blocks.features else 1
+        slices = slices_of(self.spec, self.blocks)
         return self.row_blocks * math.prod(self.spec.batch_shape), self.blocks.splits, slices
 
     def is_sliced(self, number: int) -> bool:

@@ -29,6 +29,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.cost.near_margins import near
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import log, logger
 from symjax_rewrite.selection import Seen, Selection
@@ -105,7 +106,7 @@ def tuned(result: Result, optimiser: Optimiser, known: dict[str, tuning_cache.En
         known: what this process has measured, by program; an entry is added.
     """
     if (reason := unmeasurable(result.closed)) is not None:
-        result.declined(RouteUse("tune", False, f"not measured: {reason}"))
+        result.declined(RouteUse("tune", False, Obstacle.MEASUREMENT(f"not measured: {reason}")))
         return result
     search = _Tuning(result, optimiser)
     program = fingerprint(result.closed)

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from symjax_rewrite.auditing.audit_page import fragment, page
-from symjax_rewrite.auditing.bottlenecks import Bottleneck, bottlenecks, kernel_times
-from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
-from symjax_rewrite.auditing.record import PROPERTIES, Finding, findings
-from symjax_rewrite.auditing.tracing import pricing_device, trace
-from symjax_rewrite.errors import readable_place
-from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.auditing.audit_page import as_fragment, as_page
+from symjax_rewrite.auditing.findings import PROPERTIES, Finding, findings
+from symjax_rewrite.auditing.tracing import trace
+from symjax_rewrite.reports import units
+from symjax_rewrite.reports.bottlenecks import Bottleneck
+from symjax_rewrite.reports.places import short_place
+from symjax_rewrite.text_tables import aligned
 
 SHOWN = 8  # parts that are listed as text; JSON and HTML have all
 
@@ -56,13 +56,25 @@ class Audit:
             seconds[p.limit] = seconds.get(p.limit, 0.0) + p.seconds
         return max(seconds, key=seconds.__getitem__, default="")
 
+    @property
+    def missing(self) -> list[str]:
+        """Return the properties without a finding."""
+        return [name for name in PROPERTIES if not self.of(name)]
+
+    @property
+    def summary(self) -> tuple[str, str]:
+        """Return the modelled seconds and the largest intermediate, as written and optimised."""
+        seconds = f"{units.duration(self.before_s)} as written, {units.duration(self.after_s)}"
+        sizes = f"{units.size(self.before_bytes)} as written, {units.size(self.after_bytes)}"
+        return f"{seconds} optimised (modelled)", f"largest intermediate: {sizes} optimised"
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return fragment(self)
+        return as_fragment(self)
 
     def to_json(self) -> str:
         """Return the audit as JSON; null for what has no price."""
@@ -71,7 +83,9 @@ class Audit:
     def save(self, path: str | Path) -> None:
         """Write a self-contained page if the path ends in .html, else JSON."""
         path = Path(path)
-        path.write_text(page(self) if path.suffix == ".html" else self.to_json(), encoding="utf-8")
+        path.write_text(
+            as_page(self) if path.suffix == ".html" else self.to_json(), encoding="utf-8"
+        )
 
 
 def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
@@ -103,9 +117,7 @@ def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
     t = trace(f, specs, device)
     decision = t.decided(t.options)
     report = decision.report()
-    program = flatten(t.closed)
-    times = kernel_times(program, pricing_device(decision, program), decision.result.sample)
-    parts = bottlenecks(times)
+    parts = report.details.bottlenecks
     return Audit(
         t.name,
         t.device.name,
@@ -120,35 +132,21 @@ def audit(f: Any, *specs: Any, device: str | None = None) -> Audit:
 
 
 def _lines(a: Audit) -> Iterator[str]:
-    yield f"{a.name} on {a.device}: {seconds_text(a.before_s)} as written, " + (
-        f"{seconds_text(a.after_s)} optimised (modelled)"
-    )
-    sizes = f"{bytes_text(a.before_bytes)} as written, {bytes_text(a.after_bytes)} optimised"
-    yield f"largest intermediate: {sizes}"
+    first, *rest = a.summary
+    yield from (f"{a.name} on {a.device}: {first}", *rest)
     for name in PROPERTIES:
         mine = a.of(name)
-        yield f"{name}" + ("" if mine else ": none found")
+        yield name if mine else f"{name}: none found"
         for f in mine:
             yield f"  {f.what}"
-            yield f"    at {readable_place(f.where) or 'an unknown line'}"
-            yield f"    {use_text(f)}"
+            yield f"    at {short_place(f.where)}"
+            yield f"    {'; '.join(filter(None, (f.use(), f.gain())))}"
     if a.parts:
         yield f"limits by line (the program as written: {a.bottleneck})"
-    for p in a.parts[:SHOWN]:
-        row = f"  {p.limit:8}  {p.share:>4.0%}  {seconds_text(p.seconds):>8}"
-        yield f"{row}  {readable_place(p.where) or 'an unknown line'}"
+    rows = [
+        (p.limit, f"{p.share:.0%}", units.duration(p.seconds), short_place(p.where))
+        for p in a.parts[:SHOWN]
+    ]
+    yield from (f"  {line}" for line in aligned(rows, "<>><"))
     if len(a.parts) > SHOWN:
         yield f"  and {len(a.parts) - SHOWN} more"
-
-
-def use_text(f: Finding) -> str:
-    """Return what uses a finding, the gain, and what stands in the way."""
-    gain = "" if f.saved_s is None else f"saves {seconds_text(f.saved_s)}"
-    if f.is_bound:
-        gain = f"at most {seconds_text(f.saved_s)} to save"
-    if f.ratio is not None:
-        gain += f"{', ' if gain else ''}{f.ratio:.2f} times faster by itself"
-    what = "used by" if f.taken else "not taken:"
-    text = f"{what} {f.used_by}" if f.used_by else ""
-    reason = "" if f.reason == f.what else f.reason
-    return "; ".join(filter(None, (text, reason, gain)))

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from symjax_rewrite.auditing.intermediates import Intermediate, largest_intermediate
-from symjax_rewrite.auditing.laws import law_text
-from symjax_rewrite.auditing.quantities import bytes_text, parse_bytes, seconds_text
 from symjax_rewrite.auditing.tracing import Decision, TracedFunction, trace
 from symjax_rewrite.errors import CliffError, UsageError
+from symjax_rewrite.reports import units
+from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.report import Report
+from symjax_rewrite.rewriting.rule import PASSES
 from symjax_rewrite.rules import packs
 from symjax_rewrite.usage_records import ratio_of
 
@@ -76,7 +77,7 @@ def guard(
     """
     if max_regret is not None and not _is_limit(max_regret):
         raise UsageError("max_regret must be a number >= 1", expected=">= 1", got=repr(max_regret))
-    most_bytes = None if max_intermediate is None else parse_bytes(max_intermediate)
+    most_bytes = None if max_intermediate is None else units.parse_bytes(max_intermediate)
     t = trace(f, specs, device)
     own = t.decided(t.options)
     best = own if not t.is_optimised else _unrestricted(t, own)
@@ -129,7 +130,7 @@ def _cliff(
         f"an equal form of {t.name} is predicted {regret:.3g} times faster on {t.device.name}",
         where=where,
         expected=f"at most {most:g} times the cheapest equal form",
-        got=f"{seconds_text(regret * after_s)}; {seconds_text(after_s)} by {form}{also}",
+        got=f"{units.duration(regret * after_s)}; {units.duration(after_s)} by {form}{also}",
         remedy=f"write that form, or {advice}",
     )
 
@@ -139,19 +140,19 @@ def _too_large(t: TracedFunction, found: Intermediate, most: float, best: Report
     other = largest_intermediate(best.after.jaxpr, best.sample).bytes
     remedy = "compute it in blocks, or raise max_intermediate="
     if other <= most and not t.is_optimised:
-        remedy = f"decorate the function: @sym_optimize holds {bytes_text(other)} at most"
+        remedy = f"decorate the function: @sym_optimize holds {units.size(other)} at most"
     return CliffError(
-        f"an intermediate of {t.name} has {bytes_text(found.bytes)}: {found.text}",
+        f"an intermediate of {t.name} has {units.size(found.bytes)}: {found.text}",
         where=found.where,
-        expected=f"at most {bytes_text(most)}",
-        got=bytes_text(found.bytes),
+        expected=f"at most {units.size(most)}",
+        got=units.size(found.bytes),
         remedy=remedy,
     )
 
 
 def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
     """Return the rules and kernels of a report as text, with lines, the largest gain first."""
-    laws = {r.name: law_text(r) for r in best.optimiser.rules.rules}
+    laws = {**PASSES, **{r.name: law_of(r) for r in best.optimiser.rules.rules}}
     gains: dict[str, float] = {}
     for c in best.proposed:
         gains[c.where] = max(gains.get(c.where, 0.0), c.saved_s)
@@ -162,5 +163,5 @@ def _forms(best: Decision, report: Report) -> list[tuple[str, str]]:
         out.append((f"{use.name} ({use.property})" + (f": {law}" if law else ""), where))
     named = {use.name for use in report.rules}
     taken = [r for r in report.routes if r.taken and r.name not in named]
-    out += [(f"{r.name}: {r.reason}", r.where) for r in taken]
+    out += [(f"{r.name}: {units.scaled_numbers(r.reason)}", r.where) for r in taken]
     return sorted(out, key=lambda form: -gains.get(form[1], 0.0))

@@ -12,13 +12,10 @@ from symjax_rewrite.api.sym_optimize import unsupported
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.cost.device_profiles import Device, device_profile
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.jax_internals import ClosedJaxpr
-from symjax_rewrite.kernel_selection.folds.fold_price import with_temporaries
 from symjax_rewrite.optimizer import Optimiser, Result
 from symjax_rewrite.options import Options
 from symjax_rewrite.reports.builder import make_report
-from symjax_rewrite.reports.program_cost import ProgramTerms, temporary_bytes
 from symjax_rewrite.reports.report import Report
 from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import packs
@@ -108,14 +105,4 @@ def trace(f: Any, specs: tuple[Any, ...], device: str | None) -> TracedFunction:
         device_profile(named, jax.devices()[0] if named is None else None),
         ours,
         "in_shardings" in settings or "out_shardings" in settings,
-    )
-
-
-def pricing_device(decision: Decision, written: Program) -> Device:
-    """Return the profile on which the report of a decision prices its programs."""
-    device, result = decision.optimiser.device, decision.result
-    if not any(use.taken and use.name == "fold" for use in result.routes):
-        return device
-    return with_temporaries(
-        device, temporary_bytes(ProgramTerms.of(written), device, result.sample)
     )

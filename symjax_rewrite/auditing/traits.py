@@ -43,10 +43,8 @@ from symjax_rewrite.rewriting.rule import (
     SYMMETRY,
 )
 
-SORTS = ("sort", "top_k", "approx_top_k")
 PREFIXES = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 WINDOWS = ("conv_general_dilated", "reduce_window", "reduce_window_max", "reduce_window_sum")
-LINEAR = (ADD, CONTRACT)
 DENSE = 0.95  # share of kept elements from which a mask counts as dense
 NARROW = 0.5  # share of the columns up to which a row's span counts as a band
 

@@ -26,6 +26,7 @@ from symjax_rewrite.cost.device_profiles import DEVICES, Device, device_profile,
 from symjax_rewrite.cost.profile_file import write_profile
 from symjax_rewrite.cost.profile_paths import figures, has, is_number, value_of, with_value
 from symjax_rewrite.errors import CalibrationError, UsageError
+from symjax_rewrite.text_tables import aligned
 
 # In order: a measurement reads the figures before it as measured.
 MEASUREMENTS: tuple[Measurement, ...] = (
@@ -168,9 +169,7 @@ def table(device: Device, readings: dict[str, Reading], most_spread: float) -> s
         note = "" if is_steady(r, most_spread) else "noisy: the shipped value stays"
         cells = (f"{r.value:.3g}", f"{r.residual:.0%}", f"{r.spread:.0%}", note)
         rows.append((path, units[path], shipped, *cells))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned(rows))
 
 
 def record(base: Device, device: Device, readings: dict[str, Reading], name: str) -> dict[str, Any]:

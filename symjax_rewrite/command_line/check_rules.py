@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from symjax_rewrite.command_line.main import FOUND, OK, one_line
+from symjax_rewrite.command_line.main import FOUND, OK, command_parser, one_line
 from symjax_rewrite.command_line.program import load
 from symjax_rewrite.command_line.terminal import print_table, progress
 from symjax_rewrite.errors import RuleError
@@ -34,12 +33,9 @@ class Verdict(NamedTuple):
 
 def check_rules(argv: Sequence[str]) -> int:
     """Test rules and print a table; return 0, or 1 if a rule does not hold."""
-    parser = argparse.ArgumentParser(
-        prog="symjax-rewrite check-rules", description="Test every rule of a pack on random values."
-    )
+    parser = command_parser("check-rules")
     parser.add_argument("pack", nargs="?", default="default", help="a pack, or module:object")
     parser.add_argument("rules", nargs="*", help="names of rules of the pack; default: all")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     rules = _chosen(options.pack, options.rules)
     verdicts = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from symjax_rewrite.api.sym_optimize import sym_optimize
-from symjax_rewrite.auditing.quantities import bytes_text, seconds_text
+from symjax_rewrite.command_line.main import command_parser
 from symjax_rewrite.command_line.terminal import print_table, progress
+from symjax_rewrite.reports import units
 from symjax_rewrite.reports.report import Report
 
 CALLS = 7  # timed calls of each program, in turn
@@ -40,10 +40,7 @@ PROGRAMS: tuple[tuple[str, Callable[..., jax.Array], tuple[tuple[int, ...], ...]
 
 def demo(argv: Sequence[str]) -> int:
     """Optimise, explain and time two programs; return 0."""
-    description = "Two programs before and after, on this machine."
-    parser = argparse.ArgumentParser(prog="symjax-rewrite demo", description=description)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    options = command_parser("demo").parse_args(argv)
     rows, reports = [], []
     with progress("demo", 2 * len(PROGRAMS)) as step:
         for title, fun, shapes in PROGRAMS:
@@ -96,16 +93,16 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     table = []
     for row in rows:
         before, after = row["seconds"]
-        sizes = " → ".join(map(bytes_text, row["largest_intermediate"]))
+        sizes = " → ".join(map(units.size, row["largest_intermediate"]))
         table.append(
             (
                 row["program"],
-                seconds_text(before),
-                seconds_text(after),
-                f"{before / after:.2f} times",
+                units.duration(before),
+                units.duration(after),
+                units.ratio(before / after),
                 sizes,
                 f"{row['difference']:.0e}",
-                seconds_text(row["optimiser_s"]),
+                units.duration(row["optimiser_s"]),
             )
         )
     print_table(

@@ -11,7 +11,7 @@ from symjax_rewrite.command_line.program import bound, load, program_parser, tra
 
 def explain(argv: Sequence[str]) -> int:
     """Print the report of a function; return 0."""
-    parser = program_parser("explain", "The rewrites of a function, with reasons.", html=True)
+    parser = program_parser("explain", html=True)
     parser.add_argument("--assume", nargs="*", default=[], help="facts about sizes: 'b <= 64'")
     parser.add_argument("--numerics", default="reassoc", help="exact, reassoc, finite, cancels")
     parser.add_argument("--rules", help="the name of a rule pack")

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from symjax_rewrite.auditing.guard import guard as guard_program
-from symjax_rewrite.auditing.quantities import bytes_text
 from symjax_rewrite.command_line.arguments import GivenArguments
 from symjax_rewrite.command_line.main import FOUND, OK, UNKNOWN, one_line
 from symjax_rewrite.command_line.program import bound, load, program_parser, traced
 from symjax_rewrite.errors import CliffError
+from symjax_rewrite.reports import units
 
 
 def guard(argv: Sequence[str]) -> int:
     """Print the regret of a function; return 0, 1 for a cliff, 2 if there is no price."""
-    parser = program_parser("guard", "Fail if an equal form of a function is much cheaper.")
+    parser = program_parser("guard")
     parser.add_argument("--max-regret", type=float, default=1.5, help="times the cheapest form")
     parser.add_argument("--max-intermediate", help="bytes, or text such as '2 GB'")
     options = parser.parse_args(argv)
@@ -35,7 +35,7 @@ def guard(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({"ok": is_known, **asdict(found)}, indent=1))
     elif is_known:
-        largest = bytes_text(found.largest_intermediate)
+        largest = units.size(found.largest_intermediate)
         at = f" ({found.where})" if found.where else ""
         print(
             f"ok: regret {found.regret:.2f} on {found.device}, largest intermediate {largest}{at}"

@@ -1,16 +1,17 @@
-"""The table of commands, and errors as one line with an exit code.
-
-Exit codes: 0 if all is well; 1 for a finding: a cliff, two programs that differ, a rule that does
-not hold; 2 for a wrong use, and where the answer is unknown.
-"""
+"""The table of commands, their parsers, and errors as one line with an exit code."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError, UsageError
 
 OK, FOUND, UNKNOWN = 0, 1, 2
+EXIT_CODES = "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown"
 
 # Name: (module:function, help). The function takes the arguments and returns the exit code.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -35,9 +36,30 @@ def usage() -> str:
             *rows,
             "",
             "symjax-rewrite COMMAND --help shows the arguments of a command.",
-            "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown",
+            EXIT_CODES,
         ]
     )
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all errors of commands are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error of a wrong argument."""
+        raise UsageError(message, remedy=f"{self.prog} --help shows the arguments")
+
+
+def command_parser(name: str, *, json: bool = True) -> argparse.ArgumentParser:
+    """Return the parser of a command, with what all commands have."""
+    about = COMMANDS[name][1]
+    parser = CommandParser(
+        prog=f"symjax-rewrite {name}",
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog=f"--traceback shows where an unexpected error was raised; {EXIT_CODES}",
+    )
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNKNOWN
     try:
         return _command(COMMANDS[given[0]][0])(given[1:])
-    except SystemExit as error:  # argparse has printed its line
+    except SystemExit as error:  # of argparse, which has printed the help, or of the user's module
         return error.code if isinstance(error.code, int) else UNKNOWN
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -73,8 +95,6 @@ def _command(where: str) -> Callable[[Sequence[str]], int]:
 
 def _printed(error: Exception) -> int:
     """Print an error as one line; return the exit code."""
-    from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError
-
     expected = isinstance(error, (SymjaxError, OSError))
     kind = "" if expected else f"{type(error).__name__}: "
     hint = "" if expected else " (--traceback shows where)"

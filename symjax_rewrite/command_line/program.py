@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -13,14 +14,15 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.command_line.arguments import GivenArguments
+from symjax_rewrite.command_line.main import command_parser
 from symjax_rewrite.errors import SymjaxError, UsageError
 
 Found = TypeVar("Found")
 
 
-def program_parser(name: str, description: str, *, html: bool = False) -> argparse.ArgumentParser:
+def program_parser(name: str, *, html: bool = False) -> argparse.ArgumentParser:
     """Return a parser of a function's name, its arguments, the device and the output."""
-    parser = argparse.ArgumentParser(prog=f"symjax-rewrite {name}", description=description)
+    parser = command_parser(name)
     parser.add_argument("function", help="module:function")
     add_arguments(parser)
     parser.add_argument("--device", help="a device profile, such as cpu or h200")
@@ -30,7 +32,7 @@ def program_parser(name: str, description: str, *, html: bool = False) -> argpar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the user's function, and the choice of JSON."""
+    """Add the arguments of the user's function."""
     parser.add_argument(
         "--args",
         nargs="+",
@@ -38,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="f32[b,4096] · {'w': f32[8,8]} · a static value such as 3 · name=…",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _page(text: str) -> str:
     if Path(text).suffix != ".html":
         raise argparse.ArgumentTypeError(f"the name of a page ends in .html, got {text!r}")
+    if not Path(text).parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {text!r}")
     return text
 
 
@@ -54,8 +57,9 @@ def load(name: str) -> Any:
         UsageError: there is no such function, or its module cannot be imported.
     """
     module, _, attribute = name.partition(":")
-    if not module or not attribute or module.startswith("."):
-        raise UsageError("not the name of a function", expected="module:function", got=repr(name))
+    if not module or not attribute or module.startswith(".") or module.endswith(".py"):
+        expected = f"module:function, such as {Path(module).stem or 'model'}:{attribute or 'f'}"
+        raise UsageError("not the name of a function", expected=expected, got=repr(name))
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -64,9 +68,15 @@ def load(name: str) -> Any:
         raise UsageError(f"cannot import {module}: {_kind(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError("no such function", expected="module:function", got=name)
+            raise UsageError("no such function", expected=_nearest(part, found), got=repr(name))
         found = getattr(found, part)
     return found
+
+
+def _nearest(name: str, holder: Any) -> str:
+    """Return the public functions of a module or class whose names are most like a given one."""
+    public = [n for n, x in vars(holder).items() if callable(x) and not n.startswith("_")]
+    return ", ".join(difflib.get_close_matches(name, public, n=5, cutoff=0.0))
 
 
 def bound(fun: Any, given: GivenArguments) -> tuple[Any, list[Any]]:

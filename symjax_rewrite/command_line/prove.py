@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from symjax_rewrite.command_line.arguments import GivenArguments
-from symjax_rewrite.command_line.main import FOUND, OK, UNKNOWN
+from symjax_rewrite.command_line.main import FOUND, OK, UNKNOWN, command_parser
 from symjax_rewrite.command_line.program import add_arguments, load, traced
 from symjax_rewrite.proofs import Different, prove_equal
 
 
 def prove(argv: Sequence[str]) -> int:
     """Print a verdict; return 0 for a proof, 1 for a difference, 2 for neither."""
-    parser = argparse.ArgumentParser(
-        prog="symjax-rewrite prove", description="Do two functions compute the same value?"
-    )
+    parser = command_parser("prove")
     parser.add_argument("functions", nargs=2, metavar="module:function")
     add_arguments(parser)
     parser.add_argument("--assume", nargs="*", default=[], help="facts about sizes: 'b <= 64'")

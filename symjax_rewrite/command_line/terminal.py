@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from symjax_rewrite.text_tables import aligned
+
 
 def is_terminal() -> bool:
     """Return True if a person looks on: stderr is a terminal."""
@@ -23,11 +25,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
             table.add_row(*row)
         Console(file=sys.stdout, markup=False).print(table)
         return
-    if title:
-        print(title)
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=True)).rstrip())
+    print("\n".join([*filter(None, [title]), *aligned([columns, *rows])]))
 
 
 @contextlib.contextmanager

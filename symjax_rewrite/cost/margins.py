@@ -11,6 +11,7 @@ from typing import Literal
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import Kind
 from symjax_rewrite.cost.term_cost import Cost
+from symjax_rewrite.obstacles import Obstacle
 
 
 def pays(
@@ -89,10 +90,10 @@ def worthwhile(before: Cost, after: Cost, device: Device, frozen: bool = False) 
     if not pays(before.seconds, after.seconds, "rewrite", device):
         fused = before.flops == after.flops == 0  # loops, which XLA fuses as it chooses
         if any(b < a for b, a in pairs) or (fused and not frozen):
-            return False, f"predicted gain {gain:.2f} is below {margins.rewrite}"
+            return False, Obstacle.COST(f"predicted gain {gain:.2f} is below {margins.rewrite}")
         if not frozen and not pays(before.seconds, after.seconds, "dominating", device):
-            return False, f"predicted gain is below {margins.dominating}"
+            return False, Obstacle.COST(f"predicted gain is below {margins.dominating}")
         return True, "dominates"
     if after.largest > before.largest * margins.larger:
-        return False, "would hold a larger intermediate"
+        return False, Obstacle.MEMORY("would hold a larger intermediate")
     return True, f"predicted {gain:.2f} times faster"

@@ -31,6 +31,7 @@ from symjax_rewrite.kernel_selection.folds.pairwise_terms import Pair, is_elemen
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, candidates
 from symjax_rewrite.kernel_selection.mask_bounds import Known, band_of, known_operand
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Band
 from symjax_rewrite.usage_records import RouteUse, ratio_of
 
@@ -130,7 +131,7 @@ class _BandedSelection:
                     yield from candidates(t, "banded", [([route], [use])])
                     break
                 least = margins.margin("banded", self.device)
-                reason = f"predicted gain of blocks is below {least}"
+                reason = Obstacle.COST(f"predicted gain of blocks is below {least}")
                 yield Refusal("banded", reason, where, ratio=ratio_of(*seconds))
 
     def _blocks(

@@ -33,6 +33,7 @@ from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
@@ -248,8 +249,8 @@ def _sort(
     if count * sorts.least_share > length or length > MAX_LENGTH:
         return None
     if str(aval.dtype) not in SELECTED:
-        reason = f"{count} of {length} places of a sorted row: {aval.dtype} is not selected faster"
-        return None, reason
+        places = f"{count} of {length} places of a sorted row"
+        return None, Obstacle.COST(f"{places}: {aval.dtype} is not selected faster")
     return route, f"{count} of {length} places of a sorted row are selected"
 
 

@@ -30,6 +30,7 @@ from symjax_rewrite.loops.fusion import Surroundings
 from symjax_rewrite.loops.loop import Carry, Loop, Source
 from symjax_rewrite.loops.motion import Motion
 from symjax_rewrite.loops.stepwise_equations import stepped_result
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import FUSION
 
 Arrays = list[Array]
@@ -61,9 +62,13 @@ class AffineTrees:
             eqn, seconds = d.prefix.equations[-1].eqn, _differentiated_seconds(program, d, device)
             what = f"a differentiated tree of {d.prefix.length} steps"
             if not context.reorders():
-                yield refused("as loops it would round in another order", eqn, seconds)
+                yield refused(
+                    Obstacle.ROUNDING("as loops it would round in another order"), eqn, seconds
+                )
             elif not margins.pays(*seconds, "tree", device):
-                yield refused(f"{what} is predicted to be no slower than loops", eqn, seconds)
+                yield refused(
+                    Obstacle.COST(f"{what} is predicted to be no slower than loops"), eqn, seconds
+                )
             else:
                 predicted = f"predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"
                 taken.append((d, f"{what} runs as loops: {predicted}", seconds))
@@ -106,7 +111,7 @@ def refusal(around: Surroundings, prefix: Prefix) -> str | None:
     """Return the reason why a tree must stay a tree, or None."""
     inner = {v for e in prefix.equations for v in e.outvals} - {prefix.out, prefix.products}
     if any(is_read(around, prefix, v) for v in inner):
-        return "another equation reads a value inside the tree"
+        return Obstacle.READER("another equation reads a value inside the tree")
     a, b = (around.program.avals[v] for v in (prefix.factors, prefix.added))
     if a.shape != b.shape or a.dtype != b.dtype:
         return "the factors have another shape or dtype than the terms that are added"

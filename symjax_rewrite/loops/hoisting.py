@@ -22,6 +22,7 @@ from symjax_rewrite.ir.indexing_primitives import ROWS
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.motion import Accumulation, Motion, seconds_at_once
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.rule import BATCHING, INVARIANT
 
 HEAVY = frozenset(
@@ -95,7 +96,9 @@ class _Plan:
         heavy = [e for e in self.equations if self._is_at(e, 0) and is_heavy(e.eqn)]
         moved = self._cone(heavy, lambda e: self._is_at(e, 0))
         if self._bytes(self._read_elsewhere(moved)) > self.room:
-            self._refuse("invariant work stays in the loop: its results are too large")
+            self._refuse(
+                Obstacle.MEMORY("invariant work stays in the loop: its results are too large")
+            )
         else:
             self.motion.once = moved
 
@@ -112,7 +115,9 @@ class _Plan:
                 continue
             written = self._stacked(e.outvals)
             if written > room:
-                self._refuse("a product of all steps stays in the loop: it is too large")
+                self._refuse(
+                    Obstacle.MEMORY("a product of all steps stays in the loop: it is too large")
+                )
             elif e in wanted or _gains(*self._apart(e), written, self.device):
                 room -= written
                 roots.append(e)
@@ -137,7 +142,11 @@ class _Plan:
             reads = {v for u in tail for v in u.reads} - ready
             written = self._stacked(v for v in reads if self.level[v] > 0)
             if written > self.room:
-                self._refuse("a product of results stays in the loop: its input is too large")
+                self._refuse(
+                    Obstacle.MEMORY(
+                        "a product of results stays in the loop: its input is too large"
+                    )
+                )
             elif _gains(*self._apart(e), written, self.device):
                 moved = tail
         self.motion.after = moved

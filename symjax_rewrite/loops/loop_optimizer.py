@@ -43,6 +43,7 @@ from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
 from symjax_rewrite.loops.unrolled_detection import may_repeat
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.rewriting.rule import (
     BATCHING,
     FUSION,
@@ -192,7 +193,7 @@ class LoopSearch:
         device, eqn = self.device, prefix.equations[-1].eqn
         reason = refusal(self.around, prefix)
         if not self.reorders:
-            reason = "as a loop it would round in another order"
+            reason = Obstacle.ROUNDING("as a loop it would round in another order")
         if reason is not None:
             yield refused(reason, eqn)
             return
@@ -206,7 +207,8 @@ class LoopSearch:
             seconds = tree_s, loop_s
             if not margins.pays(*seconds, "tree", device):
                 what = f"a loop of {prefix.length} steps"
-                yield refused(f"the tree is predicted to be no slower than {what}", eqn, seconds)
+                reason = Obstacle.COST(f"the tree is predicted to be no slower than {what}")
+                yield refused(reason, eqn, seconds)
                 return
         kernel, why = self._kernel(loop)
         if kernel is not None:
@@ -214,7 +216,7 @@ class LoopSearch:
         elif seconds is None:
             if why:
                 yield refused(why, eqn)
-            yield refused("a tree is predicted to be faster than a loop here", eqn)
+            yield refused(Obstacle.CONFLICT("a tree is predicted to be faster here"), eqn)
         else:
             tree = f"a tree of {prefix.length} steps runs as a loop"
             reason = f"{tree}: predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"
@@ -236,7 +238,7 @@ class LoopSearch:
             return _routed(loop.eqn, loop, kernel, reason, None, *joined)
         motion = find_motion(loop, self.device, True, self.passes)
         if not (motion.before or motion.after):
-            return refused(f"{reason}; they stay as written", loop.eqn)
+            return refused(obstacle_of(why)(f"{reason}; they stay as written"), loop.eqn)
         loop.unroll = loop.length
         return candidate(loop_part(loop, motion), *joined, names=_names(motion))
 

@@ -168,10 +168,13 @@ def law_of(rule: Axiom | Lemma | None) -> str:
         return ""
     try:
         source = textwrap.dedent(inspect.getsource(rule.sides))
-        found = [n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Return)]
-    except (OSError, SyntaxError):  # a lemma typed at a prompt has no source
+        nodes = list(ast.walk(ast.parse(source)))
+    except (OSError, SyntaxError, TypeError):  # typed at a prompt, a lambda, or a callable object
         return ""
-    if len(found) == 1 and isinstance(found[0], ast.Tuple) and len(found[0].elts) == 2:
-        sides = (ast.get_source_segment(source, side) for side in found[0].elts)
-        return " = ".join(" ".join((side or "").split()) for side in sides)
-    return ""
+    found = [n.value for n in nodes if isinstance(n, ast.Return)]
+    if len(found) != 1 or not isinstance(found[0], ast.Tuple) or len(found[0].elts) != 2:
+        return ""
+    named = {ast.unparse(n.targets[0]): n.value for n in nodes if isinstance(n, ast.Assign)}
+    sides = (named.get(ast.unparse(side), side) for side in found[0].elts)
+    texts = (ast.get_source_segment(source, side) or "" for side in sides)
+    return " = ".join(" ".join(text.split()) for text in texts)

@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Sequence
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.optimizer import Optimiser, Result
+from symjax_rewrite.reports.bottlenecks import Bottleneck, bottlenecks, kernel_times
 from symjax_rewrite.reports.crossovers import Advice, Facts, advise
 from symjax_rewrite.reports.derivation import Derivations, DerivationStep
-from symjax_rewrite.reports.program_cost import ProgramTerms, equation_traffic, kernel_seconds
+from symjax_rewrite.reports.program_cost import ProgramTerms
 from symjax_rewrite.reports.statements import Statement, Statements
 from symjax_rewrite.usage_records import Change
 
@@ -26,12 +27,17 @@ class Details:
         result: the decision.
         optimiser: its rules and options.
         sides: the terms of the program as written and of the emitted program; kernels are opaque.
+        pricing: the profile by which both are priced.
     """
 
     def __init__(
-        self, result: Result, optimiser: Optimiser, sides: tuple[ProgramTerms, ProgramTerms]
+        self,
+        result: Result,
+        optimiser: Optimiser,
+        sides: tuple[ProgramTerms, ProgramTerms],
+        pricing: Device,
     ) -> None:
-        self.result, self.optimiser, self.sides = result, optimiser, sides
+        self.result, self.optimiser, self.sides, self.pricing = result, optimiser, sides, pricing
         self.device = optimiser.device
 
     @functools.cached_property
@@ -75,26 +81,19 @@ class Details:
         return Derivations(rules, self._written.names_of_values())
 
     @functools.cached_property
+    def bottlenecks(self) -> list[Bottleneck]:
+        """Return the source lines of the program as written with their modelled seconds."""
+        return bottlenecks(kernel_times(self.sides[0], self.pricing, self.result.sample))
+
+    @property
     def seconds_by_line(self) -> dict[str, float]:
         """Return the modelled seconds of the program as written, by source line."""
-        terms, out = self.sides[0], {}
-        sample, t = self.result.sample, self.sides[0].t
-        if not self.result.finished or not t.program.equations:
-            return out
-        for cls, seconds in kernel_seconds(terms, self.device, sample).items():
-            out[t.where(cls)] = out.get(t.where(cls), 0.0) + seconds
-        for e in terms.equations():
-            seconds = equation_traffic(e.eqn, self.device, sample).seconds or 0.0
-            out[e.where()] = out.get(e.where(), 0.0) + seconds
-        return out
+        return {line.where: line.seconds for line in self.bottlenecks}
 
     @functools.cached_property
     def lines(self) -> Sequence[str]:
         """Return the source lines of the program as written, each once, in its order."""
-        return list(dict.fromkeys(e.where() for e in self._program().equations))
-
-    def _program(self) -> Program:
-        return self.sides[0].t.program
+        return list(dict.fromkeys(e.where() for e in self.sides[0].t.program.equations))
 
     def title(self) -> str:
         """Return the name of the function."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.sizes import value
 from symjax_rewrite.ir.term_graph import dtype_of
 from symjax_rewrite.reports import units
 from symjax_rewrite.reports.derivation import DerivationStep
-from symjax_rewrite.reports.page_style import PAGE_STYLE, SCOPE, STYLE
+from symjax_rewrite.reports.html import Html, bar, fragment, joined, page, row, table, tag
+from symjax_rewrite.reports.places import short_place
+from symjax_rewrite.reports.program_cost import at_sample
 from symjax_rewrite.reports.record import Record, Side
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.roofline import Point, roofline
 from symjax_rewrite.reports.source_lines import SourceBlock, source_blocks
 from symjax_rewrite.reports.statements import Statement
-from symjax_rewrite.reports.text import ROWS, grouped, headline, short_place, title
+from symjax_rewrite.reports.text import cost_rows, grouped, headline, title
 from symjax_rewrite.usage_records import Change
 
 MOST_FORMULAS = 200  # different lines of one side
@@ -28,13 +28,7 @@ _NUMBERED = re.compile(r"[₀-₉]+|_\d+\b|(?<=\bt)\d+\b")
 
 def as_page(report: Record) -> str:
     """Return a report as a page of its own."""
-    name = escape(f"{report.function} on {report.device}")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{PAGE_STYLE}</style></head>"
-        f"<body>{as_fragment(report)}</body></html>\n"
-    )
+    return page(f"{report.function} on {report.device}", as_fragment(report))
 
 
 def as_fragment(report: Record) -> str:
@@ -43,26 +37,25 @@ def as_fragment(report: Record) -> str:
         _head(report), _costs(report), _done(report), _undecided(report), _formulas(report),
         _sources(report), _roofline(report), _candidates(report), _passes(report),
     )  # fmt: skip
-    body = "\n".join(part for section in sections for part in section)
-    return f'<div class="{SCOPE}"><style>{STYLE}</style>\n{body}\n</div>'
+    return fragment(part for section in sections for part in section)
 
 
 # ---------------------------------------------------------------- prices
 
 
-def _head(report: Record) -> Iterator[str]:
+def _head(report: Record) -> Iterator[Html]:
     lead = headline(report)
     name, _, gains = lead.partition(": ")
     if not report.changed:
         name, _, gains = lead.partition(": ")[2].partition("; ")
         gains = f"left as written. {gains[:1].upper()}{gains[1:]}"
-    yield f"<h1>{escape(name)}</h1><p>{escape(gains)}</p>"
+    yield from (tag("h1", name), tag("p", gains))
     cards = [*_cards(report)] if report.changed else []
     if cards:
-        yield f'<div class="cards">{"".join(cards)}</div>'
+        yield tag("div", *cards, kind="cards")
 
 
-def _cards(report: Record) -> Iterator[str]:
+def _cards(report: Record) -> Iterator[Html]:
     named = (
         ("seconds", "as fast, predicted"), ("flops", "fewer FLOPs"),
         ("bytes", "less memory traffic"), ("largest_intermediate", "smaller largest intermediate"),
@@ -71,117 +64,101 @@ def _cards(report: Record) -> Iterator[str]:
     for field, text in named:
         b, a = getattr(report.before, field), getattr(report.after, field)
         if units.is_number(b, a) and a and (b >= 1.05 * a or field == "seconds"):
-            kind = "good" if b >= 1.05 * a else ""
-            yield f'<div class="card {kind}"><b>{units.ratio(b / a)}</b><span>{text}</span></div>'
+            kind = "card good" if b >= 1.05 * a else "card"
+            yield tag("div", tag("b", units.ratio(b / a)), tag("span", text), kind=kind)
 
 
-def _costs(report: Record) -> Iterator[str]:
-    yield f"<h2>Costs by the model of {escape(report.device)}</h2>"
+def _costs(report: Record) -> Iterator[Html]:
+    yield tag("h2", f"Costs by the model of {report.device}")
     heads = ("", "before", "after", "") if report.changed else ("", "as written")
-    rows = [_cost_row(report, "model time", "seconds", None)]
-    rows += [_cost_row(report, *row) for row in ROWS]
-    yield f'<table class="narrow">{_row("th", heads)}{"".join(rows)}</table>'
+    yield table(heads, (_cost_row(report, *each) for each in cost_rows(report)), "narrow")
     if report.sample:
-        at = ", ".join(f"{name} = {size}" for name, size in report.sample.items())
-        yield f'<p class="dim">Model time and launches at {escape(at)}.</p>'
+        yield tag("p", f"Model time and launches at {units.sizes(report.sample)}.", kind="dim")
 
 
-def _cost_row(report: Record, label: str, field: str, unit: str | None) -> str:
-    b, a = getattr(report.before, field), getattr(report.after, field)
-
-    def text(x: Any) -> str:
-        if unit is None:
-            return units.duration(x)
-        return units.quantity(x, unit) if unit else units.count(x)
-
+def _cost_row(report: Record, field: str, cells: tuple[str, str, str, str]) -> Html:
     if not report.changed:
-        return _row("td", (label, text(b)))
-    ratio = units.ratio_of(b, a)
-    kind = "" if not ratio else "good" if b > 1.05 * a else "bad" if a > 1.05 * b else ""
+        return row(cells[:2])
+    b, a = getattr(report.before, field), getattr(report.after, field)
+    kind = "" if not cells[3] else " good" if b > 1.05 * a else " bad" if a > 1.05 * b else ""
     whole = "num" if units.is_number(b, a) else "dim"
-    cells = "".join(f'<td class="{whole}">{escape(text(x))}</td>' for x in (b, a))
-    return f'<tr><td>{label}</td>{cells}<td class="num {kind}">{ratio}</td></tr>'
-
-
-def _row(cell: str, texts: Sequence[str], more: str = "") -> str:
-    inside = "".join(f"<{cell}>{escape(t)}</{cell}>" for t in texts)
-    return f"<tr>{inside}{more}</tr>"
+    return row(cells, kinds=("", whole, whole, f"num{kind}"))
 
 
 # ---------------------------------------------------------------- what was done
 
 
-def _done(report: Record) -> Iterator[str]:
+def _done(report: Record) -> Iterator[Html]:
     groups = grouped(report.changes)
-    if not groups:
-        return
-    yield "<h2>What was done</h2>"
+    yield from [tag("h2", "What was done")] if groups else []
     for change, places, ratio in groups:
-        gain = "" if ratio is None else f"{units.ratio(ratio)} there"
-        yield _candidate("taken", title(change), gain, places, "")
+        yield _candidate("taken", title(change), ratio, places)
         yield from _derivation(report, change)
 
 
-def _derivation(report: Record, change: Change) -> Iterator[str]:
+def _derivation(report: Record, change: Change) -> Iterator[Html]:
     steps = report.details.steps(change)[:MOST_STEPS]
     if steps:
-        count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
-        inside = "".join(map(_step, steps))
-        yield f"<details open><summary>Derivation, {count}</summary>{inside}</details>"
+        summary = tag("summary", f"Derivation, {len(steps)} step{'s' * (len(steps) > 1)}")
+        yield tag("details", summary, *map(_step, steps), open="open")
 
 
-def _step(step: DerivationStep) -> str:
+def _step(step: DerivationStep) -> Html:
     law = f"{step.property}: {step.law}" if step.law else step.property
-    return (
-        f'<div class="step"><b>{escape(step.rule)}</b> <span class="law">{escape(law)}</span>'
-        f'<span class="mono">{escape(step.before)}</span>'
-        f'<span class="mono">= {escape(step.after)}</span></div>'
-    )
+    sides = (tag("span", text, kind="mono") for text in (step.before, f"= {step.after}"))
+    return tag("div", tag("b", step.rule), " ", tag("span", law, kind="law"), *sides, kind="step")
 
 
-def _undecided(report: Record) -> Iterator[str]:
+def _undecided(report: Record) -> Iterator[Html]:
     advice = report.details.crossovers
-    yield from ["<h2>Undecided for symbolic sizes</h2>"] if advice else []
+    yield from [tag("h2", "Undecided for symbolic sizes")] if advice else []
     for each in advice:
-        yield f"<p>{escape(str(each))}</p>"
+        yield tag("p", str(each))
         for text in each.undecided:
-            yield f"<p>Not proved: <code>{escape(text)}</code></p>"
-        yield f"<p><code>{escape(each.advice())}</code></p>"
+            yield tag("p", "Not proved: ", tag("code", text))
+        yield tag("p", tag("code", each.advice()))
 
 
-def _candidate(kind: str, name: str, gain: str, places: Iterable[str], advice: str) -> str:
-    counts = places if isinstance(places, dict) else {}
-    where = "; ".join(f"{short_place(w)}{units.times(n)}" for w, n in counts.items() if w)
-    change = f"<p>To change: {escape(advice)}</p>" if advice else ""
-    return (
-        f'<div class="cand"><div class="top"><span class="tag {kind}">{kind}</span>'
-        f'<span>{escape(name)}</span><span class="gain">{escape(gain)}</span></div>'
-        f'{change}<p class="where">{escape(where)}</p></div>'
+def _candidate(
+    kind: str, name: str, ratio: float | None, places: Mapping[str, int], advice: str = ""
+) -> Html:
+    gain = "" if ratio is None else f"{units.ratio(ratio)} there"
+    where = "; ".join(f"{short_place(w)}{units.times(n)}" for w, n in places.items() if w)
+    parts = (
+        tag("span", kind, kind=f"tag {kind}"),
+        tag("span", name),
+        tag("span", gain, kind="gain"),
+    )
+    change = [tag("p", f"To change: {advice}")] if advice else []
+    return tag(
+        "div", tag("div", *parts, kind="top"), *change, tag("p", where, kind="where"), kind="cand"
     )
 
 
-def _candidates(report: Record) -> Iterator[str]:
+def _candidates(report: Record) -> Iterator[Html]:
     refused = [use for use in report.routes if not use.taken]
-    yield from ["<h2>Considered, not done</h2>"] if refused else []
+    yield from [tag("h2", "Considered, not done")] if refused else []
     for use in sorted(refused, key=lambda r: -(r.ratio or 0)):
-        gain = "" if use.ratio is None else f"{units.ratio(use.ratio)} there"
         reason = units.scaled_numbers(use.reason)
-        yield _candidate("refused", f"{use.name}: {reason}", gain, use.places, remedy(use))
+        yield _candidate("refused", f"{use.name}: {reason}", use.ratio, use.places, remedy(use))
 
 
 # ---------------------------------------------------------------- formulas and sources
 
 
-def _formulas(report: Record) -> Iterator[str]:
+def _formulas(report: Record) -> Iterator[Html]:
     before = _counted(report.details.before)
-    yield "<h2>The program in index notation</h2>"
+    yield tag("h2", "The program in index notation")
     if not report.changed:
         yield _lines(before, {}, "")
         return
     after = _counted(report.details.after)
-    yield '<div class="sides">'
-    yield f"<div><h3>Before</h3>{_lines(before, after, 'old')}</div>"
-    yield f"<div><h3>After</h3>{_lines(after, before, 'new')}</div></div>"
+    yield tag(
+        "div",
+        tag("div", tag("h3", "Before"), _lines(before, after, "old")),
+        tag("div", tag("h3", "After"), _lines(after, before, "new")),
+        kind="sides",
+    )
 
 
 def _counted(lines: Sequence[Statement]) -> dict[str, tuple[Statement, int]]:
@@ -194,57 +171,57 @@ def _counted(lines: Sequence[Statement]) -> dict[str, tuple[Statement, int]]:
     return out
 
 
-def _lines(mine: dict[str, tuple[Statement, int]], others: Any, kind: str) -> str:
+def _lines(mine: dict[str, tuple[Statement, int]], others: Any, kind: str) -> Html:
     rows = []
     for key, (line, count) in list(mine.items())[:MOST_FORMULAS]:
-        mark = kind if kind and key not in others else ""
-        times = f'<span class="times">×{count}</span>' if count > 1 else ""
-        rows.append(
-            f'<div class="{mark}" style="margin-left:{1.5 * line.depth}em">{escape(line.text)}'
-            f'{times}<span class="shape">{escape(line.shape)}</span></div>'
-        )
+        times = [tag("span", f"×{count}", kind="times")] if count > 1 else []
+        parts = (line.text, *times, tag("span", line.shape, kind="shape"))
+        mark = "" if key in others else kind
+        rows.append(tag("div", *parts, kind=mark, style=f"margin-left:{1.5 * line.depth}em"))
     if len(mine) > MOST_FORMULAS:
-        rows.append(f"<div>… and {len(mine) - MOST_FORMULAS} more lines</div>")
-    return f'<div class="lines">{"".join(rows)}</div>'
+        rows.append(tag("div", f"… and {len(mine) - MOST_FORMULAS} more lines"))
+    return tag("div", *rows, kind="lines")
 
 
-def _sources(report: Record) -> Iterator[str]:
+def _sources(report: Record) -> Iterator[Html]:
     blocks = source_blocks(report)
     if blocks:
-        yield "<h2>Source lines</h2>"
-        yield '<p class="dim">Share of the predicted time as written, and what happened.</p>'
+        yield tag("h2", "Source lines")
+        about = "Share of the predicted time as written, and what happened."
+        yield tag("p", about, kind="dim")
     yield from map(_block, blocks)
 
 
-def _block(block: SourceBlock) -> str:
+def _block(block: SourceBlock) -> Html:
     rows, last = [], None
     for line in block.lines:
         if last is not None and line.number != last + 1:
-            rows.append('<div class="gap">⋮</div>')
+            rows.append(tag("div", "⋮", kind="gap"))
         last = line.number
-        share = ""
-        if line.share >= 0.005:
-            share = f'<i style="width:{100 * line.share:.0f}%"></i><b>{100 * line.share:.0f} %</b>'
-        notes = "".join(f'<div class="note {n.kind}">{escape(n.text)}</div>' for n in line.notes)
-        rows.append(
-            f'<div class="row"><span class="no">{line.number}</span>'
-            f'<span class="share">{share}</span><code>{escape(line.text) or " "}</code>'
-            f"{notes}</div>"
+        text = f"{100 * line.share:.0f} %"
+        share = [bar(line.share), tag("b", text)] if line.share >= 0.005 else []
+        cells = (
+            tag("span", str(line.number), kind="no"),
+            tag("span", *share, kind="share"),
+            tag("code", line.text or " "),
+            *(tag("div", n.text, kind=f"note {n.kind}") for n in line.notes),
         )
-    name = escape(short_place(f"{block.file}:{block.lines[0].number} (f)").rpartition(":")[0])
-    return f'<h3 class="mono">{name}</h3><div class="src">{"".join(rows)}</div>'
+        rows.append(tag("div", *cells, kind="row"))
+    name = short_place(f"{block.file}:{block.lines[0].number} (f)").rpartition(":")[0]
+    return joined((tag("h3", name, kind="mono"), tag("div", *rows, kind="src")))
 
 
 # ---------------------------------------------------------------- pictures
 
 
-def _roofline(report: Record) -> Iterator[str]:
+def _roofline(report: Record) -> Iterator[Html]:
     sides = [("before", report.before), ("after", report.after)][: 1 + report.changed]
     found = (_point(label, side, report.sample) for label, side in sides)
     points = [p for p in found if p is not None]
-    yield f"<h2>Roofline of {escape(report.device)}</h2>"
+    yield tag("h2", f"Roofline of {report.device}")
     if not points:
-        yield '<p class="dim">No FLOPs of products: memory traffic and launches take the time.</p>'
+        why = "No FLOPs of products: memory traffic and launches take the time."
+        yield tag("p", why, kind="dim")
         return
     if not report.changed:
         points = [Point("written", points[0].intensity, points[0].rate)]
@@ -256,15 +233,10 @@ def _point(label: str, side: Side, sample: dict[str, int]) -> Point | None:
     """Return a form of the program in the roofline; None if it has no FLOPs or no price."""
     if None in (side.flops, side.bytes, side.seconds):
         return None
-    flops, moved = (_at(x, sample) for x in (side.flops, side.bytes))
+    flops, moved = (at_sample(x, sample) for x in (side.flops, side.bytes))
     if not flops or not moved or not side.seconds:
         return None
     return Point(label, flops / moved, flops / side.seconds)
-
-
-def _at(size: Any, sample: dict[str, int]) -> float:
-    """Return a number, at the sample of the named sizes if it has names."""
-    return size if units.is_number(size) else value(size, sample)
 
 
 def _product_dtypes(program: Program) -> list[str]:
@@ -274,15 +246,15 @@ def _product_dtypes(program: Program) -> list[str]:
     return [*found][:3] or ["float32"]
 
 
-def _passes(report: Record) -> Iterator[str]:
-    yield "<h2>The optimiser</h2>"
+def _passes(report: Record) -> Iterator[Html]:
+    yield tag("h2", "The optimiser")
     search = f"Search among the rules: {report.stop}. {units.duration(report.time_s)} in all."
-    yield f'<p class="dim">{escape(search)}</p>'
+    yield tag("p", search, kind="dim")
     most = max(report.passes.values(), default=0.0) or 1.0
+    slowest = sorted(report.passes.items(), key=lambda x: -x[1])
     rows = [
-        f'<span>{escape(name)}</span><i style="width:{100 * s / most:.1f}%"></i>'
-        f"<span>{units.duration(s)}</span>"
-        for name, s in sorted(report.passes.items(), key=lambda x: -x[1])
+        (tag("span", name), bar(s / most), tag("span", units.duration(s)))
+        for name, s in slowest
         if s >= 0.001 * most
     ]
-    yield f'<div class="passes">{"".join(rows)}</div>'
+    yield tag("div", *(cell for each in rows for cell in each), kind="passes")

@@ -34,7 +34,10 @@ th { color:var(--dim); font-weight:600; }
 th:first-child, td:first-child { padding-left:0; text-align:left; }
 td.num { white-space:nowrap; }
 td.good { color:var(--good); font-weight:600; }
-td.bad { color:var(--bad); }
+td.bad, span.bad { color:var(--bad); }
+span.good { color:var(--good); }
+table.stacked th, table.stacked td { overflow-wrap:break-word; text-align:left; }
+.bar i { background:var(--bar); border-radius:2px; display:block; height:8px; min-width:1px; }
 .sides { display:grid; gap:14px;
   grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr)); }
 .lines { background:var(--soft); border-radius:8px; font-family:ui-monospace,SFMono-Regular,Menlo,
@@ -100,6 +103,9 @@ h1 { font-size:18px; }
 .card b { font-size:20px; }
 th, td { padding:4px 5px; }
 table { font-size:12.5px; }
+table.stacked th { display:none; }
+table.stacked tr { border-bottom:1px solid var(--line); display:block; padding:6px 0; }
+table.stacked td { border:0; display:block; padding:1px 0; }
 svg text, svg .sj-tick, svg .sj-label { font-size:17px; }
 .lines, .lines code { font-size:12px; }
 .src .row { grid-template-columns:30px 44px minmax(0,1fr); }

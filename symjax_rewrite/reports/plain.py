@@ -3,8 +3,8 @@
 The schema is stable: `version` grows when a field changes its meaning or goes; new fields do not
 change it. Seconds are in seconds, sizes in bytes; symbolic sizes and jaxprs are text; null is "no
 price". `changes` holds what was taken, with `steps` of its derivation; `routes` every candidate
-with its reason, and `remedy`, what the user could change; `lines` the predicted seconds of each
-source line as written.
+with its reason, of a refusal its `obstacle` and `remedy`, what the user could change; `lines` the
+predicted seconds of each source line as written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from symjax_rewrite.obstacles import obstacle_of
 from symjax_rewrite.reports.record import Record, Side
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.reports.statements import Statement
@@ -32,14 +33,16 @@ def as_data(report: Record) -> dict[str, Any]:
     """Return a report as dictionaries, lists, numbers and text."""
     details, best = report.details, report.best_alternative
     seconds = details.seconds_by_line
+    before = _side(report.before, details.before)
+    is_same = report.after is report.before
     return {
         "schema": SCHEMA,
         "version": VERSION,
         "function": report.function,
         "device": report.device,
         "headline": headline(report),
-        "before": _side(report.before, details.before),
-        "after": _side(report.after, details.after),
+        "before": before,
+        "after": before if is_same else _side(report.after, details.after),
         "rules": [asdict(r) for r in report.rules],
         "changes": [_change(report, c) for c in report.changes],
         "routes": [_route(r) for r in report.routes],
@@ -75,4 +78,5 @@ def _change(report: Record, change: Change) -> dict[str, Any]:
 
 
 def _route(use: RouteUse) -> dict[str, Any]:
-    return {**asdict(use), "remedy": "" if use.taken else remedy(use)}
+    obstacle = None if use.taken else obstacle_of(use.reason)
+    return {**asdict(use), "obstacle": obstacle, "remedy": "" if use.taken else remedy(use)}

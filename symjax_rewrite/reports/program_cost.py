@@ -18,7 +18,7 @@ import jax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
 from symjax_rewrite.cost.equation_cost import sorting_seconds, summed_sizes
-from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, reachable
+from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
 from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
@@ -63,7 +63,7 @@ class Traffic:
 
     def times(self, n: Dim, sample: Sample) -> Traffic:
         """Return the traffic of n repetitions."""
-        count = _at(n, sample)
+        count = at_sample(n, sample)
         moved = None if self.bytes is None else n * self.bytes
         both = (self.seconds, self.launches)
         return Traffic(moved, *(None if x is None else count * x for x in both))
@@ -111,7 +111,8 @@ def _plus(a: Any, b: Any) -> Any:
     return None if a is None or b is None else a + b
 
 
-def _at(size: Dim | float, sample: Sample) -> float:
+def at_sample(size: Dim | float, sample: Sample) -> float:
+    """Return a number, at the sample of the named sizes if it has names."""
     return size if isinstance(size, (int, float)) else value(size, sample)
 
 
@@ -137,9 +138,10 @@ def _equation_flops(eqn: JaxprEqn, device: Device) -> Dim | None:
     if name in ("dot_general", "conv_general_dilated"):
         return 2 * _size(eqn.outvars[0]) * product(map(from_jax, summed_sizes(eqn)))
     if jax_internals.is_replacement(eqn):
-        found = flops(_staged(eqn), device)
-        cost = replacement_cost(eqn, device) if found is None else None
-        return found if cost is None or math.isnan(cost.flops) else int(cost.flops)  # pyright: ignore[reportArgumentType]
+        cost = replacement_cost(eqn, device)  # staging a kernel takes a hundred times longer
+        if cost is None or math.isnan(cost.flops):
+            return flops(_staged(eqn), device)
+        return int(cost.flops)
     if name == "pallas_call":
         estimate = eqn.params.get("cost_estimate")
         return None if estimate is None else estimate.flops
@@ -228,16 +230,6 @@ def terms_traffic(terms: ProgramTerms, device: Device, sample: Sample) -> Traffi
     return sum(natives, start=Traffic(moved, cost.seconds, cost.launches))
 
 
-def kernel_seconds(terms: ProgramTerms, device: Device, sample: Sample) -> dict[int, float]:
-    """Return the modelled seconds of every kernel of terms, by the class that it writes."""
-    model, g = terms.model(device, sample), terms.t.graph
-    roots = terms.roots()
-    facts = {c: model.facts_of(g, c, terms.choice[c]) for c in reachable(terms.choice, roots)}
-    written = model.written(facts, roots, set())
-    kernels = [c for c in facts if c in written and not facts[c].is_free]
-    return {c: model.kernel_seconds(facts, c, written, set()) for c in kernels}
-
-
 def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     """Return the traffic of an equation that no term describes."""
     name = eqn.primitive.name
@@ -255,7 +247,7 @@ def equation_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     if not arrays or not _has_no_products(name):
         return UNKNOWN
     moved = _moved(eqn)
-    return Traffic(moved, _pass_seconds(eqn, _at(moved, sample), device, sample), 1)
+    return Traffic(moved, _pass_seconds(eqn, at_sample(moved, sample), device, sample), 1)
 
 
 def replacement_cost(eqn: JaxprEqn, device: Device) -> Cost | None:
@@ -288,7 +280,7 @@ def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -
         return sorting_seconds(eqn, device) + moved / device.bytes_per_s + device.launch_s
     if name not in MOVES | PASSES:
         return None
-    sizes = [_at(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]
+    sizes = [at_sample(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]
     work = max(sizes) / device.elementwise_per_s if name in PASSES else 0.0
     return max(work, moved / device.bytes_per_s) + device.launch_s
 
@@ -300,7 +292,7 @@ def _bodies_traffic(eqn: JaxprEqn, device: Device, sample: Sample) -> Traffic:
     if eqn.primitive.name == "cond":
         if any(b.bytes is None for b in bodies):
             return UNKNOWN
-        return max(bodies, key=lambda b: _at(b.bytes or 0, sample))
+        return max(bodies, key=lambda b: at_sample(b.bytes or 0, sample))
     trips = trips_of(eqn)
     return UNKNOWN if trips is None else sum(bodies, start=Traffic()).times(trips, sample)
 

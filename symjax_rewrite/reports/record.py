@@ -43,11 +43,11 @@ class Record:
 
     before, after: the program as written and as emitted. rules: the rules that were used. routes:
     kernels and rules that were considered, one entry for each name and reason. stop: the reason why
-    saturation ended. time_s: seconds the optimiser took. plan: the value of `plan=` that reproduces
-    the program. function: its name. device: the profile by which programs are priced. changes: the
-    candidates that were taken, with the seconds of their part of the program. passes: seconds by
-    pass. sample: the numbers at which named sizes were priced in seconds. details: source lines,
-    index notation and derivations, made on demand.
+    saturation ended. time_s: seconds the optimiser took. function: the name of the program. device:
+    the profile by which programs are priced. changes: the candidates that were taken, with the
+    seconds of their part of the program. passes: seconds by pass. sample: the numbers at which
+    named sizes were priced in seconds. details: source lines, index notation and derivations, made
+    on demand.
     """
 
     before: Side
@@ -56,7 +56,6 @@ class Record:
     routes: list[RouteUse]
     stop: str
     time_s: float
-    plan: dict[str, Any]
     function: str
     device: str
     changes: list[Change]
@@ -69,6 +68,11 @@ class Record:
         """Return the refused candidate with the highest predicted ratio, if any was compared."""
         refused = [r for r in self.routes if not r.taken and r.ratio is not None]
         return max(refused, key=lambda r: r.ratio or 0.0, default=None)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Return the value of `plan=` that reproduces the program."""
+        return self.details.result.plan_record()
 
     @property
     def crossovers(self) -> list[str]:

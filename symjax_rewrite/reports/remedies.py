@@ -1,51 +1,46 @@
-"""Changes by which the user could turn a refusal, by the condition that failed."""
+"""Changes by which the user could turn a refusal, by the obstacle that it names."""
 
 from __future__ import annotations
 
-import re
-
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.usage_records import RouteUse
 
-KERNELS = ("fold", "norm_linear", "scan", "banded", "partial_sort", "sparse")
+KERNELS = ("fold", "norm_linear", "scan", "banded", "selection", "sparse")
 FORCED = "kernels='always', tune=True times the kernel and keeps what is fastest"
 BY_HAND = "none by an option: write that form yourself if it measures faster"
 
-# Reasons of refusals, as patterns, and what the user could change. The first that matches counts;
-# an empty text: nothing.
-REMEDIES: tuple[tuple[str, str], ...] = (
-    (r"not admitted|earlier candidate|another (fold|equation)|become dense", ""),
-    (r"not measured:", "call tune=True outside of transformations, at concrete sizes"),
-    (r"for all sizes", "pass assume=(...): see the crossover"),
-    (r"saves less than .* of the (program|loop)|less than 1 %|little beside it", ""),
-    (r"runs on GPUs|on a CPU", "device='h200' explains it for a GPU"),
-    (r"larger intermediate", BY_HAND),
-    (r"numerics='finite'|float16 may overflow", "numerics='finite', if no value overflows"),
-    (r"needs numerics=", "pass that level of numerics, if its rounding is acceptable"),
-    (r"may cancel|squares of sums cancel", "numerics='cancels', if lost digits are acceptable"),
-    (r"several devices|sharding|sharded", "call it inside jax.shard_map, where axes are manual"),
-    (r"round in another order", "numerics='reassoc' permits another order of sums"),
-    (r"dtypes? .*not supported|two dtypes|several dtypes", "give the operands one float dtype"),
-    (r"budget|clock", "budget=Budget(...) with a larger limit"),
-    (r"random numbers", "draw the random numbers before, and pass them as an argument"),
-    (r"also used by|is itself a result|is used$", "do not return or reuse the pairwise values"),
-    (r"nonlinearity .* between", "apply the linear layer to the norm's result directly"),
-    (r"an axis is empty or a name", "use concrete sizes"),
-    (r"stored differently", "store these weights in one dtype"),
-)
+# Of an obstacle that is not here nothing is known that the user could change.
+REMEDIES: dict[Obstacle, str] = {
+    Obstacle.MEASUREMENT: "call tune=True outside of transformations, at concrete sizes",
+    Obstacle.SIZES: "pass assume=(...): see the crossover",
+    Obstacle.DEVICE: "device='h200' explains it for a GPU",
+    Obstacle.MEMORY: BY_HAND,
+    Obstacle.RANGE: "numerics='finite', if no value overflows",
+    Obstacle.NUMERICS: "pass that level of numerics, if its rounding is acceptable",
+    Obstacle.CANCELLATION: "numerics='cancels', if lost digits are acceptable",
+    Obstacle.ROUNDING: "numerics='reassoc' permits another order of sums",
+    Obstacle.SHARDING: "call it inside jax.shard_map, where axes are manual",
+    Obstacle.DTYPES: "give the operands one float dtype",
+    Obstacle.BACKEND: "use concrete sizes, and one float dtype of 32 bits or fewer",
+    Obstacle.BUDGET: "budget=Budget(...) with a larger limit",
+    Obstacle.RANDOM: "draw the random numbers before, and pass them as an argument",
+    Obstacle.READER: "do not return or reuse the intermediate values",
+    Obstacle.ELEMENTWISE: "apply the linear layer to the norm's result directly",
+    Obstacle.STORAGE: "store these weights in one dtype",
+}
 
 
 def remedy(use: RouteUse) -> str:
     """Return what the user could change so that a refused candidate is taken; empty if nothing.
 
     Example:
-        >>> remedy(RouteUse("distribute", False, "terms of unknown sign may cancel"))
+        >>> cancels = Obstacle.CANCELLATION("terms of unknown sign may cancel")
+        >>> remedy(RouteUse("distribute", False, cancels))
         "numerics='cancels', if lost digits are acceptable"
     """
-    for pattern, text in REMEDIES:
-        if re.search(pattern, use.reason):
-            return text
-    if "predicted gain" in use.reason or "is selected faster" in use.reason:
-        if use.ratio is not None and use.ratio <= 1:
-            return ""  # predicted slower: nothing to gain
-        return FORCED if use.name in KERNELS else BY_HAND
-    return ""
+    obstacle = obstacle_of(use.reason)
+    if obstacle is not Obstacle.COST:
+        return REMEDIES.get(obstacle, "")
+    if use.ratio is not None and use.ratio <= 1:
+        return ""  # predicted slower: nothing to gain
+    return FORCED if use.name in KERNELS else BY_HAND

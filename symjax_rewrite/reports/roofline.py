@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.reports import units
+from symjax_rewrite.reports.html import Html, tag
 from symjax_rewrite.reports.index_notation import dtype_text
 
 WIDTH, HEIGHT = 640, 340
@@ -42,7 +42,7 @@ class LogScale:
         return LEFT + across * width, TOP + (1 - up) * height
 
 
-def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> str:
+def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> Html:
     """Return the picture as an SVG element.
 
     Args:
@@ -59,14 +59,11 @@ def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> 
     y = (math.floor(math.log10(lowest)), math.ceil(math.log10(top * 1.5)))
     scale = LogScale(x, y)
     body = [*_grid(scale), *_roofs(scale, device, peaks), *_points(scale, points)]
-    title = f"Roofline of {device.name}"
-    return (
-        f'<svg class="sj-roofline" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
-        f' aria-label="{escape(title)}">{"".join(body)}</svg>'
-    )
+    named = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "aria_label": f"Roofline of {device.name}"}
+    return tag("svg", *body, kind="sj-roofline", role="img", **named)
 
 
-def _grid(scale: LogScale) -> Iterator[str]:
+def _grid(scale: LogScale) -> Iterator[Html]:
     """Yield a line and a label for every decade."""
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     for k in range(round(scale.x[0]), round(scale.x[1]) + 1):
@@ -80,7 +77,7 @@ def _grid(scale: LogScale) -> Iterator[str]:
     yield _text((LEFT + right) / 2, HEIGHT - 12, "FLOPs per byte of memory traffic", "middle")
 
 
-def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator[str]:
+def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator[Html]:
     first, last = 10.0 ** scale.x[0], 10.0 ** scale.x[1]
     floor = 10.0 ** scale.y[0]
     top = max(peaks.values())
@@ -96,28 +93,25 @@ def _roofs(scale: LogScale, device: Device, peaks: dict[str, float]) -> Iterator
     across, up = scale.at(10 * start, 10 * start * device.bytes_per_s)
     angle = math.degrees(math.atan2(up - y, across - x))
     label = f"memory: {units.quantity(device.bytes_per_s, 'B/s')}"
-    yield (
-        f'<text transform="translate({x + 14:.1f} {y - 16:.1f}) rotate({angle:.1f})">'
-        f"{escape(label)}</text>"
-    )
+    turned = f"translate({x + 14:.1f} {y - 16:.1f}) rotate({angle:.1f})"
+    yield tag("text", label, transform=turned)
 
 
-def _points(scale: LogScale, points: Sequence[Point]) -> Iterator[str]:
+def _points(scale: LogScale, points: Sequence[Point]) -> Iterator[Html]:
     places = [scale.at(p.intensity, p.rate) for p in points]
     if len(places) == 2:
         yield _line(*places[0], *places[1], "sj-move")
     for k, (p, (x, y)) in enumerate(zip(points, places, strict=True)):
-        yield f'<circle class="sj-{p.label.split()[0]}" cx="{x:.1f}" cy="{y:.1f}" r="6"/>'
+        yield tag("circle", kind=f"sj-{p.label}", cx=round(x, 1), cy=round(y, 1), r=6)
         across, anchor = (-10, "end") if x > WIDTH - 130 else (10, "start")
         is_lower = len(places) == 2 and y >= places[1 - k][1]
         yield _text(x + across, y + (18 if is_lower else -10), p.label, anchor, "sj-label")
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
+    ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    return tag("line", kind=kind, **{name: round(at, 1) for name, at in ends.items()})
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "sj-tick") -> str:
-    return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-    )
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "sj-tick") -> Html:
+    return tag("text", text, kind=kind, x=round(x, 1), y=round(y, 1), text_anchor=anchor)

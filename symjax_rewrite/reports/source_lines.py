@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from symjax_rewrite.reports import units
+from symjax_rewrite.reports.places import place
 from symjax_rewrite.reports.record import Record
 from symjax_rewrite.reports.text import grouped, refusal, title
-from symjax_rewrite.reports.value_names import place
 
 LONGEST = 60  # lines of a function that are all shown
 AROUND = 2  # lines shown before and after a line, of a longer function

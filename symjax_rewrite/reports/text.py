@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from symjax_rewrite.errors import readable_place
 from symjax_rewrite.reports import units
+from symjax_rewrite.reports.places import short_place
 from symjax_rewrite.reports.record import Record
 from symjax_rewrite.reports.remedies import remedy
-from symjax_rewrite.reports.value_names import place
+from symjax_rewrite.text_tables import aligned
 from symjax_rewrite.usage_records import Change, RouteUse
 
-# Rows of the table: label, field of `Side`, unit.
-ROWS = (
-    ("flops", "flops", "FLOP"),
-    ("memory traffic", "bytes", "B"),
-    ("largest intermediate", "largest_intermediate", "B"),
-    ("peak memory", "peak_bytes", "B"),
-    ("kernel launches", "launches", ""),
+# Rows of the table: label, field of `Side`, its text.
+ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("model time", "seconds", units.duration),
+    ("flops", "flops", units.flops),
+    ("memory traffic", "bytes", units.size),
+    ("largest intermediate", "largest_intermediate", units.size),
+    ("peak memory", "peak_bytes", units.size),
+    ("kernel launches", "launches", units.count),
 )
 MOST_PLACES = 4  # source lines named for one entry
 
@@ -41,7 +42,7 @@ def headline(report: Record) -> str:
     if (gain := units.ratio_of(before.seconds, after.seconds)) and gain != "1.00×":
         times = f"{units.duration(before.seconds)} to {units.duration(after.seconds)}"
         gains.append(f"predicted {gain} as fast ({times})")
-    for label, name, _ in ROWS[1:3]:
+    for label, name, _ in ROWS[2:4]:
         b, a = getattr(before, name), getattr(after, name)
         if units.is_number(b, a) and a and b > 1.25 * a:
             gains.append(f"{label} {units.ratio(b / a)} smaller")
@@ -60,30 +61,18 @@ def _alternative(report: Record) -> str:
 
 def _table(report: Record) -> Iterator[str]:
     """Yield the prices of both forms; one column if nothing changed."""
-    rows = [_time_row(report), *(_row(report, *row) for row in ROWS)]
-    if report.changed:
-        rows.insert(0, ("", "before", "after", ""))
-    else:
-        rows = [(label, before, "", "") for label, before, _, _ in rows]
-    widths = [max(len(row[k]) for row in rows) for k in range(4)]
-    for label, *cells in rows:
-        text = "   ".join(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True) if w)
-        yield f"  {label.ljust(widths[0])}   {text}".rstrip()
+    rows = [cells if report.changed else cells[:2] for _, cells in cost_rows(report)]
+    heads = [("", "before", "after", "")] if report.changed else []
+    yield from (f"  {line}" for line in aligned([*heads, *rows], "<>", 3))
     if report.sample:
-        at = ", ".join(f"{name} = {size}" for name, size in report.sample.items())
-        yield f"  model time and launches at {at}"
+        yield f"  model time and launches at {units.sizes(report.sample)}"
 
 
-def _time_row(report: Record) -> tuple[str, str, str, str]:
-    b, a = report.before.seconds, report.after.seconds
-    return "model time", units.duration(b), units.duration(a), units.ratio_of(b, a)
-
-
-def _row(report: Record, label: str, name: str, unit: str) -> tuple[str, str, str, str]:
-    b, a = getattr(report.before, name), getattr(report.after, name)
-    if not unit:
-        return label, units.count(b), units.count(a), units.ratio_of(b, a)
-    return label, units.quantity(b, unit), units.quantity(a, unit), units.ratio_of(b, a)
+def cost_rows(report: Record) -> Iterator[tuple[str, tuple[str, str, str, str]]]:
+    """Yield rows of the prices: the field of `Side`; its label, before, after and their ratio."""
+    for label, name, text in ROWS:
+        b, a = getattr(report.before, name), getattr(report.after, name)
+        yield name, (label, text(b), text(a), units.ratio_of(b, a))
 
 
 def _done(report: Record) -> Iterator[str]:
@@ -120,16 +109,6 @@ def _places(places: Mapping[str, int]) -> Iterator[str]:
         yield f"    at {short_place(where)}{units.times(places[where])}"
     if more := sum(1 for w in places if w) - len(shown):
         yield f"    and {more} more lines"
-
-
-def short_place(where: str) -> str:
-    """Return a source line by its notebook cell, or by its path from the working directory."""
-    at, cell = place(where), readable_place(where)
-    if at is None or cell != where:
-        return cell
-    path, line, function = at
-    inside = os.path.abspath(path).startswith(os.getcwd() + os.sep)
-    return f"{os.path.relpath(path) if inside else path}:{line} ({function})"
 
 
 def _open(report: Record) -> Iterator[str]:

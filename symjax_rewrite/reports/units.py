@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
+
+from symjax_rewrite.errors import UsageError
 
 NOT_PRICED = "not priced"
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -16,8 +19,8 @@ def duration(seconds: float | None) -> str:
         >>> duration(1.884), duration(0.0338), duration(2.7e-5), duration(None)
         ('1.88 s', '33.8 ms', '27.0 µs', 'not priced')
     """
-    if seconds is None:
-        return NOT_PRICED
+    if not seconds:
+        return NOT_PRICED if seconds is None else "0 s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size:
             return f"{digits(seconds / size)} {unit}"
@@ -40,6 +43,39 @@ def quantity(value: Any, unit: str = "") -> str:
             return f"{digits(value / size)} {prefix}{unit}"
     text = str(int(value)) if float(value).is_integer() else digits(value)
     return f"{text} {unit}".rstrip()
+
+
+def size(count: Any) -> str:
+    """Return a size of memory, given in bytes, for a reader."""
+    return quantity(count, "B")
+
+
+def flops(count: Any) -> str:
+    """Return FLOPs for a reader."""
+    return quantity(count, "FLOP")
+
+
+def parse_bytes(size: float | str) -> float:
+    """Return a number of bytes given as a number or as text such as `"2 GB"` or `"512 MiB"`.
+
+    Raises:
+        UsageError: it is no size.
+
+    Example:
+        >>> parse_bytes("2 GB"), parse_bytes("1 KiB"), parse_bytes(64)
+        (2000000000.0, 1024.0, 64.0)
+    """
+    text = str(size).strip().lower()
+    match = re.fullmatch(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*(?:([kmgt]?)(i?)b)?", text)
+    if isinstance(size, bool) or match is None or (match[3] and not match[2]):
+        raise UsageError("not a size in bytes", expected='such as 2e9 or "2 GB"', got=repr(size))
+    power = " kmgt".index(match[2] or " ")
+    return float(match[1]) * (1024 if match[3] else 1000) ** power
+
+
+def sizes(sample: Mapping[str, int]) -> str:
+    """Return the numbers of named sizes: `n = 64, d = 512`."""
+    return ", ".join(f"{name} = {size}" for name, size in sample.items())
 
 
 def count(value: Any) -> str:

@@ -8,10 +8,10 @@ import re
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.reports.places import place
 
 _ASSIGNED = re.compile(r"\s*([A-Za-z_]\w*)\s*(?::[^=]+)?=(?!=)")
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-_PLACE = re.compile(r"(.*):(\d+) \((.*)\)$", re.DOTALL)
 
 
 def short_name(path: str) -> str:
@@ -23,12 +23,6 @@ def short_name(path: str) -> str:
     """
     text = re.sub(r"\['?([A-Za-z_][^'\]]*)'?\]", r".\1", path)
     return re.sub(r"\[(\d+)\]", lambda m: m[1].translate(_SUBSCRIPTS), text)
-
-
-def place(where: str) -> tuple[str, int, str] | None:
-    """Return the file, line and function of `file.py:12 (f)`; None for any other text."""
-    found = _PLACE.match(where)
-    return (found[1], int(found[2]), found[3]) if found else None
 
 
 def assigned_name(where: str) -> str:

@@ -14,6 +14,7 @@ from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
@@ -121,8 +122,10 @@ def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
     small = little(products)
     if len(places) - len(small | single) > device.search.many_regions:  # more would take too long
         small = little(terms.seconds)
-    reasons = dict.fromkeys(single, "one product and little beside it")
-    return reasons | dict.fromkeys(small, "less than 1 % of the program's time")
+    reasons: dict[Key, str] = dict.fromkeys(
+        single, Obstacle.SHARE("one product and little beside it")
+    )
+    return reasons | dict.fromkeys(small, Obstacle.SHARE("less than 1 % of the program's time"))
 
 
 def _found(
@@ -141,7 +144,7 @@ def _found(
     names = list(dict.fromkeys(s.rule_of(c) for c in s.changed))
     digest = s.digest
     if _may_overflow(context, t, region, names):
-        reason = "float16 may overflow: numerics='finite' permits it"
+        reason = Obstacle.RANGE("float16 may overflow: numerics='finite' permits it")
         yield Refusal("rewrite", reason, where)
         return
     properties = {r.name: r.property for r in context.rules.rules}

@@ -16,6 +16,7 @@ from symjax_rewrite.ir.egraph import Justification
 from symjax_rewrite.ir.products import Product, is_half, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
 from symjax_rewrite.rewriting.rule import RuleContext, too_large
 from symjax_rewrite.rewriting.scales import Leaf, apart, leaves_of, place, scaled_factor
@@ -112,7 +113,11 @@ class _TreeBuilder:
             repeats = Repeats(kinds, form_of) if len(number) < len(factors) else None
             found = best_order(masks, out, self._join_cost, ctx.pairs, free, repeats)
             if found is None:
-                ctx.refuse("contraction_order", "the budget of pairs ran out", self.why.source)
+                ctx.refuse(
+                    "contraction_order",
+                    Obstacle.BUDGET("the budget of pairs ran out"),
+                    self.why.source,
+                )
                 return None
             tree = ctx.trees[key] = found[0]
         return self._build(tree, factors, masks)

@@ -15,6 +15,7 @@ from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
 from symjax_rewrite.ir.sizes import Assumptions, Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
 from symjax_rewrite.rewriting.extraction import (
@@ -184,7 +185,7 @@ class Solver:
             if (before, after) not in crossovers:
                 crossovers.append((before, after))
         same = replace(before, seconds=found[0].before.seconds)
-        reason = "neither form is cheaper for all sizes"
+        reason = Obstacle.SIZES("neither form is cheaper for all sizes")
         return Extraction(same, same, original, False, reason), crossovers
 
 

@@ -32,6 +32,7 @@ from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.sizes import product as size_of
 from symjax_rewrite.ir.term import LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.kernel_pattern import KernelPattern
 from symjax_rewrite.rewriting.lemma_matching import (
     MAX_MATCHES,
@@ -259,14 +260,19 @@ def _decided(
         reason = _reason_against(route, specs, context)
         after_s = None if reason else route.predicted_s(specs)
     except InconclusiveDimensionOperation as error:
-        reason, after_s = f"undecided for these named sizes: {str(error).splitlines()[0]}", None
+        reason, after_s = (
+            Obstacle.SIZES(f"undecided for these named sizes: {str(error).splitlines()[0]}"),
+            None,
+        )
     if reason:
         return Refusal(route.name, reason, where)
     before_s = _written_s(terms, place)
     ratio = None if after_s is None else before_s / after_s if after_s else None
     if after_s is not None and not margins.pays(before_s, after_s, "rewrite", context.device):
         least = margins.margin("rewrite", context.device)
-        return Refusal(route.name, f"predicted gain is below {least}", where, ratio=ratio)
+        return Refusal(
+            route.name, Obstacle.COST(f"predicted gain is below {least}"), where, ratio=ratio
+        )
     maker = KernelCall(t, place, route.kernel, after_s)
     made = next((t.made_by[place.cls][0] for _ in (0,) if place.cls in t.made_by), None)
     source = None if made is None else t.program.equations[made].eqn
@@ -285,7 +291,7 @@ def _reason_against(route: KernelPattern, specs: list[Any], context: Context) ->
     if context.options.kernels == "off":
         return "kernels='off'"
     if not context.options.numerics.permits(route.numerics):
-        return f"needs numerics={route.numerics!r}"
+        return Obstacle.NUMERICS(f"needs numerics={route.numerics!r}")
     reason = route.refusal(specs)
     return f"{reason} at {', '.join(map(_text, specs))}" if reason else ""
 

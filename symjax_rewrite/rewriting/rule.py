@@ -22,9 +22,11 @@ from symjax_rewrite.ir.products import ends_early
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import SLICE, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import is_zero
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import NUMERICS, Numerics
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
 from symjax_rewrite.rewriting.laws import Sides
+from symjax_rewrite.text_tables import aligned
 
 ASSOCIATIVITY = "associativity"
 DISTRIBUTIVITY = "distributivity"
@@ -45,11 +47,21 @@ FUSION = "loop_fusion"
 PARTS = "loop_parts"
 PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
-# Passes besides rules. Every pack includes them unless it excludes them by name.
-PASSES = (
-    COMMON, REPEATED, ORIENTATION, COLUMNS, PLACES, SCANS, INVARIANT, BATCHING, FUSION, PARTS,
-    PACKING, RECOMPUTATION,
-)  # fmt: skip
+# Passes besides rules, with what they do. Every pack includes them unless it excludes them by name.
+PASSES = {
+    COMMON: "a product that is written twice is computed once",
+    REPEATED: "a product is computed once for all copies of an operand",
+    ORIENTATION: "a product reads its operands along their rows",
+    COLUMNS: "a reduction down long rows reads row by row",
+    PLACES: "the place of an extremum is the first place that has its value",
+    SCANS: "cumulative operations down long rows are a loop over the rows",
+    INVARIANT: "what is the same in every step is computed once, before the loop",
+    BATCHING: "products of all steps are one product, before or after the loop",
+    FUSION: "the loop and operations around it are one loop",
+    PARTS: "a product that a step reads in parts is a product for each part",
+    PACKING: "results in small floats are stacked as their bits",
+    RECOMPUTATION: "the derivative computes states again instead of storing them",
+}
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 
 
@@ -127,7 +139,9 @@ class RuleContext:
 
 def too_large(dtype: str) -> str:
     """Return the reason for a refusal by `RuleContext.may_overflow`."""
-    return f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
+    return Obstacle.RANGE(
+        f"may be infinite in {dtype} where the original is not; numerics='finite' permits it"
+    )
 
 
 Apply = Callable[[RuleContext, int, Node], Iterator[Ref]]
@@ -350,8 +364,7 @@ class RulePack:
     def __repr__(self) -> str:
         lines = [f"RulePack {self.name!r}: {len(self.rules)} rules"]
         rows = [_row(each) for each in (*self.rules, *self.added)]
-        widths = [max((len(row[k]) for row in rows), default=0) for k in (0, 1)]
-        lines += [f"  {n:{widths[0]}}  {p:{widths[1]}}  {law}".rstrip() for n, p, law in rows]
+        lines += [f"  {line}" for line in aligned(rows)]
         if self.without:
             lines.append(f"  without {', '.join(self.without)}")
         return "\n".join(lines)

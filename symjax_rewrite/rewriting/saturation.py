@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from symjax_rewrite.ir.egraph import ORIGINAL, Justification
 from symjax_rewrite.ir.term import ADD, CONTRACT, Node
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Budget
 from symjax_rewrite.rewriting.lemma_matching import Pattern, apply_lemma, shape
 from symjax_rewrite.rewriting.rule import Axiom, RuleContext
@@ -81,7 +82,7 @@ def _apply_all(
                 continue
             seen[rule.name] = stamp
             if not ctx.permits(rule.numerics, g.classes[cls].dtype):
-                ctx.refuse(rule.name, f"needs numerics={rule.numerics!r}", cls)
+                ctx.refuse(rule.name, Obstacle.NUMERICS(f"needs numerics={rule.numerics!r}"), cls)
                 continue
             for ref in rule.apply(ctx, cls, node):
                 g.add_to(cls, ref, rule.reason(cls))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from symjax_rewrite.api.tolerance import Rounding, difference
-from symjax_rewrite.auditing.guard import GuardResult, guard
+from symjax_rewrite.auditing.guard import guard
 from symjax_rewrite.auditing.intermediates import intermediates
 from symjax_rewrite.cost.device_profiles import CPU
 from symjax_rewrite.errors import CliffError, EquivalenceError, UsageError
@@ -153,38 +153,7 @@ def assert_no_intermediate(
             )
 
 
-def assert_no_cliff(
-    f: Callable[..., Any],
-    *args: Any,
-    max_regret: float | None = 1.5,
-    max_intermediate: float | str | None = None,
-    device: str | None = None,
-) -> GuardResult:
-    """Assert that no equal form of a program is much cheaper, and no intermediate too large.
-
-    This is `symjax_rewrite.guard` among the assertions.
-
-    Args:
-        f: a function, optimised or not.
-        args: arrays or `ShapeDtypeStruct`s; nothing is run.
-        max_regret: most times the modelled seconds of the cheapest equal form.
-        max_intermediate: most bytes of an intermediate, as a number or text such as `"2 GB"`.
-        device: the name of a device profile.
-
-    Returns:
-        The regret and the largest intermediate.
-
-    Raises:
-        CliffError: a limit is exceeded; the message names the source line and the better form.
-
-    Examples:
-        >>> import jax, jax.numpy as jnp
-        >>> s = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-        >>> assert_no_cliff(lambda a, b, v: a @ (b @ v), s, s, s).regret
-        1.0
-    """
-    limits: Any = {"max_regret": max_regret, "max_intermediate": max_intermediate}
-    return guard(f, *args, **limits, device=device)
+assert_no_cliff = guard  # one of the assertions
 
 
 def _explain(f: Any, args: tuple[Any, ...]) -> Report:

@@ -11,11 +11,12 @@ import pytest
 
 from symjax_rewrite import audit, jax_internals, packs, route, sym_optimize
 from symjax_rewrite.auditing.audit import PROPERTIES, Audit
-from symjax_rewrite.auditing.bottlenecks import kernel_times
-from symjax_rewrite.auditing.record import USES
+from symjax_rewrite.auditing.findings import USES
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.passes import PASSES
+from symjax_rewrite.reports.bottlenecks import kernel_times
+from symjax_rewrite.reports.program_cost import ProgramTerms
 
 
 def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -277,7 +278,8 @@ def test_fresh_memory_counts_as_memory() -> None:
 def test_parts_add_up_to_the_program(name: str) -> None:
     fun, args, _ = EXPECTED[name]
     closed = jax.jit(fun).trace(*args).jaxpr
-    whole = sum(k.seconds for k in kernel_times(flatten(closed), DEVICES["h200"], {}))
+    terms = ProgramTerms.of(flatten(closed))
+    whole = sum(k.seconds for k in kernel_times(terms, DEVICES["h200"], {}))
     assert whole == pytest.approx(audited(fun, *args, device="h200").before_s)
 
 

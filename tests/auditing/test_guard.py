@@ -10,7 +10,7 @@ from jax import export
 
 from symjax_rewrite import errors, guard, jax_internals, sym_optimize
 from symjax_rewrite.auditing.intermediates import largest_intermediate
-from symjax_rewrite.auditing.quantities import bytes_text, parse_bytes, seconds_text
+from symjax_rewrite.reports.units import duration, parse_bytes, size
 from symjax_rewrite.testing import assert_no_cliff
 
 
@@ -47,7 +47,7 @@ def test_cliff_names_line_form_ratio_and_remedy(wrap: Any) -> None:
     error = found.value
     assert "test_guard.py" in str(error.where) and "(lora)" in str(error.where)
     assert f"an equal form of lora is predicted {gain():.2f} times faster on cpu" in str(error)
-    assert "by lora (distributivity): x @ (W + A @ B) = x @ W + x @ A @ B" in str(error.got)
+    assert "by lora (distributivity): x @ (W + A @ B) = x @ W + (x @ A) @ B" in str(error.got)
     assert "@sym_optimize" in str(error.remedy)
 
 
@@ -55,6 +55,14 @@ def test_what_is_emitted_counts() -> None:
     assert guard(sym_optimize(lora), *LORA, device="cpu").regret == 1.0
     with pytest.raises(errors.CliffError, match="leave out rules= and kernels="):
         guard(sym_optimize(lora, rules=()), *LORA, device="cpu")
+
+
+def test_form_of_a_loop_says_what_is_done() -> None:
+    def recurrent(w: Any, u: Any, xs: Any) -> Any:
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ (w @ u) + x), None), xs[0], xs)[0]
+
+    with pytest.raises(errors.CliffError, match="is computed once, before the loop"):
+        guard(recurrent, spec(128, 128), spec(128, 128), spec(64, 128), device="cpu")
 
 
 def test_regret_within_the_limit_is_returned() -> None:
@@ -112,7 +120,7 @@ def test_intermediates_in_loops_count() -> None:
     def loop(x: Any) -> Any:
         return jax.lax.scan(lambda c, _: (c + jnp.outer(x, x).sum(), None), 0.0, length=3)[0]
 
-    with pytest.raises(errors.CliffError, match=r"4 MB: float32\[1000,1000\]"):
+    with pytest.raises(errors.CliffError, match=r"4.00 MB: float32\[1000,1000\]"):
         guard(loop, spec(1000), device="cpu", max_regret=None, max_intermediate="1 MB")
 
 
@@ -172,5 +180,6 @@ def test_sizes_are_read(text: Any, count: float) -> None:
 
 
 def test_quantities_have_units_that_suit_them() -> None:
-    assert [seconds_text(s) for s in (0.0, 3e-9, 2.5e-4, 90.0)] == ["0 s", "3 ns", "250 us", "90 s"]
-    assert [bytes_text(b) for b in (0, 999, 1e3, 5e12)] == ["0 B", "999 B", "1 kB", "5 TB"]
+    seconds = ["0 s", "3.00 ns", "250 µs", "90.0 s"]
+    assert [duration(s) for s in (0.0, 3e-9, 2.5e-4, 90.0)] == seconds
+    assert [size(b) for b in (0, 999, 1e3, 5e12)] == ["0 B", "999 B", "1.00 kB", "5.00 TB"]

@@ -40,7 +40,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "api.tolerance": dict.fromkeys(("MEAN", "LARGEST", "ENTRIES", "INFORMATIVE"), NUMERICS),
     "auditing.audit": {"SHOWN": SHOWN},
     "auditing.index_masks": {"ROWS": SEARCH, "MOST_COLUMNS": SEARCH},
-    "auditing.record": {"MOST_PRICED": SEARCH},
+    "auditing.findings": {"MOST_PRICED": SEARCH},
     "auditing.symmetry": {"MOST_PERMUTED": SEARCH, "MOST_TERMS": SEARCH},
     "auditing.traits": {"DENSE": SHOWN, "NARROW": SHOWN},
     "command_line.demo": {"CALLS": TIMING},

@@ -1,11 +1,15 @@
 """Programs in index notation, and the derivations of what rules did to them."""
 
+import json
+import pickle
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from symjax_rewrite import sym_optimize
+from symjax_rewrite import jax_internals, sym_optimize
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.reports.remedies import remedy
 from symjax_rewrite.usage_records import RouteUse
 from tests.reports.examples import EXAMPLES, f32, report_of
@@ -142,17 +146,56 @@ def test_text_has_each_crossover_once_and_one_sign_for_powers():
     assert "^" not in text and "d**2" in text
 
 
-REFUSED = {
-    "predicted gain 1.10 is below 1.25": ("fold", 1.1, "kernels='always'"),
-    "predicted gain is below 1.15": ("rewrite", 1.1, "write that form yourself"),
-    "predicted gain is below 1.25": ("fold", 0.4, ""),
-    "needs numerics='cancels'": ("distribute", None, "numerics"),
-    "a low-rank product would become dense": ("factor", None, ""),
+REFUSED = [
+    ("fold", 1.1, Obstacle.COST, "kernels='always'"),
+    ("selection", None, Obstacle.COST, "kernels='always'"),
+    ("rewrite", 1.1, Obstacle.COST, "write that form yourself"),
+    ("fold", 0.4, Obstacle.COST, ""),
+    ("distribute", None, Obstacle.NUMERICS, "numerics"),
+    ("factor", None, Obstacle.FORM, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "ratio", "obstacle", "start"), REFUSED)
+def test_remedy(name, ratio, obstacle, start):
+    text = remedy(RouteUse(name, False, obstacle("some words"), ratio=ratio))
+    assert bool(text) == bool(start) and start in text
+
+
+def kept_scores(q, k, v):
+    scores = q @ k.T
+    return jax.nn.softmax(scores) @ v, scores
+
+
+def squared_norm(x, w):
+    return (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)) @ w
+
+
+def top_pairs(x, y):
+    distances = jnp.sum(x * x, -1)[:, None] - 2 * x @ y.T + jnp.sum(y * y, -1)
+    return lax.top_k(-distances, 4)
+
+
+OBSTACLES = {
+    "pairs that are a result": (kept_scores, [f32(1024, 16)] * 3, "fold", Obstacle.READER),
+    "a kernel of GPUs": (squared_norm, [f32(64, 64)] * 2, "norm_linear", Obstacle.DEVICE),
+    "a loop of no known kernel": (
+        EXAMPLES["recurrence"][0],
+        [f32(4, 4)] * 2,
+        "scan",
+        Obstacle.DEVICE,
+    ),
+    "a fold that gains little": (top_pairs, [f32(1024, 16)] * 2, "fold", Obstacle.COST),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_remedy(reason):
-    name, ratio, start = REFUSED[reason]
-    text = remedy(RouteUse(name, False, reason, ratio=ratio))
-    assert bool(text) == bool(start) and start in text
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_obstacle_of_a_refusal(name, monkeypatch):
+    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+    fun, specs, route, obstacle = OBSTACLES[name]
+    report = sym_optimize(fun, device="cpu").explain(*specs)
+    (use,) = (u for u in report.routes if u.name == route)
+    assert (obstacle_of(use.reason), use.taken) == (obstacle, False)
+    (saved,) = (u for u in json.loads(report.to_json())["routes"] if u["name"] == route)
+    assert saved["obstacle"] == obstacle and saved["reason"] == use.reason
+    assert pickle.loads(pickle.dumps(use.reason)).obstacle is obstacle

@@ -68,6 +68,7 @@ def test_page_is_well_formed_and_loads_nothing(name):
     reader = read(page)
     assert not re.search(r"https?:|//|url\(|@import|<script|<link|<img", page)
     assert not {key for key, _ in reader.attributes} & {"src", "href", "onclick", "onload"}
+    assert not re.search(r"&lt;/?(h\d|p|div|span|code|i)\b", page)
     text = " ".join(reader.text)
     assert f"{report.function} on {report.device}" in text
     for use in report.routes:

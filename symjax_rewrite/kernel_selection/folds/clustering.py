@@ -37,6 +37,7 @@ from symjax_rewrite.kernel_selection.folds.reductions import (
     split_sum,
 )
 from symjax_rewrite.kernel_selection.folds.vanishing_gradients import vanishing, without
+from symjax_rewrite.obstacles import Obstacle
 
 _EXACT = {"max", "min"}  # independent of the order of reduction
 _RANDOM = ("random_", "threefry", "rng_")
@@ -370,15 +371,17 @@ def _refused(t: TermGraph, need: Needed, cluster: Cluster, random: set[int]) -> 
     passed = {x for c in cluster.members for x in c.exit.through}
     for cls in sorted(inner):
         if cls in need.outside:
-            return "the pairwise term is itself a result"
+            return Obstacle.READER("the pairwise term is itself a result")
         others = [u for u in need.users.get(cls, ()) if u not in inner | exits | passed]
         if others:
-            return f"the pairwise term is also used by {_name(t, others[0])}"
+            return Obstacle.READER(f"the pairwise term is also used by {_name(t, others[0])}")
     for cls in passed:
         if cls in need.outside or any(u not in exits | passed for u in need.users.get(cls, ())):
-            return f"another result of {_name(t, cls)} over the pairwise term is used"
+            return Obstacle.READER(
+                f"another result of {_name(t, cls)} over the pairwise term is used"
+            )
     if any(ref.cls in random for c in cluster.members for ref in c.tile.whole):
-        return "the pairwise term depends on random numbers"
+        return Obstacle.RANDOM("the pairwise term depends on random numbers")
     return _compared(t, cluster, _after(need, exits))
 
 

@@ -45,6 +45,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
     TritonBlocks,
     columns_visited,
     shared_axes,
+    slices_of,
     xla_blocks,
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
@@ -123,16 +124,24 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
 
     Its FLOPs are the FLOPs of the visited blocks; NaN where data decide which blocks are visited.
     """
-    spec, blocks = route.spec, xla_blocks(route.spec)
-    kernels = gpu_kernels(route, device)
-    flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
+    spec, cuts = route.spec, gpu_kernels(route, device)
     return Cost(
-        math.nan if flops is None else flops,
+        _visited_flops(spec, cuts),
         bytes=fold_cost.bytes_moved(spec),
-        launches=sum(1 + (cut.splits > 1) for _, cut in kernels) or 1,
+        launches=sum(1 + (cut.splits > 1) for _, cut in cuts) or 1,
         seconds=seconds_folded(route, device),
-        largest=0 if kernels else fold_cost.block_bytes(spec),
+        largest=0 if cuts else fold_cost.block_bytes(spec),
     )
+
+
+def _visited_flops(spec: FoldSpec, cuts: list[TritonBlocks]) -> float:
+    """Return the FLOPs of the kernels with these block sizes, or of loops; NaN if data decide."""
+    parts = zip((part for _, part in one_way(spec)), cuts, strict=True) if cuts else ()
+    found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c in parts]
+    if not cuts:
+        blocks = xla_blocks(spec)
+        found = [fold_cost.visited_flops(spec, blocks.rows, blocks.cols)]
+    return sum(math.nan if f is None else f for f in found)
 
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:

@@ -42,6 +42,7 @@ from symjax_rewrite.kernel_selection.folds.named_sizes import (
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, TileBuilder
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
 from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import saved_by_rules
@@ -93,7 +94,13 @@ class Folds:
                 refused.update(map(id, inside))
         for f in found:
             if id(f) in refused and isinstance(f, Candidate):
-                f = Refusal(self.name, "the rules save as much", f.where, f.count, f.ratio)
+                f = Refusal(
+                    self.name,
+                    Obstacle.CONFLICT("the rules save as much"),
+                    f.where,
+                    f.count,
+                    f.ratio,
+                )
             yield f
 
 
@@ -133,7 +140,9 @@ class _FoldSelection:
         found = clusters(t, need, scope)
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
             for cluster in found:
-                cluster.reason = "several devices: XLA might gather a fold's operands"
+                cluster.reason = Obstacle.SHARDING(
+                    "several devices: XLA might gather a fold's operands"
+                )
         made: dict[int, list[Route]] = {}
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
@@ -192,7 +201,7 @@ class _FoldSelection:
             backend = BACKENDS.get(route.backend)
             support = backend.supports(route.spec) if backend else True
             if backend is None and not (streams := BACKENDS["xla"].supports(route.spec)):
-                return str(streams)
+                return Obstacle.BACKEND(streams)
             if not support:
                 raise KernelError(f"the {self.kernels} backend cannot run this fold", got=support)
             route.price = partial(price_at, route, t, self.samples[0])
@@ -205,7 +214,9 @@ class _FoldSelection:
         found = [compare.at(sample) for sample in self.samples]
         cluster.seconds = found[0].before_s, found[0].after_s
         if any(c.reordered for c in found):
-            return "another order of the product costs less and makes no pairwise term"
+            return Obstacle.CONFLICT(
+                "another order of the product costs less and makes no pairwise term"
+            )
         few = compare.few(found) if t.dim_env else 0
         if any(c.pays(self.device) and c.pairs > few for c in found):
             with_few(folds, few if self.kernels == "auto" else 0)
@@ -213,7 +224,7 @@ class _FoldSelection:
         cluster.by_size = bool(t.dim_env)
         least = min(margins.margin("fold", self.device, c.spared) for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
-        return f"predicted gain is below {least:.2f}{where}"
+        return Obstacle.COST(f"predicted gain is below {least:.2f}{where}")
 
 
 def _each(t: TermGraph, groups: list[list[Route]], uses: list[RouteUse]) -> list[Found]:
@@ -233,9 +244,13 @@ def _refuse_in_conflict(taken: Cluster, found: list[Cluster]) -> None:
             continue
         inner_of_other, read_by_other = other.classes()
         if inner & read_by_other:
-            other.reason = "it reads a pairwise term that another fold does not store"
+            other.reason = Obstacle.CONFLICT(
+                "it reads a pairwise term that another fold does not store"
+            )
         elif read & inner_of_other:
-            other.reason = "another fold reads the pairwise term it would not store"
+            other.reason = Obstacle.CONFLICT(
+                "another fold reads the pairwise term it would not store"
+            )
 
 
 def _use(t: TermGraph, cluster: Cluster, made: list[Route]) -> RouteUse:

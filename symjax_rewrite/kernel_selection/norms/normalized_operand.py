@@ -20,6 +20,7 @@ from symjax_rewrite.ir.products import HALF, is_half
 from symjax_rewrite.ir.sum_of_products import ProductTerm, SumOfProducts
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, MAP, Node, Ref, over
 from symjax_rewrite.kernel_selection.folds.tile_program import unwidened
+from symjax_rewrite.obstacles import Obstacle
 
 MAX_DEPTH = 24  # limit on levels of nested products and sums that are opened
 MAX_PARTS = 8  # limit on terms of an expanded operand
@@ -256,7 +257,7 @@ def _collect(
     ends = tuple(i for i in w.axes if i < node.out)
     dtypes = {g.classes[a.cls].dtype for a in node.args}
     if len(dtypes) != 1:
-        return "the operands of the product have two dtypes"
+        return Obstacle.DTYPES("the operands of the product have two dtypes")
     if any(is_computed_from(g, f.cls, (x.cls,)) for c in gain for f in c.columns):
         return "the statistics run over an axis that stays"
     (scale,) = scales
@@ -277,7 +278,9 @@ def _nonlinear(g: EGraph, a: Ref, bound: set[int], is_full: Callable[[Ref], bool
             if not is_full(arg):
                 continue
             if node.op == MAP and not is_cast(g, ref.cls) and _is_normed(g, arg, bound, is_full):
-                return f"a nonlinearity ({node.attr[0]}) stands between the norm and the product"
+                return Obstacle.ELEMENTWISE(
+                    f"a nonlinearity ({node.attr[0]}) stands between the norm and the product"
+                )
             if arg not in seen:
                 seen.add(arg)
                 stack.append(arg)

@@ -56,6 +56,7 @@ from symjax_rewrite.kernel_selection.norms.row_statistics import (
     ProgramBuilder,
     program,
 )
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.backend import Reason
 from symjax_rewrite.pallas_kernels.norm.norm_linear import BACKENDS, cuda_backend, seconds_on_gpu
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec, RowProgram
@@ -118,11 +119,19 @@ class _NormSelection:
     ) -> tuple[list[NormRoute], str, Compared]:
         """Return the kernels of one normalised value, the reason, and the compared seconds."""
         if self.kernels == "auto" and jax_internals.may_be_partitioned():
-            return [], "several devices: XLA might gather the kernel's operands", None
+            return (
+                [],
+                Obstacle.SHARDING("several devices: XLA might gather the kernel's operands"),
+                None,
+            )
         if any(c in need.outside for c in members[0].opened):
-            return [], "the normalised value is itself a result", None
+            return [], Obstacle.READER("the normalised value is itself a result"), None
         if self.kernels == "auto" and not self.device.runs_pallas:
-            return [], "this kernel runs on GPUs; on a CPU it was not measured", None
+            return (
+                [],
+                Obstacle.DEVICE("this kernel runs on GPUs; on a CPU it was not measured"),
+                None,
+            )
         parts: list[NormPart] = []
         for exit_, served in _exits(t, need, members):
             part = _NormBuilder(t, served, exit_, need.known).part()
@@ -153,7 +162,7 @@ class _NormSelection:
             found = BACKENDS[self.kernels].supports(alone)
         else:
             return ""
-        return str(found) if isinstance(found, Reason) else ""
+        return Obstacle.BACKEND(found) if isinstance(found, Reason) else ""
 
     def _compared(
         self, t: TermGraph, need: Needed, members: list[Normed], made: list[NormRoute]
@@ -177,8 +186,9 @@ class _NormSelection:
         gain = before / after
         text = f"{_count(made, members)}, predicted {gain:.2f} times faster"
         if not margins.pays(before, after, "norm", d):
-            text = f"predicted gain {gain:.2f} is below {margins.margin('norm', d)}"
-            text += ": another value reads the normalised value" if again else ""
+            also = ": another value reads the normalised value" if again else ""
+            least = margins.margin("norm", d)
+            text = Obstacle.COST(f"predicted gain {gain:.2f} is below {least}{also}")
         return (before, after), text
 
     def _written(self, t: TermGraph, p: NormPart, value: int, size: Any) -> float:

@@ -51,6 +51,7 @@ from symjax_rewrite.loops.carry_dependence import (
     is_zero,
 )
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.cost import (
@@ -154,7 +155,7 @@ def route_loop(
         return None, moves
     kernel, reason = scan_of(loop, kernels, device, assume)
     also = f" ({why})" if why and kernel is None else ""
-    return kernel and kernel.route(), f"{moves}; {reason}{also}"
+    return kernel and kernel.route(), obstacle_of(reason)(f"{moves}; {reason}{also}")
 
 
 def scan_of(
@@ -185,7 +186,7 @@ def scan_of(
             found.append((before, after))
         fits = runs_in_turns(spec) and spec.dtype == "float32"
         if not fits or not margins.pays_at_all(found, "scan", device):
-            return None, "no form of this loop is known to be faster on a CPU"
+            return None, Obstacle.DEVICE("no form of this loop is known to be faster on a CPU")
         before, after = found[0]
         reason = f"the longest axis of its states innermost, predicted {after:.1e} s"
         kernel = replace(builder.kernel(spec, "turns"), seconds=(before, after))
@@ -193,17 +194,17 @@ def scan_of(
     if kernels == "auto":
         chosen = cuda_backend(spec)
         if not hasattr(chosen, "run"):
-            return None, f"no kernel: {chosen}"
+            return None, Obstacle.BACKEND(f"no kernel: {chosen}")
         before, after = _seconds_in_steps(loop, device), seconds_on_gpu(spec, device)
         route = replace(builder.kernel(spec, backend), seconds=(before, after))
         if not margins.pays(before, after, "scan", device, states_bytes(spec)):
             least = margins.margin("scan", device, states_bytes(spec))
-            return None, f"predicted gain {before / after:.2f} is below {least:.2f}"
+            return None, Obstacle.COST(f"predicted gain {before / after:.2f} is below {least:.2f}")
         return route, f"the states of all steps are never stored ({backend})"
     elif backend == "auto" and kernels != "always":
         return None, f"the {kernels} backend has no scan"
     elif backend != "auto" and not (support := BACKENDS[backend].supports(spec)):
-        return None, f"no kernel: {support}"
+        return None, Obstacle.BACKEND(f"no kernel: {support}")
     return builder.kernel(spec, backend), f"the states of all steps are never stored ({backend})"
 
 
@@ -245,11 +246,11 @@ def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[Loop
     if isinstance(spec, str):
         return None, spec
     if not all(o.dtype == spec.dtype == "float32" for o in spec.operands):
-        return None, "operands of several dtypes"
+        return None, Obstacle.DTYPES("operands of several dtypes")
     is_large = states_bytes(spec) >= device.scans.least_remade_bytes
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
-        return None, "what its steps keep is small"
+        return None, Obstacle.COST("what its steps keep is small")
     return builder.kernel(spec, "xla", differentiable_scan).route(), "states made again"
 
 

@@ -26,6 +26,7 @@ from symjax_rewrite.loops.carry_dependence import (
 )
 from symjax_rewrite.loops.hoisting import is_heavy
 from symjax_rewrite.loops.loop import Loop, Source
+from symjax_rewrite.obstacles import Obstacle
 
 MAX_PARTS = 8
 EARLY = -1  # the part of values that depend on no carry
@@ -76,7 +77,7 @@ def _scan(
     """Return a part as a kernel if its memory traffic is worth it, and the reason."""
     loop, part = route.loop, route.parts[n]
     if device.loops.steps_are_launches and len(route.parts) > 2:
-        return None, "two loops cost more launches than one"
+        return None, Obstacle.COST("two loops cost more launches than one")
     avals = loop.body.avals
     written = {v for p in route.parts for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
     moved = 2 * loop.steps * sum(aval_bytes(avals[v]) for v in written)

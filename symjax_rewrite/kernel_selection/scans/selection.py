@@ -9,6 +9,7 @@ from symjax_rewrite.kernel_selection.scans.carry_partition import split_loop
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.loops.carry_dependence import groups_of
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options
 
 
@@ -18,7 +19,7 @@ def loop_kernel(
     """Return a kernel for a loop in normal form or None, and the reason."""
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
-        return None, "several devices: XLA might gather a scan's operands"
+        return None, Obstacle.SHARDING("several devices: XLA might gather a scan's operands")
     if gradient:
         return route_differentiated(loop, kernels, device)
     groups = groups_of(loop)

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import reachable
-from symjax_rewrite.ir.flat_program import Equation, Program, flatten
-from symjax_rewrite.ir.sizes import value
+from symjax_rewrite.ir.flat_program import Equation, flatten
 from symjax_rewrite.reports.program_cost import (
     ProgramTerms,
     Sample,
+    at_sample,
     bodies_run,
     equation_traffic,
-    program_traffic,
+    traffic,
     trips_of,
 )
 
@@ -79,12 +79,11 @@ def bottlenecks(times: Iterable[KernelTime]) -> list[Bottleneck]:
     return sorted(found, key=lambda p: -p.seconds)
 
 
-def kernel_times(program: Program, device: Device, sample: Sample) -> Iterator[KernelTime]:
+def kernel_times(terms: ProgramTerms, device: Device, sample: Sample) -> Iterator[KernelTime]:
     """Yield the kernels of a program as the model has them; what has no price is left out."""
-    if not program.equations:
-        return
-    terms = ProgramTerms.of(program)
     t, choice, model, roots = terms.t, terms.choice, terms.model(device, sample), terms.roots()
+    if not t.program.equations:
+        return
     facts = {c: model.facts_of(t.graph, c, choice[c]) for c in reachable(choice, roots)}
     written = model.written(facts, roots, set())
     readers: dict[int, int] = {a.cls: c for c in terms.need.order for a in choice[c].args}
@@ -105,23 +104,18 @@ def _equation_times(e: Equation, device: Device, sample: Sample) -> Iterator[Ker
     if not bodies:
         found = equation_traffic(e.eqn, device, sample)
         if found.seconds is not None and found.bytes is not None:
-            moved = (
-                found.bytes if isinstance(found.bytes, (int, float)) else value(found.bytes, sample)
-            )
             launch = min(device.launch_s, found.seconds)
-            memory = min(moved / device.bytes_per_s, found.seconds - launch)
             rest = found.seconds - launch
+            memory = min(at_sample(found.bytes, sample) / device.bytes_per_s, rest)
             yield KernelTime(e.where(), rest if rest > memory else 0.0, memory, 0.0, launch)
         return
     trips = trips_of(e.eqn)
     if trips is None:
         return
-    times = value(trips, sample)
+    times = at_sample(trips, sample)
     if e.name == "cond":
-        bodies = [
-            max(bodies, key=lambda b: program_traffic(flatten(b), device, sample).seconds or 0)
-        ]
+        bodies = [max(bodies, key=lambda b: traffic(b, device, sample).seconds or 0)]
     for body in bodies:
-        for k in kernel_times(flatten(body), device, sample):
+        for k in kernel_times(ProgramTerms.of(flatten(body)), device, sample):
             where = k.where or e.where()
             yield KernelTime(where, *(times * seconds for seconds in k[1:]))

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.auditing.bottlenecks import Bottleneck
-from symjax_rewrite.auditing.laws import law_text
 from symjax_rewrite.auditing.tracing import Decision
 from symjax_rewrite.auditing.traits import TracedValues, Trait, find_traits
 from symjax_rewrite.candidates import Candidate
@@ -21,11 +19,15 @@ from symjax_rewrite.ir.dataflow import making, needed
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.reports import units
+from symjax_rewrite.reports.bottlenecks import Bottleneck
+from symjax_rewrite.reports.derivation import law_of
 from symjax_rewrite.reports.program_cost import bodies_run
 from symjax_rewrite.rewriting.rule import (
     ASSOCIATIVITY,
     DISTRIBUTIVITY,
     LOCALITY,
+    PASSES,
     REDUNDANCY,
     SEPARABILITY,
     SPARSITY,
@@ -81,6 +83,19 @@ class Finding:
     ratio: float | None = None
     reason: str = ""
     is_bound: bool = False
+
+    def use(self) -> str:
+        """Return what uses the property and why, or what stands in the way."""
+        name = f"{'used by' if self.taken else 'not taken:'} {self.used_by}" if self.used_by else ""
+        reason = "" if self.reason == self.what else units.scaled_numbers(self.reason)
+        return "; ".join(filter(None, (name, reason)))
+
+    def gain(self) -> str:
+        """Return what the property saves or could save; empty if there is no price."""
+        saved = "" if self.saved_s is None else units.duration(self.saved_s)
+        saved = saved and (f"at most {saved} to save" if self.is_bound else f"saves {saved}")
+        ratio = "" if self.ratio is None else f"{units.ratio(self.ratio)} there"
+        return ", ".join(filter(None, (saved, ratio)))
 
 
 @dataclass(slots=True)
@@ -140,7 +155,8 @@ def _taken(decision: Decision) -> Iterator[_Use]:
         names = [n for n, _ in used] or [c.name]
         known = tuple(p for n, p in used for p in _serves(n, p, pack)) if used else ()
         properties = tuple(dict.fromkeys((*_kernel_properties(c.name, pack), *known)))
-        laws = [law_text(r) for r in pack.rules if r.name in names]
+        laws = [law_of(r) for r in pack.rules if r.name in names]
+        laws += [PASSES[n] for n in names if n in PASSES]
         reason = c.reason if route else ", ".join(filter(None, laws))
         name = c.name if route and c.name not in NO_PART else ", ".join(names)
         yield _Use(name, c.where, properties, _lines(c), True, reason, c.ratio, saved)
