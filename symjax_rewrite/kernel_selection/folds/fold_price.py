@@ -134,10 +134,9 @@ def cost_folded(route: FoldRoute, device: Device) -> Cost:
     )
 
 
-def _visited_flops(spec: FoldSpec, cuts: list[TritonBlocks]) -> float:
-    """Return the FLOPs of the kernels with these block sizes, or of loops; NaN if data decide."""
-    parts = zip((part for _, part in one_way(spec)), cuts, strict=True) if cuts else ()
-    found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c in parts]
+def _visited_flops(spec: FoldSpec, cuts: list[tuple[FoldSpec, TritonBlocks]]) -> float:
+    """Return the FLOPs of kernels with their block sizes, or of loops; NaN if data decide."""
+    found = [fold_cost.visited_flops(p, c.rows, c.cols, slices_of(p, c)) for p, c in cuts]
     if not cuts:
         blocks = xla_blocks(spec)
         found = [fold_cost.visited_flops(spec, blocks.rows, blocks.cols)]
