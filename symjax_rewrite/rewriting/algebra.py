@@ -15,7 +15,8 @@ from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
-from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
+from symjax_rewrite.rewriting.region_keys import Key, Region
+from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds
@@ -161,20 +162,20 @@ def _found(
 
 def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPart:
     """Return the part of the program that computes the changed classes of a region."""
-    numbered = {n: c for c, n in region.local.items()}
     origin: dict[int, Ref] = {}
-    for number, ref in s.to.items():
+    refs = {c: s.to[number].over(region.slots[c]) for c, number in region.local.items()}
+    for program, ref in refs.items():
         ref = s.g.find(ref)
-        program = numbered[number]
         widths = (len(set(ref.axes)), len(s.g.classes[ref.cls].sizes))
         if widths == (len(t.graph.classes[program].sizes),) * 2:
             origin.setdefault(ref.cls, Ref(program, ref.axes))
-    form = RegionForm(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
+    leaves = [Ref(c, refs[c].axes) for c in region.leaves]
+    form = RegionForm(s.g, s.choice, leaves, origin, scope=_scope(t, region))
     changed = set(s.changed)
     inner: set[int] = set()  # changed classes that no value holds: steps within an equation
     forms: dict[int, tuple[RegionForm, Ref]] = {}
-    for number, ref in s.to.items():
-        ref, c = s.g.find(ref), numbered[number]
+    for c, ref in refs.items():
+        ref = s.g.find(ref)
         reads_inner = any(a.cls in inner for a in node_of(t.graph, c).args)
         if (ref.cls in changed or reads_inner) and c not in region.leaves:
             forms[c] = (form, ref)
