@@ -34,8 +34,7 @@ class Algebra:
         """Yield the regions that have a cheaper form."""
         terms = context.terms(program)
         t, known = terms.t, terms.known
-        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
-        regions = find_regions(t, terms.need, tag, bool(context.frozen))
+        regions = _regions(terms, bool(context.frozen))
         hopeless = _hopeless(terms, regions) if context.allowed is None else {}
         for region in {r.key: r for r in regions if r.key in hopeless}.values():
             yield Refusal("search", hopeless[region.key], _where(t, region))
@@ -64,9 +63,8 @@ def saved_by_rules(
     for v in values:
         if v < len(t.views) and (view := t.views[v]) is not None:  # later ones link parts
             by_class.setdefault(view.cls, set()).add(v)
-    tag = lambda c: (c in known, storage(t, c))  # noqa: E731
     solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
-    for region in find_regions(t, terms.need, tag, bool(context.frozen)):
+    for region in _regions(terms, bool(context.frozen)):
         inside = by_class.keys() & set(region.classes)
         if not inside:
             continue
@@ -76,6 +74,15 @@ def saved_by_rules(
         if solution.changed:
             computed = set().union(*(by_class[c] for c in inside))
             yield computed, solution.before.seconds - solution.after.seconds
+
+
+def _regions(terms: Terms, frozen: bool) -> list[Region]:
+    """Return the regions of a program; they are found once."""
+    if "regions" not in terms.kept:
+        t, known = terms.t, terms.known
+        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
+        terms.kept["regions"] = find_regions(t, terms.need, tag, frozen)
+    return terms.kept["regions"]
 
 
 def _solver(context: Context, terms: Terms) -> Solver:

@@ -8,9 +8,8 @@ and those of an operand as the first term that reads it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph, renamed_attr
@@ -31,6 +30,7 @@ from symjax_rewrite.ir.term import (
     Axes,
     Node,
     Ref,
+    identity,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 
@@ -129,27 +129,30 @@ class Numbering:
         self.rows.append(row)
         self.order.append(cls)
 
-    def _order_slots(self, cls: int, keys: Iterable[Any]) -> None:
+    def _order_slots(self, cls: int, keys: Sequence[int]) -> None:
         """Order the slots of a class by keys, unless another term has done so."""
-        slots = self.region.slots
-        if cls not in slots:
-            keys = list(keys)
-            order = range(len(keys))
-            slots[cls] = tuple(order if cls in self.fixed else sorted(order, key=keys.__getitem__))
+        if cls not in self.region.slots:
+            order: Axes = identity(len(keys))
+            if len(keys) > 1 and cls not in self.fixed:
+                order = tuple(sorted(order, key=keys.__getitem__))
+            self.region.slots[cls] = order
 
-    def _operands(self, cls: int, node: Node) -> tuple[Ref, ...] | list[Ref]:
+    def _operands(self, cls: int, node: Node) -> Sequence[Ref]:
         """Return the operands of a term in the order in which they are numbered."""
-        args, colours = node.args, self.colours
+        args, like, slots = node.args, self.colours.like, self.region.slots
         if len(args) > 1 and node.op in UNORDERED:
-            args = sorted(args, key=lambda a: colours.like.get(a.cls, 0))
-        mine = self.region.slots[cls]
-        rank = dict(zip(mine, range(len(mine)), strict=True)) | {-1: -1}
-        bound = range(node.out, node.out + len(node.bound))
-        if len(bound) > 1 and node.op in (CONTRACT, REDUCE) and cls in colours.bound:
-            bound = sorted(bound, key=lambda i: colours.bound[cls][i - node.out])
-        rank.update(zip(bound, range(node.out, node.out + len(bound)), strict=True))
-        for a in args:
-            self._order_slots(a.cls, [rank[i] for i in a.axes])
+            args = sorted(args, key=lambda a: like.get(a.cls, 0))
+        new = [a for a in args if a.cls not in slots]
+        if new and slots[cls] == identity(node.out) and len(node.bound) < 2:
+            for a in new:
+                self._order_slots(a.cls, a.axes)
+        elif new:
+            bound = list(range(node.out, node.out + len(node.bound)))
+            if node.op in (CONTRACT, REDUCE) and cls in self.colours.bound:
+                bound.sort(key=lambda i: self.colours.bound[cls][i - node.out])
+            rank = {-1: -1, **{i: k for k, i in enumerate((*slots[cls], *bound))}}
+            for a in new:
+                self._order_slots(a.cls, [rank[i] for i in a.axes])
         return args
 
     def _leaf(self, cls: int) -> tuple:
@@ -158,37 +161,44 @@ class Numbering:
         region.leaves.append(cls)
         return LEAF, tuple([of.sizes[s] for s in region.slots[cls]]), of.dtype, tag
 
+    def _in_order(self, a: Ref) -> Axes:
+        """Return the indices that an operand reads, in the key's order of its slots."""
+        order = self.region.slots[a.cls]
+        return a.axes if order == identity(len(order)) else tuple([a.axes[s] for s in order])
+
     def _term(self, cls: int, node: Node) -> tuple:
         """Return the row of a term; its indices are named in the order of the key."""
         local, slots, of = self.region.local, self.region.slots, self.g.classes[cls]
-        mine, attr = slots[cls], node.attr
-        name = dict(zip(mine, range(node.out), strict=True)) | {-1: -1}
-        bound = range(node.out, node.out + len(node.bound))
-        parts = list(zip(node.args, attr if node.op == ADD else node.args, strict=True))
-        if len(parts) > 1 and node.op in UNORDERED:
-            late = node.out  # summed indices have no name yet
-            parts.sort(
-                key=lambda p: (
-                    local[p[0].cls],
-                    [name.get(p[0].axes[s], late) for s in slots[p[0].cls]],
-                )
-            )
-        if node.op in (CONTRACT, REDUCE):
-            read = [a.axes[s] for a, _ in parts for s in slots[a.cls]]
-            bound = dict.fromkeys([*[i for i in read if i >= node.out], *bound])
-        name.update(zip(bound, range(node.out, node.out + len(bound)), strict=True))
-        args = [(local[a.cls], tuple([name[a.axes[s]] for s in slots[a.cls]])) for a, _ in parts]
+        mine, attr, out = slots[cls], node.attr, node.out
+        parts = [(local[a.cls], self._in_order(a)) for a in node.args]
+        name: dict[int, int] = {}
+        bound = range(out, out + len(node.bound))
+        if mine != identity(out) or len(bound) > 1:
+            name = {-1: -1, **{i: k for k, i in enumerate(mine)}}
+            keys = [(number, tuple([name.get(i, out) for i in axes])) for number, axes in parts]
+        else:
+            keys = parts
+        order = list(range(len(parts)))
+        if len(parts) > 1 and node.op in UNORDERED:  # summed indices have no name yet
+            order.sort(key=keys.__getitem__)
+        if len(bound) > 1 and node.op in (CONTRACT, REDUCE):
+            read = [i for k in order for i in parts[k][1] if i >= out]
+            bound = list(dict.fromkeys([*read, *bound]))
+        if name:
+            name.update(zip(bound, range(out, out + len(bound)), strict=True))
+            parts = [(number, tuple([name[i] for i in axes])) for number, axes in parts]
+        args = tuple([parts[k] for k in order])
         if node.op == ADD:
-            attr = tuple([number for _, number in parts])
+            attr = tuple([attr[k] for k in order])
         elif node.op == SLICE:  # the attribute is stored slot by slot
             attr = tuple([attr[s] for s in slots[node.args[0].cls]])
-        else:
+        elif name:
             attr = renamed_attr(node.op, attr, name)
         sizes = tuple([of.sizes[s] for s in mine])
-        summed = tuple([node.bound[i - node.out] for i in bound])
+        summed = tuple([node.bound[i - out] for i in bound])
         uses = min(self.need.uses.get(cls, 0), 2)  # one user may absorb it, several users may not
         info = (sizes, of.dtype, uses, cls in self.roots, cls in self.region.fused)
-        return (node.op, attr, tuple(args), summed, *info)
+        return (node.op, attr, args, summed, *info)
 
 
 class _Colours:
@@ -212,19 +222,21 @@ class _Colours:
             self._colour(c, node)
 
     def _colour(self, cls: int, node: Node) -> None:
+        """Colour a term and its indices; sums of hashes do not depend on the order of operands."""
         like, slots = self.like, self.slots
-        read: list[list[int]] = [[] for _ in range(node.out + len(node.bound))]
+        made = [0] * (node.out + len(node.bound))
         for a in node.args:
             seed = like[a.cls]
             for i, colour in zip(a.axes, slots[a.cls], strict=True):
                 if i >= 0:
-                    read[i].append(hash((seed, colour)))
-        made = [hash(tuple(sorted(x))) for x in read]
+                    made[i] += hash((seed, colour))
+        below = 0
+        for a in node.args:
+            below += hash((like[a.cls], sum([made[i] for i in a.axes if i >= 0])))
         slots[cls] = made[: node.out]
         if len(node.bound) > 1:
             self.bound[cls] = made[node.out :]
-        below = [(like[a.cls], *sorted([made[i] for i in a.axes if i >= 0])) for a in node.args]
-        like[cls] = hash((*sorted(below), len(node.bound), len(node.op)))
+        like[cls] = hash((below, len(node.bound), len(node.op)))
 
 
 def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
