@@ -75,6 +75,16 @@ def equation_seconds(
     return made / device.elementwise_per_s
 
 
+def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
+    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
+
+    places: of a top-k: k times the number of rows.
+    """
+    folds = device.folds
+    steps = (folds.sort if name == "sort" else folds.top_k) * count
+    return (steps + folds.top_k_place * places) / device.elementwise_per_s
+
+
 def work_seconds(eqn: JaxprEqn, device: Device) -> float:
     """Return the seconds of a product or sum by its flops, bytes and operands, without a launch."""
     read = max((aval_size(v.aval) for v in eqn.invars), default=0.0) / device.elementwise_per_s

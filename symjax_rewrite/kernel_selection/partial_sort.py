@@ -24,7 +24,7 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.equation_cost import shape_of, sorting_seconds
 from symjax_rewrite.cost.profile_groups import SortFacts
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import Needed, node_of
@@ -32,7 +32,6 @@ from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import read_over
-from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates
 from symjax_rewrite.usage_records import RouteUse

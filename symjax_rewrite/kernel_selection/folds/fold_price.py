@@ -117,16 +117,6 @@ def with_temporaries(device: Device, fresh: float) -> Device:
     return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
 
 
-def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
-    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
-
-    places: of a top-k: k times the number of rows.
-    """
-    folds = device.folds
-    steps = (folds.sort if name == "sort" else folds.top_k) * count
-    return (steps + folds.top_k_place * places) / device.elementwise_per_s
-
-
 def cost_folded(route: FoldRoute, device: Device) -> Cost:
     """Return the cost of a fold, which stores no more than one block of its tile.
 

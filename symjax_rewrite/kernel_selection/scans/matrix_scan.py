@@ -226,8 +226,8 @@ def matrices_of(
     if kernels not in ("auto", "always", "xla"):
         return None, ""
     found = _matrices(loop, groups)
-    route = found and Partition(loop, groups, found, device.loops.growth).parts()
-    if not found or route is None:
+    route = Partition(loop, groups, found, device.loops.growth).parts() if found else None
+    if route is None:
         return None, ""
     if kernels != "auto":
         return route, "chunked matmuls of its matrix states"
