@@ -36,7 +36,7 @@ from symjax_rewrite.ir.dataflow import makers_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Value
 from symjax_rewrite.ir.replacement import Read
 from symjax_rewrite.loops.fusion import EXACT_ENOUGH
-from symjax_rewrite.loops.hoisting import is_steppable
+from symjax_rewrite.loops.hoisting import STACKABLE, is_steppable
 from symjax_rewrite.loops.loop import Loop, run_equations
 from symjax_rewrite.loops.motion import all_steps, seconds_at_once
 
@@ -153,6 +153,8 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
     counted = isinstance(loop.length, int) and loop.length > 1 and loop.condition is None
     if loop.ys or not counted or not loop.carries:
         return None
+    if any(e.eqn.effects or not e.outvals for e in loop.body.equations):
+        return None
     reader = _Reader(loop)
     folds = list(reader.folds())
     done = {k for fold in folds for k in _carries(fold)}
@@ -165,6 +167,8 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
     before = [e for e in rest if level[e.outvals[0]] == 1]
     if len(once) + len(before) < len(rest) or not all(map(is_steppable, before)):
         return None
+    if any(f.equation.name == "add" for f in folds) and any(e.name in STACKABLE for e in before):
+        return None  # a sum of products is one product: see `hoisting`
     found = StreamFold(loop, folds, once, before)
     found.seconds = _seconds(found, level, device)
     if found.seconds is None or not margins.pays(*found.seconds, "hoist", device):
@@ -236,6 +240,8 @@ class _Reader:
         carries = [u for u in numbers(e.invals) if u in self.number]
         values = [u for u in numbers(e.invals) if self._varies(u)]
         if len(e.invals) != 2 or len(carries) != 1 or len(values) != 1:
+            return None
+        if not all(isinstance(n, int) for n in shape_of(e.eqn.outvars[0])):
             return None
         return Join(e, self.number[carries[0]], values[0], axis, e.invals[0] == carries[0])
 

@@ -126,6 +126,27 @@ def test_extremes_run_at_once_where_steps_are_launches(nans: bool) -> None:
     assert bits(sym_optimize(fold, **gpu)(*args)) == bits(fold(*args))
 
 
+def test_a_sum_of_products_is_one_product() -> None:
+    def gram(start, xs):
+        return folded(lambda c, x: c + jnp.einsum("ki,kj->ij", x, x), start, xs)
+
+    args = jnp.zeros((8, 8)), stream(N, 4, 8)
+    after = sym_optimize(gram, device="h200", kernels="off").explain(*args).after.jaxpr
+    assert "dot_general" in str(after)
+    assert "reduce_sum" not in str(after)
+
+
+def test_a_loop_with_effects_stays() -> None:
+    def printed(start, xs):
+        def step(c, x):
+            jax.debug.print("{}", x[0])
+            return best(c, x)
+
+        return folded(step, start, xs)
+
+    assert loops_of(printed, LEAST, stream(N, C)) == 1
+
+
 def test_a_large_sort_is_not_taken_for_small_ones() -> None:
     assert loops_of(lambda *x: folded(largest, *x), LEAST, stream(N, C)) == 1
 
