@@ -63,7 +63,7 @@ class Join(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class RunningReduction:
     """The update c ← max(c, x), with a minimum or a sum in place of the maximum."""
 
     equation: Equation
@@ -79,7 +79,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class RunningSelection:
     """The update of carries to the best of them and of the values of a step.
 
     joins: the concatenations. equation: the top-k or the sort. rest: the equations after it, in
@@ -119,7 +119,7 @@ class Selection:
         return lax.slice_in_dim(whole, start, start + count, axis=axis)
 
 
-Fold = Reduction | Selection
+Fold = RunningReduction | RunningSelection
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
         return None
     if any(e.eqn.effects or not e.outvals for e in loop.body.equations):
         return None
-    reader = _Reader(loop)
+    reader = _FoldReader(loop)
     folds = list(reader.folds())
     done = {k for fold in folds for k in _carries(fold)}
     own = {e for fold in folds for e in _equations(fold)}
@@ -177,16 +177,16 @@ def stream_fold(loop: Loop, device: Device) -> StreamFold | None:
 
 
 def _carries(fold: Fold) -> list[int]:
-    return [fold.carry] if isinstance(fold, Reduction) else [j.carry for j in fold.joins]
+    return [fold.carry] if isinstance(fold, RunningReduction) else [j.carry for j in fold.joins]
 
 
 def _equations(fold: Fold) -> list[Equation]:
-    if isinstance(fold, Reduction):
+    if isinstance(fold, RunningReduction):
         return [fold.equation]
     return [*[j.equation for j in fold.joins], fold.equation, *fold.rest]
 
 
-class _Reader:
+class _FoldReader:
     """Reader of the carries of a loop as folds."""
 
     def __init__(self, loop: Loop) -> None:
@@ -218,7 +218,7 @@ class _Reader:
             if found is not None:
                 yield found
 
-    def _reduction(self, e: Equation) -> Reduction | None:
+    def _reduction(self, e: Equation) -> RunningReduction | None:
         k = self.out[e.outvals[0]]
         inner, aval = self.loop.carries[k].inner, self.loop.body.avals[e.outvals[0]]
         others = [v for v in numbers(e.invals) if self._varies(v)]
@@ -226,7 +226,9 @@ class _Reader:
             return None
         if e.name == "add" and str(aval.dtype) not in EXACT_ENOUGH:
             return None
-        return Reduction(e, k, others[0]) if shape_of(e.eqn.invars[0]) == aval.shape else None
+        return (
+            RunningReduction(e, k, others[0]) if shape_of(e.eqn.invars[0]) == aval.shape else None
+        )
 
     def _varies(self, v: Value) -> bool:
         """Return True if a value differs by step and depends on no carry."""
@@ -245,7 +247,7 @@ class _Reader:
             return None
         return Join(e, self.number[carries[0]], values[0], axis, e.invals[0] == carries[0])
 
-    def _selection(self, e: Equation) -> Selection | None:
+    def _selection(self, e: Equation) -> RunningSelection | None:
         p, rank = e.eqn.params, len(shape_of(e.eqn.invars[0]))
         axis = p["dimension"] if e.name == "sort" else p.get("axis", rank - 1)
         joins = [self._join(v, axis) for v in e.invals]
@@ -258,7 +260,7 @@ class _Reader:
             return None
         return self._taken(e, found[0])
 
-    def _sorted(self, e: Equation, joins: list[Join]) -> Selection | None:
+    def _sorted(self, e: Equation, joins: list[Join]) -> RunningSelection | None:
         """Return a sort of which each carry is the same end."""
         slices, starts, axis = [], set(), joins[0].axis
         for j in joins:
@@ -276,9 +278,9 @@ class _Reader:
         if made != [*e.outvals] or len(starts) > 1 or not starts <= {0, slices[0][1]}:
             return None
         rest = tuple(s for s, _ in slices)
-        return Selection(tuple(joins), e, rest, tuple(s.outvals[0] for s in rest))
+        return RunningSelection(tuple(joins), e, rest, tuple(s.outvals[0] for s in rest))
 
-    def _taken(self, e: Equation, first: Join) -> Selection:
+    def _taken(self, e: Equation, first: Join) -> RunningSelection:
         """Return a top-k with the carries that are taken at its places."""
         joins, rest, outs = [first], [], [e.outvals[0]]
         for carry in self.loop.carries:
@@ -293,7 +295,7 @@ class _Reader:
                 rest += [*chain, gather]
                 outs.append(gather.outvals[0])
         order = [x for x in self.loop.body.equations if x in rest]
-        return Selection(tuple(joins), e, tuple(order), tuple(outs))
+        return RunningSelection(tuple(joins), e, tuple(order), tuple(outs))
 
     def _places(self, e: Equation, gather: Equation) -> list[Equation] | None:
         """Return the equations that make a gather's indices of the places of a top-k, or None."""
@@ -346,7 +348,7 @@ def _seconds(fold: StreamFold, level: dict[int, int], device: Device) -> tuple[f
     """Return the seconds of the loop and of the fold; None if the fold writes too much."""
     loop, facts, steps = fold.loop, device.loops, fold.loop.steps
     avals = loop.body.avals
-    joins = [j for f in fold.folds if isinstance(f, Selection) for j in f.joins]
+    joins = [j for f in fold.folds if isinstance(f, RunningSelection) for j in f.joins]
     made = [*[v for e in fold.before for v in e.outvals], *[j.values for j in joins]]
     written = steps * sum(aval_bytes(avals[v]) for v in made)
     if written > facts.growth * loop.outside_bytes:
@@ -357,13 +359,13 @@ def _seconds(fold: StreamFold, level: dict[int, int], device: Device) -> tuple[f
     after += 2 * written / device.bytes_per_s
     for f in fold.folds:
         before, after = before + steps * launch, after + device.launch_s
-        if isinstance(f, Selection):
+        if isinstance(f, RunningSelection):
             alone, together = _selected(f, loop, device)
             before, after = before + steps * (facts.step_s + alone), after + together
     return before, after
 
 
-def _selected(f: Selection, loop: Loop, device: Device) -> tuple[float, float]:
+def _selected(f: RunningSelection, loop: Loop, device: Device) -> tuple[float, float]:
     """Return the seconds of a selection in one step, and of one from all steps.
 
     A selection in a step replaces few of the best values that it already has.
