@@ -157,7 +157,7 @@ class Terms:
     """A program as index terms, with its live set, cost model and sizes.
 
     known: classes that depend on frozen inputs alone. samples: the numbers at which symbolic sizes
-    are priced.
+    are priced. kept: what passes found in the program, for later passes.
     """
 
     t: TermGraph
@@ -165,6 +165,7 @@ class Terms:
     known: set[int]
     samples: list[dict[str, int]]
     model: CostModel
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def seconds(self) -> float:

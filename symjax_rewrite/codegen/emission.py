@@ -72,14 +72,14 @@ class Array(NamedTuple):
 class RegionForm:
     """The solution of one region at one place of the program.
 
-    g: the region's e-graph. choice: node by region class. leaves: program class of each leaf.
-    origin: program class (and its slots) of each region class that has one. scope: the equation
-    whose name scope is used.
+    g: the region's e-graph. choice: node by region class. leaves: program class (and its slots) of
+    each leaf. origin: the same, of each region class that has one. scope: the equation whose name
+    scope is used.
     """
 
     g: EGraph
     choice: dict[int, Node]
-    leaves: list[int]
+    leaves: list[Ref]
     origin: dict[int, Ref]
     scope: JaxprEqn | None = None
 
@@ -256,7 +256,7 @@ class TermPart:
         """Return the program class to read for a region class that is computed as written."""
         node = form.choice[cls]
         if node.op == LEAF:
-            return Ref(form.leaves[node.attr], tuple(range(node.out)))
+            return form.leaves[node.attr]
         if form.g.classes[cls].nodes.get(node) != ORIGINAL:
             return None
         origin = form.origin.get(cls)

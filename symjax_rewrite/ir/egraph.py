@@ -171,7 +171,7 @@ class EGraph:
         local[-1] = -1
         made = self.add(
             op,
-            _rename_attr(op, attr, local),
+            renamed_attr(op, attr, local),
             tuple([a.over(local) for a in args]),
             tuple([sizes[i] for i in names]),
             tuple([sizes[i] for i in summed]),
@@ -336,10 +336,10 @@ def _rename_outputs(node: Node, to: dict[int, int]) -> Node | None:
         return node
     index = order + list(range(node.out, node.out + len(node.bound)))
     args = tuple(Ref(a.cls, tuple([index[i] if i >= 0 else i for i in a.axes])) for a in node.args)
-    return Node(node.op, _rename_attr(node.op, node.attr, order), args, node.out, node.bound)
+    return Node(node.op, renamed_attr(node.op, node.attr, order), args, node.out, node.bound)
 
 
-def _rename_attr(op: str, attr: Any, index: Sequence[int] | Mapping[int, int]) -> Any:
+def renamed_attr(op: str, attr: Any, index: Sequence[int] | Mapping[int, int]) -> Any:
     """Return an attribute with every index in it renamed."""
     if op in (CONCAT, CUMSUM):
         return (index[attr[0]], attr[1])

@@ -71,7 +71,8 @@ def is_heavy(eqn: JaxprEqn) -> bool:
     return any(is_heavy(e) for body in jax_internals.bodies(eqn) for e in body.jaxpr.eqns)
 
 
-def _steppable(e: Equation) -> bool:
+def is_steppable(e: Equation) -> bool:
+    """Return True if an equation can run for all steps at once."""
     return not e.eqn.effects and e.name in ROWS and not jax_internals.bodies(e.eqn)
 
 
@@ -155,7 +156,7 @@ class _Plan:
         """Return the values that a carry, or an equation that cannot leave the loop, depends on."""
         stays = live(self.equations, [c.out for c in self.loop.carries])
         for e in reversed(self.equations):
-            if not _steppable(e) or not stays.isdisjoint(e.outvals):
+            if not is_steppable(e) or not stays.isdisjoint(e.outvals):
                 stays.update(e.outvals, e.reads)
         return stays
 
@@ -181,7 +182,7 @@ class _Plan:
             chosen = {v for v in self.leaves if self.level[v] == top}
             roots = [e for e in self.equations if not chosen.isdisjoint(e.outvals)]
             more = set(self._cone(roots, lambda e, top=top: self._is_at(e, top))).difference(moved)
-            if any(is_heavy(e.eqn) or not _steppable(e) for e in more):
+            if any(is_heavy(e.eqn) or not is_steppable(e) for e in more):
                 continue
             if top == 0 or self._is_closed([*moved, *more]):
                 moved[:] = self._ordered(more.union(moved))
@@ -243,7 +244,7 @@ class _Plan:
 
     def _is_known(self, e: Equation) -> bool:
         """Return True if an equation can be computed for all steps before the loop."""
-        return _steppable(e) and self.level[e.outvals[0]] == 1
+        return is_steppable(e) and self.level[e.outvals[0]] == 1
 
     def _has_weights(self, e: Equation) -> bool:
         """Return True if an equation multiplies a loop-invariant value with one that varies."""
@@ -298,7 +299,7 @@ class _Plan:
                 continue
             if e.name in ("slice", "split", "dynamic_slice", "unstack"):
                 return True
-            if _steppable(e) and e.name not in STACKABLE:
+            if is_steppable(e) and e.name not in STACKABLE:
                 reached |= set(e.outvals)
         return False
 

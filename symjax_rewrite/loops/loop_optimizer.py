@@ -42,6 +42,7 @@ from symjax_rewrite.loops.normalization import clean, normal_loop
 from symjax_rewrite.loops.product_splitting import in_parts
 from symjax_rewrite.loops.rematerialization import find_pairs, pair_parts
 from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
+from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.rewriting.rule import (
@@ -255,6 +256,12 @@ class LoopSearch:
         kernel, why = self._kernel(loop)
         if kernel is not None:
             yield _routed(e.eqn, loop, kernel, why)
+            return
+        fold = stream_fold(loop, self.device) if self.reorders and BATCHING in self.passes else None
+        if fold is not None:
+            part = part_of(e.eqn, loop.outer_values(), loop.makes, fold.run)
+            reason = f"a fold of {loop.length} steps runs at once"
+            yield candidate(part, names=[BATCHING], reason=reason, seconds=fold.seconds)
             return
         written, also = loop, [FUSION] if saved else []
         cut = self._cut(loop) if self.reorders else None

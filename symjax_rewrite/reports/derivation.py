@@ -6,13 +6,13 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from symjax_rewrite.codegen.emission import RegionForm, TermPart
 from symjax_rewrite.ir.dataflow import CycleError, postorder
 from symjax_rewrite.ir.egraph import ORIGINAL
-from symjax_rewrite.ir.term import LEAF, Node
+from symjax_rewrite.ir.term import LEAF, Node, Ref
 from symjax_rewrite.reports.index_notation import Name, TermWriter
 from symjax_rewrite.rewriting.rule import Axiom, Lemma
 from symjax_rewrite.usage_records import Change
@@ -120,7 +120,7 @@ class _LeafNames:
         node, origin = form.choice.get(cls), form.origin.get(cls)
         if node is None or origin is None or form.g.classes[cls].nodes.get(node) != ORIGINAL:
             return None
-        return self._of_program(origin.cls, origin.axes)
+        return self._of_program(origin)
 
     def order(self, cls: int) -> list[int]:
         """Return the slots of a region's class in the order of the axes of the user's array."""
@@ -131,23 +131,23 @@ class _LeafNames:
         axes = t.view(held[0]).axes
         return sorted(slots, key=lambda s: axes[origin.axes[s]])
 
-    def _of_program(self, cls: int, slots: Sequence[int] | None = None) -> Name | None:
-        """Return the name of a class of the program; `slots` are those that the region's read."""
-        t = self.part.t
+    def _of_program(self, ref: Ref) -> Name | None:
+        """Return the name of a class of the program, over the slots of the region's class."""
+        t, cls = self.part.t, ref.cls
         for v in [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls):
             axes, groups = t.view(v).axes, t.positions[v]
             if v in self.names and sorted(axes) == sorted(p for g in groups for p in g):
                 slot_of = {p: s for s, p in enumerate(axes)}
                 named = [[slot_of[p] for p in g] for g in groups]
-                place = {s: k for k, s in enumerate(slots or range(len(axes)))}
+                place = {s: k for k, s in enumerate(ref.axes)}
                 return Name(self.names[v], [[place[s] for s in g] for g in named])
         return None
 
-    def _unnamed(self, cls: int) -> Name:
+    def _unnamed(self, ref: Ref) -> Name:
         """Return a number as the name of a value that an earlier pass made."""
-        t = self.part.t
+        t, cls = self.part.t, ref.cls
         held = [t.leaf_value[cls]] if cls in t.leaf_value else t.values_of(cls)
-        slots = range(len(t.graph.classes[cls].sizes))
+        slots = map(ref.axes.index, range(len(ref.axes)))
         return Name(f"v{held[0] if held else cls}", [(s,) for s in slots])
 
 

@@ -16,7 +16,8 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
-from symjax_rewrite.rewriting.region_partition import Key, Region, find_regions
+from symjax_rewrite.rewriting.region_keys import Key, Region
+from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY
 from symjax_rewrite.rewriting.search_bounds import least_seconds
@@ -34,8 +35,7 @@ class Algebra:
         """Yield the regions that have a cheaper form."""
         terms = context.terms(program)
         t, known = terms.t, terms.known
-        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
-        regions = find_regions(t, terms.need, tag, bool(context.frozen))
+        regions = _regions(terms, bool(context.frozen))
         hopeless = _hopeless(terms, regions) if context.allowed is None else {}
         for region in {r.key: r for r in regions if r.key in hopeless}.values():
             yield Refusal("search", hopeless[region.key], _where(t, region))
@@ -64,9 +64,8 @@ def saved_by_rules(
     for v in values:
         if v < len(t.views) and (view := t.views[v]) is not None:  # later ones link parts
             by_class.setdefault(view.cls, set()).add(v)
-    tag = lambda c: (c in known, storage(t, c))  # noqa: E731
     solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
-    for region in find_regions(t, terms.need, tag, bool(context.frozen)):
+    for region in _regions(terms, bool(context.frozen)):
         inside = by_class.keys() & set(region.classes)
         if not inside:
             continue
@@ -76,6 +75,15 @@ def saved_by_rules(
         if solution.changed:
             computed = set().union(*(by_class[c] for c in inside))
             yield computed, solution.before.seconds - solution.after.seconds
+
+
+def _regions(terms: Terms, frozen: bool) -> list[Region]:
+    """Return the regions of a program; they are found once."""
+    if "regions" not in terms.kept:
+        t, known = terms.t, terms.known
+        tag = lambda c: (c in known, storage(t, c))  # noqa: E731
+        terms.kept["regions"] = find_regions(t, terms.need, tag, frozen)
+    return terms.kept["regions"]
 
 
 def _solver(context: Context, terms: Terms) -> Solver:
@@ -164,20 +172,20 @@ def _found(
 
 def _part(context: Context, t: TermGraph, region: Region, s: Solution) -> TermPart:
     """Return the part of the program that computes the changed classes of a region."""
-    numbered = {n: c for c, n in region.local.items()}
     origin: dict[int, Ref] = {}
-    for number, ref in s.to.items():
+    refs = {c: s.to[number].over(region.slots[c]) for c, number in region.local.items()}
+    for program, ref in refs.items():
         ref = s.g.find(ref)
-        program = numbered[number]
         widths = (len(set(ref.axes)), len(s.g.classes[ref.cls].sizes))
         if widths == (len(t.graph.classes[program].sizes),) * 2:
             origin.setdefault(ref.cls, Ref(program, ref.axes))
-    form = RegionForm(s.g, s.choice, region.leaves, origin, scope=_scope(t, region))
+    leaves = [Ref(c, refs[c].axes) for c in region.leaves]
+    form = RegionForm(s.g, s.choice, leaves, origin, scope=_scope(t, region))
     changed = set(s.changed)
     inner: set[int] = set()  # changed classes that no value holds: steps within an equation
     forms: dict[int, tuple[RegionForm, Ref]] = {}
-    for number, ref in s.to.items():
-        ref, c = s.g.find(ref), numbered[number]
+    for c, ref in refs.items():
+        ref = s.g.find(ref)
         reads_inner = any(a.cls in inner for a in node_of(t.graph, c).args)
         if (ref.cls in changed or reads_inner) and c not in region.leaves:
             forms[c] = (form, ref)

@@ -1,83 +1,40 @@
-"""Partition of the whole-program graph into algebraic regions with comparable keys.
+"""Partition of the whole-program graph into algebraic regions.
 
 A region is a maximal connected set of algebraic terms. Regions end at sums with several consumers
 (residual streams) and at opaque terms. These cuts depend on the content alone, so the layers of a
-model are cut alike. Regions that are equal up to their inputs have equal keys and are solved once.
+model are cut alike.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.egraph import EGraph
-from symjax_rewrite.ir.index_tests import is_condition, is_indicator
+from symjax_rewrite.ir.index_tests import is_indicator
 from symjax_rewrite.ir.primitives import RING, dtype_kind
-from symjax_rewrite.ir.sizes import Dim, product
+from symjax_rewrite.ir.sizes import product
 from symjax_rewrite.ir.term import (
     ADD,
     CONCAT,
-    CONST,
     CONTRACT,
     CONV,
     DELTA,
     INVERSE,
-    IOTA,
-    LEAF,
     MAP,
     REDUCE,
     SLICE,
     SOLVE,
     TAKE,
-    UNORDERED,
     Node,
-    Ref,
 )
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.ir.value_analysis import shown_case
+from symjax_rewrite.rewriting.region_keys import Key, Numbering, Region
 
 ALGEBRAIC = frozenset({CONTRACT, ADD, SLICE, CONCAT, TAKE, INVERSE, SOLVE, CONV})
 LINEAR = frozenset({CONTRACT, ADD})
 PARTIAL = frozenset({SLICE, CONCAT, INVERSE, SOLVE, TAKE})  # worth a search on any term
-NULLARY = frozenset({CONST, DELTA, IOTA})
-
-
-class Key:
-    """The content of a region without its inputs, row by row; hashed once, because it is large."""
-
-    __slots__ = ("_hash", "rows")
-
-    def __init__(self, rows: tuple = ()) -> None:
-        self.rows, self._hash = rows, hash(rows)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Key) and self.rows == other.rows)
-
-
-@dataclass(slots=True)
-class Region:
-    """A connected algebraic part of a program.
-
-    classes: its classes, operands first. roots: the classes needed outside. fused: those that only
-    one elementwise term reads, in whose kernel XLA may compute them. key: equal for regions
-    that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
-    the number of every class in the key. tags: further properties that distinguish leaves (frozen,
-    storage).
-    """
-
-    classes: list[int]
-    roots: list[int]
-    fused: set[int] = field(default_factory=set)
-    key: Key = field(default_factory=Key)
-    leaves: list[int] = field(default_factory=list)
-    local: dict[int, int] = field(default_factory=dict)
-    tags: dict[int, tuple] = field(default_factory=dict)
 
 
 def find_regions(
@@ -120,7 +77,7 @@ def find_regions(
         users = need.users
         roots = [c for c in classes if c in need.outside or not inside.issuperset(users.get(c, ()))]
         region = Region(classes, roots, {c for c in roots if _is_fused(g, need, c)})
-        _number(g, need, region, inside, tag)
+        Numbering(g, need, region, tag).run()
         region.key = keys.setdefault(region.key, region.key)  # equal keys are one object
         regions.append(region)
     return sorted(regions, key=lambda r: r.classes[-1])
@@ -311,97 +268,3 @@ def _products(g: EGraph, order: list[int]) -> set[int]:
         ):
             found.add(c)
     return found
-
-
-def _number(
-    g: EGraph, need: Needed, region: Region, inside: set[int], tag: Callable[[int], tuple]
-) -> None:
-    """Number the region's classes from its roots; the numbering is the key."""
-    local: dict[int, int] = {}
-    rows: list[tuple] = []
-    order: list[int] = []
-    roots = set(region.roots)
-    like = _likeness(g, region.classes, inside)
-
-    def visit(start: int) -> None:
-        stack = [(start, False)]
-        while stack:
-            c, done = stack.pop()
-            if c in local:
-                continue
-            of = g.classes[c]
-            node = of.first
-            if not (c in inside or node.op in NULLARY or is_condition(g, c)):
-                local[c] = len(local)
-                region.tags[c] = tag(c)
-                rows.append((LEAF, of.sizes, of.dtype, region.tags[c]))
-                region.leaves.append(c)
-                order.append(c)
-            elif done:
-                local[c] = len(local)
-                args: Any = [(local[a.cls], a.axes) for a in node.args]
-                attr = node.attr
-                if node.op == ADD:
-                    pairs = sorted(zip(args, attr, strict=True), key=lambda pair: pair[0])
-                    args, attr = zip(*pairs, strict=True)
-                elif node.op == CONTRACT:
-                    args.sort()
-                uses = min(need.uses.get(c, 0), 2)  # one user may absorb it, several users may not
-                info = (of.sizes, of.dtype, uses, c in roots, c in region.fused)
-                rows.append((node.op, attr, tuple(args), node.bound, *info))
-                order.append(c)
-            else:
-                stack.append((c, True))
-                args = node.args
-                if len(args) > 1 and node.op in UNORDERED:
-                    args = sorted(args, key=lambda a: like.get(a.cls, 0))
-                stack.extend([(a.cls, False) for a in reversed(args)])
-
-    for c in region.roots:
-        visit(c)
-    region.classes = order
-    region.local = local
-    region.key = Key(tuple(rows))
-
-
-def _likeness(g: EGraph, classes: list[int], inside: set[int]) -> dict[int, int]:
-    """Return a structural hash for every class, independent of the numbers of classes.
-
-    It orders the operands of commutative terms, so that layers whose values were created in a
-    different order have one key. It is the same in every process, because no strings are hashed.
-    """
-    like: dict[int, int] = {}
-    for c in classes:  # operands first
-        node = node_of(g, c)
-        for a in node.args:
-            if a.cls not in inside and a.cls not in like:
-                like[a.cls] = _shape_of(g.classes[a.cls].sizes)
-        below = sorted([(like[a.cls], a.axes) for a in node.args])
-        like[c] = hash((*below, len(node.bound), len(node.op)))
-    return like
-
-
-@functools.cache
-def _shape_of(sizes: tuple[Dim, ...]) -> int:
-    return hash(tuple([s if isinstance(s, int) else -1 for s in sizes]))
-
-
-def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
-    """Return a fresh e-graph of just the region, and the reference of each of its classes."""
-    g = EGraph()
-    to: dict[int, Ref] = {}
-    leaf = {c: n for n, c in enumerate(region.leaves)}
-    for c in region.classes:
-        info = t.graph.classes[c]
-        if c in leaf:
-            to[c] = g.add(LEAF, leaf[c], (), info.sizes, (), info.dtype)
-            continue
-        node = node_of(t.graph, c)
-        args = tuple(
-            Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
-        )
-        attr = node.attr
-        if node.op == SLICE:  # the attribute is stored slot by slot
-            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
-        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
-    return g, to

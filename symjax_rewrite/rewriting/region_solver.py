@@ -25,7 +25,7 @@ from symjax_rewrite.rewriting.extraction import (
     original_choice,
 )
 from symjax_rewrite.rewriting.lemma_matching import Pattern
-from symjax_rewrite.rewriting.region_partition import Region, region_graph
+from symjax_rewrite.rewriting.region_keys import Region, region_graph
 from symjax_rewrite.rewriting.rule import Axiom, RuleContext
 from symjax_rewrite.rewriting.saturation import saturate
 
@@ -34,9 +34,10 @@ from symjax_rewrite.rewriting.saturation import saturate
 class Solution:
     """A region solved once, for every place of the program that has the same key.
 
-    to: region-local class number to e-graph reference. changed: classes computed by another node.
-    declined: the reason why a cheaper form was not taken. rows: of the region's key. crossovers:
-    costs as written and of another form, of forms that are cheaper for some sizes only.
+    to: number of a class in the key to e-graph reference, over the key's slots. changed: classes
+    computed by another node. declined: the reason why a cheaper form was not taken. rows: of the
+    region's key. crossovers: costs as written and of another form, of forms that are cheaper for
+    some sizes only.
     """
 
     g: EGraph
@@ -153,7 +154,7 @@ class Solver:
         gains = b > 0 and margins.pays(b, a, "told", self.device)
         return Solution(
             g,
-            {region.local[c]: ref for c, ref in to.items()},
+            {region.local[c]: region.in_key(c, ref) for c, ref in to.items()},
             best.choice,
             best.before,
             best.after,

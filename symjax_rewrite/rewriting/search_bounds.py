@@ -12,7 +12,7 @@ from symjax_rewrite.cost.term_cost import CostModel, is_dot
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, Node
-from symjax_rewrite.rewriting.region_partition import Region
+from symjax_rewrite.rewriting.region_keys import Region
 
 
 @dataclass(slots=True)

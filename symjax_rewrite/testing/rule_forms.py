@@ -35,7 +35,8 @@ from symjax_rewrite.options import Budget, Numerics
 from symjax_rewrite.rewriting.algebra import storage
 from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.lemma_matching import Pattern
-from symjax_rewrite.rewriting.region_partition import Region, find_regions, region_graph
+from symjax_rewrite.rewriting.region_keys import Region, region_graph
+from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Frozen
 from symjax_rewrite.rewriting.rule import Axiom, RuleContext
 from symjax_rewrite.rewriting.saturation import saturate

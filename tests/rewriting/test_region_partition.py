@@ -1,15 +1,23 @@
-"""Regions stay small where a program joins all of its parts."""
+"""Regions stay small where a program joins all of its parts; equal regions have equal keys."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from symjax_rewrite import sym_optimize
+from symjax_rewrite.ir.dataflow import needed
+from symjax_rewrite.ir.flat_program import flatten
+from symjax_rewrite.ir.term_graph import build
+from symjax_rewrite.rewriting.region_partition import find_regions
+
+
+def _regions(fun, *avals):
+    t = build(flatten(jax.make_jaxpr(fun)(*avals)))
+    return find_regions(t, needed(t), lambda c: ())
 
 
 def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
     """Its sum of squares made one region of a whole training step: seconds of search."""
-    from symjax_rewrite.ir.dataflow import needed
-    from symjax_rewrite.ir.flat_program import flatten
-    from symjax_rewrite.ir.term_graph import build
-    from symjax_rewrite.rewriting.region_partition import find_regions
 
     def loss(ws, x):
         for w in ws:
@@ -22,7 +30,56 @@ def test_a_norm_of_all_gradients_does_not_join_them_into_one_region():
         return [w - 0.1 * scale * g for w, g in zip(ws, gradients, strict=True)]
 
     for layers in (3, 12):
-        closed = jax.make_jaxpr(step)([jnp.ones((32, 32))] * layers, jnp.ones((128, 32)))
-        t = build(flatten(closed))
-        regions = find_regions(t, needed(t), lambda c: ())
+        regions = _regions(step, [jnp.ones((32, 32))] * layers, jnp.ones((128, 32)))
         assert max(len(r.classes) for r in regions) <= 8 * layers
+
+
+def test_equal_layers_are_solved_once_for_any_order_of_axes():
+    """The first layer reads the embedding, so its classes have other numbers, and other axes."""
+    B, T, D, F = 2, 16, 32, 64
+
+    def norm(x, g):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * g
+
+    def block(x, p):
+        g1, q, k, v, o, g2, w1, b1, w2 = p
+        h = norm(x, g1)
+        s = jnp.einsum("btd,bsd->bts", h @ q, h @ k) / D**0.5
+        x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(s, -1), h @ v) @ o
+        return x + jax.nn.gelu(norm(x, g2) @ w1 + b1) @ w2
+
+    def model(emb, pos, layers, tokens):
+        x = emb[tokens] + pos
+        for p in layers:
+            x = block(x, p)
+        return x.sum()
+
+    shapes = [(D,), (D, D), (D, D), (D, D), (D, D), (D,), (D, F), (F,), (F, D)]
+    layer = [jnp.ones(s) for s in shapes]
+    for fun in (model, jax.grad(model, argnums=(0, 1, 2))):
+        counts = []
+        for layers in (2, 3):
+            weights = jnp.ones((100, D)), jnp.ones((T, D)), [layer] * layers
+            regions = _regions(fun, *weights, jnp.zeros((B, T), jnp.int32))
+            counts.append(len({r.key for r in regions}))
+        assert counts[0] == counts[1] <= 8, counts
+
+
+def test_a_solution_is_used_at_a_place_with_another_order_of_axes():
+    def chain(p, q, b, c):
+        return (jnp.tanh(p @ q) @ b) @ c
+
+    def both(p, q, b, c, c2, b2, q2, p2):
+        return chain(p, q, b, c), chain(p2, q2, b2, c2)
+
+    shapes = (256, 16), (16, 8), (8, 512), (512, 4)
+    draw = np.random.default_rng(0).standard_normal
+    args = [jnp.asarray(draw(s), jnp.float32) for s in (*shapes, *shapes[::-1])]
+    first, second = _regions(both, *args)
+    assert first.key == second.key
+    orders = [[r.slots[c] for c in r.leaves] for r in (first, second)]
+    assert orders[0] != orders[1]
+    fun = sym_optimize(both)
+    assert next(r.count for r in fun.explain(*args).rules if r.name == "contraction_order") == 2
+    for got, wanted in zip(fun(*args), both(*args), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)

@@ -40,18 +40,9 @@ from symjax_rewrite.ir.step_program import (
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
-from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
-from symjax_rewrite.loops.carry_dependence import (
-    DIAGONAL,
-    NAMES,
-    SUM,
-    Group,
-    describe,
-    groups_of,
-    is_zero,
-)
+from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, groups_of, is_zero
 from symjax_rewrite.loops.loop import Loop
-from symjax_rewrite.obstacles import Obstacle, obstacle_of
+from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
 from symjax_rewrite.pallas_kernels.scan.cost import (
@@ -139,25 +130,6 @@ class ScanKernel:
         return lax.reshape(last, avals[carry.inner].shape)
 
 
-def route_loop(
-    loop: Loop, groups: list[Group], kernels: str, device: Device, assume: Sequence[str] = ()
-) -> tuple[LoopParts | None, str]:
-    """Return a scan kernel for a loop, or the reason there is none.
-
-    loop: a clean loop that counts its steps. groups: of its carries. kernels: `"auto"`, `"always"`,
-    `"off"`, or a backend's name. assume: facts about named sizes.
-    """
-    moves = describe(loop, groups)
-    matrices, why = matrices_of(loop, groups, kernels, device)
-    if matrices is not None:
-        return matrices, f"{moves}; {why}"
-    if kernels == "off" or not all(g.degree.kind in NAMES for g in groups):
-        return None, moves
-    kernel, reason = scan_of(loop, kernels, device, assume)
-    also = f" ({why})" if why and kernel is None else ""
-    return kernel and kernel.route(), obstacle_of(reason)(f"{moves}; {reason}{also}")
-
-
 def scan_of(
     loop: Loop,
     kernels: str,
@@ -230,15 +202,11 @@ def _seconds_in_steps(loop: Loop, device: Device) -> float:
     return loop.steps * step
 
 
-def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[LoopParts | None, str]:
-    """Return a kernel for a loop differentiated in reverse mode, or the reason there is none.
+def remade_scan(loop: Loop, kernels: str, device: Device) -> tuple[ScanKernel | None, str]:
+    """Return a scan whose gradient makes its states again, or the reason there is none.
 
     Index terms carry no custom derivative rules, so a body that has any is refused.
     """
-    matrices, why = matrices_of(loop, groups_of(loop), kernels, device, gradient=True)
-    remakes = device.scans.remakes_states
-    if matrices is not None or not remakes or kernels not in ("auto", "always", "xla"):
-        return matrices, why
     if any(e.name == "stop_gradient" for e in loop.body.equations):
         return None, "its derivatives are not those of its values"
     builder = _ScanBuilder(loop, device.scans.growth)
@@ -251,7 +219,7 @@ def route_differentiated(loop: Loop, kernels: str, device: Device) -> tuple[Loop
     heavy = any(r.over for r in spec.readouts) and is_large
     if kernels == "auto" and not heavy:
         return None, Obstacle.COST("what its steps keep is small")
-    return builder.kernel(spec, "xla", differentiable_scan).route(), "states made again"
+    return builder.kernel(spec, "xla", differentiable_scan), "states made again"
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
-"""Partition of loops in which some carries are affine; the parts run one after the other.
+"""Partition of loops at carries that run as kernels; the parts run one after the other.
 
-Carries that depend on each other stay together. Parts are in topological order: scan kernels, and
+Carries that depend on each other stay together. Parts are in topological order: kernels, and
 between them loops of all carries that are ready by then. Earlier parts return the values that a
 part reads for all steps, or the operands of the equations that compute them where these are
 smaller.
@@ -8,136 +8,94 @@ smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.ir.dataflow import cone, makers_of, making, value_operands
+from symjax_rewrite.ir.dataflow import cone, makers_of, making, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation
-from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, scan_of
-from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts
-from symjax_rewrite.loops.carry_dependence import (
-    DIAGONAL,
-    SUM,
-    Group,
-    dependencies,
-    describe,
-)
+from symjax_rewrite.kernel_selection.scans.loop_parts import CarryKernel, CarryPart, LoopParts
+from symjax_rewrite.loops.carry_dependence import Group, dependencies
 from symjax_rewrite.loops.hoisting import is_heavy
-from symjax_rewrite.loops.loop import Loop, Source
-from symjax_rewrite.obstacles import Obstacle
+from symjax_rewrite.loops.loop import Loop
 
-MAX_PARTS = 8
 EARLY = -1  # the part of values that depend on no carry
 
 
-def split_loop(
-    loop: Loop,
-    groups: list[Group],
-    kernels: str,
-    device: Device,
-    why: str,
-    assume: Sequence[str] = (),
-) -> tuple[LoopParts | None, str]:
-    """Partition a loop of several carries, of which some run as kernels.
+class OpenKernel(CarryKernel, Protocol):
+    """Kernel that computes values of all steps from values of all steps, never the states."""
 
-    loop, groups, kernels, assume: as for `route_loop`. why: the reason the whole loop is no kernel.
+    @property
+    def reads(self) -> list[int]: ...
+    @property
+    def makes(self) -> set[int]: ...
+
+
+class Partition:
+    """Partition of a loop at some groups of carries.
+
+    kernels: by group that runs apart, its kernel; None for a kernel that will run the equations of
+    its part. growth: limit on the bytes written for all steps, as a multiple of the loop's operands
+    and results: of each array where kernels are known, of all arrays for others.
     """
-    affine = [g for g in groups if len(g.carries) == 1 and g.degree.kind in (SUM, DIAGONAL)]
-    if kernels == "off" or len(groups) < 2 or not affine:
-        return None, why
-    if any(e.eqn.effects for e in loop.body.equations):
-        return None, why
-    scans = {g.carries for g in affine}
-    while scans:
-        route = _Splitter(loop, groups, scans, device.loops.growth).split()
-        if route is None:
-            return None, why
-        refused, reasons = set(), []
-        for n, part in enumerate(route.parts):
-            if part.carries in scans:
-                part.kernel, reason = _scan(route, n, kernels, device, assume)
-                if part.kernel is None:
-                    refused.add(part.carries)
-                else:
-                    reasons.append(reason)
-        if not refused:
-            return (
-                route,
-                f"{describe(loop, groups)}; affine carries run apart: {'; '.join(reasons)}",
-            )
-        scans -= refused
-    return None, why
-
-
-def _scan(
-    route: LoopParts, n: int, kernels: str, device: Device, assume: Sequence[str]
-) -> tuple[ScanKernel | None, str]:
-    """Return a part as a kernel if its memory traffic is worth it, and the reason."""
-    loop, part = route.loop, route.parts[n]
-    if device.loops.steps_are_launches and len(route.parts) > 2:
-        return None, Obstacle.COST("two loops cost more launches than one")
-    avals = loop.body.avals
-    written = {v for p in route.parts for v in p.ys} - {v for v in loop.ys if isinstance(v, int)}
-    moved = 2 * loop.steps * sum(aval_bytes(avals[v]) for v in written)
-    level = loop.levels()
-    early = [v for e in route.head for v in e.outvals]
-    sources = {v: Source(v) for p in route.parts[:n] for v in p.ys}
-    sources |= {v: Source(v) for v in early if level[v]}
-    inner = replace(
-        loop,
-        body=replace(loop.body, equations=part.equations),
-        carries=[loop.carries[part.carries[0]]],
-        consts=loop.consts | {v: v for v in early if not level[v]},
-        sources=loop.sources | sources,
-        ys=list(part.ys),
-    )
-    return scan_of(inner, kernels, device, assume, moved)
-
-
-class _Splitter:
-    """Partition of a loop at some groups of carries."""
 
     def __init__(
-        self, loop: Loop, groups: list[Group], scans: set[tuple[int, ...]], growth: float
+        self,
+        loop: Loop,
+        groups: list[Group],
+        kernels: Mapping[tuple[int, ...], OpenKernel | None],
+        growth: float,
     ) -> None:
-        self.growth = growth
-        self.loop, self.groups, self.scans = loop, groups, scans
+        self.loop, self.groups, self.kernels, self.growth = loop, groups, kernels, growth
         self.makers = makers_of(loop.body.equations)
         self.level = loop.levels()
 
-    def split(self) -> LoopParts | None:
-        """Return the parts, or None where too much would be written."""
-        loop, avals = self.loop, self.loop.body.avals
-        early = self._early()
+    def parts(self) -> LoopParts | None:
+        """Return the parts, or None where too much is written or a kernel's states are read."""
+        loop, early = self.loop, self._early()
         made_early = {v for e in early for v in e.outvals}
-        pieces = [CarryPart(carries) for carries in self._order()]
-        if len(pieces) > MAX_PARTS:
-            return None
-        part = self._parts(pieces)
+        found = [CarryPart(c, kernel=self.kernels.get(c)) for c in self._order()]
+        part = self._part_of_values(found)
         ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters, *made_early}
-        wanted: dict[int, set[int]] = {n: set() for n in range(len(pieces))}
-        tops = {v for v in loop.ys if isinstance(v, int)}
+        wanted: list[set[int]] = [set() for _ in found]
+        tops = set(numbers(loop.ys))
         for v in tops:
             if part.get(v, EARLY) != EARLY:
                 wanted[part[v]].add(v)
-        for n in reversed(range(len(pieces))):
-            piece = pieces[n]
-            outs = [loop.carries[k].out for k in piece.carries]
-            roots = {*wanted[n], *[v for v in outs if isinstance(v, int)]}
-            inside = {loop.carries[k].inner for k in piece.carries}
-            piece.equations, crossing = self._cone(roots, ready | inside, part, n)
-            piece.ys = sorted(wanted[n])
-            for v in crossing:
+        for n in reversed(range(len(found))):
+            for v in self._fill(found[n], wanted[n], ready, part, n):
+                if part[v] >= n:
+                    return None
                 wanted[part[v]].add(v)
-        written = {*made_early, *[v for p in pieces for v in p.ys]} - tops
-        all_bytes = loop.steps * sum(aval_bytes(avals[v]) for v in written)
-        if all_bytes > self.growth * loop.outside_bytes:
+        written = {*made_early, *[v for p in found for v in p.ys]} - tops
+        if not self._fits({*written, *[v for p in found for e in p.before for v in e.outvals]}):
             return None
         rest = [v for v in tops if part.get(v, EARLY) == EARLY and v not in ready]
         known = [e for e in self._cone(rest, ready, part, EARLY)[0] if e not in early]
-        return LoopParts(loop, pieces, head=[*early, *known])
+        found[0].before = [*early, *known, *found[0].before]
+        return LoopParts(loop, found)
+
+    def _fill(
+        self, piece: CarryPart, wanted: set[int], ready: set[int], part: dict[int, int], n: int
+    ) -> set[int]:
+        """Write the equations of a part; return the values that it reads from earlier parts."""
+        kernel = self.kernels.get(piece.carries)
+        piece.ys = sorted(wanted)
+        if kernel is None:
+            carries = [self.loop.carries[k] for k in piece.carries]
+            roots = {*wanted, *numbers([c.out for c in carries])}
+            inside = {c.inner for c in carries}
+            piece.equations, crossing = self._cone(roots, ready | inside, part, n)
+            return crossing
+        piece.before, crossing = self._cone(kernel.reads, ready, part, n)
+        piece.after, late = self._cone(wanted, ready | kernel.makes, part, n)
+        return crossing | late
+
+    def _fits(self, written: Iterable[int]) -> bool:
+        """Return True if the loop may write some values for all steps."""
+        total = max if any(self.kernels.values()) else sum
+        sizes = [aval_bytes(self.loop.body.avals[v]) for v in written]
+        return self.loop.steps * total([0, *sizes]) <= self.growth * self.loop.outside_bytes
 
     def _early(self) -> list[Equation]:
         """Return the heavy equations that depend on no carry, and the equations they read."""
@@ -146,7 +104,7 @@ class _Splitter:
         return making(equations, [v for e in heavy if is_heavy(e.eqn) for v in e.outvals])
 
     def _order(self) -> list[tuple[int, ...]]:
-        """Return the parts: scans, and loops of the carries ready before and after them."""
+        """Return the parts: kernels, and loops of the carries ready before and after them."""
         reads = dependencies(self.loop)
         done: set[int] = set()
         waiting = [g.carries for g in self.groups]
@@ -158,26 +116,26 @@ class _Splitter:
         while waiting:
             together: tuple[int, ...] = ()
             # The order matters: an earlier group may make a later group ready.
-            for carries in [c for c in waiting if c not in self.scans]:
+            for carries in [c for c in waiting if c not in self.kernels]:
                 if ready(carries):
                     together += carries
                     done |= {*carries}
                     waiting.remove(carries)
             if together:
                 found.append(tuple(sorted(together)))
-            for carries in [c for c in waiting if c in self.scans and ready(c)]:
+            for carries in [c for c in waiting if c in self.kernels and ready(c)]:
                 found.append(carries)
                 done |= {*carries}
                 waiting.remove(carries)
         return found
 
-    def _parts(self, pieces: list[CarryPart]) -> dict[int, int]:
+    def _part_of_values(self, parts: list[CarryPart]) -> dict[int, int]:
         """Return the part that computes every value: the last one that it depends on."""
         part: dict[int, int] = {}
-        for n, piece in enumerate(pieces):
+        for n, piece in enumerate(parts):
             part.update((self.loop.carries[k].inner, n) for k in piece.carries)
         for e in self.loop.body.equations:
-            found = [part.get(v, EARLY) for v in e.invals if isinstance(v, int)]
+            found = [part.get(v, EARLY) for v in e.reads]
             part.update(dict.fromkeys(e.outvals, max(found, default=EARLY)))
         return part
 
@@ -200,6 +158,6 @@ class _Splitter:
     def _is_smaller_before(self, e: Equation, part: dict[int, int]) -> bool:
         """Return True if an equation is cheap and its operands are smaller than its results."""
         avals = self.loop.body.avals
-        operands = {v for v in e.invals if isinstance(v, int) and part.get(v, EARLY) != EARLY}
+        operands = {v for v in e.reads if part.get(v, EARLY) != EARLY}
         given = sum(aval_bytes(avals[v]) for v in operands)
         return not is_heavy(e.eqn) and given < sum(aval_bytes(avals[v]) for v in e.outvals)

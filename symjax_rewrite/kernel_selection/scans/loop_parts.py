@@ -35,6 +35,8 @@ class LoopValues:
         """Run loop-invariant equations once, and other equations for all steps."""
         moving = []
         for e in equations:
+            if e.outvals and all(v in self.known or v in self.steps for v in e.outvals):
+                continue  # an earlier part has run it
             if all(not isinstance(v, int) or v in self.known for v in e.invals):
                 with jax_internals.equation_scope(self.loop.eqn):
                     run_equations([e], self.known)
@@ -69,43 +71,42 @@ class CarryKernel(Protocol):
 
     def advance(self, values: LoopValues) -> Any:
         """Add the values of all steps that others read to `values`; return the last state."""
+        ...
 
 
 @dataclass(slots=True)
 class CarryPart:
     """Part of a loop: its carries by number, its equations, and its values that later parts read.
 
-    kernel: runs its only carry; None for a loop over the steps.
+    kernel: runs its only carry; None for a loop over the steps. before, after: equations that run
+    for all steps before and after the carries.
     """
 
     carries: tuple[int, ...]
     equations: list[Equation] = field(default_factory=list)
     ys: list[int] = field(default_factory=list)
     kernel: CarryKernel | None = None
+    before: list[Equation] = field(default_factory=list)
+    after: list[Equation] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class LoopParts:
-    """Loop in parts; `head` and `tail` run for all steps before and after them.
-
-    seconds: predicted on a CPU, of the loop and of its parts.
-    """
+    """Loop in parts. seconds: predicted on a CPU, of the loop and of its parts."""
 
     loop: Loop
     parts: Sequence[CarryPart]
-    head: list[Equation] = field(default_factory=list)
-    tail: list[Equation] = field(default_factory=list)
     seconds: tuple[float, float] | None = None
 
     def run(self, read: Read) -> list[Any]:
         """Return the results of the loop."""
         values = LoopValues(self.loop, read)
-        values.run_all(self.head)
         for part in self.parts:
+            values.run_all(part.before)
             if part.kernel is None:
                 values.run_steps(part)
             else:
                 values.finals[part.carries[0]] = part.kernel.advance(values)
-        values.run_all(self.tail)
+            values.run_all(part.after)
         finals = [values.finals[k] for k in range(len(self.loop.carries))]
         return self.loop.finish(finals, [values.stacked(v) for v in self.loop.ys], read)

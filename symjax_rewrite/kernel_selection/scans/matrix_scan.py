@@ -1,15 +1,15 @@
 """Loops with matrix states as chunked matmuls.
 
-Values that do not depend on the states are computed for all steps at once. Carries that are no
-matrices stay separate loops. `matrix_scan` runs the states. Values that depend on their queries are
-computed for all steps afterwards. Each part consists of the body's own equations.
+The loop is partitioned at its matrix states. Their factors are computed for all steps at once, and
+`matrix_scan` runs the states. Values that depend on their queries are computed for all steps
+afterwards.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,12 +19,10 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import aval_bytes
-from symjax_rewrite.ir.dataflow import cone, makers_of, value_operands
-from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
+from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts, LoopValues
 from symjax_rewrite.kernel_selection.scans.matrix_state import (
     MatrixState,
     NotAMatrixError,
@@ -33,7 +31,7 @@ from symjax_rewrite.kernel_selection.scans.matrix_state import (
     StateTerm,
     terms_of,
 )
-from symjax_rewrite.loops.carry_dependence import Group, groups_of, is_zero
+from symjax_rewrite.loops.carry_dependence import Group, is_zero
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.pallas_kernels.scan.matrix_scan import (
     MatrixScan,
@@ -48,15 +46,15 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 @dataclass(slots=True)
 class MatrixKernel:
-    """Carry that is a matrix; `equations` compute its factors for all steps."""
+    """Carry that is a matrix. reads: its factors, as body values. makes: what its queries read."""
 
     t: TermGraph
     state: MatrixState
-    equations: list[Equation]
+    reads: list[int]
+    makes: set[int]
 
     def advance(self, values: LoopValues) -> Any:
         """Add the values read by queries to the steps; return the last state."""
-        values.run_all(self.equations)
         start = values.loop.carries[self.state.carry].start
         run = _MatrixRun(self.t, self.state, values)
         return run.last_state(None if is_zero(start) else values.read(start))
@@ -227,14 +225,13 @@ def matrices_of(
     """
     if kernels not in ("auto", "always", "xla"):
         return None, ""
-    try:
-        route = matrix_route(loop, groups, device.loops.growth)
-    except NotAMatrixError:
+    found = _matrices(loop, groups)
+    route = Partition(loop, groups, found, device.loops.growth).parts() if found else None
+    if route is None:
         return None, ""
     if kernels != "auto":
         return route, "chunked matmuls of its matrix states"
-    found = [p.kernel for p in route.parts if isinstance(p.kernel, MatrixKernel)]
-    specs = [spec_of(loop, k.state, q, False) for k in found for q in k.state.queries]
+    specs = [spec_of(loop, k.state, q, False) for k in found.values() for q in k.state.queries]
     rates = device.scans.chunks
     if rates is None:  # a loop's gradient writes the states of all steps
         return (route, "chunked matmuls of its matrix states") if gradient else (None, "")
@@ -248,36 +245,27 @@ def matrices_of(
     return replace(route, seconds=(before, after)), predicted
 
 
-def matrix_route(loop: Loop, groups: list[Group], growth: float) -> LoopParts:
-    """Partition a loop into parts of which some are matrix states.
-
-    groups: of the loop's carries. growth: limit on the bytes written for all steps, as a multiple
-    of the loop's operands and results.
-
-    Raises:
-        NotAMatrixError: no state is a matrix, or the matrices cannot run apart from the others.
-    """
-    body = loop.body
-    if not isinstance(loop.length, int):
-        raise NotAMatrixError("its number of steps is a name")
-    if any(e.eqn.effects for e in body.equations):
-        raise NotAMatrixError("it has effects")
-    candidates = [g.carries[0] for g in groups if _may_be_matrix(loop, g)]
-    if not candidates:
-        raise NotAMatrixError("no states are matrices")
+def _matrices(loop: Loop, groups: list[Group]) -> dict[tuple[int, ...], MatrixKernel]:
+    """Return the matrix states among the carries of a loop of a known number of steps."""
+    effects = any(e.eqn.effects for e in loop.body.equations)
+    candidates = [g.carries for g in groups if _may_be_matrix(loop, g)]
+    if not isinstance(loop.length, int) or effects or not candidates:
+        return {}
     t = terms_of(loop)
-    states: dict[int, MatrixState] = {}
-    reasons = []
-    for k in candidates:
-        carry = loop.carries[k]
-        others = [*loop.ys, *[c.out for c in loop.carries if c is not carry]]
+    found: dict[tuple[int, ...], MatrixKernel] = {}
+    for carries in candidates:
+        (k,) = carries
+        others = [*loop.ys, *[c.out for c in loop.carries if c is not loop.carries[k]]]
         try:
-            states[k] = StateReader(loop, t, k).read([v for v in others if isinstance(v, int)])
-        except NotAMatrixError as error:
-            reasons.append(str(error))
-    if not states:
-        raise NotAMatrixError("; ".join(dict.fromkeys(reasons)))
-    return _Planner(loop, t, states, growth).plan()
+            state = StateReader(loop, t, k).read([v for v in others if isinstance(v, int)])
+        except NotAMatrixError:
+            continue
+        reads = [value_of(t, f.cls) for f in state.factors()]
+        if None in reads:  # a factor has no value of its own
+            return {}
+        makes = {v for q in state.queries for v in q.values}
+        found[carries] = MatrixKernel(t, state, [v for v in reads if v is not None], makes)
+    return found
 
 
 def _may_be_matrix(loop: Loop, group: Group) -> bool:
@@ -286,85 +274,3 @@ def _may_be_matrix(loop: Loop, group: Group) -> bool:
     aval = loop.body.avals[carry.inner]
     alone = len(group.carries) == 1 and isinstance(carry.out, int)
     return alone and len(aval.shape) > 1 and str(aval.dtype) in DTYPES
-
-
-@dataclass(slots=True)
-class _Planner:
-    """Ordering of the parts of a loop."""
-
-    loop: Loop
-    t: TermGraph
-    states: dict[int, MatrixState]
-    growth: float
-    ready: set[int] = field(init=False)
-    parts: list[CarryPart] = field(default_factory=list)
-
-    def plan(self) -> LoopParts:
-        """Return the parts in topological order, unless some parts wait for each other."""
-        loop = self.loop
-        self.ready = {*loop.consts, *loop.body.consts, *loop.sources, *loop.counters}
-        waiting = [g.carries for g in groups_of(loop)]
-        while waiting:
-            done = next((c for c in waiting if self._take(c)), None)
-            if done is None:
-                raise NotAMatrixError("what its states read depends on what reads them")
-            waiting.remove(done)
-        tail = self._needed(loop.ys, ())
-        if tail is None:
-            raise NotAMatrixError("states are read whole")
-        self._stack(tail)
-        route = LoopParts(loop, self.parts, tail=tail)
-        _check_written(route, self.growth)
-        return route
-
-    def _take(self, carries: tuple[int, ...]) -> bool:
-        """Make a part of some carries, if their inputs are computed."""
-        loop = self.loop
-        state = self.states.get(carries[0]) if len(carries) == 1 else None
-        factors: list[int | None] = []
-        if state is None:
-            made = {loop.carries[k].inner for k in carries}
-            needed = self._needed((loop.carries[k].out for k in carries), made)
-        else:
-            factors = [value_of(self.t, f.cls) for f in state.factors()]
-            if None in factors:
-                raise NotAMatrixError("a factor has no value of its own")
-            made = {v for q in state.queries for v in q.values}
-            needed = self._needed(factors, ())
-        if needed is None:
-            return False
-        self._stack(needed, factors)
-        kernel = None if state is None else MatrixKernel(self.t, state, needed)
-        self.parts.append(CarryPart(carries, needed, kernel=kernel))
-        self.ready |= made | {v for e in needed for v in e.outvals}
-        return True
-
-    def _needed(self, values: Iterable[Any], inner: Iterable[int]) -> list[Equation] | None:
-        """Return the equations that compute some values from known ones, or None."""
-        makers = makers_of(self.loop.body.equations)
-        values = [v for v in values if isinstance(v, int)]
-        found = cone(values, value_operands(makers), {*self.ready, *inner})
-        if not found <= makers.keys():
-            return None
-        return [e for e in self.loop.body.equations if not found.isdisjoint(e.outvals)]
-
-    def _stack(self, equations: list[Equation], values: Sequence[Any] = ()) -> None:
-        """Make earlier loops return for all steps the values that equations read, and `values`."""
-        operands = (v for e in equations for v in e.invals)
-        reads = {v for v in (*operands, *values, *self.loop.ys) if isinstance(v, int)}
-        for part in self.parts:
-            if part.kernel is None:
-                made = {v for e in part.equations for v in e.outvals}
-                made |= {self.loop.carries[k].inner for k in part.carries}
-                part.ys += sorted((reads & made) - {*part.ys})
-
-
-def _check_written(route: LoopParts, growth: float) -> None:
-    """Check that all steps write little more than the loop's operands and results."""
-    loop = route.loop
-    limit = growth * loop.outside_bytes
-    made = [e for p in route.parts if p.kernel is not None for e in p.equations] + route.tail
-    values = [v for e in made for v in e.outvals]
-    values += [v for p in route.parts for v in p.ys]
-    if any(loop.length * aval_bytes(loop.body.avals[v]) > limit for v in values):
-        raise NotAMatrixError("what every step makes is too large to keep")

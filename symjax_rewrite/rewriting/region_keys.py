@@ -1,0 +1,260 @@
+"""Regions and their keys: regions that are equal up to their inputs are solved once.
+
+A key has one row per class of a region, operands first. The order of a class's slots in the term
+graph follows the numbers of its operands, which differ between equal layers (the first layer reads
+the embedding). So a key orders the slots itself: the roots' by colours that depend on the content,
+and those of an operand as the first term that reads it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from symjax_rewrite.ir.dataflow import Needed, node_of
+from symjax_rewrite.ir.egraph import EGraph, renamed_attr
+from symjax_rewrite.ir.index_tests import is_condition
+from symjax_rewrite.ir.term import (
+    ADD,
+    CONST,
+    CONTRACT,
+    CONV,
+    DELTA,
+    INVERSE,
+    IOTA,
+    LEAF,
+    REDUCE,
+    SLICE,
+    SOLVE,
+    UNORDERED,
+    Axes,
+    Node,
+    Ref,
+    identity,
+)
+from symjax_rewrite.ir.term_graph import TermGraph
+
+NULLARY = frozenset({CONST, DELTA, IOTA})
+RIGID = frozenset({CONV, INVERSE, SOLVE})  # terms for which the order of slots has a meaning
+
+
+class Key:
+    """The content of a region without its inputs, row by row; hashed once, because it is large."""
+
+    __slots__ = ("_hash", "rows")
+
+    def __init__(self, rows: tuple = ()) -> None:
+        self.rows, self._hash = rows, hash(rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self.rows == other.rows)
+
+
+@dataclass(slots=True)
+class Region:
+    """A connected algebraic part of a program.
+
+    classes: its classes, operands first. roots: the classes needed outside. fused: those that only
+    one elementwise term reads, in whose kernel XLA may compute them. key: equal for regions
+    that are the same up to their inputs. leaves: the classes it reads, in the key's order. local:
+    the number of every class in the key. slots: the slots of every class in the key's order. tags:
+    further properties that distinguish leaves (frozen, storage).
+    """
+
+    classes: list[int]
+    roots: list[int]
+    fused: set[int] = field(default_factory=set)
+    key: Key = field(default_factory=Key)
+    leaves: list[int] = field(default_factory=list)
+    local: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, Axes] = field(default_factory=dict)
+    tags: dict[int, tuple] = field(default_factory=dict)
+
+    def in_key(self, cls: int, ref: Ref) -> Ref:
+        """Return a reference over the slots of a class, over the places of these in the key."""
+        return ref.over({slot: k for k, slot in enumerate(self.slots[cls])})
+
+
+class Numbering:
+    """Numbers the classes of a region from its roots; the numbering is the key.
+
+    Args:
+        g: the graph of the lifted program.
+        need: its needed classes.
+        region: the region, whose classes and roots are known; the rest is written.
+        tag: returns further properties that distinguish leaves.
+    """
+
+    def __init__(
+        self, g: EGraph, need: Needed, region: Region, tag: Callable[[int], tuple]
+    ) -> None:
+        self.g, self.need, self.region, self.tag = g, need, region, tag
+        self.inside, self.roots = set(region.classes), set(region.roots)
+        self.rows: list[tuple] = []
+        self.order: list[int] = []
+        rigid = [c for c in region.classes if node_of(g, c).op in RIGID]
+        self.fixed = {*rigid, *[a.cls for c in rigid for a in node_of(g, c).args]}
+        self.colours = _Colours(g, region.classes)
+
+    def run(self) -> None:
+        """Write the key, and the order of the classes and of their slots."""
+        region, colours = self.region, self.colours.slots
+        for c in region.roots:
+            self._order_slots(c, colours[c])
+            self._visit(c)
+        region.classes, region.key = self.order, Key(tuple(self.rows))
+
+    def _visit(self, start: int) -> None:
+        g, local, inside = self.g, self.region.local, self.inside
+        stack = [(start, False)]
+        while stack:
+            c, done = stack.pop()
+            if c in local:
+                continue
+            node = g.classes[c].first
+            if not (c in inside or node.op in NULLARY or is_condition(g, c)):
+                self._add(c, self._leaf(c))
+            elif done:
+                self._add(c, self._term(c, node))
+            else:
+                stack.append((c, True))
+                args = self._operands(c, node)
+                stack.extend([(a.cls, False) for a in reversed(args)])
+
+    def _add(self, cls: int, row: tuple) -> None:
+        self.region.local[cls] = len(self.order)
+        self.rows.append(row)
+        self.order.append(cls)
+
+    def _order_slots(self, cls: int, keys: Sequence[int]) -> None:
+        """Order the slots of a class by keys, unless another term has done so."""
+        if cls not in self.region.slots:
+            order: Axes = identity(len(keys))
+            if len(keys) > 1 and cls not in self.fixed:
+                order = tuple(sorted(order, key=keys.__getitem__))
+            self.region.slots[cls] = order
+
+    def _operands(self, cls: int, node: Node) -> Sequence[Ref]:
+        """Return the operands of a term in the order in which they are numbered."""
+        args, like, slots = node.args, self.colours.like, self.region.slots
+        if len(args) > 1 and node.op in UNORDERED:
+            args = sorted(args, key=lambda a: like.get(a.cls, 0))
+        new = [a for a in args if a.cls not in slots]
+        if new and slots[cls] == identity(node.out) and len(node.bound) < 2:
+            for a in new:
+                self._order_slots(a.cls, a.axes)
+        elif new:
+            bound = list(range(node.out, node.out + len(node.bound)))
+            if node.op in (CONTRACT, REDUCE) and cls in self.colours.bound:
+                bound.sort(key=lambda i: self.colours.bound[cls][i - node.out])
+            rank = {-1: -1, **{i: k for k, i in enumerate((*slots[cls], *bound))}}
+            for a in new:
+                self._order_slots(a.cls, [rank[i] for i in a.axes])
+        return args
+
+    def _leaf(self, cls: int) -> tuple:
+        region, of = self.region, self.g.classes[cls]
+        tag = region.tags[cls] = self.tag(cls)
+        region.leaves.append(cls)
+        return LEAF, tuple([of.sizes[s] for s in region.slots[cls]]), of.dtype, tag
+
+    def _in_order(self, a: Ref) -> Axes:
+        """Return the indices that an operand reads, in the key's order of its slots."""
+        order = self.region.slots[a.cls]
+        return a.axes if order == identity(len(order)) else tuple([a.axes[s] for s in order])
+
+    def _term(self, cls: int, node: Node) -> tuple:
+        """Return the row of a term; its indices are named in the order of the key."""
+        local, slots, of = self.region.local, self.region.slots, self.g.classes[cls]
+        mine, attr, out = slots[cls], node.attr, node.out
+        parts = [(local[a.cls], self._in_order(a)) for a in node.args]
+        name: dict[int, int] = {}
+        bound = range(out, out + len(node.bound))
+        if mine != identity(out) or len(bound) > 1:
+            name = {-1: -1, **{i: k for k, i in enumerate(mine)}}
+            keys = [(number, tuple([name.get(i, out) for i in axes])) for number, axes in parts]
+        else:
+            keys = parts
+        order = list(range(len(parts)))
+        if len(parts) > 1 and node.op in UNORDERED:  # summed indices have no name yet
+            order.sort(key=keys.__getitem__)
+        if len(bound) > 1 and node.op in (CONTRACT, REDUCE):
+            read = [i for k in order for i in parts[k][1] if i >= out]
+            bound = list(dict.fromkeys([*read, *bound]))
+        if name:
+            name.update(zip(bound, range(out, out + len(bound)), strict=True))
+            parts = [(number, tuple([name[i] for i in axes])) for number, axes in parts]
+        args = tuple([parts[k] for k in order])
+        if node.op == ADD:
+            attr = tuple([attr[k] for k in order])
+        elif node.op == SLICE:  # the attribute is stored slot by slot
+            attr = tuple([attr[s] for s in slots[node.args[0].cls]])
+        elif name:
+            attr = renamed_attr(node.op, attr, name)
+        sizes = tuple([of.sizes[s] for s in mine])
+        summed = tuple([node.bound[i - out] for i in bound])
+        uses = min(self.need.uses.get(cls, 0), 2)  # one user may absorb it, several users may not
+        info = (sizes, of.dtype, uses, cls in self.roots, cls in self.region.fused)
+        return (node.op, attr, args, summed, *info)
+
+
+class _Colours:
+    """Hashes of classes and of their indices, which do not depend on numbers of classes.
+
+    They are the same in every process, because no strings are hashed. like: of each class. slots:
+    of each of its slots. bound: of each of its bound indices, if it has several.
+    """
+
+    def __init__(self, g: EGraph, classes: list[int]) -> None:
+        self.like: dict[int, int] = {}
+        self.slots: dict[int, list[int]] = {}
+        self.bound: dict[int, list[int]] = {}
+        for c in classes:  # operands first
+            node = node_of(g, c)
+            for a in node.args:
+                if a.cls not in self.like:
+                    sizes = g.classes[a.cls].sizes
+                    self.slots[a.cls] = [s if isinstance(s, int) else -1 for s in sizes]
+                    self.like[a.cls] = hash(tuple(sorted(self.slots[a.cls])))
+            self._colour(c, node)
+
+    def _colour(self, cls: int, node: Node) -> None:
+        """Colour a term and its indices; sums of hashes do not depend on the order of operands."""
+        like, slots = self.like, self.slots
+        made = [0] * (node.out + len(node.bound))
+        for a in node.args:
+            seed = like[a.cls]
+            for i, colour in zip(a.axes, slots[a.cls], strict=True):
+                if i >= 0:
+                    made[i] += hash((seed, colour))
+        below = 0
+        for a in node.args:
+            below += hash((like[a.cls], sum([made[i] for i in a.axes if i >= 0])))
+        slots[cls] = made[: node.out]
+        if len(node.bound) > 1:
+            self.bound[cls] = made[node.out :]
+        like[cls] = hash((below, len(node.bound), len(node.op)))
+
+
+def region_graph(t: TermGraph, region: Region) -> tuple[EGraph, dict[int, Ref]]:
+    """Return a fresh e-graph of just the region, and the reference of each of its classes."""
+    g = EGraph()
+    to: dict[int, Ref] = {}
+    leaf = {c: n for n, c in enumerate(region.leaves)}
+    for c in region.classes:
+        info = t.graph.classes[c]
+        if c in leaf:
+            to[c] = g.add(LEAF, leaf[c], (), info.sizes, (), info.dtype)
+            continue
+        node = node_of(t.graph, c)
+        args = tuple(
+            Ref(to[a.cls].cls, tuple(a.axes[i] for i in to[a.cls].axes)) for a in node.args
+        )
+        attr = node.attr
+        if node.op == SLICE:  # the attribute is stored slot by slot
+            attr = tuple([attr[i] for i in to[node.args[0].cls].axes])
+        to[c] = g.add(node.op, attr, args, info.sizes, node.bound, info.dtype)
+    return g, to
