@@ -93,6 +93,20 @@ def _register_power_of_two() -> None:
         return assembly(ctx, x, result_shape_dtypes=ctx.avals_out, **options)[0]
 
 
+@lru_cache(maxsize=1)
+def mosaic_rules() -> Mapping[Any, Any]:
+    """Return the lowering rules of Pallas Mosaic GPU by primitive, `power_of_two`'s among them."""
+    import jax.experimental.mosaic.gpu as mgpu
+    from jax._src.pallas.mosaic_gpu import core, lowering
+    from jaxlib.mlir.dialects import arith, math
+
+    @lowering.register_lowering_rule(_power_of_two_p, mgpu.LoweringSemantics.Warpgroup)
+    def _lower(ctx: Any, x: Any) -> Any:
+        return math.exp2(x, fastmath=arith.FastMathFlags.afn)
+
+    return lowering.mosaic_lowering_rules[core.WGxWG_SEMANTICS]
+
+
 _absent_p = _core.Primitive("sym_absent_kernel")
 _absent_p.multiple_results = True
 
