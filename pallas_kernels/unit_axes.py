@@ -20,6 +20,9 @@ Array = Any
 def without_unit_axes(fun: Callable[..., Any], *avals: Any) -> Callable[..., Any]:
     """Return an elementwise program for arguments and results that lack their axes of size 1.
 
+    An argument may be a function that makes it, which is called only if the program reads it: Mosaic
+    GPU finds no layout of a value that nothing reads.
+
     avals: the arguments of `fun` as it takes them.
 
     Example:
@@ -29,10 +32,13 @@ def without_unit_axes(fun: Callable[..., Any], *avals: Any) -> Callable[..., Any
         Array([[0, 1, 2],
                [1, 2, 3]], dtype=int32)
     """
-    closed, tree = jax_internals.make_jaxpr(fun, *avals)
+    traced, tree = jax_internals.make_jaxpr(fun, *avals)
+    closed, reads = jax_internals.live_part(traced, [True] * len(traced.out_avals))
 
     def squeezed(*args: Any) -> Any:
-        return jax.tree.unflatten(tree, _evaluate(closed, jax.tree.leaves(args)))
+        leaves = zip(jax.tree.leaves(args), reads, strict=True)
+        given = [x() if callable(x) else x for x, is_read in leaves if is_read]
+        return jax.tree.unflatten(tree, _evaluate(closed, given))
 
     return squeezed
 

@@ -107,6 +107,14 @@ def mosaic_rules() -> Mapping[Any, Any]:
     return lowering.mosaic_lowering_rules[core.WGxWG_SEMANTICS]
 
 
+def ptxas_breaks_masks() -> bool:
+    """Return True for the CUDA versions that JAX's own Mosaic attention refuses masks on."""
+    from jax._src.lib import cuda_versions
+
+    found = None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    return found is not None and 12080 <= found < 12091
+
+
 _absent_p = _core.Primitive("sym_absent_kernel")
 _absent_p.multiple_results = True
 

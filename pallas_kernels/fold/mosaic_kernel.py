@@ -337,6 +337,7 @@ class Kernel:
 
     @property
     def has_inner_blocks(self) -> bool:
+        """Return True if tiles inside the band and the array need fewer masks."""
         return self.spec.cols % self.blocks.cols > 0 or implies_masks(self.spec)
 
     def tile_program(self, *given: Any) -> Any:
@@ -387,8 +388,8 @@ class Kernel:
         row, start: the numbers of the first row and column. Columns past the end hold the identity.
         """
         spec, shape, factors = self.spec, (ROWS, self.blocks.cols), factors_of(self.spec)
-        i = row + lax.iota(jnp.int32, ROWS)
-        j = start + lax.iota(jnp.int32, self.blocks.cols)
+        i = lambda: row + lax.iota(jnp.int32, ROWS)  # noqa: E731
+        j = lambda: start + lax.iota(jnp.int32, self.blocks.cols)  # noqa: E731
 
         def program(*given: Any) -> list[Array]:
             made = without_factors(for_triton(self.tile_program), *given)
@@ -397,7 +398,7 @@ class Kernel:
 
         made = without_unit_axes(program, *self.tile_avals)(dots, values, i, j)
         whole = self.is_inner or spec.cols % self.blocks.cols == 0
-        valid = None if whole else lax.broadcast_in_dim(j < spec.cols, shape, (1,))
+        valid = None if whole else lax.broadcast_in_dim(j() < spec.cols, shape, (1,))
 
         def filled(tile: int | None, fill: float) -> Array | None:
             if tile is None or valid is None:
