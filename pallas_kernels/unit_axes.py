@@ -20,14 +20,14 @@ Array = Any
 def without_unit_axes(fun: Callable[..., Any], *avals: Any) -> Callable[..., Any]:
     """Return an elementwise program for arguments and results that lack their axes of size 1.
 
-    An argument may be a function that makes it, which is called only if the program reads it: Mosaic
-    GPU finds no layout of a value that nothing reads.
+    An argument may be a function that makes it, which is called only if the program reads it.
+    Mosaic GPU finds no layout of a value that nothing reads.
 
     avals: the arguments of `fun` as it takes them.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> column, row = jax.ShapeDtypeStruct((2, 1), "int32"), jax.ShapeDtypeStruct((1, 3), "int32")
+        >>> column, row = (jax.ShapeDtypeStruct(s, "int32") for s in ((2, 1), (1, 3)))
         >>> without_unit_axes(jnp.add, column, row)(jnp.arange(2), jnp.arange(3))
         Array([[0, 1, 2],
                [1, 2, 3]], dtype=int32)

@@ -28,12 +28,11 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     Output,
     WeightedTerm,
     in_two_parts,
-    result_axes,
     state_axes,
     terms_of,
     weights_of,
 )
-from symjax_rewrite.pallas_kernels.fold.tile import accumulator, bundle, monoid_of
+from symjax_rewrite.pallas_kernels.fold.tile import bundle, monoid_of
 from symjax_rewrite.pallas_kernels.fold.tile_facts import factors_of, implies_masks
 from symjax_rewrite.pallas_kernels.index_bounds import inside_band
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
@@ -111,13 +110,14 @@ class Stored:
             extent |= {a: padded(extent[a], whole) for a in kept if a not in spec.batch}
             merged = tuple(kept)
             dtype = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
-        shape = tuple(extent[a] for a in merged)
+        shape = tuple(extent[a] for a in merged) or (1,)
         return cls((*kept, *features), merged, shape, jnp.dtype(dtype))
 
     def stored(self, axes: Sequence[str], x: Array) -> Array:
         """Return an array of `axes` as stored."""
         x = lax.transpose(x, [axes.index(a) for a in self.order])
         x = x.reshape([*x.shape[: len(self.axes) - 1], -1] if FEATURE in self.axes else x.shape)
+        x = x.reshape(x.shape or self.shape)
         pad = [(0, n - m) for n, m in zip(self.shape, x.shape, strict=True)]
         return jnp.pad(x.astype(self.dtype), pad)
 
@@ -160,6 +160,7 @@ class Kernel:
 
     operands, results: how they are stored.
     interpreted: True in the interpreter, which has no matmul instruction for tiles in registers.
+    is_inner: True for tiles wholly inside the band and the array.
     """
 
     spec: FoldSpec
@@ -255,8 +256,9 @@ class Kernel:
                 plgpu.copy_gmem_to_smem(part, tile, arrived.at[group])
             plgpu.barrier_wait(arrived.at[group])
             states = pipeline(self.start())
-            results = self.finish(states, self.values(self.spec.read_last, inputs, mine, place))
-            for x, ref, stored, to in zip(results, made, self.results, outputs, strict=True):
+            rows = [self.reader(k, inputs, mine, place) for k in self.spec.read_last]
+            results = self.finish(states, rows)
+            for x, ref, stored in zip(results, made, self.results, strict=True):
                 ref[group] = x.astype(stored.dtype)
             plgpu.commit_smem()
             for ref, stored, to in zip(made, self.results, outputs, strict=True):
@@ -286,7 +288,10 @@ class Kernel:
     def block_spec(self, number: int, place: Mapping[str, Any], low: Any) -> Any:
         """Return the blocks of an operand that the pipeline copies, one per step."""
         spec, stored = self.spec, self.operands[number]
-        extent = dict.fromkeys(spec.batch) | {spec.row: self.blocks.rows, spec.col: self.blocks.cols}
+        extent = dict.fromkeys(spec.batch) | {
+            spec.row: self.blocks.rows,
+            spec.col: self.blocks.cols,
+        }
         shape = [extent.get(a, n) for a, n in zip(stored.axes, stored.shape, strict=True)]
 
         def index(step: Any) -> tuple[Any, ...]:
@@ -300,27 +305,22 @@ class Kernel:
         at = {**place, self.spec.row: pl.ds(row, ROWS), FEATURE: slice(None)}
         return tuple(at[a] for a in stored.axes)
 
-    def values(
-        self,
-        numbers: Sequence[int],
-        inputs: Sequence[Any],
-        tiles: Mapping[int, Any],
-        place: Mapping[str, Any],
-        group: Any = None,
-    ) -> list[Array]:
-        """Return operands as programs read them: scalars, vectors and tiles in their own dtype."""
-        found = []
-        for k in numbers:
-            axes = self.operands[k].axes
-            if k not in tiles:
-                value = inputs[k][tuple(place[a] for a in axes)]
+    def reader(
+        self, number: int, inputs: Sequence[Any], tiles: Mapping[int, Any], place: Mapping[str, Any]
+    ) -> Callable[[], Array]:
+        """Return what loads an operand as programs read it: a scalar, a vector or a tile."""
+        axes, dtype = self.operands[number].axes, self.spec.operands[number].dtype
+
+        def load() -> Array:
+            if number not in tiles:
+                value = inputs[number][tuple(place[a] for a in axes) or 0]
             elif {self.spec.row, self.spec.col} <= {*axes}:
-                value = tiles[k][pl.ds(group * ROWS, ROWS)]
+                value = tiles[number][pl.ds(lax.axis_index(GROUP) * ROWS, ROWS)]
             else:
-                value = tiles[k][...]
-            dtype = self.spec.operands[k].dtype
-            found.append(value != 0 if dtype == "bool" else value.astype(dtype))
-        return found
+                value = tiles[number][...]
+            return value != 0 if dtype == "bool" else value.astype(dtype)
+
+        return load
 
     def inside(self, row: Any, start: Any) -> Any:
         """Return True if a tile lies wholly inside the band and the array.
@@ -359,15 +359,15 @@ class Kernel:
         """Return the states after one more block of columns; tiles: references by operand."""
         spec = self.spec
         dots = tuple(self.contraction(c, tiles) for c in spec.contractions)
-        values = self.values(spec.tile.reads, inputs, tiles, place, group)
+        values = [self.reader(k, inputs, tiles, place) for k in spec.tile.reads]
         row = place[spec.row] * self.blocks.rows + group * ROWS
         start = block * self.blocks.cols
-        given = (dots, values, row, start)
+        masked = partial(self.tiles, dots, values, row, start)
         if self.has_inner_blocks:
-            inner = replace(self, is_inner=True)
-            made = lax.cond(self.inside(row, start), inner.tiles, self.tiles, *given)
+            whole = partial(replace(self, is_inner=True).tiles, dots, values, row, start)
+            made = lax.cond(self.inside(row, start), whole, masked)
         else:
-            made = self.tiles(*given)
+            made = masked()
         return tuple(
             _monoid(o, factor).extend(s, tile, self.measures(o, factors, tiles))
             for o, s, factor, (tile, factors) in zip(
@@ -381,11 +381,12 @@ class Kernel:
         return [factors_of(self.spec)[o.tile] for o in self.spec.outputs]
 
     def tiles(
-        self, dots: Any, values: Any, row: Any, start: Any
+        self, dots: Sequence[Array], values: Sequence[Any], row: Any, start: Any
     ) -> list[tuple[Array, list[Array | None]]]:
         """Return by output its tile, without its factor, and the factors of its terms.
 
-        row, start: the numbers of the first row and column. Columns past the end hold the identity.
+        values: functions that load what the program reads. row, start: the numbers of the first row
+        and column. Columns past the end hold the identity.
         """
         spec, shape, factors = self.spec, (ROWS, self.blocks.cols), factors_of(self.spec)
         i = lambda: row + lax.iota(jnp.int32, ROWS)  # noqa: E731
@@ -396,7 +397,7 @@ class Kernel:
             values = (t.value if k == 1 else t.base for t, k in zip(made, factors, strict=True))
             return [jnp.broadcast_to(x, shape).astype(jnp.float32) for x in values]
 
-        made = without_unit_axes(program, *self.tile_avals)(dots, values, i, j)
+        made = without_unit_axes(program, *self.tile_avals)(dots, tuple(values), i, j)
         whole = self.is_inner or spec.cols % self.blocks.cols == 0
         valid = None if whole else lax.broadcast_in_dim(j() < spec.cols, shape, (1,))
 
@@ -416,15 +417,17 @@ class Kernel:
     @property
     def tile_avals(self) -> tuple[Any, ...]:
         """Return the arguments of the tile program as it takes them."""
-        spec, cols = self.spec, self.blocks.cols
+        spec = self.spec
+        dots = tuple(self.aval((spec.row, spec.col), c.dtype) for c in spec.contractions)
+        values = tuple(map(self.operand_aval, spec.tile.reads))
+        return dots, values, self.aval((spec.row,), "int32"), self.aval((spec.col,), "int32")
 
-        def aval(axes: Sequence[str], dtype: Any) -> jax.ShapeDtypeStruct:
-            shape = (ROWS if spec.row in axes else 1, cols if spec.col in axes else 1)
-            return jax.ShapeDtypeStruct(shape, dtype)
+    def operand_aval(self, number: int) -> jax.ShapeDtypeStruct:
+        return self.aval(self.spec.operands[number].axes, self.spec.operands[number].dtype)
 
-        dots = tuple(aval((spec.row, spec.col), c.dtype) for c in spec.contractions)
-        values = tuple(aval(o.axes, o.dtype) for o in (spec.operands[k] for k in spec.tile.reads))
-        return dots, values, aval((spec.row,), jnp.int32), aval((spec.col,), jnp.int32)
+    def aval(self, axes: Sequence[str], dtype: str) -> jax.ShapeDtypeStruct:
+        sides = ((self.spec.row, ROWS), (self.spec.col, self.blocks.cols))
+        return jax.ShapeDtypeStruct([n if a in axes else 1 for a, n in sides], dtype)
 
     def contraction(self, c: Contraction, tiles: Mapping[int, Any]) -> Array:
         def multiply(acc: Any) -> Array:
@@ -472,8 +475,11 @@ class Kernel:
             for o, state in zip(self.spec.outputs, bundle(raw, avals), strict=True)
         )
 
-    def finish(self, states: tuple[State, ...], rows: Sequence[Array]) -> list[Array]:
-        """Return all results of a warpgroup, flat: [rows] or [rows, features]."""
+    def finish(self, states: tuple[State, ...], rows: Sequence[Any]) -> list[Array]:
+        """Return all results of a warpgroup, flat: [rows] or [rows, features].
+
+        rows: functions that load what the epilogue reads.
+        """
         told = tuple(
             (s[0] * factor, *s[1:]) if factor != 1 else s
             for s, factor in zip(states, self.factors, strict=True)
@@ -481,10 +487,8 @@ class Kernel:
         epilogue = self.spec.epilogue
         if epilogue is None:
             return [x for state in told for x in state]
-        wide = lambda x: jax.ShapeDtypeStruct((*x.shape, 1)[:2], x.dtype)  # noqa: E731
-        avals = jax.tree.map(wide, told), tuple(
-            jax.ShapeDtypeStruct((len(x) if x.ndim else 1, 1), x.dtype) for x in rows
-        )
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1)[:2], x.dtype), told)
+        avals = wide, tuple(map(self.operand_aval, epilogue.reads))
 
         def program(*given: Any) -> list[Array]:
             made = epilogue.fun(*given)
