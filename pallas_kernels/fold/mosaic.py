@@ -32,9 +32,9 @@ from symjax_rewrite.pallas_kernels.fold.mosaic_kernel import (
     GROUP,
     PROGRAM,
     ROWS,
-    Kernel,
     MosaicBlocks,
-    Stored,
+    MosaicKernel,
+    StoredArray,
     padded,
 )
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
@@ -182,7 +182,7 @@ def shared_bytes(spec: FoldSpec, blocks: MosaicBlocks) -> int:
     """Return the bytes of shared memory that one program asks for, each array in whole KiB."""
     kernel = kernel_of(spec, blocks)
 
-    def size(stored: Stored, rows: int) -> int:
+    def size(stored: StoredArray, rows: int) -> int:
         extent = {spec.row: rows, spec.col: blocks.cols} | dict.fromkeys(spec.batch, 1)
         shape = (extent.get(a, n) for a, n in zip(stored.axes, stored.shape, strict=True))
         return padded(math.prod(shape) * stored.dtype.itemsize, 1024)
@@ -193,9 +193,9 @@ def shared_bytes(spec: FoldSpec, blocks: MosaicBlocks) -> int:
     return total + 3 * 1024  # barriers, and room for reductions across warps
 
 
-def _operands(spec: FoldSpec, whole: int) -> tuple[Stored, ...]:
+def _operands(spec: FoldSpec, whole: int) -> tuple[StoredArray, ...]:
     return tuple(
-        Stored.of(spec, o.axes, _features(spec, k), o.dtype, whole)
+        StoredArray.of(spec, o.axes, _features(spec, k), o.dtype, whole)
         for k, o in enumerate(spec.operands)
     )
 
@@ -206,18 +206,18 @@ def _features(spec: FoldSpec, number: int) -> tuple[str, ...]:
     return next(orders, spec.features(number))
 
 
-def _results(spec: FoldSpec, whole: int) -> tuple[Stored, ...]:
+def _results(spec: FoldSpec, whole: int) -> tuple[StoredArray, ...]:
     lead = (*spec.batch, spec.row)
     return tuple(
-        Stored.of(spec, axes, [a for a in axes if a not in lead], s.dtype, whole)
+        StoredArray.of(spec, axes, [a for a in axes if a not in lead], s.dtype, whole)
         for axes, s in zip(result_axes(spec), flat_shapes(spec), strict=True)
     )
 
 
-def kernel_of(spec: FoldSpec, blocks: MosaicBlocks, interpreted: bool = False) -> Kernel:
+def kernel_of(spec: FoldSpec, blocks: MosaicBlocks, interpreted: bool = False) -> MosaicKernel:
     """Return the kernel of a fold with its block sizes."""
     whole = math.lcm(blocks.rows, blocks.cols)
-    return Kernel(spec, blocks, _operands(spec, whole), _results(spec, whole), interpreted)
+    return MosaicKernel(spec, blocks, _operands(spec, whole), _results(spec, whole), interpreted)
 
 
 def fold_mosaic(

@@ -72,7 +72,7 @@ def padded(size: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredArray:
     """An operand or a result as the kernel reads or writes it.
 
     A matrix keeps its axes in order and has its features last, merged and padded. A vector has the
@@ -92,7 +92,7 @@ class Stored:
     @classmethod
     def of(
         cls, spec: FoldSpec, axes: Sequence[str], features: Sequence[str], dtype: Any, whole: int
-    ) -> Stored:
+    ) -> StoredArray:
         """Return the layout of an array.
 
         whole: padding of the rows or columns of vectors.
@@ -131,7 +131,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class AddedProduct:
     """The product of tiles [rows, columns] with weights [columns, features], added to a sum.
 
     Each part is rounded to the dtype of the weights. The parts of one tile add up to the tile.
@@ -151,11 +151,11 @@ class Product:
             for part in self.parts:
                 plgpu.wgmma(acc, part, self.weights)
 
-        return pl.run_state(accumulate)(plgpu.ACC.init(total))
+        return pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(total))
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class MosaicKernel:
     """One fold with its block sizes.
 
     operands, results: how they are stored.
@@ -165,8 +165,8 @@ class Kernel:
 
     spec: FoldSpec
     blocks: MosaicBlocks
-    operands: tuple[Stored, ...]
-    results: tuple[Stored, ...]
+    operands: tuple[StoredArray, ...]
+    results: tuple[StoredArray, ...]
     interpreted: bool = False
     is_inner: bool = False
 
@@ -203,7 +203,7 @@ class Kernel:
         """
         return self.interpreted or any(FEATURE not in self.operands[k].axes for k in self.streamed)
 
-    def tile_shape(self, stored: Stored) -> tuple[int, ...]:
+    def tile_shape(self, stored: StoredArray) -> tuple[int, ...]:
         """Return the part of an array that a warpgroup works on at a time."""
         extent = {self.spec.row: ROWS, self.spec.col: self.blocks.cols}
         sizes = zip(stored.axes, stored.shape, strict=True)
@@ -213,7 +213,7 @@ class Kernel:
     def scratch(self) -> dict[str, Any]:
         """Return what a program holds: tiles of rows, results to be stored, and barriers."""
 
-        def tiles(stored: Sequence[Stored]) -> list[Any]:
+        def tiles(stored: Sequence[StoredArray]) -> list[Any]:
             groups = self.blocks.groups
             return [plgpu.SMEM((groups, *self.tile_shape(s)), s.dtype) for s in stored]
 
@@ -265,7 +265,7 @@ class Kernel:
                 plgpu.copy_smem_to_gmem(ref.at[group], to.at[self.part(stored, place, row)])
             plgpu.wait_smem_to_gmem(0)
 
-        def body(step: Any, *args: Any) -> tuple[State, ...]:
+        def body(step: Any, *args: Any) -> Any:
             *blocks, states = args
             tiles = mine | dict(zip(self.streamed, blocks, strict=True))
             states = self.step(tiles, inputs, place, group, low + step[0], states)
@@ -300,7 +300,7 @@ class Kernel:
 
         return plgpu.BlockSpec(tuple(shape), index)
 
-    def part(self, stored: Stored, place: Mapping[str, Any], row: Any) -> tuple[Any, ...]:
+    def part(self, stored: StoredArray, place: Mapping[str, Any], row: Any) -> tuple[Any, ...]:
         """Return the index of the rows of a warpgroup."""
         at = {**place, self.spec.row: pl.ds(row, ROWS), FEATURE: slice(None)}
         return tuple(at[a] for a in stored.axes)
@@ -434,7 +434,9 @@ class Kernel:
             plgpu.wgmma(acc, tiles[c.row], tiles[c.col].transpose((1, 0)))
             return acc[...]
 
-        made = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.blocks.cols), jnp.float32))
+        made = pl.run_scoped(
+            multiply, plgpu.WGMMAAccumulatorRef((ROWS, self.blocks.cols), jnp.float32)
+        )
         return made.astype(c.dtype)
 
     def measures(
@@ -459,7 +461,7 @@ class Kernel:
         if in_two_parts(self.spec, term):
             rest = jnp.where(jnp.abs(p) < jnp.inf, p - high.astype(p.dtype), jnp.zeros_like(p))
             parts = (high, rest.astype(weights.dtype))
-        return Product(parts, weights, not self.interpreted)
+        return AddedProduct(parts, weights, not self.interpreted)
 
     def start(self) -> tuple[State, ...]:
         """Return the identity of every output's monoid, at the padded shapes of a block."""
@@ -468,7 +470,7 @@ class Kernel:
         for axes, shape in zip(state_axes(raw), flat_shapes(raw), strict=True):
             lead = (*self.spec.batch, self.spec.row)
             features = [a for a in axes if a not in lead]
-            stored = Stored.of(raw, axes, features, shape.dtype, ROWS)
+            stored = StoredArray.of(raw, axes, features, shape.dtype, ROWS)
             avals.append(jax.ShapeDtypeStruct(self.tile_shape(stored), shape.dtype))
         return tuple(
             _monoid(o).identity(state)
