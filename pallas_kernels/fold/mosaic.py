@@ -32,6 +32,7 @@ from symjax_rewrite.pallas_kernels.fold.mosaic_kernel import (
     GROUP,
     PROGRAM,
     ROWS,
+    TILED,
     MosaicBlocks,
     MosaicKernel,
     StoredArray,
@@ -57,7 +58,7 @@ HALVES = ("bfloat16", "float16")
 READ = {*HALVES, "float32", "int32", "bool"}  # dtypes of what tiles and epilogues read
 WIDE = 256  # features contracted, and features summed; more need too many registers
 MOST_AXES = 5  # of an array that TMA copies
-TMA_BYTES = 16  # every stride but the last is a multiple
+LINE_BYTES = 128  # of a tile in shared memory, which divide the rows of an operand over pairs
 HOPPER = (9.0, 10.0)
 LEAST_COLS = 64  # columns of a step: a swizzled tile of f16
 BLOCKS = (  # in order of preference; the first that fits the device is taken
@@ -74,6 +75,7 @@ def supports(spec: FoldSpec) -> Support:
     capability = gpu_at_hand().capability
     fits_shape = first_reason(
         (jax.__version_info__ < OLDEST_JAX, "JAX is older than 0.11.2"),
+        (jax.config.jax_enable_x64, "JAX_ENABLE_X64, where Mosaic's pipelines do not trace"),
         (not HOPPER[0] <= capability < HOPPER[1], f"compute capability {capability}, not 9"),
         (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
@@ -143,8 +145,8 @@ def _one_order(spec: FoldSpec, number: int) -> bool:
 def _copied(spec: FoldSpec, number: int) -> bool:
     """Return True if TMA can copy tiles of an operand over pairs."""
     axes, dtype = spec.operands[number].axes, spec.operands[number].dtype
-    in_order = axes[-1] == spec.col and axes.index(spec.row) < len(axes) - 1
-    return in_order and spec.cols * jnp.dtype(dtype).itemsize % TMA_BYTES == 0
+    whole_lines = spec.cols * jnp.dtype(dtype).itemsize % LINE_BYTES == 0
+    return axes[-1] == spec.col and whole_lines and spec.rows % TILED == 0
 
 
 def _unlowered(spec: FoldSpec) -> list[str]:

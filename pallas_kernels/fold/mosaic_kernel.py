@@ -44,6 +44,7 @@ from symjax_rewrite.pallas_kernels.unit_axes import without_unit_axes
 Array = Any
 ROWS = 64  # rows of a warpgroup's matmul instruction
 STEP = 16  # features of a matmul instruction; widths are padded to multiples
+TILED = 8  # rows and columns of a tile in shared memory, which divide those of an array
 FEATURE = ""  # the name of the merged feature axis of an operand or a result
 PROGRAM, GROUP = "program", "warpgroup"  # the axes of the grid and of the threads
 
@@ -75,9 +76,9 @@ def padded(size: int, multiple: int) -> int:
 class StoredArray:
     """An operand or a result as the kernel reads or writes it.
 
-    A matrix keeps its axes in order and has its features last, merged and padded. A vector has the
-    batch axes first, and its rows or columns are padded to whole blocks. 32-bit numbers represent
-    the values of vectors.
+    A matrix keeps its axes in order and has its features last, merged and padded; its rows or
+    columns are padded to multiples of `TILED`. A vector has the batch axes first, and its rows or
+    columns are padded to whole blocks. 32-bit numbers represent the values of vectors.
 
     order: the axes, features apart.
     axes: the axes with the features merged.
@@ -101,6 +102,7 @@ class StoredArray:
         extent = dict(spec.sizes)
         if features:
             extent[FEATURE] = padded(math.prod(extent[a] for a in features), STEP)
+            extent |= {a: padded(extent[a], TILED) for a in kept if a not in spec.batch}
             merged = (*kept, FEATURE)
         elif {spec.row, spec.col} <= {*kept}:
             merged = tuple(kept)

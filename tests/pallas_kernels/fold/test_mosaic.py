@@ -80,8 +80,14 @@ def without_rounding() -> FoldSpec:
 VALUES = {
     "causal, grouped": (attention(causal=True, groups=2), SMALL),
     "window, odd widths": (attention(window=(40, 3), width=24, value_width=40), SMALL),
-    "bias and softcap": (attention(bias=("h", "m", "n"), softcap=5.0), MosaicBlocks(1, 64, 2)),
-    "mask of pairs": (attention(mask=("b", "m", "n"), keys=208, dtype="float16"), SMALL),
+    "bias and softcap": (
+        attention(queries=152, keys=192, bias=("h", "m", "n"), softcap=5.0),
+        MosaicBlocks(1, 64, 2),
+    ),
+    "mask of pairs": (
+        attention(queries=152, keys=256, mask=("b", "m", "n"), dtype="float16"),
+        SMALL,
+    ),
     "segments and mask of keys": (attention(segments=True, mask=("b", "n")), SMALL),
     "two products": (query_gradient(), SMALL),
     "two parts": (without_rounding(), MosaicBlocks(1, 64, 2)),
@@ -90,9 +96,11 @@ VALUES = {
 
 @newest
 @pytest.mark.parametrize("name", VALUES)
-def test_values_without_races(name):
+def test_values_without_races(name, described):
     plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     spec, blocks = VALUES[name]
+    with described("H200"):
+        assert supports(spec)
     operands = [jnp.asarray(x) for x in draw(spec)]
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
     got = fold_mosaic(spec, *operands, blocks=blocks, interpret=interpreter)
@@ -102,32 +110,37 @@ def test_values_without_races(name):
         np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=1e-2, atol=1e-2)
 
 
-LARGE = {
+LOWERED = {
     "causal": attention(batch=2, queries=1000, keys=1000, heads=4, width=128, causal=True),
     "full": attention(batch=2, queries=1024, keys=1024, heads=4, width=64),
     "mask": attention(batch=2, queries=1000, keys=1024, width=64, mask=("b", "m", "n")),
+    "two products": query_gradient(),
+    "two parts": without_rounding(),
+    "bias and segments": attention(
+        queries=152, keys=192, segments=True, groups=2, bias=("h", "g", "m", "n"), softcap=3.0
+    ),
     "head of 256": attention(queries=1000, keys=1000, width=256, causal=True),
 }
 
 
 @newest
 @pytest.mark.lowering
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", LOWERED)
 def test_layouts_are_found(name, lower):
-    spec = LARGE[name]
+    spec = LOWERED[name]
     jitted = jax.jit(lambda *xs: fold(spec, *xs, backend="mosaic"))
     assert "mosaic_gpu" in lower(jitted, spec.avals).as_text()
 
 
 @newest
 @pytest.mark.lowering
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", LOWERED)
 def test_products_and_copies_are_asynchronous_and_nothing_spills(
     name, compile_h200, described, monkeypatch, tmp_path
 ):
     for name_of, value in (("TO", str(tmp_path)), ("PTX", "1"), ("PTXAS", "1")):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name_of}", value)
-    spec = LARGE[name]
+    spec = LOWERED[name]
     with described("H200"):
         blocks = accepted(blocks_of(spec))
     compile_h200(lambda *xs: fold_mosaic(spec, *xs, blocks=blocks), *spec.avals)
@@ -149,7 +162,8 @@ def refusals() -> dict[str, FoldSpec]:
         "fewer than 64 columns": attention(keys=63),
         "more than 256 features": attention(width=512, value_width=16),
         "sums of more than 256": attention(value_width=512),
-        "TMA copies no": attention(bias=("h", "n", "m")),
+        "TMA copies no": attention(queries=192, keys=192, bias=("h", "n", "m")),
+        "no such operand": attention(queries=192, keys=200, bias=("h", "m", "n")),
         "outputs but sums": replace(raw, outputs=(Extremum("max"),)),
         "in f32": replace(attention(dtype="float16"), outputs=(ExpSums((WeightedTerm(2),)),),
                           epilogue=None),
