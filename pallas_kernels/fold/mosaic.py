@@ -19,6 +19,7 @@ from symjax_rewrite import jax_kernels
 from symjax_rewrite.pallas_kernels.backend import (
     LEAST_SIDE,
     NAMED,
+    YES,
     Reason,
     Support,
     accepted,
@@ -56,6 +57,7 @@ Array = Any
 OLDEST_JAX = (0, 11, 2)  # whose interpreter runs these kernels
 HALVES = ("bfloat16", "float16")
 READ = {*HALVES, "float32", "int32", "bool"}  # dtypes of what tiles and epilogues read
+RESULTS = tuple(map(jnp.dtype, (*HALVES, "float32")))
 WIDE = 256  # features contracted, and features summed; more need too many registers
 MOST_AXES = 5  # of an array that TMA copies
 LINE_BYTES = 128  # of a tile in shared memory, which divide the rows of an operand over pairs
@@ -72,8 +74,17 @@ def supports(spec: FoldSpec) -> Support:
     """Return `YES` if this backend runs the fold on the GPU at hand, a Hopper GPU."""
     if spec.named:
         return Reason(NAMED)
+    fits = _supports_sizes(spec) and _supports_operands(spec)
+    if not fits:
+        return fits
+    blocks = blocks_of(spec)
+    return blocks if isinstance(blocks, Reason) else YES
+
+
+def _supports_sizes(spec: FoldSpec) -> Support:
+    """Return `YES` if the versions, the device, and the kind and sizes of the fold fit."""
     capability = gpu_at_hand().capability
-    fits_shape = first_reason(
+    return first_reason(
         (jax.__version_info__ < OLDEST_JAX, "JAX is older than 0.11.2"),
         (jax.config.jax_enable_x64, "JAX_ENABLE_X64, where Mosaic's pipelines do not trace"),
         (not HOPPER[0] <= capability < HOPPER[1], f"compute capability {capability}, not 9"),
@@ -85,14 +96,8 @@ def supports(spec: FoldSpec) -> Support:
         (spec.cols < LEAST_COLS, f"fewer than {LEAST_COLS} columns"),
         (0 in dict(spec.sizes).values(), "an axis is empty"),
         (too_large(a.shape for a in spec.avals), "an operand has more than 2^31 elements"),
+        (too_large(s.shape for s in flat_shapes(spec)), "a result has more than 2^31 elements"),
     )
-    if not fits_shape:
-        return fits_shape
-    fits_operands = _supports_operands(spec)
-    if not fits_operands:
-        return fits_operands
-    blocks = blocks_of(spec)
-    return blocks if isinstance(blocks, Reason) else fits_operands
 
 
 def _supports_operands(spec: FoldSpec) -> Support:
@@ -103,7 +108,7 @@ def _supports_operands(spec: FoldSpec) -> Support:
     read = [*spec.tile.reads, *spec.read_last, *(k for k in weights if not spec.features(k))]
     dtypes = {spec.operands[k].dtype for k in matrices}
     read_dtypes = {spec.operands[k].dtype for k in read}
-    results = [s.dtype for s in flat_shapes(spec)]
+    sums = flat_shapes(replace(spec, epilogue=None))
     foreign = _unlowered(spec)
     summed = sum(padded(spec.width(k), LEAST_SIDE) for k in weights if spec.features(k))
     pairs = [k for k in read if {spec.row, spec.col} <= {*spec.operands[k].axes}]
@@ -111,8 +116,8 @@ def _supports_operands(spec: FoldSpec) -> Support:
         (bool(foreign), f"Mosaic lowers no {', '.join(foreign)}"),
         (len(dtypes) > 1 or not dtypes <= {*HALVES}, "products of other dtypes than f16 or bf16"),
         (not read_dtypes <= READ, f"dtypes {sorted(read_dtypes - READ)} are not supported"),
-        (not all(jnp.issubdtype(d, jnp.floating) for d in results), "results that are no floats"),
-        ("float64" in map(str, results), "results in f64"),
+        (any(s.dtype != jnp.float32 for s in sums), "sums in other dtypes than f32"),
+        (any(s.dtype not in RESULTS for s in flat_shapes(spec)), "results that are no floats"),
         (any(spec.features(k) for k in read), "a matrix or a table is read by a program"),
         (any(not spec.features(c.row) for c in spec.contractions), "a product over no axis"),
         (not all(_rounds(spec, t) for t in terms), "a weighted sum in f32"),
