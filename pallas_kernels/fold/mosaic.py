@@ -86,7 +86,10 @@ def _supports_sizes(spec: FoldSpec) -> Support:
     capability = gpu_at_hand().capability
     return first_reason(
         (jax.__version_info__ < OLDEST_JAX, "JAX is older than 0.11.2"),
-        (jax.config.jax_enable_x64, "JAX_ENABLE_X64, where Mosaic's pipelines do not trace"),
+        (
+            bool(jax.config.read("jax_enable_x64")),
+            "JAX_ENABLE_X64, where Mosaic's pipelines do not trace",
+        ),
         (not HOPPER[0] <= capability < HOPPER[1], f"compute capability {capability}, not 9"),
         (jax_kernels.ptxas_breaks_masks(), "ptxas of CUDA 12.8.0 to 12.9.0 miscompiles masks"),
         (spec.tile.whole is not None, "the tile compares a term with its own reduction"),
@@ -190,7 +193,8 @@ def shared_bytes(spec: FoldSpec, blocks: MosaicBlocks) -> int:
     kernel = kernel_of(spec, blocks)
 
     def size(stored: StoredArray, rows: int) -> int:
-        extent = {spec.row: rows, spec.col: blocks.cols} | dict.fromkeys(spec.batch, 1)
+        extent: dict[str, int] = {spec.row: rows, spec.col: blocks.cols}
+        extent.update((a, 1) for a in spec.batch)
         shape = (extent.get(a, n) for a, n in zip(stored.axes, stored.shape, strict=True))
         return padded(math.prod(shape) * stored.dtype.itemsize, 1024)
 

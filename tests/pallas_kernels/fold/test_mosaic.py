@@ -185,6 +185,12 @@ def test_runs_on_hopper_alone(described):
         assert supports(attention())
 
 
+@newest
+def test_64_bit_mode_is_refused(described):
+    with described("H200"), jax.enable_x64(True):
+        assert "JAX_ENABLE_X64" in str(supports(attention()))
+
+
 def test_older_jax_is_refused(described, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     with described("H200"), pytest.raises(KernelError, match=r"older than 0\.11\.2"):
