@@ -172,15 +172,15 @@ class Backend(Generic[Spec]):
     supports: Callable[[Spec], Support] = lambda spec: YES
 
 
-def kernel_backend(name: str, module: str, run: str) -> Backend:
+def triton_backend(module: str, run: str) -> Backend:
     """Return the backend of a module with `supports` and `run`, which is slow to import."""
 
-    def of_module(member: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(importlib.import_module(module), member)(
+    def of_module(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(
             *args, **kwargs
         )
 
-    return Backend(name, "cuda", of_module(run), of_module("supports"))
+    return Backend("triton", "cuda", of_module(run), of_module("supports"))
 
 
 @dataclass(frozen=True, slots=True)

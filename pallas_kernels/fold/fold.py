@@ -17,7 +17,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     KernelFamily,
     Reason,
     check_operands,
-    kernel_backend,
+    triton_backend,
 )
 from symjax_rewrite.pallas_kernels.fold import cudnn, xla
 from symjax_rewrite.pallas_kernels.fold.reference import fold_reference
@@ -27,8 +27,8 @@ FOLDS: KernelFamily[FoldSpec] = KernelFamily.of(
     "fold",
     Backend("reference", None, fold_reference),
     Backend("xla", None, xla.fold_xla, xla.supports),
-    kernel_backend("triton", "symjax_rewrite.pallas_kernels.fold.triton", "fold_triton"),
-    kernel_backend("mosaic", "symjax_rewrite.pallas_kernels.fold.mosaic", "fold_mosaic"),
+    triton_backend("symjax_rewrite.pallas_kernels.fold.triton", "fold_triton"),
+    triton_backend("symjax_rewrite.pallas_kernels.fold.mosaic", "fold_mosaic", "mosaic"),
     Backend("library", "cuda", cudnn.fold_library, cudnn.supports),
     on_cuda=("library", "triton"),
 )

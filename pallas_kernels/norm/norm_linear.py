@@ -17,7 +17,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
     check_operands,
-    kernel_backend,
+    triton_backend,
 )
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup, NormSpec
 from symjax_rewrite.pallas_kernels.norm.xla import group_xla
@@ -25,7 +25,7 @@ from symjax_rewrite.pallas_kernels.norm.xla import group_xla
 NORMS: KernelFamily[NormGroup] = KernelFamily.of(
     "matmul",
     Backend("xla", None, group_xla),
-    kernel_backend("triton", "symjax_rewrite.pallas_kernels.norm.triton", "group_triton"),
+    triton_backend("symjax_rewrite.pallas_kernels.norm.triton", "group_triton"),
     on_cuda=("triton",),
 )
 BACKENDS = NORMS.backends

@@ -15,7 +15,7 @@ from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
     check_operands,
-    kernel_backend,
+    triton_backend,
 )
 from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns, supports_turns
@@ -27,7 +27,7 @@ SCANS: KernelFamily[ScanSpec] = KernelFamily.of(
     Backend("reference", None, scan_reference),
     Backend("xla", None, scan_xla),
     Backend("turns", None, scan_turns, supports_turns),
-    kernel_backend("triton", "symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
+    triton_backend("symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
     on_cuda=("triton",),
 )
 BACKENDS = SCANS.backends
