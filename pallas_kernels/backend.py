@@ -91,14 +91,13 @@ class Gpu:
         return 9 <= self.capability < 12
 
 
-_planned: ContextVar[Gpu | None] = ContextVar("planned GPU", default=None)
+_planned: ContextVar[Device | None] = ContextVar("planned GPU", default=None)
 
 
 @contextlib.contextmanager
 def planning_for(device: Device) -> Iterator[None]:
     """Take kernels inside this context to be for the GPU of a profile."""
-    gpu = Gpu(device.shared_bytes, device.capability, device.multiprocessors)
-    token = _planned.set(gpu if device.runs_on_gpu else None)
+    token = _planned.set(device if device.runs_on_gpu else None)
     try:
         yield
     finally:
@@ -113,18 +112,26 @@ def gpu_at_hand() -> Gpu:
     """
     planned = _planned.get()
     if planned is not None:
-        return planned
+        return _gpu_of_profile(planned)
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
-        return _gpu_of_kind(described.device_kind)
+        return _gpu_of_profile(known_device(described.device_kind))
     if jax.default_backend() != "gpu":
         return Gpu()
     gpus = [_gpu_of(device) for device in jax.local_devices()]
     return Gpu(min(g.shared_bytes for g in gpus), min(g.capability for g in gpus))
 
 
-def _gpu_of_kind(kind: str) -> Gpu:
-    profile = known_device(kind)
+def profile_at_hand() -> Device | None:
+    """Return the profile that a program is planned for, else that of the device at hand, if any."""
+    if (planned := _planned.get()) is not None:
+        return planned
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kinds = {d.device_kind for d in (jax.local_devices() if described is None else [described])}
+    return known_device(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _gpu_of_profile(profile: Device | None) -> Gpu:
     if profile is None or not profile.shared_bytes:
         return Gpu()
     return Gpu(profile.shared_bytes, profile.capability, profile.multiprocessors)
@@ -132,7 +139,7 @@ def _gpu_of_kind(kind: str) -> Gpu:
 
 def _gpu_of(device: Any) -> Gpu:
     """Return the limits of a GPU as its driver reports them, else those of its kind."""
-    known = _gpu_of_kind(device.device_kind)
+    known = _gpu_of_profile(known_device(device.device_kind))
     shared = getattr(device, "shared_memory_per_block_optin", None) or known.shared_bytes
     capability = getattr(device, "compute_capability", None) or known.capability
     count = getattr(device, "core_count", None) or known.multiprocessors
@@ -172,15 +179,15 @@ class Backend(Generic[Spec]):
     supports: Callable[[Spec], Support] = lambda spec: YES
 
 
-def triton_backend(module: str, run: str) -> Backend:
+def triton_backend(module: str, run: str, name: str = "triton") -> Backend:
     """Return the backend of a module with `supports` and `run`, which is slow to import."""
 
-    def of_module(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(
+    def of_module(found: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(importlib.import_module(module), found)(
             *args, **kwargs
         )
 
-    return Backend("triton", "cuda", of_module(run), of_module("supports"))
+    return Backend(name, "cuda", of_module(run), of_module("supports"))
 
 
 @dataclass(frozen=True, slots=True)

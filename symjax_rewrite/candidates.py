@@ -186,7 +186,8 @@ class Context:
     across programs, by pass. loops: equations of this program that were analysed as loops. sample:
     the numbers at which symbolic sizes were priced. admits: False for a candidate that policy must
     not take; it is asked once for every candidate, in the order in which they are found. selects:
-    likewise, of the candidate and the program it was found in.
+    likewise, of the candidate and the program it was found in. call_s: seconds of a call of the
+    program beside its kernels; 0 for the body of a loop or branch.
     """
 
     options: Options
@@ -202,11 +203,16 @@ class Context:
     sample: dict[str, int] = field(default_factory=dict)
     admits: Callable[[Candidate], bool] = lambda _: True
     selects: Callable[[Candidate, Program], bool] = lambda *_: True
+    call_s: float = 0.0
     _terms: tuple[Program, Terms] | None = field(default=None)
 
     def has(self, name: str) -> bool:
         """Return True if the pack permits a named transformation that is no rule."""
         return name in self.rules.passes
+
+    def runs(self, name: str) -> bool:
+        """Return True if the pack and the plan, if one is replayed, permit a transformation."""
+        return self.has(name) and (self.allowed is None or name in self.allowed)
 
     def reorders(self) -> bool:
         """Return True if sums may be rounded in another order."""

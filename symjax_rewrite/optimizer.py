@@ -197,7 +197,7 @@ class Optimiser:
         start = time.perf_counter()
         allowed = planned_regions(self.options.plan, closed)
         with _no_collection(), planning_for(self.device):
-            result = self._run(closed, frozen, allowed, start, {})
+            result = self._run(closed, frozen, allowed, start, {}, self.device.call_s)
         if allowed is not None and not allowed <= set(result.keys):
             raise PlanError(
                 "the plan names rewrites that this program and version do not have",
@@ -215,6 +215,7 @@ class Optimiser:
         allowed: set[str] | None,
         start: float,
         solved: dict[Hashable, Result],
+        call_s: float = 0.0,
     ) -> Result:
         """Optimise a program; `solved` holds the results of bodies, each of which is run once."""
         count, most = len(closed.jaxpr.eqns), self.options.budget.equations
@@ -233,7 +234,7 @@ class Optimiser:
 
         mine = self.options, self.rules, self.device, self.assumptions
         context = Context(*mine, frozen, allowed, start, optimise, self.kept, admits=self.admits)
-        context.selects = self.selects
+        context.selects, context.call_s = self.selects, call_s
         try:
             result = _Run(closed, context).through(self.passes)
         except OutOfTimeError:

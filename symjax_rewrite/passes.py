@@ -23,6 +23,9 @@ from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
 from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
 from symjax_rewrite.rewriting.algebra import Algebra
+from symjax_rewrite.rewriting.column_reductions import ColumnReductions
+from symjax_rewrite.rewriting.column_scans import ColumnScans
+from symjax_rewrite.rewriting.extremum_places import ExtremumPlaces
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 
@@ -53,4 +56,7 @@ PASSES: tuple[Pass, ...] = (
     ImprovedLoops(_kernel),  # again, for loops with a rewritten body
     CommonProducts(),  # a product written twice → one product
     OrientedProducts(),  # a product → the order of operands that reads memory in order
+    ExtremumPlaces(),  # an argmax → a maximum, and the least place where it stands
+    ColumnScans(),  # a cumulative sum or extremum down the columns → row by row
+    ColumnReductions(),  # a sum or extremum down the columns → row by row
 )

@@ -58,6 +58,7 @@ def _gaining(
     device = context.device
     inside = [e.eqn for e in program.equations if jax_internals.bodies(e.eqn)]  # in no term's price
     whole = context.terms(program).seconds + sum(equation_seconds(e, device) for e in inside)
+    whole += context.call_s
 
     def little(c: Candidate) -> bool:
         return not margins.gains_share(gains[c.group or id(c)], whole, "program", device)

@@ -199,6 +199,7 @@ TRUTH = {
     "folds.kernel_share": 0.3,
     "scans.kernel_instructions": 7.0,
     "scans.step_latency_s": 2e-8,
+    "scans.one_pass_instructions": 8.0,
 }
 
 
@@ -216,7 +217,7 @@ def made_records(device: Device) -> list[Any]:
     ]
     sizes = [{"batch": b, "length": n, "channels": 2048, "states": 16} for b, n in scans.SHAPES]
     sizes.append({"batch": 1, "length": 4096, "channels": 16, "states": 1})
-    facts += [{"kind": "scan", "scan": size} for size in sizes]
+    facts += [{"kind": kind, "scan": size} for kind in scans.KINDS for size in sizes]
     seen = [fit.Observation(str(n), f, 1.0) for n, f in enumerate(facts)]
     return [replace(o, measured_s=fit.predicted(device, o)) for o in seen]
 

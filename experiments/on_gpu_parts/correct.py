@@ -42,8 +42,9 @@ def cases(dry: bool) -> Iterator[measuring.Case]:
     for one in folds:
         run = functools.partial(fold, one.spec)
         yield kernel_case("fold", one, run, FOLDS, [*backends, "library", "mosaic"])
+    scans = backends if dry else [*backends, "jax_triton"]
     for one in kept(scan_tests.CASES)[:few]:
-        yield kernel_case("scan", one, functools.partial(scan, one.spec), SCANS, backends)
+        yield kernel_case("scan", one, functools.partial(scan, one.spec), SCANS, scans)
     for a in LAYERS[:few]:
         yield layer_case(a, backends)
     shapes = attention.SHAPES[5:6] if dry else attention.SHAPES[3:8]

@@ -34,7 +34,7 @@ from symjax_rewrite.pallas_kernels.norm.layer import NormLinear
 from symjax_rewrite.pallas_kernels.norm.layer import forward as norm_spec
 from symjax_rewrite.pallas_kernels.norm.norm_linear import seconds_on_gpu as norm_seconds
 from symjax_rewrite.pallas_kernels.norm.spec import NormGroup
-from symjax_rewrite.pallas_kernels.scan.scan import seconds_on_gpu as scan_seconds
+from symjax_rewrite.pallas_kernels.scan.scan import seconds_by_backend as scan_seconds
 from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan
 from symjax_rewrite.pallas_kernels.scan.selective_scan import forward as scan_spec
 
@@ -73,6 +73,7 @@ ORDER = (
     (Field("norms.kernel_share", ("norm",)),),
     (Field("folds.kernel_share", ("attention",)),),
     (Field("scans.kernel_instructions", ("scan",)), Field("scans.step_latency_s", ("scan",))),
+    (Field("scans.one_pass_instructions", ("one-pass scan",)),),
 )
 # The share of the datasheet that the profiles of GPUs assume for a field.
 DATASHEET_SHARES = {
@@ -113,14 +114,17 @@ def profile_of(records: list[dict[str, Any]], name: str | None) -> Device:
 
 
 def observations(records: list[dict[str, Any]]) -> Iterator[Observation]:
-    """Yield the measured cases that a model predicts."""
+    """Yield the measured cases that a model predicts.
+
+    `contestant` of a record's facts is the one of its kind, `others` are those of further kinds.
+    """
     for record in records:
         facts = record["facts"]
-        found = record["contestants"].get(facts.get("contestant"), {})
-        if "median_s" in found:
-            kind = facts["kind"]
-            kind += f" {facts['dtype']}" if kind == "product" else ""
-            yield Observation(record["case"], {**facts, "kind": kind}, found["median_s"])
+        kind = facts["kind"] + (f" {facts['dtype']}" if facts["kind"] == "product" else "")
+        for name, one in {kind: facts.get("contestant"), **facts.get("others", {})}.items():
+            found = record["contestants"].get(one, {})
+            if "median_s" in found:
+                yield Observation(record["case"], {**facts, "kind": name}, found["median_s"])
 
 
 def predicted(device: Device, one: Observation) -> float:
@@ -142,9 +146,10 @@ def predicted(device: Device, one: Observation) -> float:
             route = FoldRoute(spec, "triton", [], {}, None, [])
             with planning_for(device):
                 return seconds_folded(route, device)
-        case "scan":
+        case "scan" | "one-pass scan" as kind:
             with planning_for(device):
-                return scan_seconds(scan_spec(SelectiveScan(**facts["scan"])), device)
+                found = scan_seconds(scan_spec(SelectiveScan(**facts["scan"])), device)
+            return found["triton" if kind == "scan" else "jax_triton"]
     raise ValueError(facts["kind"])
 
 

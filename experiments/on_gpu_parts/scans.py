@@ -19,7 +19,8 @@ from symjax_rewrite.pallas_kernels.scan.selective_scan import (
 )
 from symjax_rewrite.pallas_kernels.scan.triton import ScanTiling, scan_triton
 
-TABLE = "ours, triton"
+TABLE, ONE_PASS = "ours, triton", "ours, jax_triton"
+KINDS = ("scan", "one-pass scan")  # of programs that a model prices
 CHANNELS, STATES = 2048, 16
 SHAPES = ((1, 2048), (8, 2048), (1, 4096), (1, 256), (1, 16384), (64, 512))  # batch, length
 CHECKED = 64  # channels whose values are compared
@@ -49,8 +50,9 @@ def case(s: SelectiveScan, dry: bool, what: str) -> measuring.Case:
     facts = {"kind": "scan" if what == "forward" else "scan gradient", "scan": facts_of(s)}
     if what == "forward":
         found[TABLE] = by_backend("xla" if dry else "triton")
+        found[ONE_PASS] = by_backend("xla" if dry else "jax_triton")
         found |= {tiling_name(t): kernel(s, t, dry) for t in tilings(s)[: 1 if dry else None]}
-        facts["contestant"] = TABLE
+        facts |= {"contestant": TABLE, "others": {KINDS[1]: ONE_PASS}}
     checked = min(CHECKED, s.channels)
     return measuring.Case(
         f"{what} B{s.batch} L{s.length} D{s.channels} N{s.states}",

@@ -169,6 +169,22 @@ def algebra() -> dict[str, Program]:
         "read twice": (lambda x, y: (x.T @ y, x.T + 1), (array(4000, 300), array(4000))),
         "product of a sum": (lambda x, z, y: (x + z).T @ y, (a, a + 1, array(3000))),
         "small": (lambda x, y: x.T @ y, (array(100, 30), array(100))),
+        "mean of 64 rows": (lambda x: jnp.mean(x, 0), (array(64, 65_536),)),
+        "maximum of 64 rows": (lambda x: jnp.max(x, 0), (array(64, 65_536),)),
+        "softmax over 16 rows": (lambda x: jax.nn.softmax(x, 0), (array(16, 256, 256),)),
+        "variance of 32 matrices": (lambda x: jnp.var(x, 0), (array(32, 512, 128),)),
+        "argmax of 50000": (lambda x: jnp.argmax(x, -1), (array(64, 50_000),)),
+        "accuracy": (
+            lambda x, y: jnp.mean(jnp.argmax(x, -1) == y),
+            (array(8192, 1000), jnp.arange(8192) % 1000),
+        ),
+        "argmax of 10": (lambda x: jnp.argmax(x, -1), (array(65_536, 10),)),
+        "cumulative sum of 512 rows": (lambda x: jnp.cumsum(x, 0), (array(512, 768),)),
+        "cumulative sum in a batch": (lambda x: jnp.cumsum(x, 1), (array(16, 1024, 64),)),
+        "cumulative maximum": (lambda x: jax.lax.cummax(x, axis=0), (array(2048, 512),)),
+        "cumulative logsumexp": (lambda x: jax.lax.cumlogsumexp(x, axis=0), (array(256, 512),)),
+        "cumulative sum of a row": (lambda x: jnp.cumsum(x), (array(1_000_000),)),
+        "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Matrix products by the layouts of their operands, and programs with the pass `orientation`.
+"""Products and reductions by the layouts of their operands, and programs with the passes on them.
 
     python experiments/orientation/run.py [--quick] [--every N]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import operator
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ from programs import array, programs
 
 from symjax_rewrite import packs, sym_optimize
 
+PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans")
 # rows, columns, summed
 SHAPES = (
     (2048, 64, 2048), (2000, 64, 2000), (2048, 8, 2048), (64, 8, 200_000), (100, 10, 50_000),
@@ -104,14 +106,38 @@ def layouts(rounds: int, sample_s: float, shapes: Any = SHAPES) -> str:
     return harness.markdown_table(names, rows)
 
 
+def reductions(rounds: int, sample_s: float, columns: Sequence[int]) -> str:
+    """Return the table of reductions of matrices by rows, in ns per element."""
+    rows = []
+    for n in columns:
+        x = array(64, n)
+        found = core_seconds(
+            {
+                name: functools.partial(jax.jit(f), x)
+                for name, f in {
+                    "sum": lambda x: jnp.sum(x, 0),
+                    "1ᵀ X": lambda x: jnp.ones(64) @ x,
+                    "maximum": lambda x: jnp.max(x, 0),
+                    "row by row": lambda x: jax.lax.fori_loop(
+                        1, 64, lambda k, row: jnp.maximum(row, x[k]), x[0]
+                    ),
+                }.items()
+            },
+            rounds,
+            sample_s,
+        )
+        rows.append([str(n), *(f"{1e9 * s / x.size:.2f}" for s in found.values())])
+    return harness.markdown_table(["columns", "sum", "1ᵀ X", "maximum", "row by row"], rows)
+
+
 def compared(rounds: int, sample_s: float, every: int = 1) -> str:
-    """Return the table of the programs: plain, without the pass, and with it."""
+    """Return the table of the programs: plain, without the passes, and with them."""
     rows = []
     for name, (fun, args) in list(programs().items())[::every]:
         plain = jax.jit(fun)
-        without = sym_optimize(fun, rules=packs.default - "orientation")
+        without = sym_optimize(fun, rules=functools.reduce(operator.sub, PASSES, packs.default))
         ours = sym_optimize(fun)
-        used = [r.count for r in ours.explain(*args).rules if r.name == "orientation"]
+        used = [r.count for r in ours.explain(*args).rules if r.name in PASSES]
         if used:  # else the pass changes nothing
             jax.tree.map(check, plain(*args), ours(*args))
         calls = {"plain": plain, "without": without, "ours": ours}
@@ -124,8 +150,8 @@ def compared(rounds: int, sample_s: float, every: int = 1) -> str:
         built = f"{compiled[2] / compiled[1]:.2f}"
         rows.append([name, *cells, *gains, sum(used) or "–", built])
         print(*rows[-1], sep=" | ", flush=True)
-    names = ["program", "plain", "without the pass", "ours", "ours / plain", "ours / without"]
-    return harness.markdown_table([*names, "products turned", "XLA's compile time / without"], rows)
+    names = ["program", "plain", "without the passes", "ours", "ours / plain", "ours / without"]
+    return harness.markdown_table([*names, "turned", "XLA's compile time / without"], rows)
 
 
 def check(a: Any, b: Any) -> None:
@@ -154,9 +180,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         print(layouts(1, 1e-3, SHAPES[-9:-7]))
+        print(reductions(1, 1e-3, (20_000,)))
         print(compared(1, 1e-3, 20))
         return
-    tables = (layouts(5, 1e-2), compared(5, 1e-2, options.every))
+    columns = [1 << k for k in range(10, 18)]
+    tables = (
+        layouts(5, 1e-2), reductions(5, 1e-2, columns), compared(5, 1e-2, options.every)
+    )  # fmt: skip
     print(*tables, sep="\n\n")
     if options.write:
         harness.write_table(HERE / "README.md", *tables)

@@ -34,9 +34,9 @@ class Form:
     """A program with the same values.
 
     kinds: names of what was taken. stated: (before, after) in seconds, the prices of the forced
-    candidate by which it is taken or refused; None if its pass keeps them. predicted_s: of the
-    whole program by the cost model; None if it does not know. optimise_s: the optimiser's seconds
-    of all cores, for what was chosen.
+    candidate by which it is taken or refused; None if its pass keeps them, or if it is in a loop.
+    predicted_s: of the whole program by the cost model; None if it does not know. optimise_s: the
+    optimiser's seconds of all cores, for what was chosen.
     """
 
     name: str
@@ -51,17 +51,20 @@ class Form:
 class Only:
     """Admits one candidate, by its place in the order of asking, and all of its group.
 
-    What holds the bodies of a loop or branch is admitted where a body was rewritten.
+    What holds the bodies of a loop or branch is admitted where a body was rewritten. inside: True
+    if one was, so that prices of what was taken are of one step.
     """
 
     place: int
     group: object = None
     asked: int = 0
+    inside: bool = False
     taken: list[Candidate] = dataclasses.field(default_factory=list)
 
     def __call__(self, c: Candidate) -> bool:
         place, self.asked = self.asked, self.asked + 1
         if c.bodies:
+            self.inside = True
             return True
         if place != self.place and (c.group is None or c.group != self.group):
             return False
@@ -100,12 +103,10 @@ def candidates(closed: Any, device: Device) -> list[tuple[int, Candidate]]:
     return out
 
 
-def forced(
-    closed: Any, device: Device, place: int, group: object
-) -> tuple[Result, list[Candidate]]:
-    """Return the program with one candidate, and those taken: its equals at all places."""
+def forced(closed: Any, device: Device, place: int, group: object) -> tuple[Result, Only]:
+    """Return the program with one candidate, and what was taken: its equals at all places."""
     only = Only(place, group)
-    return optimised(closed, device, only), only.taken
+    return optimised(closed, device, only), only
 
 
 def forms_of(closed: Any, most: int = 6) -> list[Form]:
@@ -128,8 +129,9 @@ def forms_of(closed: Any, most: int = 6) -> list[Form]:
             if len(alone) >= most:
                 break
             if profile is device or _matters(c, plain.predicted_s):
-                result, taken = forced(closed, profile, place, c.group)
-                form = _form(f"{ALONE} {len(alone)}", result, device, taken)
+                result, only = forced(closed, profile, place, c.group)
+                priced = () if only.inside else only.taken
+                form = _form(f"{ALONE} {len(alone)}", result, device, priced)
                 if str(form.closed.jaxpr) not in seen:
                     alone.append(form)
                 seen.add(str(form.closed.jaxpr))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
-from symjax_rewrite.pallas_kernels.fold.tiling import xla_blocks
+from symjax_rewrite.pallas_kernels.fold.tiling import columns_visited, xla_blocks
 
 
 def flops(spec: FoldSpec) -> int:
@@ -39,13 +40,10 @@ def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int 
 
 def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
     """Return the pairs of the blocks that meet the band; bounds known from data alone count not."""
-    band, pairs = spec.band, 0
-    for row in range(0, spec.rows, max(block_rows, 1)):
-        low = 0 if band.lower is None else max(row + band.lower, 0) // block_cols * block_cols
-        end = spec.cols if band.upper is None else max(row + block_rows + band.upper, 0)
-        high = min(-(-end // max(block_cols, 1)) * block_cols, spec.cols)
-        pairs += min(block_rows, spec.rows - row) * max(high - low, 0)
-    return math.prod(spec.batch_shape) * pairs
+    visited = columns_visited(spec, block_rows, block_cols)
+    starts = range(0, spec.rows, max(block_rows, 1))
+    pairs = (min(block_rows, spec.rows - row) * n for row, n in zip(starts, visited, strict=True))
+    return math.prod(spec.batch_shape) * sum(pairs)
 
 
 def bytes_moved(spec: FoldSpec) -> int:
@@ -53,9 +51,9 @@ def bytes_moved(spec: FoldSpec) -> int:
     return bytes_of([*spec.avals, *flat_shapes(spec)])
 
 
-def tile_bytes(spec: FoldSpec) -> int:
-    """Return the bytes of one whole tile in f32, which a program without the fold stores."""
-    return 4 * math.prod(spec.batch_shape) * spec.rows * spec.cols
+def state_bytes(spec: FoldSpec) -> int:
+    """Return the bytes of the results before any epilogue, which splits of a kernel write."""
+    return bytes_of(flat_shapes(replace(spec, epilogue=None)))
 
 
 def block_bytes(spec: FoldSpec) -> int:

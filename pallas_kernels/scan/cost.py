@@ -137,15 +137,30 @@ def seconds_by_kernel(spec: ScanSpec, device: Device, programs: int, chunks: int
         chunks: parts that time is cut into; more than one takes two kernels.
     """
     kernels = 1 + (chunks > 1)
+    work, read_s = _seconds_busy(spec, device, programs, kernels * device.scans.kernel_instructions)
+    waited = kernels * -(-spec.length // chunks) * device.scans.step_latency_s
+    return max(work, read_s, waited) + kernels * device.launch_s
+
+
+def seconds_in_one_pass(spec: ScanSpec, device: Device, programs: int) -> float:
+    """Predict the seconds of a scan as one kernel with a tree along time; `programs` at once."""
+    busy = _seconds_busy(spec, device, programs, device.scans.one_pass_instructions)
+    return max(busy) + device.launch_s
+
+
+def _seconds_busy(
+    spec: ScanSpec, device: Device, programs: int, instructions: float
+) -> tuple[float, float]:
+    """Return the seconds of arithmetic, and of reads and writes, of kernels.
+
+    instructions: for a step of arithmetic on one element of a state.
+    """
     idle = max(device.multiprocessors / max(programs, 1), 1.0)
-    elements = spec.length * math.prod(spec.state_shape)
-    steps = kernels * elements * _element_steps(spec)
-    work = steps * device.scans.kernel_instructions / device.elementwise_per_s
+    steps = spec.length * math.prod(spec.state_shape) * _element_steps(spec)
     moved = sum(x.size * x.dtype.itemsize for x in spec.avals)
     moved += sum(math.prod(s) * jnp.dtype(d).itemsize for s, d in result_shapes(spec))
-    waited = kernels * -(-spec.length // chunks) * device.scans.step_latency_s
-    read_s = idle * moved / device.bytes_per_s
-    return max(idle * work, read_s, waited) + kernels * device.launch_s
+    work = idle * steps * instructions / device.elementwise_per_s
+    return work, idle * moved / device.bytes_per_s
 
 
 def _element_steps(spec: ScanSpec) -> float:

@@ -7,6 +7,7 @@ A `ScanSpec` describes a scan; `sequential.scan_reference` is its definition.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,24 +15,27 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.pallas_kernels.backend import (
     Backend,
     KernelFamily,
+    Reason,
     check_operands,
+    profile_at_hand,
     triton_backend,
 )
-from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel
+from symjax_rewrite.pallas_kernels.scan.cost import seconds_by_kernel, seconds_in_one_pass
 from symjax_rewrite.pallas_kernels.scan.sequential import scan_reference, scan_turns, supports_turns
 from symjax_rewrite.pallas_kernels.scan.spec import ScanSpec
 from symjax_rewrite.pallas_kernels.scan.xla import scan_xla
 
+ONE_PASS = "jax_triton"
 SCANS: KernelFamily[ScanSpec] = KernelFamily.of(
     "scan",
     Backend("reference", None, scan_reference),
     Backend("xla", None, scan_xla),
     Backend("turns", None, scan_turns, supports_turns),
     triton_backend("symjax_rewrite.pallas_kernels.scan.triton", "scan_triton"),
+    triton_backend("symjax_rewrite.pallas_kernels.scan.one_pass", "scan_one_pass", ONE_PASS),
     on_cuda=("triton",),
 )
 BACKENDS = SCANS.backends
-cuda_backend = SCANS.cuda_backend
 
 
 def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ...]:
@@ -62,12 +66,47 @@ def scan(spec: ScanSpec, *operands: Any, backend: str = "auto") -> tuple[Any, ..
     """
     check_operands(spec.avals, operands, "scan")
     plain = partial(scan_xla, spec)
-    return SCANS.call(spec, operands, backend, plain, elsewhere=partial(plain, tree=False))
+    elsewhere = partial(plain, tree=False)
+    return SCANS.call(spec, operands, backend, plain, cuda_run=_cuda_run, elsewhere=elsewhere)
+
+
+def cuda_backend(spec: ScanSpec) -> Backend[ScanSpec] | Reason:
+    """Return the backend that "auto" takes on CUDA, or the reasons why there is none."""
+    found, device = SCANS.cuda_backend(spec), profile_at_hand()
+    if isinstance(found, Reason) or device is None or not takes_one_pass(spec, device):
+        return found
+    return BACKENDS[ONE_PASS]
+
+
+def _cuda_run(spec: ScanSpec) -> Callable[..., Any] | Reason:
+    best = cuda_backend(spec)
+    return best if isinstance(best, Reason) else partial(best.run, spec)
+
+
+def takes_one_pass(spec: ScanSpec, device: Device) -> bool:
+    """Return True if "auto" runs a scan on a GPU in one pass.
+
+    The rate of that kernel must be measured on the device, and its prediction lower.
+    """
+    is_measured = device.source_of("scans.one_pass_instructions").startswith("measured")
+    if not is_measured or not BACKENDS[ONE_PASS].supports(spec):
+        return False
+    by_chunks, in_one_pass = seconds_by_backend(spec, device).values()
+    return in_one_pass < by_chunks
+
+
+def seconds_by_backend(spec: ScanSpec, device: Device) -> dict[str, float]:
+    """Predict the seconds of a scan on the GPU of a profile, by backend."""
+    from symjax_rewrite.pallas_kernels.scan import one_pass, triton
+
+    programs, chunks = triton.programs_of(spec)
+    return {
+        "triton": seconds_by_kernel(spec, device, programs, chunks),
+        ONE_PASS: seconds_in_one_pass(spec, device, one_pass.programs_of(spec)),
+    }
 
 
 def seconds_on_gpu(spec: ScanSpec, device: Device) -> float:
-    """Predict the seconds of a scan as kernels on the GPU of a profile."""
-    from symjax_rewrite.pallas_kernels.scan import triton
-
-    programs, chunks = triton.programs_of(spec)
-    return seconds_by_kernel(spec, device, programs, chunks)
+    """Predict the seconds of a scan on the GPU of a profile, by the backend that "auto" takes."""
+    name = ONE_PASS if takes_one_pass(spec, device) else "triton"
+    return seconds_by_backend(spec, device)[name]

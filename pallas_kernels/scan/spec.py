@@ -174,6 +174,17 @@ def result_shapes(spec: ScanSpec) -> tuple[tuple[tuple[int, ...], str], ...]:
     )
 
 
+def roles(spec: ScanSpec) -> tuple[tuple[str, ...], str | None, str | None]:
+    """Return the roles of a state's axes in a kernel: outer axes, lane and summed axis.
+
+    A program has one element of each outer axis, and a block of the lane axis. The summed axis is
+    the one that readouts sum over. Either is None where there is none.
+    """
+    summed = next((a for r in spec.readouts for a in r.over), None)
+    rest = tuple(a for a in spec.state if a != summed)
+    return rest[:-1], rest[-1] if rest else None, summed
+
+
 def wide_order(spec: ScanSpec) -> tuple[str, ...]:
     """Return the axes of a state, the longest last, because the innermost loop is vectorised.
 

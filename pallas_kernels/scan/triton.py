@@ -43,6 +43,7 @@ from symjax_rewrite.pallas_kernels.scan.spec import (
     readout_axes,
     result_axes,
     result_shapes,
+    roles,
 )
 from symjax_rewrite.pallas_kernels.triton_programs import for_triton, for_triton_loop, keeping_nan
 from symjax_rewrite.pallas_kernels.triton_tiles import Extent, indices, load, store
@@ -197,9 +198,8 @@ class Sweep:
 
     @staticmethod
     def of(spec: ScanSpec, cut: ScanTiling) -> Sweep:
-        summed = next((a for r in spec.readouts for a in r.over), None)
-        rest = [a for a in spec.state if a != summed]
-        return Sweep(spec, cut, rest[-1] if rest else None, summed, tuple(rest[:-1]))
+        outer, lane, summed = roles(spec)
+        return Sweep(spec, cut, lane, summed, outer)
 
     @property
     def summed_size(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,8 +40,10 @@ def argmaxima(device: Device) -> Sequence[Case]:
 
 
 def sorts(device: Device) -> Sequence[Case]:
-    """Return sorted rows; the amount is elements."""
-    return over_rows(lambda x: jnp.sort(x, -1), 8, 16, 24)
+    """Return sorted rows; the amount is elements times the doublings of a row and three."""
+    levels = math.log2(COLUMNS) + 3
+    found = over_rows(lambda x: jnp.sort(x, -1), 8, 16, 24)
+    return [dataclasses.replace(case, amount=case.amount * levels) for case in found]
 
 
 def largest_of_each_row(device: Device) -> Sequence[Case]:
@@ -50,9 +54,10 @@ def largest_of_each_row(device: Device) -> Sequence[Case]:
 
 
 def many_places(device: Device) -> Sequence[Case]:
-    """Return a top-k of the same rows for several k; the amount is places."""
+    """Return a top-k of the same rows for several k; the amount is places times doublings."""
     x = normal(16, 16 * COLUMNS)
-    return [Case(16 * k, lambda x, k=k: lax.top_k(x, k), (x,)) for k in (16, 64, 128, 256)]
+    each = 16 * math.log2(x.shape[1])
+    return [Case(each * k, lambda x, k=k: lax.top_k(x, k), (x,)) for k in (16, 64, 128, 256)]
 
 
 def keyed_sums(device: Device) -> Sequence[Case]:

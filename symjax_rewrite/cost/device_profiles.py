@@ -23,6 +23,8 @@ from symjax_rewrite.cost.profile_groups import (
     NO_SCRIPT,
     BandedBlocks,
     ChunkedMatrices,
+    ColumnReductionFacts,
+    ColumnScanFacts,
     FoldFacts,
     LoopFacts,
     Margins,
@@ -58,6 +60,7 @@ class Device:
     launch_s: float = quantity("s", "fixed cost of one kernel", NO_SCRIPT)
     folds: FoldFacts = group("reductions over pairs")
     platform: str = quantity("name", "as JAX calls the compiler's target", FACT, "cuda")
+    call_s: float = quantity("s", "fixed cost of a call, beside its kernels", NO_SCRIPT, 0.0)
     runs_pallas: bool = fact("kernels of `pallas_kernels` run", True)
     half_steps: float = quantity(
         "1", "times the time of an elementwise operation on float32: on half precision", NO_SCRIPT,
@@ -75,6 +78,8 @@ class Device:
     scans: ScanFacts = group("recurrences", ScanFacts())
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
+    columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
+    column_scans: ColumnScanFacts | None = group("cumulative operations; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -120,14 +125,20 @@ class Device:
 
         Args:
             dtype: of the operands; of two dtypes, the dtype both are promoted to.
-            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32.
+            precision: as in `jax.lax.dot`; None and "default" permit tensor cores to round float32,
+                and an algorithm such as "BF16_BF16_F32_X3" names a dtype and a number of products.
         """
+        if algorithm := _ALGORITHM.search(str(precision)):
+            dtype, products = algorithm.groups()
+            return self.peak(_MULTIPLIED[dtype]) / int(products or 1)
         usual = precision is None or str(precision).lower() == "default"
         if dtype == "float32" and usual and "tf32" in self.flops_per_s:
             return self.flops_per_s["tf32"]
         return self.flops_per_s.get(dtype, self.flops_per_s["default"])
 
 
+_ALGORITHM = re.compile(r"\b(BF16|F16|TF32)_\w+?_\w+?(?:_X(\d))?$")
+_MULTIPLIED = {"BF16": "bfloat16", "F16": "float16", "TF32": "float32"}
 # Shared memory of a block by compute capability (CUDA C++ Programming Guide, technical
 # specifications). The least value among the GPUs that Pallas-Triton compiles for is the default.
 SHARED_BYTES = {
@@ -139,18 +150,22 @@ OLDEST_GPU = 8.0  # compute capability that Pallas-Triton compiles for
 # Reached on an H200: 790 of 989 TFLOP/s by a bfloat16 product, 4.3 of 4.8 TB/s by a copy. Other
 # GPUs are assumed to reach the same shares.
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
-# Of what a library's product reaches: attention by Pallas-Triton on an H100, 344 TFLOP/s published.
-FOLD_SHARE = 344 / 790
+# Of the rate of a library's products, by the products of attention in Triton beside its elementwise
+# work: from 344 TFLOP/s published of an H100 (causal, d = 128, T = 4096), whose matmuls a kernel
+# must start ahead; and from 230 / 1.4 of an A100 (Dao 2023, FlashAttention-2: 1.3 to 1.5 times as
+# fast as Triton), whose matmuls need no such care.
+FOLD_SHARE, OLDER_FOLD_SHARE = 0.545, 0.89
 # A figure of a GPU that stands in no datasheet is an estimate until `experiments/on_gpu.py` or
 # `python -m symjax_rewrite calibrate` measures it.
 GPU_SOURCES = {
     "flops_per_s": f"{DATASHEET}, times the share that products reached on an H200",
     "bytes_per_s": f"{DATASHEET}, times the share that copies reached on an H200",
     "launch_s": "estimate",
-    "folds.kernel_share": "published, of an H100",
+    "folds.kernel_share": "published, of an H100 and an A100",
     "folds.block_s": "estimate",
     "norms.kernel_share": "estimate",
     "scans.kernel_instructions": "estimate",
+    "scans.one_pass_instructions": "estimate",
     "scans.step_latency_s": "estimate",
 }
 H200_SOURCES = {"flops_per_s.bfloat16": "measured", "bytes_per_s": "measured"}
@@ -181,7 +196,7 @@ def _gpu(
         launch_s=3e-6,
         folds=FoldFacts(
             fused_steps_per_s=steps,
-            kernel_share=FOLD_SHARE,
+            kernel_share=FOLD_SHARE if capability >= 9 else OLDER_FOLD_SHARE,
             block_s=15e-6,
             least_pairs=1 << 16,  # fewer take less than a launch; the price decides about others
         ),
@@ -207,6 +222,7 @@ CPU = Device(
     elementwise_per_s=4e9,
     bytes_per_s=2e10,
     launch_s=1.5e-6,
+    call_s=3e-5,
     folds=FoldFacts(
         fused_steps_per_s=16e9,
         streams=True,
@@ -218,6 +234,7 @@ CPU = Device(
         block_s=5e-6,
         feature_sum=60,
         features_at_once=8,
+        argmax_passes=16,
         least_pairs=1 << 16,
         lanes=16,
     ),
@@ -243,6 +260,8 @@ CPU = Device(
     scans=ScanFacts(steps=StepLoops(), chunks=ChunkedMatrices(), remakes_states=True),
     bands=BandedBlocks(),
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
+    columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
+    column_scans=ColumnScanFacts(),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

@@ -72,7 +72,28 @@ def equation_seconds(
     if inner:
         steps = _number(eqn.params.get("length", 1))
         return times * (max(inner) if name == "cond" else steps * sum(inner))
+    if name in ("sort", "top_k"):
+        return sorting_seconds(eqn, device) * times
     return made / device.elementwise_per_s
+
+
+def sorting_seconds(eqn: JaxprEqn, device: Device) -> float:
+    """Return the seconds of XLA's own `sort` or `top_k`."""
+    shape = shape_of(eqn.invars[0])
+    if eqn.primitive.name == "sort":
+        return selection_seconds(shape, eqn.params["dimension"], None, device)
+    return selection_seconds(shape, -1, eqn.params["k"], device)
+
+
+def selection_seconds(
+    shape: tuple[Any, ...], axis: int, places: int | None, device: Device
+) -> float:
+    """Return the seconds of XLA's own top-k of rows, or of a sort if `places` is None."""
+    length = _number(shape[axis])
+    rows = math.prod(map(_number, shape)) / max(length, 1)
+    kind = "sorted" if places is None else "top_k"
+    steps = device.folds.plain_steps(kind, rows, length, places or 0)
+    return steps / device.folds.fused_steps_per_s
 
 
 def work_seconds(eqn: JaxprEqn, device: Device) -> float:

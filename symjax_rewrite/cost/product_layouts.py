@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from symjax_rewrite.cost.device_profiles import Device
@@ -55,6 +56,27 @@ def added_seconds(left: Matrix, right: Matrix, facts: ProductLayouts) -> float:
         return 0.0
     both = left.elements if right.first or right.free == 1 else left.elements + right.elements
     return both * facts.across_s
+
+
+def column_seconds(
+    name: str, sizes: tuple[int, int, int], dtype: str, unstored: float, device: Device
+) -> tuple[float, float]:
+    """Return the seconds of reducing the columns of matrices: as XLA does it, and row by row.
+
+    name: `reduce_sum`, or of an extremum. sizes: matrices, rows, columns. unstored: bytes of the
+    matrices that row by row are written first.
+    """
+    facts, width = device.columns, itemsize(dtype)
+    _, rows, columns = sizes
+    count = math.prod(sizes)
+    by_rows = count * width / device.bytes_per_s + device.launch_s
+    if facts is None or columns * width <= facts.row_bytes:
+        return by_rows, by_rows
+    each = facts.sum_s if name == "reduce_sum" else facts.extremum_s
+    if name != "reduce_sum":
+        by_rows += rows * device.loops.step_s
+    written = device.memory.passes_of_write * unstored / device.bytes_per_s
+    return count * each, by_rows + written + device.page_seconds(unstored)
 
 
 def copy_seconds(count: float, device: Device) -> float:

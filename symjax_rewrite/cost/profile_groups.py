@@ -140,12 +140,21 @@ class FoldFacts:
         "s", "beside a block's products, where loops and no kernel run a fold", FOLDS, 0.0
     )
     kernel_share: float = quantity(
-        "1", "of the rate of a library's products that a fold's kernel reaches", ON_GPU, 1.0
-    )
+        "1", "of the rate of a library's products that those of a fold's kernel reach, beside its "
+        "elementwise steps", ON_GPU, 1.0,
+    )  # fmt: skip
     argmax: float = quantity("steps/element", "an argmax or argmin by XLA", FOLDS, 80)
+    argmax_passes: float = quantity(
+        "steps/element", "the same as two reductions; infinite: not faster", ORIENTATION, math.inf
+    )
+    argmax_least: int = quantity("elements", "shorter rows XLA unrolls", ORIENTATION, 32)
     top_k: float = quantity("steps/element", "a top-k by XLA, without its places", FOLDS, 24)
-    top_k_place: float = quantity("steps/place", "a top-k by XLA", FOLDS, 3000)
-    sort: float = quantity("steps/element", "a sort by XLA", FOLDS, 2900)
+    top_k_place: float = quantity(
+        "steps/place", "a top-k by XLA, for every doubling of its row", FOLDS, 320
+    )
+    sort: float = quantity(
+        "steps/element", "a sort by XLA, for every doubling of its row and three", FOLDS, 190
+    )
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
@@ -157,11 +166,21 @@ class FoldFacts:
     fold_place: float = quantity("steps/place", "a fold's top-k, for a block's row", FOLDS, 3900)
     fold_search: float = quantity("steps/pair", "a fold's top-k of short rows, at most", LAWS, 300)
 
-    def plain_steps(self, kind: str) -> float:
-        """Return steps per element of XLA's own reductions; 0 for a sum or a maximum."""
-        if kind in ("argmax", "argmin"):
-            return self.argmax
-        return {"top_k": self.top_k, "sorted": self.sort, "keyed": self.keyed}.get(kind, 0.0)
+    def plain_steps(self, kind: str, rows: float, length: float, places: float = 0) -> float:
+        """Return steps of XLA's own reduction of rows of a length; 0 for a sum or a maximum.
+
+        places: how many elements of a row a top-k returns.
+        """
+        doublings = math.log2(max(length, 2))
+        place = self.argmax if length >= self.argmax_least else 0.0
+        each = {
+            "argmax": place,
+            "argmin": place,
+            "top_k": self.top_k,
+            "sorted": self.sort * (doublings + 3),
+            "keyed": self.keyed,
+        }
+        return rows * (length * each.get(kind, 0.0) + places * self.top_k_place * doublings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +249,11 @@ class ScanFacts:
         "1", "instructions of a GPU kernel for a step of arithmetic: 35 for a selective scan's 10",
         ON_GPU, 3.5,
     )  # fmt: skip
+    one_pass_instructions: float = quantity(
+        "1", "as `kernel_instructions`, of the kernel by jax-triton: 1.55 times as many in SASS; "
+        "`auto` takes that kernel where this is measured",
+        ON_GPU, 5.5,
+    )  # fmt: skip
     step_latency_s: float = quantity(
         "s", "a step of a GPU kernel that waits for the step before: about 100 cycles", ON_GPU, 5e-8
     )
@@ -268,6 +292,28 @@ class ProductLayouts:
     least_elements: int = quantity(
         "elements", "smaller operands are worth nothing", JUDGED, 1 << 15
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnReductionFacts:
+    """Reductions in float32 and float64 down the columns of a matrix stored by rows."""
+
+    row_bytes: float = quantity(
+        "bytes", "longer rows of the result are reduced by element", ORIENTATION, 1 << 16
+    )
+    matrices: int = quantity("1", "of more XLA reduces one in each thread", ORIENTATION, 3)
+    sum_s: float = quantity("s/element", "a sum, a longer row", ORIENTATION, 4e-9)
+    extremum_s: float = quantity("s/element", "an extremum, a longer row", ORIENTATION, 1.8e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnScanFacts:
+    """Cumulative operations down an array: as a tree over the axis, and row by row."""
+
+    tree_s: float = quantity("s/element", "as a tree", ORIENTATION, 4e-9)
+    element_s: float = quantity("s/element", "row by row", ORIENTATION, 1.2e-9)
+    step_s: float = quantity("s", "a row, beside its elements", ORIENTATION, 2e-8)
+    most_steps: int = quantity("steps", "sums in order of more lose digits", JUDGED, 1 << 13)
 
 
 @dataclass(frozen=True, slots=True)

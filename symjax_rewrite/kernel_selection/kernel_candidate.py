@@ -7,11 +7,12 @@ from typing import Any
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Refusal
+from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
 from symjax_rewrite.ir.products import held_dtype
-from symjax_rewrite.ir.term import SLICE
+from symjax_rewrite.ir.term import SLICE, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.usage_records import RouteUse
 
@@ -31,6 +32,18 @@ class OneClass:
 
     def gives(self) -> set[int]:
         return {self.cls}
+
+
+def read_over(
+    emitter: Any, ref: Ref, order: tuple[Any, ...], sizes: Any, wide: bool = False
+) -> Any:
+    """Return a reference as an array over exactly the indices of `order`, in f32 if it is `wide`.
+
+    sizes: by index.
+    """
+    array = emitter.wide_array(ref.cls) if wide else emitter.array(ref.cls)
+    labels = tuple(ref.axes[s] for s in array.slots)
+    return term_lowering.arrange(array.data, labels, order, sizes)
 
 
 def candidates(

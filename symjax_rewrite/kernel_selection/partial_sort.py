@@ -24,17 +24,15 @@ from jax import lax
 from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Context, Found, Refusal
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.equation_cost import shape_of
+from symjax_rewrite.cost.equation_cost import selection_seconds, shape_of
 from symjax_rewrite.cost.profile_groups import SortFacts
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import Needed, node_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.term import NATIVE, SLICE
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.folds.builder import read_over
-from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.kernel_selection.folds.slices import entry_along
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
 from symjax_rewrite.usage_records import RouteUse
 
 SELECTED = ("float32", "bfloat16", "float16", "int8", "int16", "uint8", "uint16")  # exact in f32
@@ -104,14 +102,13 @@ class SelectionRoute:
     def price(self, device: Device) -> Cost:
         """Return the cost of a top-k of each end, and of the test for NaNs before it."""
         aval: Any = self.e.eqn.invars[0].aval
-        size, rows = aval.size, aval.size // self.length
         counts = [high - low for low, high in self.ends()]
         counts = [n for n in counts if n] or [int(self.e.eqn.params.get("k", 1))]
         avals: list[Any] = [v.aval for v in self.e.eqn.invars]
         moved = sum(a.size * a.dtype.itemsize for a in avals)
-        seconds = size / device.elementwise_per_s + device.launch_s
+        seconds = aval.size / device.elementwise_per_s + device.launch_s
         for n in counts:
-            seconds += sorting_seconds("top_k", size, rows * n, device)
+            seconds += selection_seconds(aval.shape, self.axis, n, device)
             seconds += moved / device.bytes_per_s + device.launch_s
         launches = 1 + len(counts)
         return Cost(bytes=launches * moved, launches=launches, seconds=seconds)
@@ -144,7 +141,7 @@ class SelectionRoute:
                 operands.append(jnp.asarray(v.val))
                 continue
             sizes: tuple[Any, ...] = self.t.sizes[v]
-            data = read_over(emitter, self.t.view(v), range(len(sizes)), sizes)
+            data = read_over(emitter, self.t.view(v), tuple(range(len(sizes))), sizes)
             operands.append(lax.reshape(data, self.t.program.avals[v].shape))
         if self.outputs:
             return self._selected(operands[0])

@@ -17,7 +17,7 @@ import jax
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.device_profiles import CPU, Device
-from symjax_rewrite.cost.equation_cost import summed_sizes
+from symjax_rewrite.cost.equation_cost import sorting_seconds, summed_sizes
 from symjax_rewrite.cost.term_cost import Cost, CostModel, itemsize, reachable
 from symjax_rewrite.ir.dataflow import Needed, needed, node_of, numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, flatten
@@ -25,7 +25,6 @@ from symjax_rewrite.ir.sizes import Dim, from_jax, product, value
 from symjax_rewrite.ir.term import CONST, NATIVE, Node
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
-from symjax_rewrite.kernel_selection.folds.fold_price import sorting_seconds
 from symjax_rewrite.loops.loop_reading import read_loop
 
 Sample = dict[str, int]  # a number for every named size
@@ -286,10 +285,7 @@ def _pass_seconds(eqn: JaxprEqn, moved: float, device: Device, sample: Sample) -
     """Return the seconds of an operation that reads its arrays once; None for any other."""
     name = eqn.primitive.name
     if name in ("sort", "top_k"):
-        count = _at(_size(eqn.invars[0]), sample)
-        places = 0.0 if name == "sort" else _at(_size(eqn.outvars[0]), sample)
-        work = sorting_seconds(name, count, places, device)
-        return work + moved / device.bytes_per_s + device.launch_s
+        return sorting_seconds(eqn, device) + moved / device.bytes_per_s + device.launch_s
     if name not in MOVES | PASSES:
         return None
     sizes = [_at(_size(v), sample) for v in (*eqn.invars, *eqn.outvars)]

@@ -21,13 +21,14 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.product_layouts import Matrix, added_seconds, product_seconds
 from symjax_rewrite.cost.profile_groups import ProductLayouts
-from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
+from symjax_rewrite.rewriting.equation_forms import candidate
 from symjax_rewrite.rewriting.grouped_heads import ungrouped
 from symjax_rewrite.rewriting.rule import LOCALITY, ORIENTATION
 
 DTYPES = ("float32", "float64")
+RULE = (ORIENTATION, LOCALITY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,7 @@ class OrientedProducts:
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the products that are cheaper in another orientation."""
         facts = context.device.layouts
-        allowed = context.allowed is None or self.name in context.allowed
-        if facts is None or not (context.has(self.name) and allowed and context.reorders()):
+        if facts is None or not (context.runs(self.name) and context.reorders()):
             return
         products = [e for e in program.equations if e.name == "dot_general"]
         if not products:
@@ -125,20 +125,8 @@ def _without_copies(
     """Yield a batched product that does not copy its repeated operand, if that pays."""
     found = ungrouped(program, e, makers, device)
     if found is not None and margins.pays(*found[1:], "orientation", device):
-        yield _candidate(e, *found)
-
-
-def _candidate(e: Equation, part: Replacement, before: float, after: float) -> Candidate:
-    return Candidate(
-        ORIENTATION,
-        (part,),
-        e.where(),
-        rules=((ORIENTATION, LOCALITY),),
-        before=Cost(seconds=before),
-        after=Cost(seconds=after),
-        key=ORIENTATION,
-        share=True,
-    )
+        part, before, after = found
+        yield candidate(RULE, e, part, (before, after))
 
 
 def _read(
@@ -223,7 +211,7 @@ def _oriented(
         fun = _times_vector(program, p) if p.has_vector else _swapped(p)
         reads = (p.left.value, p.right.value)
         part = Replacement((p.target,), reads, fun, source=p.equation.eqn)
-        yield _candidate(p.equation, part, before, after)
+        yield candidate(RULE, p.equation, part, (before, after))
 
 
 def _dot(p: PlacedProduct, was_right: bool) -> Callable[..., Any]:

@@ -16,11 +16,16 @@ from symjax_rewrite.candidates import Candidate, Context, Terms
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
+from symjax_rewrite.cost.product_layouts import copy_seconds
 from symjax_rewrite.cost.term_cost import Cost, is_dot, itemsize
-from symjax_rewrite.ir.dataflow import node_of
-from symjax_rewrite.ir.flat_program import Program
+from symjax_rewrite.ir.dataflow import node_of, numbers, users_of
+from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.term import CONTRACT, CONV
 from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
+
+# Readers into which XLA fuses the copies of a value.
+SPREADING = ELEMENTWISE | VIEWS | {"slice", "reduce_sum", "reduce_max", "reduce_min"}
 
 
 class RepeatedProducts:
@@ -30,20 +35,21 @@ class RepeatedProducts:
 
     def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
         """Yield the products that are repeated."""
-        allowed = context.allowed is None or REPEATED in context.allowed
-        if not (context.has(REPEATED) and allowed and context.reorders()):
+        if not (context.runs(REPEATED) and context.reorders()):
             return
-        terms = context.terms(program)
-        found = _repeated(terms)
-        for cls, saved in found:
-            if margins.gains_share(saved, terms.seconds, "program", context.device):
+        terms, device = context.terms(program), context.device
+        for cls, before, after in _repeated(terms):
+            if margins.pays(before, after, "dominating", device):
                 yield Candidate(
                     REPEATED,
-                    (TermPart(terms.t, own=frozenset({cls}), across=context.device.slow_across),),
+                    (TermPart(terms.t, own=frozenset({cls}), across=device.slow_across),),
                     terms.t.where(cls),
                     rules=((REPEATED, REDUNDANCY),),
+                    before=Cost(seconds=before),
+                    after=Cost(seconds=after),
                     key=REPEATED,
-                    repeated_s=saved,
+                    share=True,
+                    repeated_s=before - after,
                 )
 
 
@@ -77,31 +83,37 @@ class CommonProducts:
                 )
 
 
-def _repeated(terms: Terms) -> list[tuple[int, float]]:
-    """Return classes of products that their equations repeat, with the seconds that this costs."""
-    found = []
+def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:
+    """Yield classes of products that equations repeat, with seconds as written and done once."""
     t, model = terms.t, terms.model
-    for cls in terms.need.order:
-        node = t.graph.classes[cls].first
-        if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
-            continue
-        number, k = t.made_by[cls]
-        eqn = t.program.equations[number].eqn
-        written = t.sizes[t.program.equations[number].outvals[k]]
-        c = t.graph.classes[cls]
-        is_product = is_dot(node) or node.op == CONV
-        if len(written) == len(c.sizes) or not (is_product or eqn.primitive.name == "dot_general"):
-            continue
-        own, all_of_it = (math.prod(map(model.at, sizes)) for sizes in (c.sizes, written))
-        if not own or own == all_of_it:
-            continue
-        once = model.node_seconds(t.graph, cls, node)
-        copy = all_of_it * itemsize(c.dtype) / model.device.bytes_per_s
-        if is_product:
-            repeated = (once - model.device.launch_s) * (all_of_it / own - 1)
-        else:  # the equation is a product with a broadcast operand; its term is a sum
-            repeated = equation_seconds(eqn, model.device) - once
-        saved = repeated - copy - model.device.launch_s
-        if saved > 0:
-            found.append((cls, saved))
-    return found
+    products = {cls: e for cls in terms.need.order if (e := _repeats(terms, cls)) is not None}
+    ours, users = {id(e) for e in products.values()}, users_of(t.program.equations)
+    outputs = set(numbers(t.program.outputs))
+    for cls, e in products.items():
+        _, k = t.made_by[cls]
+        value, c = e.outvals[k], t.graph.classes[cls]
+        after = model.node_seconds(t.graph, cls, node_of(t.graph, cls))
+        views = [value]
+        for v in views:
+            views += [r.outvals[0] for r in users.get(v, ()) if r.name in VIEWS]
+        readers = [r for v in views for r in users.get(v, ()) if id(r) not in ours]
+        if not outputs.isdisjoint(views) or any(r.name not in SPREADING for r in readers):
+            size = math.prod(map(model.at, t.sizes[value]))
+            after += copy_seconds(size * itemsize(c.dtype), model.device)
+        yield cls, equation_seconds(e.eqn, model.device), after
+
+
+def _repeats(terms: Terms, cls: int) -> Equation | None:
+    """Return the product that computes a class over more indices than its value depends on."""
+    t, node = terms.t, terms.t.graph.classes[cls].first
+    if node.op not in (CONTRACT, CONV) or cls not in t.made_by:
+        return None
+    number, k = t.made_by[cls]
+    e = t.program.equations[number]
+    # The term of a product with a broadcast number is a sum.
+    is_product = is_dot(node) or node.op == CONV or e.name == "dot_general"
+    written, own = t.sizes[e.outvals[k]], t.graph.classes[cls].sizes
+    if not is_product or len(written) == len(own):
+        return None
+    few, many = (math.prod(map(terms.model.at, sizes)) for sizes in (own, written))
+    return e if few and few != many else None

@@ -36,6 +36,9 @@ SYMMETRY = "symmetry"
 COMMON = "common_subexpression"
 REPEATED = "repeated_work"
 ORIENTATION = "orientation"
+COLUMNS = "column_reductions"
+PLACES = "extremum_places"
+SCANS = "column_scans"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -44,7 +47,8 @@ PACKING = "loop_packing"
 RECOMPUTATION = "loop_recomputation"
 # Passes besides rules. Every pack includes them unless it excludes them by name.
 PASSES = (
-    COMMON, REPEATED, ORIENTATION, INVARIANT, BATCHING, FUSION, PARTS, PACKING, RECOMPUTATION,
+    COMMON, REPEATED, ORIENTATION, COLUMNS, PLACES, SCANS, INVARIANT, BATCHING, FUSION, PARTS,
+    PACKING, RECOMPUTATION,
 )  # fmt: skip
 PROPERTIES = (ASSOCIATIVITY, DISTRIBUTIVITY, SEPARABILITY, LOCALITY, SPARSITY, REDUNDANCY, SYMMETRY)
 

@@ -284,8 +284,9 @@ def test_parts_add_up_to_the_program(name: str) -> None:
 def test_every_pass_has_a_property_or_is_a_search() -> None:
     """A kernel's record is joined with what it uses by this table."""
     searches = {
-        "affine_trees", "algebra", "bodies", "common_subexpression", "differentiated_loops",
-        "loops", "orientation", "repeated_work",
+        "affine_trees", "algebra", "bodies", "column_reductions", "column_scans",
+        "common_subexpression", "differentiated_loops", "extremum_places", "loops",
+        "orientation", "repeated_work",
     }  # fmt: skip
     assert {p.name for p in PASSES} - searches <= set(USES)
 

@@ -86,8 +86,6 @@ FAMILIES: dict[Callable[..., Any], Shapes] = {
 }
 # The largest jump of a family on GPUs where the kernel itself is launched in another way.
 KERNEL_CUTS = {
-    attention: (4.0, "columns are split among programs below some number of rows"),
-    nearest: (4.0, "columns are split among programs below some number of rows"),
     scan: (2.0, "time is cut into chunks below some number of lanes"),
 }
 

@@ -123,7 +123,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.backend": {"MOST_ELEMENTS": EXACT, "LEAST_SIDE": SHAPE},
     "pallas_kernels.fold.spec": {"FLUSHED": EXACT},
     "pallas_kernels.fold.tile": {"MOST_COLUMNS": EXACT},
-    "pallas_kernels.fold.tiling": dict.fromkeys(("NARROWEST", "NARROW_COLUMNS", "WIDE"), SHAPE),
+    "pallas_kernels.fold.tiling": dict.fromkeys(
+        ("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"), SHAPE
+    ),
     "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
     "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT, "_LINEAR": CODE},
     "pallas_kernels.positive_factors": {"LEAST_FACTOR": EXACT},
@@ -131,6 +133,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("BLOCK_BYTES", "LEAST_STEPS", "MOST_STEPS", "TREE_BYTES"), SHAPE
     ),
     "pallas_kernels.scan.matrix_scan": {"CHUNK": SHAPE, "TAME": NUMERICS},
+    "pallas_kernels.scan.one_pass": dict.fromkeys(
+        ("MOST_STATES", "MOST_LANES", "MOST_WARPS", "RESIDENT"), SHAPE
+    ),
+    "pallas_kernels.triton_source": {"POINT": SHAPE},
     "pallas_kernels.scan.triton": {"MOST_SUMMED": SHAPE, "TILE": SHAPE},
     "pallas_kernels.triton_memory": {"ALIGNMENT": EXACT, "SWIZZLED": EXACT},
 }

@@ -124,7 +124,7 @@ def test_forcing_takes_exactly_one(closed: Any) -> None:
     device = forms.opened(CPU)
     found = forms.candidates(closed, device)
     assert len(found) >= 3
-    taken = [forms.forced(closed, device, place, c.group)[1] for place, c in found]
+    taken = [forms.forced(closed, device, place, c.group)[1].taken for place, c in found]
     names = [{(t.name, t.where, t.group) for t in each} for each in taken]
     assert names == [{(c.name, c.where, c.group)} for _, c in found]
     assert all(len(each) == 1 for (_, c), each in zip(found, taken, strict=True) if not c.group)
@@ -144,8 +144,8 @@ def test_equal_candidates_are_forced_together() -> None:
     specs = [jax.ShapeDtypeStruct(s, "float32") for s in SHAPES]
     closed = jax.jit(layers).trace(*specs).jaxpr
     (place, c), *_ = forms.candidates(closed, CPU)
-    _, taken = forms.forced(closed, CPU, place, c.group)
-    assert len({t.group for t in taken}) == 1
+    _, only = forms.forced(closed, CPU, place, c.group)
+    assert len({t.group for t in only.taken}) == 1
 
 
 def test_every_form_has_the_same_values(closed: Any) -> None:

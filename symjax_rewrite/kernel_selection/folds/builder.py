@@ -42,6 +42,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import (
     tile_function,
     unwidened,
 )
+from symjax_rewrite.kernel_selection.kernel_candidate import read_over
 from symjax_rewrite.kernel_selection.mask_bounds import band_of, known_operand
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, fold
 from symjax_rewrite.pallas_kernels.fold.spec import (
@@ -184,7 +185,8 @@ class FoldRoute:
         return data if abs(piece.coefficient) < 1 else _times(data, piece.coefficient)
 
     def _read_over(self, emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int]) -> Any:
-        return read_over(emitter, ref, axes, sizes, ref.cls in (self.wide or ()))
+        by_axis = dict(zip(axes, sizes, strict=True))
+        return read_over(emitter, ref, tuple(axes), by_axis, ref.cls in (self.wide or ()))
 
 
 def _times(data: Any, coefficient: float) -> Any:
@@ -238,15 +240,6 @@ def read_operand(emitter: Any, cls: int, axes: tuple[Any, ...], dtype: str) -> A
         if isinstance(axes[axis], At):
             data = jax.lax.index_in_dim(data, axes[axis].place, axis, keepdims=False)
     return data if len(axes) == len(order) else data[..., None]  # append the axis of the single row
-
-
-def read_over(
-    emitter: Any, ref: Ref, axes: Sequence[Any], sizes: Sequence[int], wide: bool = False
-) -> Any:
-    """Return a class broadcast over named axes, in f32 if it is `wide`."""
-    array = emitter.wide_array(ref.cls) if wide else emitter.array(ref.cls)
-    labels = tuple(list(axes).index(ref.axes[s]) for s in array.slots)
-    return term_lowering.arrange(array.data, labels, tuple(range(len(axes))), tuple(sizes))
 
 
 def name_piece(piece: Piece, names: dict[Any, Any]) -> Piece:

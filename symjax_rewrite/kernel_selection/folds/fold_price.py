@@ -40,9 +40,10 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     terms_of,
 )
 from symjax_rewrite.pallas_kernels.fold.tiling import (
+    MOST_SPLITS,
     Blocks,
     TritonBlocks,
-    programs_of,
+    columns_visited,
     shared_axes,
     xla_blocks,
 )
@@ -117,29 +118,20 @@ def with_temporaries(device: Device, fresh: float) -> Device:
     return replace(_fused(device), bytes_per_s=cached * device.bytes_per_s)
 
 
-def sorting_seconds(name: str, count: float, places: float, device: Device) -> float:
-    """Return seconds of XLA's own `sort` or `top_k` of `count` elements.
-
-    places: of a top-k: k times the number of rows.
-    """
-    folds = device.folds
-    steps = (folds.sort if name == "sort" else folds.top_k) * count
-    return (steps + folds.top_k_place * places) / device.elementwise_per_s
-
-
 def cost_folded(route: FoldRoute, device: Device) -> Cost:
     """Return the cost of a fold, which stores no more than one block of its tile.
 
     Its FLOPs are the FLOPs of the visited blocks; NaN where data decide which blocks are visited.
     """
     spec, blocks = route.spec, xla_blocks(route.spec)
+    kernels = gpu_kernels(route, device)
     flops = fold_cost.visited_flops(spec, blocks.rows, blocks.cols)
     return Cost(
         math.nan if flops is None else flops,
         bytes=fold_cost.bytes_moved(spec),
-        launches=max(len(gpu_kernels(route, device)), 1),
+        launches=sum(1 + (cut.splits > 1) for _, cut in kernels) or 1,
         seconds=seconds_folded(route, device),
-        largest=0 if gpu_kernels(route, device) else fold_cost.block_bytes(spec),
+        largest=0 if kernels else fold_cost.block_bytes(spec),
     )
 
 
@@ -207,8 +199,10 @@ def seconds_whole(t: TermGraph, cluster: Cluster, device: Device) -> float:
     seconds = model.evaluate(t.graph, choice, roots, lambda c: c not in mine).seconds
     # Values and indices of one sort are two members; the sort is priced once.
     once = {(m.exit.kind, m.exit.args, m.exit.keys): m for m in cluster.members}
-    steps = float(sum(folds.plain_steps(m.exit.kind) * _reduced(m) for m in once.values()))
-    steps += sum(folds.top_k_place * m.exit.places * _rows(m) for m in once.values())
+    steps = 0.0
+    for m in once.values():
+        rows = _rows(m)
+        steps += folds.plain_steps(m.exit.kind, rows, _reduced(m) / rows, m.exit.places)
     looked = {r.cls for m in cluster.members for r in m.tile.looked}
     steps += sum(folds.lookup * elements(t, cls) for cls in looked)
     inner = ((m, r) for m in cluster.members for r in m.tile.inner)
@@ -284,24 +278,43 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     """Return seconds of a fold: its products, elementwise work, operands and results."""
     spec, folds = route.spec, device.folds
     kernels = gpu_kernels(route, device)
+    if kernels:
+        return sum(_kernel_seconds(route, part, cut, device) for part, cut in kernels)
     blocks = xla_blocks(spec)
-    cut = kernels[0] if kernels else blocks
-    visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
+    visited = fold_cost.visited_pairs(spec, blocks.rows, blocks.cols)
     pairs = math.prod(spec.batch_shape) * spec.rows * spec.cols
     share = visited / max(pairs, 1)
-    moved = fold_cost.bytes_moved(spec) / device.bytes_per_s
-    looped = 0.0
-    if not kernels:
-        kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
-        looped = kept / device.bytes_per_s + _copy_seconds(spec, device)
-        looped += folds.block_s * share * blocks.steps(spec)
-        looped += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
-    work = share * _product_seconds(spec, device, pairs) / (folds.kernel_share if kernels else 1)
-    filled = min(cut.cols / folds.lanes, 1.0)
-    work += visited * _steps(route, blocks, folds) / (filled * device.elementwise_per_s)
-    busy = max((programs_of(spec, c) for c in kernels), default=device.multiprocessors)
-    idle = max(device.multiprocessors / busy, 1.0)
-    return idle * (work + moved) + looped + max(len(kernels), 1) * device.launch_s
+    kept = 4 * visited * _blocks_kept(route) if folds.writes_blocks else 0
+    seconds = kept / device.bytes_per_s + _copy_seconds(spec, device)
+    seconds += folds.block_s * share * blocks.steps(spec)
+    seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
+    seconds += share * _product_seconds(spec, device, pairs)
+    filled = min(blocks.cols / folds.lanes, 1.0)
+    seconds += visited * _steps(route, spec, blocks, folds) / (filled * device.elementwise_per_s)
+    return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
+
+
+def _kernel_seconds(route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device: Device) -> float:
+    """Return seconds of a fold as a GPU kernel, its columns split if that is predicted faster.
+
+    The kernel ends with the longest of its programs, or once the multiprocessors have computed all
+    of them. Splits are counted in fractions here, so that neighbouring sizes have like prices.
+    """
+    visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
+    steps = _steps(route, spec, xla_blocks(spec), device.folds)
+    busy = _product_seconds(spec, device, visited) / device.folds.kernel_share
+    busy += visited * steps / device.elementwise_per_s
+    busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
+    columns = max(columns_visited(spec, cut.rows, cut.cols), default=0)
+    share = min(cut.rows, spec.rows) * columns / max(visited, 1)
+    longest = device.multiprocessors * share * busy
+    whole = max(busy, longest) + device.launch_s
+    most = min(spec.cols / cut.cols, MOST_SPLITS)
+    if cut.features or longest <= busy or most <= 1:
+        return whole
+    splits = min(longest / busy, most)
+    states = 2 * splits * fold_cost.state_bytes(spec) / device.bytes_per_s
+    return min(whole, max(busy, longest / most) + states + 2 * device.launch_s)
 
 
 def _copy_seconds(spec: FoldSpec, device: Device) -> float:
@@ -315,15 +328,18 @@ def _copy_seconds(spec: FoldSpec, device: Device) -> float:
     return copied + turned / device.folds.turned_bytes_per_s
 
 
-def gpu_kernels(route: FoldRoute, device: Device) -> list[TritonBlocks]:
-    """Return the block sizes of the kernels that compute a fold; empty where loops compute it."""
+def gpu_kernels(route: FoldRoute, device: Device) -> list[tuple[FoldSpec, TritonBlocks]]:
+    """Return the kernels that compute a fold, with block sizes; empty where loops compute it."""
     if not device.runs_on_gpu or route.backend not in ("auto", "triton", "mosaic", "library"):
         return []
     parts = [part for _, part in one_way(route.spec)]
     if not all(hasattr(cuda_backend(part), "run") for part in parts):
         return []
-    cuts = (fold_cut(part) for part in parts)
-    return [TritonBlocks() if isinstance(cut, Reason) else cut for cut in cuts]
+    cuts = map(fold_cut, parts)
+    return [
+        (part, TritonBlocks() if isinstance(cut, Reason) else cut)
+        for part, cut in zip(parts, cuts, strict=True)
+    ]
 
 
 def promote(one: str, other: str) -> str:
@@ -377,9 +393,9 @@ def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
     return 1 / math.prod(spec.size[a] for a in spec.batch if a not in mine)
 
 
-def _steps(route: FoldRoute, blocks: Blocks, folds: FoldFacts) -> float:
-    """Return the elementwise steps per pair of a fold."""
-    spec, kinds = route.spec, Counter(kind for kind, *_ in route.steps)
+def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> float:
+    """Return the elementwise steps per pair of a fold, or of a part of its outputs."""
+    kinds = Counter(kind for kind, *_ in route.steps)
     once = kinds["lookup"] * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}

@@ -15,14 +15,14 @@ import numpy as np
 
 from symjax_rewrite.ir.step_program import run
 from symjax_rewrite.ir.term import Ref
-from symjax_rewrite.kernel_selection.folds.builder import read_operand, read_over
+from symjax_rewrite.kernel_selection.folds.builder import read_operand
 from symjax_rewrite.kernel_selection.folds.tile_program import (
     COLUMN,
     ROW,
     TileBuilder,
     tile_handlers,
 )
-from symjax_rewrite.kernel_selection.kernel_candidate import OneClass
+from symjax_rewrite.kernel_selection.kernel_candidate import OneClass, read_over
 
 Named = tuple[Any, tuple[str, ...]]
 
@@ -49,7 +49,7 @@ class Columns:
         Columns out of range are clipped in the steps.
         """
         b, over = self.builder, tuple(n for n in self.names if n in self.place.axes)
-        place = read_over(emitter, self.place, over, tuple(b.sizes[n] for n in over))
+        place = read_over(emitter, self.place, over, b.sizes)
         near = jnp.clip(place, 0, b.sizes[COLUMN] - 1)
         blocks = [self._gathered(emitter, k, near, over) for k in range(len(b.inputs))]
         values = tuple(self._spread(*blocks[k]) for k in b.reads)

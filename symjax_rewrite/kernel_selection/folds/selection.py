@@ -43,6 +43,7 @@ from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW, Tile
 from symjax_rewrite.kernel_selection.folds.widening import WideRow, wide_rows
 from symjax_rewrite.kernel_selection.kernel_candidate import candidates, classes_read, refusals
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS
+from symjax_rewrite.pallas_kernels.scan.scan import SCANS
 from symjax_rewrite.rewriting.algebra import saved_by_rules
 from symjax_rewrite.usage_records import RouteUse
 
@@ -55,7 +56,7 @@ def known_kernels(kernels: str) -> str:
     Raises:
         UsageError: no such backend.
     """
-    known = ("auto", "always", "off", *BACKENDS)
+    known = dict.fromkeys(("auto", "always", "off", *BACKENDS, *SCANS.backends))
     if kernels not in known:
         raise UsageError("unknown kernels", expected=[*known], got=repr(kernels))
     return kernels
@@ -68,7 +69,7 @@ class Folds:
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         kernels = context.options.kernels
-        if kernels == "off" or not context.reorders():
+        if kernels not in ("auto", "always", *BACKENDS) or not context.reorders():
             return
         terms = context.terms(program)
         least = context.device.folds.least_pairs if kernels == "auto" else 0

@@ -26,11 +26,10 @@ from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.ir.term import ADD, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
-from symjax_rewrite.kernel_selection.kernel_candidate import candidates
+from symjax_rewrite.kernel_selection.kernel_candidate import candidates, read_over
 from symjax_rewrite.kernel_selection.norms.kernel_call import (
     columns_of,
     over_slots,
-    read_over,
     weight_of,
 )
 from symjax_rewrite.kernel_selection.norms.normalized_operand import (

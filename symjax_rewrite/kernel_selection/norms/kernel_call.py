@@ -15,11 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from symjax_rewrite.codegen import term_lowering
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import Ref
+from symjax_rewrite.kernel_selection.kernel_candidate import read_over
 from symjax_rewrite.kernel_selection.norms.epilogue import NormEpilogue
 from symjax_rewrite.kernel_selection.norms.normalized_operand import Column, Normed
 from symjax_rewrite.pallas_kernels.norm.norm_linear import norm_linears
@@ -146,13 +146,6 @@ def axes_of(m: Normed) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the slots of x that are contracted, and the other slots."""
     across = tuple(s for s, i in enumerate(m.x.axes) if i in m.contracted)
     return across, tuple(s for s in range(len(m.x.axes)) if s not in across)
-
-
-def read_over(emitter: Any, ref: Ref, order: tuple[int, ...], sizes: Any) -> Any:
-    """Return a reference as an array over exactly the indices of `order`."""
-    array = emitter.array(ref.cls)
-    labels = tuple(ref.axes[s] for s in array.slots)
-    return term_lowering.arrange(array.data, labels, order, sizes)
 
 
 def columns_of(emitter: Any, terms: tuple[Column, ...], across: tuple, sizes: Any) -> Any:

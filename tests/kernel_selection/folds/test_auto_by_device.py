@@ -83,11 +83,26 @@ def test_attention_is_one_kernel(device, width, causal):
 
 
 @pytest.mark.parametrize("device", KERNELS)
-@pytest.mark.parametrize(("width", "softmax"), [(64, stable), (64, naive), (128, stable)])
-def test_the_gradient_of_causal_attention_is_three_kernels(device, width, softmax):
-    routes, count, report = folds(gradients(attention(softmax)), arrays(width, 4), device)
+@pytest.mark.parametrize(
+    ("width", "softmax", "causal"),
+    [(64, stable, True), (64, naive, True), (128, stable, True), (128, stable, False)],
+)
+def test_the_gradient_of_attention_is_three_kernels(device, width, softmax, causal):
+    routes, count, report = folds(gradients(attention(softmax, causal)), arrays(width, 4), device)
     assert [r.taken for r in routes] == [True], report
     assert count == 3  # forward, dQ, and dK with dV
+    assert report.after.peak_bytes < 2e9 < 1e10 < report.before.peak_bytes
+
+
+def test_the_gradient_of_the_librarys_attention_is_folds():
+    """Its products of float32 scores by bfloat16 operands ask for bfloat16's rate."""
+
+    def loss(q, k, v):
+        return jnp.sum(jax.nn.dot_product_attention(q, k, v).astype(jnp.float32) ** 2)
+
+    args = [jax.ShapeDtypeStruct((B, T, H, 128), jnp.bfloat16)] * 3
+    routes, _, report = folds(jax.grad(loss, (0, 1, 2)), args, "h200")
+    assert [r.taken for r in routes] == [True], report
 
 
 @pytest.mark.parametrize("device", NO_KERNELS)
@@ -162,6 +177,10 @@ def test_an_unknown_gpu_is_scaled_from_one_of_its_generation():
 def test_products_are_priced_by_their_operands():
     h200 = DEVICES["h200"]
     assert h200.peak("bfloat16") > 1.5 * h200.peak("float32") > 5 * h200.peak("float32", "highest")
+    for algorithm in ("BF16_BF16_F32", jax.lax.DotAlgorithmPreset.BF16_BF16_F32):
+        assert h200.peak("float32", algorithm) == h200.peak("bfloat16")
+    assert h200.peak("float32", "TF32_TF32_F32_X3") == h200.peak("float32") / 3
+    assert h200.peak("float32", "F32_F32_F32") == h200.peak("float32", "highest")
     assert DEVICES["t4"].peak("float32") == DEVICES["t4"].peak("float32", "highest")
 
 

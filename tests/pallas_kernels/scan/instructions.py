@@ -1,0 +1,87 @@
+"""Instructions of the GPU kernels of a selective scan, per element of state, without a GPU.
+
+`python -m tests.pallas_kernels.scan.instructions`, where `make test-aot` runs. It compiles for an
+H200, disassembles, and counts the longest loop of each kernel.
+"""
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from symjax_rewrite.pallas_kernels.scan.block import without_ones
+from symjax_rewrite.pallas_kernels.scan.one_pass import OnePassKernel, block_of
+from symjax_rewrite.pallas_kernels.scan.scan import scan
+from symjax_rewrite.pallas_kernels.scan.selective_scan import SelectiveScan, forward
+from symjax_rewrite.pallas_kernels.scan.triton import Sweep, triton_cut
+from tests.pallas_kernels.gpu_compiler import compiler, described, lower
+
+SPEC = forward(SelectiveScan(1, 2048, 2048, 16))
+LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+\S")
+JUMP = re.compile(r"BRA 0x([0-9a-f]+)")
+
+
+def ptx_of_jax_triton() -> list[str]:
+    """Return the PTX that jax-triton makes while the scan is lowered."""
+    library: Any = importlib.import_module("jax_triton.triton_lib")
+    original, made = library.compile_ttir_to_ptx_inplace, []
+
+    def compiled(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    library.compile_ttir_to_ptx_inplace = compiled
+    lower(jax.jit(lambda *xs: scan(SPEC, *xs, backend="jax_triton")), SPEC.avals)
+    return [kernel.binary for kernel in made]
+
+
+def ptx_of_xla() -> list[str]:
+    """Return the PTX of the kernels by Pallas-Triton."""
+    with tempfile.TemporaryDirectory() as folder:
+        run: Callable[..., Any] = lambda *xs: scan(SPEC, *xs, backend="triton")  # noqa: E731
+        compiler("H200")(run, *SPEC.avals, dump_to=Path(folder))
+        texts = (path.read_text() for path in sorted(Path(folder).rglob("*.ptx")))
+        return [text for text in texts if ".entry" in text]
+
+
+def longest_loop(ptx: str) -> int:
+    """Return the instructions of the longest loop of a kernel in SASS."""
+    tools = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        newest = re.sub(r"\.version 8\.[89]", ".version 8.7", ptx)
+        source.write_text(newest)
+        subprocess.run([tools / "ptxas", "-arch", "sm_90a", source, "-o", cubin], check=True)
+        command = [tools / "cuobjdump", "-sass", cubin]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lengths = [0]
+    for line in sass.splitlines():
+        here, to = LINE.search(line), JUMP.search(line)
+        if here and to:
+            lengths.append((int(here[1], 16) - int(to[1], 16)) // 16)
+    return max(lengths)
+
+
+def main() -> None:
+    """Print the instructions of every kernel."""
+    spec, _ = without_ones(SPEC)
+    with described("H200"):
+        cut, block = triton_cut(spec), block_of(spec)
+        kernel = OnePassKernel(spec, block)
+        elements = kernel.groups * block.states * block.length * block.lanes / (32 * block.warps)
+    rows, states = Sweep.of(spec, cut).tile
+    for name, texts, count in (
+        ("triton", ptx_of_xla(), rows * states * cut.unroll / (32 * cut.warps)),
+        ("jax_triton", ptx_of_jax_triton(), elements),
+    ):
+        loops = [longest_loop(text) / count for text in texts]
+        print(f"{name}: {' + '.join(f'{n:.1f}' for n in loops)} = {sum(loops):.1f} per element")
+
+
+if __name__ == "__main__":
+    main()
