@@ -139,7 +139,12 @@ def shift_of(maximum: Array) -> Array:
 
 def rescale(x: Array, factor: Array) -> Array:
     """Return `x[..., m, *features]` times `factor[..., m]`."""
-    return x * factor.reshape(factor.shape + (1,) * (x.ndim - factor.ndim))
+    return x * _along(factor, x.shape)
+
+
+def _along(x: Array, shape: Sequence[int]) -> Array:
+    """Return `x` repeated over the last axes of `shape` that it lacks."""
+    return lax.broadcast_in_dim(x, shape, range(x.ndim))
 
 
 def _lift_exp(t: Array, measures: Sequence[Measure] = (row_sum,)) -> State:
@@ -163,7 +168,7 @@ def exp_sums_by(exp: Callable[[Array], Array]) -> Monoid:
         top = jnp.maximum(state[0], _max_of(t, -1))
         shift = shift_of(top)
         decay = exp(state[0] - shift)  # of the raw maximum, so 0 for an empty row
-        p = exp(t - shift[..., None])
+        p = exp(t - _along(shift, t.shape))
         sums = (rescale(x, decay) + m(p) for x, m in zip(state[1:], measures, strict=True))
         return (top, *sums)
 

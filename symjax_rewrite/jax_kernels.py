@@ -93,6 +93,28 @@ def _register_power_of_two() -> None:
         return assembly(ctx, x, result_shape_dtypes=ctx.avals_out, **options)[0]
 
 
+@lru_cache(maxsize=1)
+def mosaic_rules() -> Mapping[Any, Any]:
+    """Return the lowering rules of Pallas Mosaic GPU by primitive, `power_of_two`'s among them."""
+    import jax.experimental.mosaic.gpu as mgpu
+    from jax._src.pallas.mosaic_gpu import core, lowering
+    from jaxlib.mlir.dialects import arith, math
+
+    @lowering.register_lowering_rule(_power_of_two_p, mgpu.LoweringSemantics.Warpgroup)
+    def _lower(ctx: Any, x: Any) -> Any:
+        return math.exp2(x, fastmath=arith.FastMathFlags.afn)
+
+    return lowering.mosaic_lowering_rules[core.WGxWG_SEMANTICS]
+
+
+def ptxas_breaks_masks() -> bool:
+    """Return True for the CUDA versions that JAX's own Mosaic attention refuses masks on."""
+    from jax._src.lib import cuda_versions
+
+    found = None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    return found is not None and 12080 <= found < 12091
+
+
 _absent_p = _core.Primitive("sym_absent_kernel")
 _absent_p.multiple_results = True
 

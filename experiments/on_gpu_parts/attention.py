@@ -13,12 +13,14 @@ from on_gpu_parts import measuring
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.mosaic import MosaicBlocks, fold_mosaic
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec
 from symjax_rewrite.pallas_kernels.fold.tiling import TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton
 from tests.pallas_kernels.fold.attention_gradients import gradients
 
 TABLE = "ours, triton"  # the contestant with the blocks of the package's own table
+MOSAIC = "ours, mosaic"  # the same, by Pallas Mosaic GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,8 @@ BLOCKS = (
 )  # fmt: skip
 DECODE_BLOCKS = ((16, 64, 4, 2), (16, 128, 4, 2), (16, 128, 4, 3))
 SPLITS = (1, 4, 8, 16)
+# warpgroups, columns, stages
+MOSAIC_BLOCKS = ((2, 128, 2), (2, 64, 2), (2, 64, 3), (2, 64, 4), (1, 64, 2))
 BACKWARD_BLOCKS = ((64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 1), (128, 64, 8, 2), (64, 32, 4, 2))
 
 
@@ -128,9 +132,13 @@ def contestants(shape: Shape, dry: bool) -> dict[str, Callable]:
         "auto": sym_optimize(plain(shape)),
         "auto, triton": sym_optimize(plain(shape), kernels="xla" if dry else "triton"),
         TABLE: ours(shape, None, dry),
+        MOSAIC: ours(shape, None, dry, "mosaic"),
     }
     if not shape.bias and not shape.window and shape.heads == shape.key_heads:
         out["pallas-triton"] = upstream(shape)
+    for sizes in MOSAIC_BLOCKS[: 1 if dry else None] if shape.queries > 1 else ():
+        name = "mosaic {}x64x{} s{}".format(*sizes)
+        out[name] = ours(shape, MosaicBlocks(*sizes), dry)
     for blocks in all_blocks(shape)[: 1 if dry else None]:
         out[block_name(blocks)] = ours(shape, blocks, dry)
     return out
@@ -203,9 +211,11 @@ def upstream(shape: Shape) -> Callable:
     return call
 
 
-def ours(shape: Shape, blocks: TritonBlocks | None, dry: bool) -> Callable:
-    """The package's kernel of the shape; blocks: None for those of its table."""
-    run = folder(blocks, dry)
+def ours(
+    shape: Shape, blocks: TritonBlocks | MosaicBlocks | None, dry: bool, backend: str = "triton"
+) -> Callable:
+    """The package's kernel of the shape; blocks: None for those of the backend's own table."""
+    run = folder(blocks, dry, backend)
 
     def call(q: Any, *rest: Any) -> Any:
         out, _ = run(forward(shape.attention), *grouped(shape, q, *rest))
@@ -214,12 +224,18 @@ def ours(shape: Shape, blocks: TritonBlocks | None, dry: bool) -> Callable:
     return call
 
 
-def folder(blocks: TritonBlocks | None, dry: bool) -> Callable:
-    """Return what runs a fold by the Triton kernel."""
+def folder(
+    blocks: TritonBlocks | MosaicBlocks | None, dry: bool, backend: str = "triton"
+) -> Callable:
+    """Return what runs a fold by one kernel; the blocks, if given, tell the backend."""
 
     def run(spec: FoldSpec, *operands: Any) -> Any:
         if dry:
             return fold(spec, *operands, backend="xla")
+        if blocks is None:
+            return fold(spec, *operands, backend=backend)
+        if isinstance(blocks, MosaicBlocks):
+            return fold_mosaic(spec, *operands, blocks=blocks)
         return fold_triton(spec, *operands, blocks=blocks)
 
     return run

@@ -41,7 +41,7 @@ def cases(dry: bool) -> Iterator[measuring.Case]:
     folds = kept(fold_tests.CASES)[:few]
     for one in folds:
         run = functools.partial(fold, one.spec)
-        yield kernel_case("fold", one, run, FOLDS, [*backends, "library"])
+        yield kernel_case("fold", one, run, FOLDS, [*backends, "library", "mosaic"])
     scans = backends if dry else [*backends, "jax_triton"]
     for one in kept(scan_tests.CASES)[:few]:
         yield kernel_case("scan", one, functools.partial(scan, one.spec), SCANS, scans)

@@ -28,6 +28,7 @@ FOLDS: KernelFamily[FoldSpec] = KernelFamily.of(
     Backend("reference", None, fold_reference),
     Backend("xla", None, xla.fold_xla, xla.supports),
     triton_backend("symjax_rewrite.pallas_kernels.fold.triton", "fold_triton"),
+    triton_backend("symjax_rewrite.pallas_kernels.fold.mosaic", "fold_mosaic", "mosaic"),
     Backend("library", "cuda", cudnn.fold_library, cudnn.supports),
     on_cuda=("library", "triton"),
 )

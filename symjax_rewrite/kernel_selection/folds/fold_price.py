@@ -338,7 +338,7 @@ def _copy_seconds(spec: FoldSpec, device: Device) -> float:
 
 def gpu_kernels(route: FoldRoute, device: Device) -> list[tuple[FoldSpec, TritonBlocks]]:
     """Return the kernels that compute a fold, with block sizes; empty where loops compute it."""
-    if not device.runs_on_gpu or route.backend not in ("auto", "triton", "library"):
+    if not device.runs_on_gpu or route.backend not in ("auto", "triton", "mosaic", "library"):
         return []
     parts = [part for _, part in one_way(route.spec)]
     if not all(hasattr(cuda_backend(part), "run") for part in parts):
