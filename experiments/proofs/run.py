@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 import harness
-from tests.proofs.equal_pairs import PAIRS
+from tests.proofs.loop_pairs import PAIRS
 from tests.proofs.near_misses import NEAR_MISSES
 
 from symjax_rewrite import packs, prove_equal

@@ -83,13 +83,10 @@ def prove_equal(
     args, named = specs_of(tree, scope_of(tree))
     with jax.enable_x64(is_wide((args, named))):
         problem = Problem.of(f, g, args, named, Assumptions(assume), numerics, budget or Budget())
-        different = problem.structure()
-        if different is not None:
+        if (different := problem.structure()) is not None:
             return different
         found = sample(problem)
-        if found.different is not None:
-            return found.different
-        return decided(problem, found, started)
+        return decided(problem, found, started) if found.different is None else found.different
 
 
 def decided(problem: Problem, found: Sampled, started: float) -> Proof | Unknown:

@@ -7,23 +7,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from tests.proofs.equal_pairs import (
-    RECURRENT,
     Pair,
     attention,
     flash,
-    gated,
     joined,
     layer_norm,
-    leapfrog,
-    matrix_scan,
-    matrix_tree,
     merge,
     naive_softmax,
     parallel,
-    recurrent,
     rms_norm,
     sequential,
     stable_softmax,
+)
+from tests.proofs.loop_pairs import (
+    RECURRENT,
+    gated,
+    leapfrog,
+    matrix_scan,
+    matrix_tree,
+    recurrent,
 )
 
 X, Y = "f32[n,d]", "f32[m,d]"

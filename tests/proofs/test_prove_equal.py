@@ -19,7 +19,8 @@ from symjax_rewrite.proofs.problems import Problem, scope_of, specs_of
 from symjax_rewrite.proofs.proving import decided
 from symjax_rewrite.proofs.samples import Sampled, sample
 from symjax_rewrite.rewriting.rule import Lemma
-from tests.proofs.equal_pairs import PAIRS, naive_softmax, stable_softmax
+from tests.proofs.equal_pairs import naive_softmax, stable_softmax
+from tests.proofs.loop_pairs import PAIRS
 from tests.proofs.near_misses import NEAR_MISSES
 
 MOST_NODES, LEMMA_NODES = 200, 40  # a proof applies at most ten laws per node
