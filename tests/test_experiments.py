@@ -64,6 +64,7 @@ weights = load("minilm/weights")
         "orientation",
         "peers",
         "performance_fuzz",
+        "proofs",
         "selective_scan",
         "tuning",
         "selective_scan/published_shape",

@@ -1,11 +1,11 @@
 """Proofs that two JAX functions have equal values: `prove_equal`, `Proof`, `Different`, `Unknown`.
 
 Two functions are traced as one program and read as index terms. Every output becomes a polynomial
-over atoms that read indices (`forms`, `arithmetic`, `functions`, `reductions`), by the laws of
+over atoms that read indices (`forms`, `arithmetic`, `functions`, `reductions`), by the `laws` of
 arithmetic on real numbers. Loops that count become closed forms by induction (`opened_loops`,
 `recurrences`). Equal polynomials are a proof; its steps are the laws that were applied, each
-compared at random values (`evaluation`). Functions are sampled first (`samples`): a difference is a
-counterexample. May import every other folder.
+compared at random values (`checks`, `evaluation`). Functions are sampled first (`samples`): a
+difference is a counterexample. May import every other folder.
 
     proof = prove_equal(jax.nn.softmax, naive_softmax, "f32[n,d]")
     print(proof)

@@ -1,11 +1,14 @@
 """Sums, products and powers of normal forms, and the laws that they use.
 
+    (x + y)·x  →  x² + x·y, by `distributivity`
+
 Every operation returns a normal form and, where a law was needed, records the application: the
-operation, its operands and the result. May import `forms`, `numbers` and `ir.sizes`.
+operation, its operands and the result.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -50,11 +53,15 @@ class Operation(NamedTuple):
     attr: Any = None
 
 
+def operation(name: str, *operands: Poly, attr: Any = None) -> Operation:
+    """Return an operation whose operands bind no index."""
+    return Operation(name, tuple([((), p) for p in operands]), attr)
+
+
 class Law(NamedTuple):
-    """An application of a law: the operation, its normal form, and the law's text."""
+    """An application of one of `laws.LAWS`: the operation, its normal form, the user's line."""
 
     name: str
-    text: str
     before: Operation
     after: Poly
     where: str
@@ -70,7 +77,8 @@ class Calculus:
 
     builders: how a form of each kind is made again of its operands. laws: the applications so far.
     where: the user's line on which the algebra works. most_laws: the budget. facts: about sizes.
-    maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b).
+    maxima_as_cases: True to write max(a, b) as b + [a > b]·(a − b). entries: inputs, with an axis
+    of which single entries are read; None if loops are not unfolded and sums not opened.
     """
 
     builders: Mapping[str, Builder]
@@ -81,19 +89,15 @@ class Calculus:
     most_laws: int = 20_000
     maxima_as_cases: bool = False
     facts: Assumptions = field(default_factory=Assumptions)
+    entries: frozenset[tuple[Any, int]] | None = None
     _rebuilt: dict[tuple[int, tuple[Index, ...]], Poly] = field(default_factory=dict)
+    _reached: dict[int, frozenset[int]] = field(default_factory=dict)
 
-    def record(
-        self, name: str, text: str, operation: str, *operands: Poly, after: Poly, attr: Any = None
-    ) -> Poly:
-        """Record a law for an operation that binds no index; return the result."""
-        return self.recorded(name, text, Operation(operation, _unbound(operands), attr), after)
-
-    def recorded(self, name: str, text: str, before: Operation, after: Poly) -> Poly:
+    def record(self, name: str, before: Operation, after: Poly) -> Poly:
         """Record an application of a law; return the result."""
         if len(self.laws) >= self.most_laws:
             raise OutOfBudgetError(f"{self.most_laws} applications of laws")
-        self.laws.setdefault((name, before), Law(name, text, before, after, self.where))
+        self.laws.setdefault((name, before), Law(name, before, after, self.where))
         return after
 
     def form(self, atom: Atom) -> Form:
@@ -102,9 +106,9 @@ class Calculus:
 
     def opened(self, atom: Atom) -> list[tuple[tuple[int, ...], Poly]]:
         """Return the operands of an atom: fresh names for bound indices, and a polynomial."""
-        form, out = self.form(atom), []
-        for codes, p in form.branches:
-            names = tuple(self.table.fresh(self.table.dim(c)) for c in codes)
+        out = []
+        for codes, p in self.form(atom).branches:
+            names = tuple([self.table.fresh(self.table.dim(c)) for c in codes])
             to = dict(enumerate((*atom.at, *map(plain, names))))
             out.append((names, self.substitute(p, to)))
         return out
@@ -113,51 +117,72 @@ class Calculus:
         """Return the only operand of an atom."""
         return self.opened(atom)[0][1]
 
+    def again(self, atom: Atom, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
+        """Return the form of an atom made of other operands."""
+        form = self.form(atom)
+        return self.builders[form.kind](self, form, branches)
+
+    def reached(self, form: int) -> frozenset[int]:
+        """Return a form and all forms inside it."""
+        if form not in self._reached:
+            inner = {x.form for _, p in self.table.forms[form].branches for m, _ in p for x, _ in m}
+            self._reached[form] = frozenset({form}).union(*map(self.reached, inner))
+        return self._reached[form]
+
+    def reads_entries(self, p: Poly, name: int) -> bool:
+        """Return True if p reads, at an index, an axis of which single entries are read too."""
+
+        def is_read(form: Form, slot: int) -> bool:
+            if form.kind == "leaf":
+                return (form.attr, slot) in (self.entries or ())
+            return any(self.reads_entries(q, slot) for _, q in form.branches)
+
+        return bool(self.entries) and any(
+            is_read(self.form(atom), slot)
+            for mono, _ in p
+            for atom, _ in mono
+            for slot, index in enumerate(atom.at)
+            if any(n == name for n, _ in index[1])
+        )
+
     # ------------------------------------------------------------ substitution
+
+    def mapped(self, p: Poly, to: Callable[[Atom], Atom | Poly]) -> Poly:
+        """Return a polynomial with its atoms replaced by atoms or polynomials."""
+        parts = []
+        for mono, c in p:
+            factors: dict[Atom, Number] = {}
+            rest: list[Poly] = []
+            for atom, e in mono:
+                made = to(atom)
+                if isinstance(made, Atom):
+                    factors[made] = factors.get(made, 0) + e
+                else:
+                    rest.append(self.power(made, e))
+            parts.append(self.product(self.term(c, factors), *rest))
+        return self.add(*parts)
 
     def substitute(self, p: Poly, to: Mapping[int, Index]) -> Poly:
         """Return a polynomial with names replaced by index expressions."""
         if not any(n in to for n in names_of(p)):
             return p
-        parts = [self._substituted(mono, c, to) for mono, c in p]
-        return self.add(*parts)
-
-    def _substituted(self, mono: Mono, c: Number, to: Mapping[int, Index]) -> Poly:
-        plain_factors: dict[Atom, Number] = {}
-        rest: list[Poly] = []
-        for atom, e in mono:
-            at = tuple([substituted(i, to) for i in atom.at])
-            made = self.at(atom.form, at)
-            if isinstance(made, Atom):
-                plain_factors[made] = plain_factors.get(made, 0) + e
-            else:
-                rest.append(self.power(made, e))
-        out: Poly = self.term(c, plain_factors)
-        for p in rest:
-            out = self.mul(out, p)
-        return out
+        return self.mapped(p, lambda x: self.at(x.form, tuple([substituted(i, to) for i in x.at])))
 
     def at(self, form: int, at: tuple[Index, ...]) -> Atom | Poly:
         """Return a form read at index expressions; inner ones reach the inputs."""
         f = self.table.forms[form]
-        if f.kind == "leaf":
-            return self.table.atom(form, at)
         if f.kind == "index":
             return self.index(at[0])
         names = [plain_name(i) for i in at]
         is_plain = None not in names and len(set(names)) == len(names)
-        if is_plain and f.kind not in ("positive", "zero"):
-            return self.table.atom(form, at)
-        if is_plain and any(n not in self.table.sizes for n in names):
+        if is_plain and f.kind in ("positive", "zero"):  # sizes of indices may decide a test
+            is_plain = any(n not in self.table.sizes for n in names)
+        if is_plain or not f.branches:
             return self.table.atom(form, at)
         if (form, at) not in self._rebuilt:
             self._rebuilt[form, at] = ONE  # never read: a form does not contain itself
-            branches = []
-            for codes, p in f.branches:
-                bound = tuple(self.table.fresh(self.table.dim(c)) for c in codes)
-                to = dict(enumerate((*at, *map(plain, bound))))
-                branches.append((bound, self.substitute(p, to)))
-            self._rebuilt[form, at] = self.builders[f.kind](self, f, branches)
+            atom = Atom(form, at)
+            self._rebuilt[form, at] = self.again(atom, self.opened(atom))
         return self._rebuilt[form, at]
 
     # ------------------------------------------------------------ numbers and sizes
@@ -182,9 +207,13 @@ class Calculus:
         """Return a rational number."""
         return (((), c),) if c else ZERO
 
+    def leaf(self, kind: str, attr: Any = None, at: Sequence[Index] = (), **facts: Any) -> Poly:
+        """Return a form without operands, at index expressions."""
+        return self.of(Atom(self.table.leaf(kind, attr, len(at), **facts), tuple(at)))
+
     def symbol(self, name: str) -> Poly:
         """Return a positive real constant of a name."""
-        return self.of(Atom(self.table.leaf("symbol", name, 0, sign=2), ()))
+        return self.leaf("symbol", name, sign=2)
 
     def prime_log(self, prime: int) -> Poly:
         """Return the logarithm of a prime number."""
@@ -192,11 +221,11 @@ class Calculus:
 
     def imaginary(self) -> Poly:
         """Return the imaginary unit."""
-        return self.of(Atom(self.table.leaf("imaginary", None, 0, real=False), ()))
+        return self.leaf("imaginary", real=False)
 
     def infinity(self) -> Poly:
         """Return the symbol of infinity, of which only exp(−∞) = 0 and max(−∞, a) = a are used."""
-        return self.of(Atom(self.table.leaf("infinity", None, 0, sign=2), ()))
+        return self.leaf("infinity", sign=2)
 
     def size(self, size: Dim) -> Poly:
         """Return a size as a number."""
@@ -214,13 +243,17 @@ class Calculus:
                     sizes[Atom(form, ())] = e
                 parts.append(self.term(stride, sizes))
             else:
-                form = self.table.leaf("index", None, 1, integer=True, sign=1)
-                parts.append(self.term(stride, {Atom(form, (plain(name),)): 1}))
+                here = self.leaf("index", None, [plain(name)], integer=True, sign=1)
+                parts.append(self.scale(stride, here))
         return self.add(*parts)
 
     def of(self, atom: Atom) -> Poly:
         """Return an atom as a polynomial."""
         return ((((atom, 1),), 1),)
+
+    def made(self, kind: str, attr: Any, *operands: Poly, **facts: Any) -> Poly:
+        """Return a function of polynomials that binds no index."""
+        return self.of(self.table.intern(kind, attr, [((), p) for p in operands], facts))
 
     # ------------------------------------------------------------ sums and products
 
@@ -257,17 +290,14 @@ class Calculus:
             out += [self._cancelled(term, other) or self._distributed(term, other)]
         made = self.add(*out)
         if len(p) > 1 or len(q) > 1:
-            self.record("distributivity", "a·(b + c) = a·b + a·c", "mul", p, q, after=made)
+            self.record("distributivity", operation("mul", p, q), made)
         elif p and q and any(atom in dict(q[0][0]) for atom, _ in p[0][0]):
-            self.record("powers", "a^p · a^q = a^(p+q)", "mul", p, q, after=made)
+            self.record("powers", operation("mul", p, q), made)
         return made
 
     def product(self, *parts: Poly) -> Poly:
         """Return the product of polynomials."""
-        out = ONE
-        for p in parts:
-            out = self.mul(out, p)
-        return out
+        return functools.reduce(self.mul, parts, ONE)
 
     def _distributed(self, term: tuple[Mono, Number], q: Poly) -> Poly:
         """Return a term times every term of a polynomial."""
@@ -316,9 +346,7 @@ class Calculus:
             if e:
                 kept.append((atom, _whole(e)))
         out: Poly = ((tuple(sorted(kept)), self._met(_whole(c))),) if c else ZERO
-        for p in more:
-            out = self.mul(out, p)
-        return out
+        return self.product(out, *more) if more else out
 
     # ------------------------------------------------------------ powers
 
@@ -330,10 +358,7 @@ class Calculus:
         if not p and e > 0:
             return ZERO
         if _expands(p, e):
-            out = p
-            for _ in range(int(e) - 1):
-                out = self.mul(out, p)
-            return out
+            return self.product(*[p] * int(e))
         if len(p) == 1:
             return self._power_of_term(p, e)
         return self.cases(lambda q: self._power_of_sum(q, e), p)
@@ -343,9 +368,7 @@ class Calculus:
         if isinstance(e, int):
             made = self.term(Fraction(c) ** e, {atom: k * e for atom, k in mono})
             if len(mono) > 1 or (mono and c != 1):
-                self.record(
-                    "power_of_product", "(a·b)^n = a^n · b^n", "power", p, after=made, attr=e
-                )
+                self.record("power_of_product", operation("power", p, attr=e), made)
             return made
         out, rest = ONE, {}
         for atom, k in mono:
@@ -360,18 +383,19 @@ class Calculus:
             inner = self.term(1 if c > 0 else -1, rest)
             out = self.mul(out, self._power_atom(inner, e))
         if out != self._power_atom(p, e):
-            text = "(a·b)^p = a^p · b^p   (a ≥ 0)"
-            self.record("power_of_product", text, "power", p, after=out, attr=e)
+            self.record("root_of_product", operation("power", p, attr=e), out)
         return out
 
     def absolute(self, atom: Atom) -> Poly:
         """Return the absolute value of a real atom."""
         p = self.of(atom)
         if self.maxima_as_cases:
-            facts = {"bit": True, "integer": True, "sign": 1}
-            test = self.of(self.table.intern("positive", None, [((), p)], facts))
-            return self.sub(self.scale(2, self.mul(test, p)), p)
-        return self.of(self.table.intern("abs", None, [((), p)], {"sign": 1}))
+            return self.sub(self.scale(2, self.mul(self.test("positive", p), p)), p)
+        return self.made("abs", None, p, sign=1)
+
+    def test(self, kind: str, p: Poly) -> Poly:
+        """Return a test that is 1 or 0, of which nothing is known."""
+        return self.made(kind, None, p, bit=True, integer=True, sign=1)
 
     def oriented(self, p: Poly) -> tuple[int, Poly]:
         """Return (s, s·p) with a sign s = ±1 that is the same for p and −p."""
@@ -408,14 +432,11 @@ class Calculus:
         if content == ONE:
             return self._power_atom(base, e)
         made = self.mul(self.power(content, e), self._power_atom(base, e))
-        text = "(a·b + a·c)^p = a^p · (b + c)^p" + ("" if isinstance(e, int) else "   (a > 0)")
-        return self.record("common_factor", text, "power", p, after=made, attr=e)
+        return self.record("common_factor", operation("power", p, attr=e), made)
 
     def _power_atom(self, base: Poly, e: Number) -> Poly:
-        sign = self.sign(base)
-        real = self.is_real(base)
-        atom = self.table.intern("power", None, [((), base)], {"sign": sign, "real": real})
-        return ((((atom, e),), 1),)
+        facts = {"sign": self.sign(base), "real": self.is_real(base)}
+        return ((((self.table.intern("power", None, [((), base)], facts), e),), 1),)
 
     def content(self, p: Poly, only_positive: bool) -> tuple[Poly, Poly]:
         """Return (a, b) with p = a·b, where a is one term and b has no common factor."""
@@ -473,9 +494,7 @@ class Calculus:
         if_yes, if_no = self.cases(function, yes), self.cases(function, no)
         bit = self.of(test)
         made = self.add(self.mul(bit, if_yes), self.mul(self.sub(ONE, bit), if_no))
-        text = "f([c]·a + (1−[c])·b) = [c]·f(a) + (1−[c])·f(b)"
-        operands = tuple(((), q) for q in (bit, if_yes, if_no))
-        return self.recorded("cases", text, Operation("select", operands), made)
+        return self.record("cases", operation("select", bit, if_yes, if_no), made)
 
     def tests(self, p: Poly) -> list[Atom]:
         """Return the tests that are factors of the terms of a polynomial."""
@@ -483,12 +502,7 @@ class Calculus:
 
     def assume(self, p: Poly, test: Atom, value: int) -> Poly:
         """Return a polynomial with a test replaced by its value."""
-        parts: list[Poly] = []
-        for mono, c in p:
-            rest = tuple([f for f in mono if f[0] != test])
-            if len(rest) == len(mono) or value:
-                parts.append(((rest, c),))
-        return self.add(*parts)
+        return self.mapped(p, lambda x: (ONE if value else ZERO) if x == test else x)
 
 
 def _expands(p: Poly, e: Number) -> bool:
@@ -504,7 +518,3 @@ def _is_opened(form: Form, e: Number) -> bool:
 
 def _whole(e: Number) -> Number:
     return e.numerator if isinstance(e, Fraction) and e.denominator == 1 else e
-
-
-def _unbound(operands: Sequence[Poly]) -> tuple[tuple[tuple[int, ...], Poly], ...]:
-    return tuple(((), p) for p in operands)

@@ -1,7 +1,7 @@
 """Conditions under which a program is defined: no division by zero, no root of a negative number.
 
 Two programs are equal *everywhere* only if they are defined at the same points. `x/x` is 1 wherever
-it is defined, and is no proof of 1 at x = 0. May import `arithmetic` and `forms`.
+it is defined, and is no proof of 1 at x = 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Numbers of normal forms: what a law says is checked at random values of the inputs.
 
+    exp(x[i]) at i = 0, 2, 4  →  [1.6, 0.2, 3.1], for the x that was drawn
+
 Operations without laws count as uninterpreted functions: a law that holds for every function holds
-for the one that is chosen here. May import `forms` and `arithmetic`.
+for the one that is chosen here.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from symjax_rewrite.proofs.functions import EVEN, ODD
 
 MOST_ELEMENTS = 1 << 21  # of an array over indices
 POINTS = 5  # values tried of each index of a law
+MOST_STEPS = 64  # of a loop that is run
 TOLERANCE = 1e-7
 
 Env = dict[int, np.ndarray]
@@ -37,7 +40,8 @@ class Evaluation:
     """Values of normal forms at one choice of sizes and inputs.
 
     shapes: of inputs and of the carries of loops, by number. dims: the named sizes. inputs: arrays
-    by number; those not given are drawn.
+    by number; those not given are drawn. carried: the carries of the iterations that are at work,
+    by form: their own axes in reverse, then those of the indices around.
     """
 
     a: Calculus
@@ -45,6 +49,7 @@ class Evaluation:
     dims: Mapping[str, int]
     draw: np.random.Generator
     inputs: dict[int, np.ndarray] = field(default_factory=dict)
+    carried: dict[int, np.ndarray] = field(default_factory=dict)
 
     def size(self, dim: Any) -> int:
         """Return a size as a number."""
@@ -69,10 +74,12 @@ class Evaluation:
         form = self.a.form(atom)
         match form.kind:
             case "leaf":
-                at = tuple(self._index(i, env) for i in atom.at)
+                at = tuple(self.index(i, env) for i in atom.at)
                 return self._clipped(self._leaf(form), at)
+            case "carry":
+                return self._carry(atom.form, [self.index(i, env) for i in atom.at])
             case "index":
-                return self._index(atom.at[0], env).astype(np.float64)
+                return self.index(atom.at[0], env).astype(np.float64)
             case "size":
                 return np.asarray(self.dims[form.attr])
             case "prime":
@@ -84,15 +91,23 @@ class Evaluation:
                 return np.asarray(1j)
             case "infinity" | "nan":
                 return np.asarray(np.inf if form.kind == "infinity" else 0.37)
-        mine = {k: self._index(i, env) for k, i in enumerate(atom.at)}
+        mine = {k: self.index(i, env) for k, i in enumerate(atom.at)}
         operands = []
         for codes, p in form.branches:
             sizes = [self.size(self.a.table.dim(code)) for code in codes]
             operands.append((list(enumerate(sizes, form.slots)), p))
         out = self.applied(form.kind, form.attr, operands, mine, depth)
-        return (np.real(out) > 0).astype(np.float64) if form.kind == "opaque" and form.bit else out
+        return self._typed(form, np.real(out)) if form.kind == "opaque" and form.integer else out
 
-    def _index(self, index: Index, env: Env) -> np.ndarray:
+    def _typed(self, form: Form, out: np.ndarray) -> np.ndarray:
+        """Return numbers as bits or integers of a form, within its bounds."""
+        if form.bit:
+            return (out > 0).astype(np.float64)
+        whole = np.abs(np.rint(2 * out)) if form.sign else np.rint(2 * out)
+        return whole if form.most is None else np.minimum(whole, self.size(form.most))
+
+    def index(self, index: Index, env: Env) -> np.ndarray:
+        """Return the values of an index expression."""
         out: Any = np.int64(index[0])
         for name, stride in index[1]:
             if name < 0:
@@ -128,6 +143,13 @@ class Evaluation:
             return self._maximum(operands, env, depth)
         if kind == "recurrence":
             return self._recurrence(operands, env, depth)
+        if kind == "iteration":
+            return self._iteration(attr, operands, env, depth)
+        if kind == "take":
+            (names, p), *places = operands
+            chosen = [np.rint(self.poly(q, env, depth)).astype(int) for _, q in places]
+            inside = {n: np.clip(i, 0, k - 1) for (n, k), i in zip(names, chosen, strict=True)}
+            return self.poly(p, {**env, **inside}, depth)
         if kind in _INTERPRETED or kind == "map":
             values = [self.poly(p, env, depth) for _, p in operands]
             return self._function(kind, attr, values)
@@ -157,10 +179,8 @@ class Evaluation:
             depth += 1
         return out, depth
 
-    def _over(
-        self, operand: tuple[Bound, Poly], env: Env, depth: int,
-        reduce: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:  # fmt: skip
+    def _table(self, operand: tuple[Bound, Poly], env: Env, depth: int) -> np.ndarray:
+        """Return a polynomial with its bound names as leading axes, the last one first."""
         names, p = operand
         inner, deep = self._bound(names, env, depth)
         out = self.poly(p, inner, deep)
@@ -168,8 +188,14 @@ class Evaluation:
         shape = np.broadcast_shapes(np.shape(out), lead)
         if math.prod(shape) > 8 * MOST_ELEMENTS:
             raise TooLargeError
-        out = np.broadcast_to(out, shape)
-        for _ in names:
+        return np.broadcast_to(out, shape)
+
+    def _over(
+        self, operand: tuple[Bound, Poly], env: Env, depth: int,
+        reduce: Callable[[np.ndarray], np.ndarray],
+    ) -> np.ndarray:  # fmt: skip
+        out = self._table(operand, env, depth)
+        for _ in operand[0]:
             out = reduce(out)
         return out
 
@@ -194,6 +220,42 @@ class Evaluation:
             h = factor * h + shift
             out = np.where(at == k + 1, h, out)
         return out
+
+    def _iteration(self, attr: Any, operands: Operands, env: Env, depth: int) -> np.ndarray:
+        """Return carries at a step and indices, after as many steps as the loop has at most."""
+        _, which, carries = attr
+        count = 2 * len(carries)
+        time, *at = [self.poly(p, env, depth) for _, p in operands[count:]]
+        length = operands[1][0][0][1]
+        if length > MOST_STEPS:
+            raise TooLargeError
+        state = [self._table(start, env, depth) for start in operands[:count:2]]
+        before, out = dict(self.carried), np.zeros(())
+        for step in range(length + 1):
+            self.carried |= zip(carries, state, strict=True)
+            here = self._carry(carries[which], [np.rint(i).astype(int) for i in at])
+            out = np.where(time == step, here, out)
+            if step < length:
+                state = [
+                    self._table((names[1:], p), {**env, names[0][0]: np.asarray(step)}, depth)
+                    for names, p in operands[1:count:2]
+                ]
+        self.carried = before
+        return out
+
+    def _carry(self, form: int, at: Sequence[np.ndarray]) -> np.ndarray:
+        """Return a carry at indices; outside the iteration, of a fixed pseudo-random value."""
+        array = self.carried.get(form)
+        if array is None:
+            facts = self.a.table.forms[form]
+            out = np.cos(1.0 + form + sum((1.3 + k) * i for k, i in enumerate(at)))
+            return self._typed(facts, out) if facts.integer else out
+        around = array.shape[len(at) :]
+        grid = [
+            np.arange(n).reshape((n, *[1] * (len(around) - 1 - k))) for k, n in enumerate(around)
+        ]
+        inside = [np.clip(i, 0, n - 1) for i, n in zip(reversed(at), array.shape, strict=False)]
+        return array[(*inside, *grid)]
 
     def _uninterpreted(self, key: str, operands: Operands, env: Env, depth: int) -> np.ndarray:
         """Return a fixed pseudo-random function of all entries of the operands."""

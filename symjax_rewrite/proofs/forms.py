@@ -50,7 +50,7 @@ class Form:
 
     kind: "leaf", "sum", "power", "exp", ... attr: its parameters. symmetries: orders of the slots
     that give the same form. real, integer: its values. bit: its values are 0 and 1. sign: 2 if all
-    values are positive, 1 if none is negative, else 0.
+    values are positive, 1 if none is negative, else 0. most: no value of an integer is larger.
     """
 
     kind: str
@@ -62,6 +62,7 @@ class Form:
     integer: bool = False
     bit: bool = False
     sign: int = 0
+    most: Dim | None = None
 
 
 def plain(name: int) -> Index:

@@ -1,20 +1,20 @@
 """Elementwise functions of normal forms: exponentials, logarithms, tests, selections.
 
-May import `arithmetic` and `forms`.
+exp(x + 2·y)  →  exp(x)·exp(y)², by `exp_of_sum`
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from symjax_rewrite.proofs.arithmetic import Calculus
+from symjax_rewrite.ir.sizes import Dim, simplify
+from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.exact_numbers import prime_powers
-from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Mono, Number, Poly
+from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Index, Mono, Number, Poly, linear
 
-EXP_LAW = "exp(a + b) = exp(a)·exp(b), exp(c·a) = exp(a)^c"
-LOG_LAW = "log(a^p · b) = p·log(a) + log(b)   (a, b > 0), log(exp(a)) = a"
 ODD = frozenset("sin tan asin atan sinh asinh erf erf_inv cbrt sign".split())
 EVEN = frozenset("cos".split())
 _HALF = Fraction(1, 2)
@@ -26,36 +26,31 @@ def exp(a: Calculus, p: Poly) -> Poly:
     for mono, c in p:
         out = a.mul(out, _exp_of_term(a, mono, c))
     if len(p) > 1 or (p and p[0][1] != 1):
-        a.record("exp_of_sum", EXP_LAW, "exp", p, after=out)
+        a.record("exp_of_sum", operation("exp", p), out)
     return out
 
 
 def _exp_of_term(a: Calculus, mono: Mono, c: Number) -> Poly:
-    kinds = [a.form(atom).kind for atom, _ in mono]
-    bits = [atom for atom, _ in mono if a.form(atom).bit]
-    if bits:
-        inside = _exp_of_term(a, tuple([f for f in mono if f[0] != bits[0]]), c)
-        bit = a.of(bits[0])
-        made = a.add(a.mul(bit, inside), a.sub(ONE, bit))
-        return a.record(
-            "cases", "exp([c]·a) = [c]·exp(a) + 1 − [c]", "exp", ((mono, c),), after=made
-        )
-    if kinds == ["infinity"] and c < 0 and mono[0][1] == 1:
-        return ZERO
-    if kinds == ["mask"] and c > 0 and mono[0][1] == 1:
-        test = a.operand(mono[0][0])
-        return a.record("masked", "exp(mask(c)) = [c]", "exp", ((mono, c),), after=test)
-    if "log" in kinds and mono[kinds.index("log")][1] == 1 and len(mono) == 1:
-        inner = a.power(a.operand(mono[0][0]), Fraction(c))
-        return a.record("exp_of_log", "exp(c·log(a)) = a^c", "exp", ((mono, c),), after=inner)
-    if len(mono) == 1 and kinds == ["symbol"] and mono[0][1] == 1:
-        name = a.form(mono[0][0]).attr
-        if name.startswith("log ") and Fraction(c).denominator == 1:
+    whole = operation("exp", ((mono, c),))
+    bit = next((atom for atom, _ in mono if a.form(atom).bit), None)
+    if bit is not None:
+        inside = _exp_of_term(a, tuple([f for f in mono if f[0] != bit]), c)
+        test = a.of(bit)
+        return a.record("exp_of_case", whole, a.add(a.mul(test, inside), a.sub(ONE, test)))
+    if len(mono) == 1 and mono[0][1] == 1:
+        atom = mono[0][0]
+        kind, name = a.form(atom).kind, str(a.form(atom).attr)
+        if kind == "infinity" and c < 0:
+            return ZERO
+        if kind == "mask" and c > 0:
+            return a.record("masked", whole, a.operand(atom))
+        if kind == "log":
+            return a.record("exp_of_log", whole, a.power(a.operand(atom), Fraction(c)))
+        if kind == "symbol" and name.startswith("log ") and Fraction(c).denominator == 1:
             return a.constant(Fraction(int(name[4:])) ** int(c))
     inner: Poly = ((mono, 1),)
-    real = a.is_real(inner)
-    atom = a.table.intern("exp", None, [((), inner)], {"sign": 2 if real else 0, "real": real})
-    return a.term(1, {atom: c})
+    facts = {"sign": 2 if a.is_real(inner) else 0, "real": a.is_real(inner)}
+    return a.term(1, {a.table.intern("exp", None, [((), inner)], facts): c})
 
 
 def log(a: Calculus, p: Poly) -> Poly:
@@ -86,12 +81,12 @@ def _log(a: Calculus, p: Poly) -> Poly:
         parts.append(_log_atom(a, rest))
     made = a.add(*parts)
     if len(parts) > 2 or rest == ONE or c != 1:
-        a.record("log_of_product", LOG_LAW, "log", p, after=made)
+        a.record("log_of_product", operation("log", p), made)
     return made
 
 
 def _log_atom(a: Calculus, p: Poly) -> Poly:
-    return a.of(a.table.intern("log", None, [((), p)], {"real": a.is_real(p)}))
+    return a.made("log", None, p, real=a.is_real(p))
 
 
 def _log_of_number(a: Calculus, c: Fraction) -> Poly:
@@ -125,10 +120,8 @@ def _positive(a: Calculus, p: Poly) -> Poly:
     if a.is_integer(p):
         return _positive_integer(a, p)
     content, inner = a.content(p, only_positive=True)
-    made = _test(a, "positive", inner)
-    if content == ONE:
-        return made
-    return a.record("positive_factor", "[a·b > 0] = [b > 0]   (a > 0)", "positive", p, after=made)
+    made = a.test("positive", inner)
+    return made if content == ONE else a.record("positive_factor", operation("positive", p), made)
 
 
 def _positive_integer(a: Calculus, p: Poly) -> Poly:
@@ -139,12 +132,11 @@ def _positive_integer(a: Calculus, p: Poly) -> Poly:
     reduced = a.add(a.scale(Fraction(1, gcd), varying), a.constant(-(-number // gcd)))
     least = next((c for mono, c in reduced if not mono), 0)
     if least <= 0:
-        made = _test(a, "positive", reduced)
+        made = a.test("positive", reduced)
     else:
-        made = a.sub(ONE, _test(a, "positive", a.sub(ONE, reduced)))
-    if made != _test(a, "positive", p):
-        text = "[n > 0] = 1 − [1 − n > 0], [k·n + m > 0] = [n + ⌈m/k⌉ > 0]   (integers)"
-        a.record("integer_test", text, "positive", p, after=made)
+        made = a.sub(ONE, a.test("positive", a.sub(ONE, reduced)))
+    if made != a.test("positive", p):
+        a.record("integer_test", operation("positive", p), made)
     return made
 
 
@@ -164,35 +156,72 @@ def _zero(a: Calculus, p: Poly) -> Poly:
     return a.of(a.even("zero", None, inner, {"bit": True, "integer": True, "sign": 1}))
 
 
-def _test(a: Calculus, kind: str, p: Poly) -> Poly:
-    facts = {"bit": True, "integer": True, "sign": 1}
-    return a.of(a.table.intern(kind, None, [((), p)], facts))
-
-
 def _decided(a: Calculus, p: Poly) -> Poly | None:
-    """Return [p > 0] if it is known: by signs, or by the ranges of indices."""
+    """Return [p > 0] if it is known: by signs, or by the ranges of integers."""
     if not p:
         return ZERO
     if a.sign(p) == 2:
         return ONE
     if a.sign(a.scale(-1, p)):
         return ZERO
-    ends = value_range(a, p)
-    if ends is None:
-        return None
-    facts = a.facts
-    if facts.nonnegative(ends[0] - 1):
+    low, high = value_range(a, p)
+    if low is not None and a.facts.nonnegative(low - 1):
         return ONE
-    return ZERO if facts.nonnegative(-1 * ends[1]) else None
+    return ZERO if high is not None and a.facts.nonnegative(-1 * high) else None
 
 
-def value_range(a: Calculus, p: Poly) -> tuple[Any, Any] | None:
-    """Return the least and largest value of an integer sum of indices and sizes; None if none."""
-    index = as_index(a, p)
-    return None if index is None else a.table.index_range(index)
+def value_range(a: Calculus, p: Poly) -> tuple[Dim | None, Dim | None]:
+    """Return the least and the largest value of a sum of integers; None for one not known."""
+    low, high = 0, 0
+    read: list[tuple[Mono, Number]] = []
+    for mono, c in p:
+        ends = _atom_range(a, mono[0][0]) if len(mono) == 1 and mono[0][1] == 1 else None
+        if ends is None:
+            read.append((mono, c))
+            continue
+        mine, other = ends if c > 0 else ends[::-1]
+        whole = Fraction(c).denominator == 1
+        low = None if not whole or low is None or mine is None else low + int(c) * mine
+        high = None if not whole or high is None or other is None else high + int(c) * other
+    index = as_index(a, tuple(read))
+    ends = None if index is None else a.table.index_range(index)
+    if ends is None:
+        return None, None
+    return (
+        None if low is None else simplify(low + ends[0]),
+        None if high is None else simplify(high + ends[1]),
+    )
 
 
-def as_index(a: Calculus, p: Poly) -> Any:
+def _atom_range(a: Calculus, atom: Atom) -> tuple[Dim | None, Dim | None] | None:
+    """Return the range of an integer atom; None of an index, of a size and of other values."""
+    form = a.form(atom)
+    if form.kind in ("index", "size") or not form.integer:
+        return None
+    if form.kind != "max":
+        return (0 if form.sign else None), (1 if form.bit else form.most)
+    lows, highs = zip(*[value_range(a, p) for _, p in a.opened(atom)], strict=True)
+    known = [x for x in lows if x is not None]
+    return _largest(a, known) or next(iter(known), None), _largest(a, highs)
+
+
+def _largest(a: Calculus, sizes: Sequence[Dim | None]) -> Dim | None:
+    """Return the largest of some numbers, if it is known which one it is."""
+    known = [x for x in sizes if x is not None]
+    if len(known) < len(sizes):
+        return None
+    return next((x for x in known if all(a.facts.nonnegative(x - y) for y in known)), None)
+
+
+def is_within(a: Calculus, p: Poly, size: Dim) -> bool:
+    """Return True if the values of p are known to be integers in [0, size)."""
+    low, high = value_range(a, p)
+    if low is None or high is None or not a.is_integer(p):
+        return False
+    return a.facts.nonnegative(low) and a.facts.nonnegative(size - 1 - high)
+
+
+def as_index(a: Calculus, p: Poly) -> Index | None:
     """Return a sum of indices and sizes as an index expression; None if it is another value."""
     offset, terms = 0, []
     for mono, c in p:
@@ -210,7 +239,7 @@ def as_index(a: Calculus, p: Poly) -> Any:
             terms.append((-1 - a.table.monomials.index(sizes), int(c)))
         else:
             return None
-    return (offset, tuple(sorted(terms)))
+    return linear(offset, terms)
 
 
 # ---------------------------------------------------------------- selections and other functions
@@ -226,16 +255,14 @@ def select(a: Calculus, test: Poly, yes: Poly, no: Poly) -> Poly:
     if yes == least:
         return a.add(no, mask(a, a.sub(ONE, test)))
     made = a.add(a.mul(test, yes), a.mul(a.sub(ONE, test), no))
-    return a.record(
-        "select", "where(c, a, b) = [c]·a + (1 − [c])·b", "select", test, yes, no, after=made
-    )
+    return a.record("select", operation("select", test, yes, no), made)
 
 
 def mask(a: Calculus, test: Poly) -> Poly:
     """Return 0 where a test is 1 and −∞ where it is 0."""
     if test in (ONE, ZERO):
         return ZERO if test == ONE else a.scale(-1, a.infinity())
-    return a.of(a.table.intern("mask", None, [((), test)], {}))
+    return a.made("mask", None, test)
 
 
 def applied(a: Calculus, name: str, params: Any, *operands: Poly, integer: bool = False) -> Poly:
@@ -253,12 +280,10 @@ def _applied(a: Calculus, name: str, params: Any, integer: bool, *operands: Poly
         if p and a.oriented(p)[0] < 0:
             made = applied(a, name, params, a.scale(-1, p), integer=integer)
             made = a.scale(-1, made) if name in ODD else made
-            text = "f(−a) = −f(a)" if name in ODD else "f(−a) = f(a)"
-            return a.record("parity", text, "map", p, after=made, attr=(name, params))
+            return a.record("parity", operation("map", p, attr=(name, params)), made)
     real = all(map(a.is_real, operands)) and name != "complex"
-    facts = {"real": real or name in ("real", "imag"), "integer": integer}
-    branches = [((), q) for q in operands]
-    return a.of(a.table.intern("map", (name, params), branches, facts))
+    real = real or name in ("real", "imag")
+    return a.made("map", (name, params), *operands, real=real, integer=integer)
 
 
 def absolute(a: Calculus, p: Poly) -> Poly:
@@ -288,15 +313,14 @@ def _absolute(a: Calculus, p: Poly) -> Poly:
 def logistic(a: Calculus, p: Poly) -> Poly:
     """Return 1/(1 + exp(−p))."""
     made = a.power(a.add(ONE, exp(a, a.scale(-1, p))), -1)
-    return a.record("logistic", "logistic(a) = 1/(1 + exp(−a))", "logistic", p, after=made)
+    return a.record("logistic", operation("logistic", p), made)
 
 
 def tanh(a: Calculus, p: Poly) -> Poly:
     """Return 1 − 2/(exp(2p) + 1)."""
     inverse = a.power(a.add(ONE, exp(a, a.scale(2, p))), -1)
     made = a.sub(ONE, a.scale(2, inverse))
-    text = "tanh(a) = 1 − 2/(exp(2·a) + 1)"
-    return a.record("tanh", text, "map", p, after=made, attr=("tanh", ()))
+    return a.record("tanh", operation("map", p, attr=("tanh", ())), made)
 
 
 def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
@@ -312,26 +336,20 @@ def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
 
 def conjugate(a: Calculus, p: Poly) -> Poly:
     """Return the complex conjugate, by terms and factors."""
-    out = []
-    for mono, c in p:
-        made = a.constant(c)
-        for atom, e in mono:
-            made = a.mul(made, _conjugate_power(a, atom, e))
-        out.append(made)
-    return a.add(*out)
+    return a.mapped(p, lambda atom: _conjugate_atom(a, atom))
 
 
-def _conjugate_power(a: Calculus, atom: Atom, e: Number) -> Poly:
+def _conjugate_atom(a: Calculus, atom: Atom) -> Atom | Poly:
     form = a.form(atom)
     if form.real:
-        return a.term(1, {atom: e})
+        return atom
     if form.kind == "imaginary":
-        return a.term(Fraction(-1) ** int(e), {atom: e})
+        return a.scale(-1, a.of(atom))
     if form.kind == "map" and form.attr[0] == "conj":
-        return a.power(a.operand(atom), e)
+        return a.operand(atom)
     if form.kind == "exp":
-        return a.power(exp(a, conjugate(a, a.operand(atom))), e)
-    return a.power(_applied(a, "conj", (), False, a.of(atom)), e)
+        return exp(a, conjugate(a, a.operand(atom)))
+    return _applied(a, "conj", (), False, a.of(atom))
 
 
 def mapped(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:

@@ -1,7 +1,9 @@
 """Normal forms of the values of a program, read from its index terms.
 
-Every e-class has a value over names of its own, computed once. May import `ir` and the normal forms
-of this folder.
+    CONTRACT(x[i,k], w[k,j]) over k  →  Σ_k x[i,k]·w[k,j]
+
+Every e-class has a value over names of its own, computed once. Where single entries are read
+(`Calculus.entries`), a class has a value at every number that one of its indices is.
 """
 
 from __future__ import annotations
@@ -11,69 +13,76 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.primitives import dtype_kind
-from symjax_rewrite.ir.sizes import from_jax
+from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.ir.term import Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.forms import ONE, Atom, Index, Poly, atom_reads, linear, plain
+from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, plain
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
 
-Solve = Callable[["Lifting", int, int, list[int]], Poly | None]
+Read = Callable[["Lifting", list[Index]], Poly | None]
+
+
+class Value(NamedTuple):
+    """The value of a class over names of its axes, and the conditions under which it is defined."""
+
+    p: Poly
+    names: list[int]
+    conditions: frozenset[Condition]
 
 
 @dataclass(slots=True)
 class Lifting:
     """The values of the classes of a term graph.
 
-    solve: returns the value of an output of an equation that is a loop, over some names; None if
-    the equation is no loop that was solved. steps: values of the program that are the number of a
-    loop's step, with their name. known: by class, a function of its axes that returns its value in
-    another way than by its node, or None. values, conditions: by class.
+    solve: returns the value of an output of an equation that is a loop, at indices; None if the
+    equation is no loop that was solved. steps: values of the program that are the number of a
+    loop's step, with their name. known: by class, a function of its indices that returns its value
+    in another way than by its node, or None. values: by class, and the indices that are numbers.
     """
 
     a: Calculus
     t: TermGraph
-    solve: Solve
+    solve: Callable[[Lifting, int, int, list[Index]], Poly | None]
     steps: dict[int, int] = field(default_factory=dict)
-    known: dict[int, Callable[[Lifting, list[Index]], Poly | None]] = field(default_factory=dict)
-    values: dict[int, Poly] = field(default_factory=dict)
-    names: dict[int, list[int]] = field(default_factory=dict)
-    conditions: dict[int, frozenset[Condition]] = field(default_factory=dict)
+    known: dict[int, Read] = field(default_factory=dict)
+    values: dict[tuple[int, tuple[int | None, ...]], Value] = field(default_factory=dict)
     _now: list[set[Condition]] = field(default_factory=list)
 
     def of(self, ref: Ref, at: Sequence[Index]) -> Poly:
         """Return the value of a reference whose axis k reads index expression `at[k]`."""
-        p = self.value(ref.cls)
+        read = [at[i] for i in ref.axes]
+        each = self.a.entries is not None
+        fixed = tuple([i[0] if each and not i[1] else None for i in read])
+        found = self.values.get((ref.cls, fixed)) or self._value(ref.cls, fixed)
         if self._now:
-            self._now[-1] |= self.conditions[ref.cls]
-        mine = self.names[ref.cls]
-        return self.a.substitute(p, {n: at[i] for n, i in zip(mine, ref.axes, strict=True)})
+            self._now[-1] |= found.conditions
+        return self.a.substitute(found.p, dict(zip(found.names, read, strict=True)))
 
-    def value(self, cls: int) -> Poly:
-        """Return the value of a class over `names[cls]`."""
-        if cls not in self.values:
-            c = self.t.graph.classes[cls]
-            names = self.names[cls] = [self.a.table.fresh(s) for s in c.sizes]
-            self._now.append(set())
-            where, self.a.where = self.a.where, self.t.where(cls)
-            at = [plain(n) for n in names]
+    def _value(self, cls: int, fixed: tuple[int | None, ...]) -> Value:
+        c = self.t.graph.classes[cls]
+        names = [self.a.table.fresh(s) for s in c.sizes]
+        at = [plain(n) if k is None else (k, ()) for n, k in zip(names, fixed, strict=True)]
+        where, self.a.where = self.a.where, self.t.where(cls)
+        with self.apart() as found:
             made = self.known[cls](self, at) if cls in self.known else None
-            made = self._node(cls, c.first, c.dtype, names) if made is None else made
-            self.a.where = where
-            self.conditions[cls] = frozenset(self._now.pop())
-            self.values[cls] = made
-        return self.values[cls]
+            made = self._node(cls, c.first, c.dtype, at) if made is None else made
+        self.a.where = where
+        self.values[cls, fixed] = Value(made, names, frozenset(found))
+        return self.values[cls, fixed]
 
     def require(self, kind: str, p: Poly) -> None:
         """Record a condition under which the program is defined."""
@@ -88,10 +97,10 @@ class Lifting:
 
     # ------------------------------------------------------------ nodes
 
-    def _node(self, cls: int, node: Node, dtype: str, names: list[int]) -> Poly:
+    def _node(self, cls: int, node: Node, dtype: str, here: list[Index]) -> Poly:
         a = self.a
         bound = [a.table.fresh(s) for s in node.bound]
-        at = [plain(n) for n in (*names, *bound)]
+        at = [*here, *map(plain, bound)]
         match node.op:
             case op.LEAF:
                 return self._leaf(self.t.leaf_value[cls], dtype, at)
@@ -102,8 +111,8 @@ class Lifting:
             case op.DELTA:
                 return functions.zero(a, a.sub(a.index(at[0]), a.index(at[1])))
             case op.ADD:
-                parts = [self._times(c, self.of(r, at), dtype) for c, r in _terms(node)]
-                return a.add(*parts)
+                terms = zip(node.attr, node.args, strict=True)
+                return a.add(*[self._times(c, self.of(r, at), dtype) for c, r in terms])
             case op.CONTRACT:
                 product = a.product(*[self.of(r, at) for r in node.args])
                 return reductions.total(a, product, bound)
@@ -114,26 +123,41 @@ class Lifting:
             case op.CONCAT:
                 return self._concat(node, at)
             case op.TAKE:
-                return self._take(node, at, bound)
+                return self._take(node, self.t.graph.classes[cls].sizes, at, bound)
             case op.SOLVE:
-                return self._linear_solve(node, names, bound)
+                return self._linear_solve(node, at, bound)
             case op.MAP:
                 operands = [self.of(r, at) for r in node.args]
-                kinds = [self.t.graph.classes[r.cls].dtype for r in node.args]
+                kinds = [self._exact_dtype(r.cls) for r in node.args]
                 return self.map(node.attr[0], node.attr[1], operands, kinds, dtype)
-        made = self.solve(self, *self.t.made_by[cls], names) if cls in self.t.made_by else None
-        return self._opaque(cls, node, dtype, names, bound) if made is None else made
+        if cls in self.t.made_by:
+            made = self._equation(*self.t.made_by[cls], here)
+            if made is not None:
+                return made
+        return self._opaque(cls, node, dtype, here, bound)
+
+    def _equation(self, number: int, output: int, here: list[Index]) -> Poly | None:
+        """Return the value of an equation that is no index term; None if it has no laws."""
+        eqn = self.t.program.equations[number].eqn
+        match eqn.primitive.name:
+            case "dim_as_value":
+                return self.a.size(from_jax(eqn.params["dim"]))
+            case "pad" | "slice":
+                return self._part(number, here)
+            case "concatenate":
+                return self._joined(number, here)
+        return self.solve(self, number, output, here)
 
     def _leaf(self, value: int, dtype: str, at: list[Index]) -> Poly:
         if value in self.steps:
             return self.a.index(plain(self.steps[value]))
-        return self.a.of(Atom(leaf(self.a, value, dtype, len(at)), tuple(at)))
+        return self.a.leaf("leaf", value, at, **facts_of(dtype))
 
     def constant(self, value: Any, dtype: str) -> Poly:
         if isinstance(value, complex) or cmath.isfinite(value):
             return self.a.number(value, dtype)
         if value != value:
-            return self.a.of(Atom(self.a.table.leaf("nan", None, 0), ()))
+            return self.a.leaf("nan")
         return self.a.scale(1 if value > 0 else -1, self.a.infinity())
 
     def _times(self, c: Any, p: Poly, dtype: str) -> Poly:
@@ -153,87 +177,134 @@ class Lifting:
         read: list[Index] = []
         for entry, axis in zip(node.attr, arg.axes, strict=True):
             if isinstance(entry, tuple):
-                ((name, _),) = at[axis][1]
-                read.append(linear(entry[0], [(name, entry[1])]))
+                offset, terms = at[axis]
+                start = entry[0] + entry[1] * offset
+                read.append(linear(start, [(n, entry[1] * s) for n, s in terms]))
             else:
                 read.append(at[axis] if entry is None else (entry, ()))
         return self.of(Ref(arg.cls, tuple(range(len(read)))), read)
 
     def _concat(self, node: Node, at: list[Index]) -> Poly:
         a, (along, sizes) = self.a, node.attr
-        here = a.index(at[along])
-        ((name, _),) = at[along][1]
-        end = sum(sizes, start=0)
-        out: Poly | None = None
-        for ref, size in reversed(list(zip(node.args, sizes, strict=True))):
-            start = end - size
-            offset, terms = a.table.size_index(start)
-            read = list(at)
-            read[along] = linear(-offset, [(name, 1), *((n, -s) for n, s in terms)])
-            piece = self.of(ref, read)
-            before_end = functions.positive(a, a.sub(a.size(end), here))
-            out = piece if out is None else functions.select(a, before_end, piece, out)
-            end = start
-        assert out is not None
+        here, start = at[along], 0
+        pieces: list[tuple[Poly, Poly]] = []
+        for ref, size in zip(node.args, sizes, strict=True):
+            inside = functions.positive(a, a.sub(a.size(start + size), a.index(here)))
+            if inside != ZERO:
+                offset, terms = a.table.size_index(start)
+                read = list(at)
+                read[along] = linear(here[0] - offset, [*here[1], *((n, -s) for n, s in terms)])
+                pieces.append((inside, self.of(ref, read)))
+            if inside == ONE:
+                break
+            start = start + size
+        out = pieces.pop()[1]
+        for inside, piece in reversed(pieces):
+            out = functions.select(a, inside, piece, out)
         return out
 
-    def _take(self, node: Node, at: list[Index], bound: list[int]) -> Poly:
+    def _part(self, number: int, here: list[Index]) -> Poly | None:
+        """Return an entry of a slice, or of an array with zeros around and between its entries."""
+        t, e = self.t, self.t.program.equations[number]
+        source, (made,), params = e.invals[0], e.outvals, e.eqn.params
+        if not isinstance(source, int) or any(isinstance(v, int) or v.val for v in e.invals[1:]):
+            return None
+        starts = params.get("padding_config") or [(-k, 0, 0) for k in params["start_indices"]]
+        strides = params.get("strides") or (1,) * len(starts)
+        entries = dict[int, Index]()
+        for axis, ((low, _, inside), stride) in enumerate(zip(starts, strides, strict=True)):
+            size, place = t.program.avals[source].shape[axis], self._place(made, axis, here)
+            if self._is_same_axis(made, source, axis) and (low, inside, stride) == (0, 0, 1):
+                continue
+            if place is None or (place[1] and "padding_config" in params):
+                return None
+            if not place[1]:
+                entry, rest = divmod(stride * place[0] - low, 1 + inside)
+                entries[axis] = (entry, ())
+                if rest or not (isinstance(size, int) and 0 <= entry < size):
+                    return ZERO if isinstance(size, int) else None
+            else:
+                entries[axis] = linear(
+                    stride * place[0] - low, [(n, stride * k) for n, k in place[1]]
+                )
+        return self._entry(made, source, here, entries)
+
+    def _joined(self, number: int, here: list[Index]) -> Poly | None:
+        """Return an entry of a concatenation."""
+        t, e = self.t, self.t.program.equations[number]
+        (made,), axis = e.outvals, e.eqn.params["dimension"]
+        place = self._place(made, axis, here)
+        if place is None or place[1]:
+            return None
+        k = place[0]
+        for v in e.invals:
+            size = t.program.avals[v].shape[axis] if isinstance(v, int) else None
+            if not isinstance(size, int) or not isinstance(v, int):
+                return None
+            if k < size:
+                return self._entry(made, v, here, {axis: (k, ())})
+            k -= size
+        return None
+
+    def _place(self, made: int, axis: int, here: list[Index]) -> Index | None:
+        """Return the index at which an axis of a result is read; None if there are several."""
+        mine = self.t.positions[made][axis]
+        return None if len(mine) > 1 else here[mine[0]] if mine else (0, ())
+
+    def _is_same_axis(self, made: int, source: int, axis: int) -> bool:
+        axes = [[self.t.ids[v][i] for i in self.t.positions[v][axis]] for v in (made, source)]
+        return axes[0] == axes[1]
+
+    def _entry(
+        self, made: int, source: int, here: list[Index], entries: dict[int, Index]
+    ) -> Poly | None:
+        """Return an operand at entries of some axes, and at a result's indices of the others."""
+        t, read = self.t, dict[int, Index]()
+        for axis, theirs in enumerate(t.positions[source]):
+            if axis in entries and len(theirs) < 2:
+                read.update((q, entries[axis]) for q in theirs)
+            elif axis not in entries and self._is_same_axis(made, source, axis):
+                read.update(zip(theirs, (here[i] for i in t.positions[made][axis]), strict=True))
+            else:
+                return None
+        return self.of(t.view(source), [read[k] for k in range(len(read))])
+
+    def _take(self, node: Node, sizes: Sequence[Dim], at: list[Index], bound: list[int]) -> Poly:
+        """Return an array at chosen indices; out of range they are clipped, or it is filled."""
         a, (mode, fill, windows) = self.a, node.attr
         chosen = [self.of(r, at) for r in node.args[1:]]
-        read = dict(enumerate(at))
-        for k, (p, window) in enumerate(zip(chosen, windows, strict=True)):
-            index = functions.as_index(a, p)
-            if index is not None and window is not None:
-                index = linear(index[0], [*index[1], *at[window][1]])
-            ends = None if index is None else a.table.index_range(index)
-            if index is None or ends is None or not self._inside(ends, bound[k]):
-                break
-            read[node.out + k] = index
-        else:
-            return self.of(node.args[0], [read[k] for k in range(len(read))])
+        widths = [1 if w is None else sizes[w] for w in windows]
+        counts = [a.table.sizes[n] - w + 1 for n, w in zip(bound, widths, strict=True)]
+        placed = [ZERO if w is None else a.index(at[w]) for w in windows]
+        if mode == "clip":
+            chosen = [_clipped(a, p, n) for p, n in zip(chosen, counts, strict=True)]
+        if all(functions.is_within(a, p, n) for p, n in zip(chosen, counts, strict=True)):
+            places = [a.add(*both) for both in zip(chosen, placed, strict=True)]
+            found = [functions.as_index(a, p) for p in places]
+            read = [i or plain(n) for i, n in zip(found, bound, strict=True)]
+            source = self.of(node.args[0], [*at[: node.out], *read])
+            return reductions.taken(a, source, bound, places)
         source = self.of(node.args[0], at)
-        placed = [a.index(at[w]) for w in windows if w is not None]
+        if mode == "fill" and fill[0] == 0 and set(windows) == {None}:
+            here = [a.sub(p, a.index(plain(n))) for p, n in zip(chosen, bound, strict=True)]
+            tests = [functions.zero(a, p) for p in here]
+            return reductions.total(a, a.product(source, *tests), bound)
         key = ("take", mode, str(fill), tuple(w is not None for w in windows))
-        places = [((), p) for p in (*chosen, *placed)]
-        if mode == "fill" and str(fill[0]) != "nan":
-            return self._interned(key, [(bound, source), *places], a.is_real(source))
-        return self._taken(key, source, bound, places)
+        places = [*chosen, *[p for p, w in zip(placed, windows, strict=True) if w is not None]]
+        if mode == "fill" and fill[0] == fill[0]:
+            branches = [(bound, source), *[((), p) for p in places]]
+            return self._interned(key, branches, a.is_real(source))
+        return reductions.taken(a, source, bound, places, key)
 
-    def _taken(
-        self, key: Any, p: Poly, bound: list[int], places: list[tuple[tuple[()], Poly]]
-    ) -> Poly:
-        """Return p at chosen indices: a function of inputs at these indices."""
-        a, out = self.a, []
-        for mono, c in p:
-            made = a.constant(c)
-            for atom, e in mono:
-                form = a.form(atom)
-                if not any(atom_reads(atom, n) for n in bound):
-                    made = a.mul(made, a.term(1, {atom: e}))
-                    continue
-                if form.kind in ("leaf", "index", "opaque", "recurrence"):
-                    q = self._interned(key, [(bound, a.of(atom)), *places], form.real)
-                else:
-                    branches = [(n, self._taken(key, q, bound, places)) for n, q in a.opened(atom)]
-                    q = a.builders[form.kind](a, form, branches)
-                made = a.mul(made, a.power(q, e))
-            out.append(made)
-        return a.add(*out)
-
-    def _inside(self, ends: tuple[Any, Any], name: int) -> bool:
-        facts, size = self.a.facts, self.a.table.sizes[name]
-        return facts.nonnegative(ends[0]) and facts.nonnegative(size - 1 - ends[1])
-
-    def _linear_solve(self, node: Node, names: list[int], bound: list[int]) -> Poly:
+    def _linear_solve(self, node: Node, at: list[Index], bound: list[int]) -> Poly:
         a = self.a
         matrix, right = node.args
-        at = [plain(n) for n in (*names, *bound)]
-        row = bound[0]
-        column = next(names[i] for i in matrix.axes if i < node.out)
+        column = next(i for i in matrix.axes if i < node.out)
         r, c = (a.table.fresh(node.bound[0]) for _ in range(2))
-        to = {row: plain(r), column: plain(c)}
-        entry = a.substitute(self.of(matrix, at), to)
-        places = [((), a.index(plain(n))) for n in (column, row)]
+        there = list(at)
+        there[column], there[node.out] = plain(c), plain(r)
+        entry = self.of(matrix, there)
+        places = [((), a.index(i)) for i in (at[column], at[node.out])]
         inverse = self._interned("inverse", [([r, c], entry), *places], a.is_real(entry))
         return reductions.total(a, a.mul(inverse, self.of(right, at)), bound)
 
@@ -242,24 +313,32 @@ class Lifting:
         made = self.a.table.intern("opaque", key, operands, facts, keeps_bound=True)
         return self.a.of(made)
 
-    def _opaque(self, cls: int, node: Node, dtype: str, names: list[int], bound: list[int]) -> Poly:
+    def _opaque(
+        self, cls: int, node: Node, dtype: str, here: list[Index], bound: list[int]
+    ) -> Poly:
         """Return an operation without laws: equal only to itself at equal operands."""
         a = self.a
-        key, kind = _key_of(self.t, cls, node), dtype_kind(dtype)
-        equation = (
-            self.t.program.equations[self.t.made_by[cls][0]] if cls in self.t.made_by else None
-        )
-        if equation is not None and equation.name == "dim_as_value":
-            return a.size(from_jax(equation.eqn.params["dim"]))
-        at = [plain(n) for n in (*names, *bound)]
-        operands: list[tuple[list[int], Poly]] = [([], a.index(plain(n))) for n in names]
-        start = node.out
+        at = [*here, *map(plain, bound)]
+        operands: list[tuple[list[int], Poly]] = [([], a.index(i)) for i in here]
         for ref in node.args:
-            mine = bound[min(ref.axes, default=start) - node.out :][: len(ref.axes)]
-            operands.append((sorted(mine), self.of(ref, at)))
-        facts: dict[str, Any] = {"real": kind != "c", "integer": kind in "iub", "bit": kind == "b"}
-        facts["sign"] = 1 if kind in "ub" else 0
+            first = min(ref.axes, default=node.out) - node.out
+            operands.append((bound[first : first + len(ref.axes)], self.of(ref, at)))
+        key, facts = _key_of(self.t, cls, node), facts_of(dtype)
+        made = self.t.made_by.get(cls)
+        eqn = None if made is None else self.t.program.equations[made[0]].eqn
+        if eqn is not None and eqn.primitive.name in ("argmax", "argmin"):
+            size = shape_of(eqn.invars[0])[eqn.params["axes"][0]]
+            facts |= {"sign": 1, "most": from_jax(size) - 1}
         return a.of(a.table.intern("opaque", key, operands, facts, keeps_bound=True))
+
+    def _exact_dtype(self, cls: int) -> str:
+        """Return the dtype of a class, or a narrower one that it was cast from without rounding."""
+        c = self.t.graph.classes[cls]
+        if c.first.op == op.MAP and c.first.attr[0] == "convert_element_type":
+            narrow = self._exact_dtype(c.first.args[0].cls)
+            if dtype_kind(narrow) == dtype_kind(c.dtype) == "f" and not _narrows(narrow, c.dtype):
+                return narrow
+        return c.dtype
 
     # ------------------------------------------------------------ elementwise functions
 
@@ -315,23 +394,37 @@ class Lifting:
         return p if is_whole else functions.applied(a, "truncate", new, p, integer=True)
 
 
-def leaf(a: Calculus, value: int, dtype: str, slots: int) -> int:
-    """Return the form of an input of the program."""
+def facts_of(dtype: str) -> dict[str, Any]:
+    """Return what is known of all values of a dtype."""
     kind = dtype_kind(dtype)
-    facts = {"real": kind != "c", "integer": kind in "iub", "bit": kind == "b"}
-    return a.table.leaf("leaf", value, slots, sign=1 if kind in "ub" else 0, **facts)
+    return {
+        "real": kind != "c",
+        "integer": kind in "iub",
+        "bit": kind == "b",
+        "sign": 1 if kind in "ub" else 0,
+        "most": int(np.iinfo(dtype).max) if kind in "iu" else None,
+    }
 
 
-def _terms(node: Node) -> list[tuple[Any, Ref]]:
-    return list(zip(node.attr, node.args, strict=True))
+def _clipped(a: Calculus, p: Poly, count: Dim) -> Poly:
+    """Return an integer, or the nearest of 0 … count − 1."""
+    last = a.size(count - 1)
+    return p if functions.is_within(a, p, count) else _clamp(a, ZERO, p, last)
 
 
 def _rounds(old: str, new: str, p: Poly) -> bool:
     """Return True if a cast to a float dtype rounds, beyond integers up to 2²⁴."""
     if all(not mono for mono, _ in p):
         return False
-    kept = jnp.finfo(new).nmant
-    return jnp.finfo(old).nmant > kept if dtype_kind(old) in "fc" else (old != "bool" and kept < 23)
+    if dtype_kind(old) in "fc":
+        return _narrows(old, new)
+    return old != "bool" and jnp.finfo(new).nmant < 23
+
+
+def _narrows(old: str, new: str) -> bool:
+    """Return True if a float dtype has fewer digits or a smaller range than another."""
+    wide, narrow = jnp.finfo(old), jnp.finfo(new)
+    return narrow.nmant < wide.nmant or narrow.maxexp < wide.maxexp
 
 
 def _key_of(t: TermGraph, cls: int, node: Node) -> Any:

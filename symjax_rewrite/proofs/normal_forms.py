@@ -1,32 +1,40 @@
-"""The normal forms of all outputs of two functions, over one table."""
+"""The normal forms of all outputs of two functions, over one table.
+
+stable and naive softmax  →  [i,j] ↦ exp(x[i,j])/(Σ_k exp(x[i,k])), twice
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from symjax_rewrite.ir.flat_program import Program, flatten
-from symjax_rewrite.ir.sizes import Assumptions
+from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_trees import Tree, find_trees
-from symjax_rewrite.proofs.arithmetic import Builder, Calculus
+from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
 from symjax_rewrite.proofs.conditions import Conditions, undecided
-from symjax_rewrite.proofs.forms import Form, Index, Poly, plain
+from symjax_rewrite.proofs.forms import ZERO, Atom, Form, Index, Number, Poly, plain, plain_name
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import LoopSolver, affine_again, tree_value
+from symjax_rewrite.proofs.recurrences import (
+    LoopSolver,
+    affine_again,
+    iteration_again,
+    tree_value,
+)
 
-Operands = list[tuple[tuple[int, ...], Poly]]
+ROUNDS = 4  # denominators within denominators that are multiplied out
 
 
-def _opaque_again(a: Calculus, form: Form, branches: Operands) -> Poly:
-    names = ("real", "integer", "bit", "sign")
+def _opaque_again(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
+    names = ("real", "integer", "bit", "sign", "most")
     facts = {name: getattr(form, name) for name in names}
     return a.of(a.table.intern("opaque", form.attr, branches, facts, keeps_bound=True))
 
@@ -41,47 +49,75 @@ BUILDERS: Mapping[str, Builder] = {
     "zero": lambda a, _, b: functions.zero(a, b[0][1]),
     "mask": lambda a, _, b: functions.mask(a, b[0][1]),
     "max": lambda a, _, b: reductions.maximum(a, b),
+    "take": lambda a, _, b: reductions.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
     "map": functions.mapped,
     "opaque": _opaque_again,
     "recurrence": affine_again,
+    "iteration": iteration_again,
 }
+
+
+class Mode(NamedTuple):
+    """How normal forms are made.
+
+    maxima_as_cases: True to write maxima of two values by a test. entries: see `Calculus`.
+    """
+
+    maxima_as_cases: bool = False
+    entries: frozenset[tuple[Any, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output of a function.
+    """An output of a function, or an entry of it.
 
-    names: of its indices. value: its normal form. conditions: where it is defined. laws: how many
-    laws were applied when it was read.
+    number: of the output. sizes: of its axes. at: the indices at which it is read. value: its
+    normal form. conditions: where it is defined. laws: how many laws were applied when it was read.
     """
 
-    names: tuple[int, ...]
+    number: int
+    sizes: tuple[Dim, ...]
+    at: tuple[Index, ...]
     value: Poly
     conditions: Conditions
-    laws: int = 0
+    laws: int
 
 
 @dataclass(slots=True)
 class NormalForms:
     """The outputs of two functions f and g of the same inputs, in normal form.
 
-    closed: the traced program that computes both. inputs: the numbers of its inputs. pairs: for
-    each output, that of f and that of g, over the same names.
+    inputs: the numbers of the inputs of the program. pairs: for each output, or its entries, that
+    of f and that of g, over the same names.
     """
 
-    closed: ClosedJaxpr
     a: Calculus
     t: TermGraph
     inputs: tuple[int, ...]
     pairs: list[tuple[Output, Output]]
 
+    def other_modes(self) -> Iterator[Mode]:
+        """Yield the modes in which the functions may be equal if they are not in the first."""
+        yield Mode(maxima_as_cases=True)
+        entries = frozenset(self._entries())
+        if entries or any(f.kind in ("iteration", "recurrence") for f in self.a.table.forms):
+            yield Mode(entries=entries)
+
+    def _entries(self) -> Iterator[tuple[Any, int]]:
+        """Yield the inputs, with an axis, of which entries or parts are read."""
+        polys = [p for form in self.a.table.forms for _, p in form.branches]
+        polys += [out.value for pair in self.pairs for out in pair]
+        for atom in {atom for p in polys for mono, _ in p for atom, _ in mono}:
+            form = self.a.form(atom)
+            if form.kind == "leaf":
+                yield from ((form.attr, k) for k, i in enumerate(atom.at) if plain_name(i) is None)
+
+
+PLAIN = Mode()
+
 
 def normal_forms(
-    closed: ClosedJaxpr,
-    count: int,
-    facts: Assumptions,
-    most_laws: int = 20_000,
-    maxima_as_cases: bool = False,
+    closed: ClosedJaxpr, count: int, facts: Assumptions, most_laws: int, mode: Mode = PLAIN
 ) -> NormalForms:
     """Return the normal forms of a program whose first outputs are those of f, then those of g.
 
@@ -90,20 +126,20 @@ def normal_forms(
         count: the number of outputs of f.
         facts: about sizes.
         most_laws: the budget, in applications of laws.
-        maxima_as_cases: True to write maxima of two values by a test.
+        mode: how normal forms are made.
 
     Raises:
         OutOfBudgetError: the normal forms are too large.
     """
     program = flatten(closed)
     inputs = tuple(program.inputs)
-    a = Calculus(BUILDERS, most_laws=most_laws, maxima_as_cases=maxima_as_cases, facts=facts)
+    a = Calculus(BUILDERS, most_laws=most_laws, facts=facts, **mode._asdict())
     loops = open_loops(program)
     steps = {o.step: a.table.fresh(o.length) for o in loops.values()}
     t = build(program)
     lifting = Lifting(a, t, LoopSolver(loops, steps), steps, _trees(program, t))
-    pairs = [_pair(lifting, program, k, count) for k in range(count)]
-    return NormalForms(closed, a, t, inputs, pairs)
+    pairs = [pair for k in range(count) for pair in _pairs(lifting, program, k, count)]
+    return NormalForms(a, t, inputs, pairs)
 
 
 def _trees(program: Program, t: TermGraph) -> dict[int, Any]:
@@ -123,20 +159,60 @@ def _tree_of_class(
     return tree_value(lifting, v, tree, [at[axes.index(k)] for k in range(len(axes))])
 
 
-def _pair(lifting: Lifting, program: Program, k: int, count: int) -> tuple[Output, Output]:
+def _pairs(lifting: Lifting, program: Program, k: int, count: int) -> list[tuple[Output, Output]]:
+    """Return an output of f and of g; if only its entries are equal, all entries of an axis."""
     a, t = lifting.a, lifting.t
     values = (program.outputs[k], program.outputs[count + k])
-    numbered = [v for v in values if isinstance(v, int)]
-    sizes = t.sizes[numbered[0]] if numbered else ()
-    names = tuple(a.table.fresh(s) for s in sizes)
-    out = []
-    for v in values:
-        if isinstance(v, Literal):
-            value = lifting.constant(np.asarray(v.val).item(), dtype_of(v.aval))
-            out.append(Output(names, value, {}, len(a.laws)))
-            continue
-        view = t.view(v)
-        with lifting.apart() as found:
-            value = lifting.of(view, [plain(n) for n in names])
-        out.append(Output(names, value, undecided(a, found), len(a.laws)))
-    return out[0], out[1]
+    sizes = next((t.sizes[v] for v in values if isinstance(v, int)), ())
+    whole = [plain(a.table.fresh(s)) for s in sizes]
+    choices = [[whole]]
+    for axis, size in enumerate(sizes if a.entries is not None else ()):
+        if isinstance(size, int) and 1 < size <= reductions.MOST_ENTRIES:
+            before, after = whole[:axis], whole[axis + 1 :]
+            choices.append([[*before, (n, ()), *after] for n in range(size)])
+    out: list[tuple[Output, Output]] = []
+    for choice in choices:
+        out = []
+        for at in choice:
+            left, right = (_output(lifting, k, v, sizes, at) for v in values)
+            out.append((left, right))
+            if not equal(a, left.value, right.value):
+                break
+        else:
+            break
+    return out
+
+
+def _output(
+    lifting: Lifting, k: int, v: int | Literal, sizes: tuple[Dim, ...], at: list[Index]
+) -> Output:
+    a = lifting.a
+    if isinstance(v, Literal):
+        value = lifting.constant(np.asarray(v.val).item(), dtype_of(v.aval))
+        return Output(k, sizes, tuple(at), value, {}, len(a.laws))
+    with lifting.apart() as found:
+        value = lifting.of(lifting.t.view(v), at)
+    return Output(k, sizes, tuple(at), value, undecided(a, found), len(a.laws))
+
+
+def equal(a: Calculus, p: Poly, q: Poly) -> bool:
+    """Return True if polynomials are equal, after denominators are multiplied out."""
+    rest = ZERO if p == q else a.sub(p, q)
+    for _ in range(ROUNDS):
+        if rest == ZERO:
+            return True
+        rest = reductions.with_split_ranges(a, rest)
+        below: dict[Atom, Number] = {}
+        for mono, _ in rest:
+            for atom, e in mono:
+                if e < 0:
+                    below[atom] = max(below.get(atom, 0), -e)
+        parts = []
+        for mono, c in rest:
+            factors = dict(mono)
+            for atom, e in below.items():
+                factors[atom] = factors.get(atom, 0) + e
+            parts.append(a.term(c, factors))
+        product, multiplied = a.term(1, below), a.add(*parts)
+        rest = a.record("common_denominator", operation("mul", rest, product), multiplied)
+    return rest == ZERO

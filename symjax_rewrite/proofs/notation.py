@@ -1,7 +1,4 @@
-"""Normal forms as text in index notation: `Σ_k exp(x[i,k])·w[k]`.
-
-May import `forms` and `arithmetic`.
-"""
+"""Normal forms as text in index notation: `Σ_k exp(x[i,k])·w[k]`."""
 
 from __future__ import annotations
 
@@ -12,11 +9,13 @@ from itertools import count
 from typing import Any
 
 from symjax_rewrite.proofs.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_of
 
 LETTERS = "ijklmnopqrstuvwabcdefgh"
 MOST_CHARACTERS = 2_000
 SUM, PRODUCT, ATOM = range(3)  # binding strengths
+SIGNS = {"nonzero": "≠ 0", "positive": "> 0", "nonnegative": "≥ 0"}
 
 
 @dataclass(slots=True)
@@ -66,14 +65,14 @@ class Notation:
         return f"{top}/{below[0]}" if len(below) == 1 else f"{top}/({'·'.join(below)})"
 
     def _power(self, atom: Atom, e: Number) -> str:
+        if e != 1 and self.a.form(atom).kind == "exp" and e.denominator == 1:
+            return f"exp({e}·{self.poly(self.a.operand(atom), PRODUCT)})"
         text = self.atom(atom)
-        if e == 1:
-            return f"({text})" if self._binds_weakly(atom) else text
         if e == Fraction(1, 2):
             return f"sqrt({text})"
-        if self.a.form(atom).kind == "exp" and e.denominator == 1:
-            return f"exp({e}·{self.poly(self.a.operand(atom), PRODUCT)})"
         base = f"({text})" if self._binds_weakly(atom) else text
+        if e == 1:
+            return base
         return f"{base}^{e}" if e.denominator == 1 else f"{base}^({e})"
 
     def index(self, index: Index) -> str:
@@ -103,6 +102,8 @@ class Notation:
             case "leaf":
                 name = self.leaves.get(form.attr, f"v{form.attr}")
                 return f"{name}[{read}]" if atom.at else name
+            case "carry":
+                return f"h{form.attr[1]}[{read}]" if atom.at else f"h{form.attr[1]}"
             case "index":
                 return read
             case "size" | "prime" | "symbol":
@@ -129,11 +130,14 @@ class Notation:
         self, kind: str, attr: Any, operands: Sequence[tuple[tuple[int, ...], Poly]],
         bound: list[str],
     ) -> str:  # fmt: skip
+        if kind == "sum" or (kind == "max" and len(operands) == 1):
+            sign = "Σ" if kind == "sum" else "max"
+            return f"{sign}_{bound[0]} {self.poly(operands[0][1], PRODUCT)}"
+        if kind == "mul":
+            return "·".join(self.poly(p, ATOM) for _, p in operands)
         inner = [self.poly(p) for _, p in operands]
         named = [f"{b} ↦ {t}" if b else t for b, t in zip(bound, inner, strict=True)]
         match kind:
-            case "sum":
-                return f"Σ_{bound[0]} {self.poly(operands[0][1], PRODUCT)}"
             case "power":
                 return f"({inner[0]})" if attr in (None, 1) else f"({inner[0]})^({attr})"
             case "abs":
@@ -142,14 +146,10 @@ class Notation:
                 return f"[{inner[0]} > 0]"
             case "zero":
                 return f"[{inner[0]} = 0]"
-            case "mul":
-                return "·".join(self.poly(p, ATOM) for _, p in operands)
             case "add":
                 return " + ".join(inner)
             case "select":
                 return f"where({', '.join(inner)})"
-            case "max" if len(operands) == 1:
-                return f"max_{bound[0]} {self.poly(operands[0][1], PRODUCT)}"
             case "max":
                 texts = [f"max_{b} {t}" if b else t for b, t in zip(bound, inner, strict=True)]
                 return f"max({', '.join(texts)})"
@@ -160,6 +160,17 @@ class Notation:
             case "opaque":
                 return f"{_opaque_name(attr)}({'; '.join(named)})"
         return f"{kind}({'; '.join(named)})"
+
+    def equation(self, at: Sequence[Index], p: Poly) -> str:
+        """Return a value as a function of its indices."""
+        self.letters.clear()
+        read = ",".join(map(self.index, at))
+        return f"[{read}] ↦ {self.poly(p)}" if at else self.poly(p)
+
+    def condition(self, condition: Condition) -> str:
+        """Return a condition on the values of inputs."""
+        self.letters.clear()
+        return f"{self.poly(condition.p)} {SIGNS[condition.kind]}"
 
     def operation(self, before: Operation) -> str:
         """Return the left side of a law."""

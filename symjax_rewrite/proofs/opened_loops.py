@@ -1,8 +1,8 @@
 """Programs with their loops opened: one step of every loop stands beside the loop.
 
 The step reads the loop's operands at the number of the step, which is a scalar input of the
-program, and the carries, which are inputs too. So axes are solved over the whole program, and the
-values of a step are index terms like any others. May import `ir` and `loops`.
+program, and the carries, which are inputs too: `scan(f, h, x)` gets `f(h, x[t])` beside it. So axes
+are solved over the whole program, and the values of a step are index terms like any others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import numbers
-from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
+from symjax_rewrite.ir.flat_program import Program, Value, inline
 from symjax_rewrite.ir.sizes import Dim, from_jax
 from symjax_rewrite.loops.loop import Loop, get, run_equations
 from symjax_rewrite.loops.normalization import normal_loop
@@ -48,19 +48,15 @@ def open_loops(program: Program) -> dict[int, OpenLoop]:
     found: dict[int, OpenLoop] = {}
     done: set[int] = set()
     while len(done) < MOST_LOOPS:
-        place = next(
-            (k for k, e in enumerate(program.equations)
-             if e.name in ("scan", "while") and id(e) not in done), None,
-        )  # fmt: skip
+        loops = (k for k, e in enumerate(program.equations) if e.name in ("scan", "while"))
+        place = next((k for k in loops if id(program.equations[k]) not in done), None)
         if place is None:
             break
         e = program.equations[place]
         done.add(id(e))
         loop = normal_loop(e)
-        if loop is None or loop.condition is not None or not _is_open(loop):
-            continue
-        opened = _opened(program, place, loop)
-        found.update((v, opened) for v in e.outvals)
+        if loop is not None and loop.condition is None and _is_open(loop):
+            found.update(dict.fromkeys(e.outvals, _opened(program, place, loop)))
     return found
 
 
@@ -147,16 +143,15 @@ def _entry(array: Any, at: Any, axis: int, kept: bool) -> Any:
 def _relations(opened: OpenLoop, made: list[int]) -> list[tuple[Callable[..., Any], list[Value]]]:
     """Return comparisons of values that have the same axes: carries, starts, results."""
     out: list[tuple[Callable[..., Any], list[Value]]] = []
-    for k, v in enumerate(opened.carries):
-        out += [(_compare, [v, w]) for w in (opened.after[k], opened.starts[k])]
+    for v, after, start in zip(opened.carries, opened.after, opened.starts, strict=True):
+        out += [(_compare, [v, after]), (_compare, [v, start])]
     for v, (kind, what) in zip(made, opened.results, strict=True):
         if kind == "final":
             out.append((_compare, [v, opened.carries[what]]))
-        elif kind == "ys":
-            out.append((_compare_entry, [v, opened.step, opened.ys[what]]))
-        elif kind == "stored":
-            k, stored = what
-            axis, kept = stored.axis, stored.kept
+        elif kind in ("ys", "stored"):
+            k, axis, kept = (what, 0, False)
+            if kind == "stored":
+                k, axis, kept = what[0], what[1].axis, what[1].kept
 
             def compare(x: Any, at: Any, y: Any, axis: int = axis, kept: bool = kept) -> Any:
                 return _compare(_entry(x, at, axis, kept), y)
@@ -167,12 +162,3 @@ def _relations(opened: OpenLoop, made: list[int]) -> list[tuple[Callable[..., An
 
 def _compare(x: Any, y: Any) -> Any:
     return jnp.asarray(x) == jnp.asarray(y)
-
-
-def _compare_entry(x: Any, at: Any, y: Any) -> Any:
-    return _compare(_entry(x, at, 0, False), y)
-
-
-def is_loop(e: Equation) -> bool:
-    """Return True for a loop equation."""
-    return e.name in ("scan", "while")

@@ -8,7 +8,8 @@ A step is a normal form in the carries. A carry is solved by a law of the form
 
 where a and b do not read carries that are unsolved. The update of an online softmax is the first
 law after a change of variables: with g(t) = exp(m(t)), `l' = l·exp(m − m') + b·exp(−m')` is
-`(l·g)' = l·g + b`, and g is never zero. A loop of another form is an opaque function of its step.
+`(l·g)' = l·g + b`, and g is never zero. Carries of another form, such as h' = tanh(W·h + x(t)), are
+the iteration of their starts and their step: equal to that of equal starts and an equal step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.affine_trees import Tree
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.conditions import Condition
 from symjax_rewrite.proofs.forms import (
     ONE,
@@ -33,53 +34,31 @@ from symjax_rewrite.proofs.forms import (
     Number,
     Poly,
     linear,
-    names_of,
     plain,
 )
-from symjax_rewrite.proofs.lifting import Lifting, leaf
+from symjax_rewrite.proofs.lifting import Lifting, facts_of
 from symjax_rewrite.proofs.opened_loops import OpenLoop
 
-FOLD = "fold of a sum: c(t+1) = c(t) + b(t)  →  c(t) = c(0) + Σ_{s<t} b(s)"
-FOLD_MAX = "fold of a maximum: c(t+1) = max(c(t), b(t))  →  c(t) = max(c(0), max_{s<t} b(s))"
-AFFINE = "affine recurrence: c(t+1) = a(t)·c(t) + b(t)"
-GAUGE = "change of variables: c·g is folded, where g(t) ≠ 0 for all t"
-
 Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
+Branches = Sequence[tuple[Sequence[int], Poly]]
 
 
 def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
     """Return a polynomial with some inputs replaced by polynomials of their indices."""
-    out = []
-    for mono, c in p:
-        made = a.constant(c)
-        for atom, e in mono:
-            made = a.mul(made, _replaced_power(a, atom, e, leaves))
-        out.append(made)
-    return a.add(*out)
+
+    def value(atom: Atom) -> Atom | Poly:
+        if atom.form in leaves:
+            return leaves[atom.form](atom.at)
+        if a.reached(atom.form).isdisjoint(leaves) or _binds(a.form(atom), leaves):
+            return atom
+        return a.again(atom, [(names, replaced(a, q, leaves)) for names, q in a.opened(atom)])
+
+    return a.mapped(p, value)
 
 
-def _replaced_power(a: Calculus, atom: Atom, e: Number, leaves: Leaves) -> Poly:
-    if atom.form in leaves:
-        return a.power(leaves[atom.form](atom.at), e)
-    if not _reads(a, atom.form, leaves):
-        return ((((atom, e),), 1),)
-    branches = [(names, replaced(a, p, leaves)) for names, p in a.opened(atom)]
-    form = a.form(atom)
-    return a.power(a.builders[form.kind](a, form, branches), e)
-
-
-def _reads(a: Calculus, form: int, leaves: Leaves | set[int]) -> bool:
-    return form in leaves or any(
-        _reads(a, atom.form, leaves)
-        for _, p in a.table.forms[form].branches
-        for mono, _ in p
-        for atom, _ in mono
-    )
-
-
-def reads(a: Calculus, p: Poly, leaves: Leaves | set[int]) -> bool:
+def reads(a: Calculus, p: Poly, forms: set[int]) -> bool:
     """Return True if a polynomial depends on some inputs."""
-    return any(_reads(a, atom.form, leaves) for mono, _ in p for atom, _ in mono)
+    return any(not a.reached(atom.form).isdisjoint(forms) for mono, _ in p for atom, _ in mono)
 
 
 @dataclass(slots=True)
@@ -96,6 +75,18 @@ class Carried:
     solved: Poly | None = None
 
 
+def leaves_of(
+    a: Calculus, carries: Sequence[Carried], part: str, to: Mapping[int, Index] | None = None
+) -> Leaves:
+    """Return the starts, next values or solutions of carries as functions of their indices."""
+
+    def read(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
+        p = getattr(c, part)
+        return lambda at: a.substitute(p, {**(to or {}), **dict(zip(c.names, at, strict=True))})
+
+    return {c.form: read(c) for c in carries if getattr(c, part) is not None}
+
+
 @dataclass(slots=True)
 class LoopSolver:
     """The loops of a program, solved when they are read.
@@ -109,59 +100,57 @@ class LoopSolver:
     solved: dict[int, list[Carried] | None] = field(default_factory=dict)
     conditions: dict[int, set[Condition]] = field(default_factory=dict)
 
-    def __call__(self, lifting: Lifting, equation: int, output: int, names: list[int]) -> Any:
-        """Return an output of a loop over some names; None if the loop is not solved."""
-        made = lifting.t.program.equations[equation].outvals
-        opened = self.loops.get(made[output])
+    def __call__(
+        self, lifting: Lifting, equation: int, output: int, at: list[Index]
+    ) -> Poly | None:
+        """Return an output of a loop at indices; None if the loop is not solved."""
+        made = lifting.t.program.equations[equation].outvals[output]
+        opened = self.loops.get(made)
         if opened is None:
             return None
         kind, what = opened.results[output]
-        layout = lifting.t.ids[made[output]]
-        at = [plain(n) for n in names]
+        layout = lifting.t.ids[made]
         if kind == "outer":
-            return self._read(lifting, what, layout, at)
+            return _read(lifting, what, layout, at)
         if kind == "number":
             return lifting.a.constant(int(what))
         carries = self._carries(lifting, opened)
         if carries is None:
             return None
-        return self._result(lifting, opened, carries, kind, what, layout, at)
-
-    def _result(
-        self, lifting: Lifting, opened: OpenLoop, carries: list[Carried], kind: str, what: Any,
-        layout: Sequence[int], at: list[Index],
-    ) -> Poly | None:  # fmt: skip
-        a, step = lifting.a, self.steps[opened.step]
         if kind == "final":
             if lifting.t.ids[opened.carries[what]] != tuple(layout):
                 return None
-            c = carries[what]
-            assert c.solved is not None
-            end = a.table.size_index(opened.length)
-            return a.substitute(c.solved, {step: end, **dict(zip(c.names, at, strict=True))})
-        axis, k, kept = 0, what, False
-        if kind == "stored":
-            k, stored = what
-            axis, kept = stored.axis, stored.kept
-            whole = stored.start == 0 and stored.step == 1
-            if not whole or _size_of(lifting, stored.base, axis) != opened.length:
-                return None
-        elif kind != "ys":
+            end = lifting.a.table.size_index(opened.length)
+            (value,) = leaves_of(
+                lifting.a, [carries[what]], "solved", {self.steps[opened.step]: end}
+            ).values()
+            return value(tuple(at))
+        if kind == "ys":
+            return self._entry(lifting, opened, carries, opened.ys[what], 0, layout, at)
+        if kind != "stored":
             return None
-        return self._entry(lifting, opened, carries, opened.ys[k], axis, kept, layout, at)
+        k, stored = what
+        base = (
+            lifting.t.program.avals[stored.base]
+            if isinstance(stored.base, int)
+            else (stored.base.aval)
+        )
+        whole = stored.start == 0 and stored.step == 1
+        if not whole or base.shape[stored.axis] != opened.length:
+            return None
+        return self._entry(lifting, opened, carries, opened.ys[k], stored.axis, layout, at)
 
     def _entry(
         self, lifting: Lifting, opened: OpenLoop, carries: list[Carried], y: Any, axis: int,
-        kept: bool, layout: Sequence[int], at: list[Index],
+        layout: Sequence[int], at: list[Index],
     ) -> Poly | None:  # fmt: skip
         """Return the result of the step that the axis of steps reads."""
         a, step = lifting.a, self.steps[opened.step]
         if opened.length == 1 or not isinstance(y, int):
             return None
-        place = _place_of_axis(lifting, y, axis, kept)
+        place = sum(len(g) for g in lifting.t.positions[y][:axis])
         rest = at[:place] + at[place + 1 :]
-        ids = [*layout[:place], *layout[place + 1 :]]
-        if list(lifting.t.ids[y]) != ids:
+        if list(lifting.t.ids[y]) != [*layout[:place], *layout[place + 1 :]]:
             return None
         with lifting.apart() as found:
             p = lifting.of(lifting.t.view(y), rest)
@@ -172,35 +161,10 @@ class LoopSolver:
             after = a.substitute(c.after, {step: _forward(a, opened, plain(step))})
             after = a.substitute(after, dict(zip(c.names, rest, strict=False)))
             if after == p and len(rest) == len(c.names):
-                later = (turned[0] + 1, turned[1])
-                here = {step: later, **dict(zip(c.names, rest, strict=True))}
-                assert c.solved is not None
-                return a.substitute(c.solved, here)
-        leaves = self._leaves(a, carries, step, turned)
+                later = {step: (turned[0] + 1, turned[1])}
+                return leaves_of(a, [c], "solved", later)[c.form](tuple(rest))
+        leaves = leaves_of(a, carries, "solved", {step: turned})
         return a.substitute(replaced(a, p, leaves), {step: stored})
-
-    def _leaves(self, a: Calculus, carries: list[Carried], step: int, at: Index) -> Leaves:
-        """Return the solved carries as functions of their indices, before a step in time."""
-
-        def value(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-            def read(indices: tuple[Index, ...]) -> Poly:
-                assert c.solved is not None
-                return a.substitute(
-                    c.solved, {step: at, **dict(zip(c.names, indices, strict=True))}
-                )
-
-            return read
-
-        return {c.form: value(c) for c in carries if c.solved is not None}
-
-    def _read(
-        self, lifting: Lifting, value: Any, layout: Sequence[int], at: list[Index]
-    ) -> Poly | None:
-        if not isinstance(value, int):
-            return lifting.constant(np.asarray(value.val).item(), str(value.aval.dtype))
-        if lifting.t.ids[value] != tuple(layout):
-            return None
-        return lifting.of(lifting.t.view(value), at)
 
     def _carries(self, lifting: Lifting, opened: OpenLoop) -> list[Carried] | None:
         """Return the carries of a loop, all of them solved, or None."""
@@ -220,15 +184,15 @@ class LoopSolver:
             layout = lifting.t.ids[v]
             names = [a.table.fresh(s) for s in lifting.t.sizes[v]]
             at = [plain(n) for n in names]
-            form = leaf(a, v, lifting.t.dtypes[v], len(names))
-            ends = [self._read(lifting, x, layout, at) for x in (start, after)]
+            form = a.table.leaf("leaf", v, len(names), **facts_of(lifting.t.dtypes[v]))
+            ends = [_read(lifting, x, layout, at) for x in (start, after)]
             if ends[0] is None or ends[1] is None:
                 return None
             turned = a.substitute(ends[1], {step: _forward(a, opened, plain(step))})
             carries.append(Carried(form, names, ends[0], turned))
-        while any(c.solved is None for c in carries):
-            if not any(_solve_one(a, c, carries, step) for c in carries if c.solved is None):
-                return None
+        while unsolved := [c for c in carries if c.solved is None]:
+            if not any(_solve_one(a, c, carries, step) for c in unsolved):
+                _iterate(a, _group(a, unsolved), carries, step)
         return carries
 
     def _require(
@@ -236,9 +200,16 @@ class LoopSolver:
     ) -> None:
         """Record conditions of a step, with the carries replaced by their solutions."""
         a, step = lifting.a, self.steps[opened.step]
-        leaves = self._leaves(a, carries, step, _forward(a, opened, plain(step)))
+        leaves = leaves_of(a, carries, "solved", {step: _forward(a, opened, plain(step))})
         for c in found:
             lifting.require(c.kind, replaced(a, c.p, leaves))
+
+
+def _read(lifting: Lifting, value: Any, layout: Sequence[int], at: list[Index]) -> Poly | None:
+    if not isinstance(value, int):
+        return lifting.constant(np.asarray(value.val).item(), str(value.aval.dtype))
+    same = lifting.t.ids[value] == tuple(layout)
+    return lifting.of(lifting.t.view(value), at) if same else None
 
 
 def _forward(a: Calculus, opened: OpenLoop, stored: Index) -> Index:
@@ -247,18 +218,6 @@ def _forward(a: Calculus, opened: OpenLoop, stored: Index) -> Index:
         return stored
     offset, terms = a.table.size_index(opened.length)
     return linear(offset - 1 - stored[0], [*terms, *((n, -s) for n, s in stored[1])])
-
-
-def _size_of(lifting: Lifting, value: Any, axis: int) -> Any:
-    shape = lifting.t.program.avals[value].shape if isinstance(value, int) else value.aval.shape
-    return shape[axis]
-
-
-def _place_of_axis(lifting: Lifting, y: int, axis: int, kept: bool) -> int:
-    """Return the position of the axis of steps among the atoms of the stacked result."""
-    groups = lifting.t.positions[y]
-    before = groups[:axis]
-    return sum(len(g) for g in before)
 
 
 # ---------------------------------------------------------------- laws of recurrences
@@ -274,28 +233,17 @@ def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -
     for law in (_as_maximum, _as_affine):
         made = law(a, c, me, solved, step)
         if made is not None:
-            c.solved, text = made
-            _record(a, "loop", text, c, carries, step)
+            name, c.solved = made
+            here = leaves_of(a, carries, "solved", {step: plain(step)})
+            later = a.substitute(c.solved, {step: (1, ((step, 1),))})
+            a.record(name, operation("same", replaced(a, c.after, here)), later)
             return True
     return False
 
 
-def _before(a: Calculus, solved: Sequence[Carried], step: int, at: Index) -> Leaves:
-    """Return solved carries before another step as functions of their indices."""
-
-    def value(c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-        def read(indices: tuple[Index, ...]) -> Poly:
-            assert c.solved is not None
-            return a.substitute(c.solved, {step: at, **dict(zip(c.names, indices, strict=True))})
-
-        return read
-
-    return {c.form: value(c) for c in solved}
-
-
 def _as_maximum(
     a: Calculus, c: Carried, me: Poly, solved: Sequence[Carried], step: int
-) -> tuple[Poly, str] | None:
+) -> tuple[str, Poly] | None:
     """Return the fold of c' = max(c, b), or of c' = min(c, b)."""
     for sign in (1, -1):
         branches = reductions.flattened(a, (), a.scale(sign, c.after))
@@ -303,18 +251,15 @@ def _as_maximum(
         rest = [b for b in branches if b != old]
         if old not in branches or not rest or any(reads(a, p, {c.form}) for _, p in rest):
             continue
-        leaves = _before(a, solved, step, plain(step))
+        leaves = leaves_of(a, solved, "solved", {step: plain(step)})
         s = a.table.fresh(a.table.sizes[step])
+        earlier = functions.mask(a, _is_earlier(a, s, step))
         out: list[tuple[tuple[int, ...], Poly]] = [((), a.scale(sign, c.start))]
         for names, p in rest:
             p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
-            out.append(((s, *names), a.add(p, _earlier(a, s, step))))
-        return a.scale(sign, reductions.maximum(a, out)), FOLD_MAX
+            out.append(((s, *names), a.add(p, earlier)))
+        return "fold_of_maximum", a.scale(sign, reductions.maximum(a, out))
     return None
-
-
-def _earlier(a: Calculus, s: int, step: int) -> Poly:
-    return functions.mask(a, _is_earlier(a, s, step))
 
 
 def _is_earlier(a: Calculus, s: int, step: int) -> Poly:
@@ -324,51 +269,40 @@ def _is_earlier(a: Calculus, s: int, step: int) -> Poly:
 
 def _as_affine(
     a: Calculus, c: Carried, me: Poly, solved: Sequence[Carried], step: int
-) -> tuple[Poly, str] | None:
+) -> tuple[str, Poly] | None:
     """Return the fold of c' = a·c + b, after a change of variables if a reads carries."""
     mine = me[0][0][0][0]
-    slope: list[tuple[Mono, Number]] = []
-    rest: list[tuple[Mono, Number]] = []
+    parts: dict[Number, list[tuple[Mono, Number]]] = {0: [], 1: []}
     for mono, k in c.after:
         e = dict(mono).get(mine, 0)
-        if e == 1:
-            slope.append((tuple([f for f in mono if f[0] != mine]), k))
-        elif e == 0:
-            rest.append((mono, k))
-        else:
+        if e not in parts:
             return None
-    factor, shift = tuple(sorted(slope)), tuple(rest)
+        parts[e].append((tuple([f for f in mono if f[0] != mine]), k))
+    factor, shift = a.add(tuple(parts[1])), tuple(parts[0])
     if reads(a, factor, {c.form}) or reads(a, shift, {c.form}):
         return None
     others = {x.form for x in solved}
-    gauge = ONE
-    if reads(a, factor, others):
-        gauge = _gauge(a, factor, solved)
-    after = replaced(a, gauge, {x.form: _next(a, x) for x in solved})
+    gauge = _gauge(a, factor, solved) if reads(a, factor, others) else ONE
+    after = replaced(a, gauge, leaves_of(a, solved, "after"))
     factor = a.product(factor, after, a.power(gauge, -1))
     shift = a.mul(shift, after)
-    leaves = _before(a, solved, step, plain(step))
-    if reads(a, factor, others) or reads(a, shift, others):
-        if gauge != ONE and reads(a, factor, others):
-            return None
-        factor, shift = (replaced(a, p, leaves) for p in (factor, shift))
+    leaves = leaves_of(a, solved, "solved", {step: plain(step)})
+    if gauge != ONE and reads(a, factor, others):
+        return None
+    factor, shift = (replaced(a, p, leaves) for p in (factor, shift))
     start = ZERO
     if c.start != ZERO:
-        first = replaced(a, gauge, {x.form: _first(a, x) for x in solved})
-        start = a.mul(c.start, first)
-    folded = _fold(a, factor, shift, start, c.names, step)
-    here = replaced(a, gauge, leaves)
-    law = FOLD if factor == ONE else AFFINE
-    law = law if gauge == ONE else f"{law}; {GAUGE}"
-    return a.mul(folded, a.power(here, -1)), law
-
-
-def _next(a: Calculus, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-    return lambda at: a.substitute(c.after, dict(zip(c.names, at, strict=True)))
-
-
-def _first(a: Calculus, c: Carried) -> Callable[[tuple[Index, ...]], Poly]:
-    return lambda at: a.substitute(c.start, dict(zip(c.names, at, strict=True)))
+        start = a.mul(c.start, replaced(a, gauge, leaves_of(a, solved, "start")))
+    if factor == ONE:
+        s = a.table.fresh(a.table.sizes[step])
+        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, step))
+        folded = a.add(start, reductions.total(a, term, (s,)))
+    else:
+        folded = recurrence(a, factor, shift, start, step, a.index(plain(step)))
+    name = "fold_of_sum" if factor == ONE else "affine_recurrence"
+    if gauge == ONE:
+        return name, folded
+    return "change_of_variables", a.mul(folded, a.power(replaced(a, gauge, leaves), -1))
 
 
 def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
@@ -378,38 +312,28 @@ def _gauge(a: Calculus, factor: Poly, solved: Sequence[Carried]) -> Poly:
         return out
     forms = {c.form for c in solved}
     for atom, e in factor[0][0]:
-        form = a.form(atom)
-        inner = a.operand(atom) if form.kind == "exp" else a.of(atom)
-        is_carry = len(inner) == 1 and len(inner[0][0]) == 1 and inner[0][0][0][0].form in forms
-        if is_carry and inner[0][1] == 1 and inner[0][0][0][1] == 1:
+        inner = a.operand(atom) if a.form(atom).kind == "exp" else a.of(atom)
+        carry = inner[0][0][0][0] if len(inner) == 1 and len(inner[0][0]) == 1 else None
+        if carry is not None and carry.form in forms and inner == a.of(carry):
             out = a.mul(out, a.term(1, {atom: e}))
     return out
 
 
-def _fold(a: Calculus, factor: Poly, shift: Poly, start: Poly, names: list[int], step: int) -> Poly:
-    """Return the value before a step of the recurrence c' = factor·c + shift."""
-    s = a.table.fresh(a.table.sizes[step])
-    if factor == ONE:
-        term = a.mul(a.substitute(shift, {step: plain(s)}), _is_earlier(a, s, step))
-        return a.add(start, reductions.total(a, term, (s,)))
-    return recurrence(a, factor, shift, start, step, a.index(plain(step)))
+def _bound(a: Calculus, names: Sequence[int], p: Poly) -> tuple[list[int], Poly]:
+    """Return a polynomial as a branch of a form, which binds some names."""
+    fresh = [a.table.fresh(a.table.sizes[n]) for n in names]
+    return fresh, a.substitute(p, dict(zip(names, map(plain, fresh), strict=True)))
 
 
 def recurrence(a: Calculus, factor: Poly, shift: Poly, start: Poly, step: int, at: Poly) -> Poly:
     """Return h(at) of h(0) = start, h(t+1) = factor(t)·h(t) + shift(t)."""
     if shift == ZERO and start == ZERO:
         return ZERO
-    branches: list[tuple[Sequence[int], Poly]] = []
-    for p in (factor, shift):
-        n = a.table.fresh(a.table.sizes[step])
-        branches.append(((n,), a.substitute(p, {step: plain(n)})))
-    branches += [((), start), ((), at)]
-    return affine_again(a, None, branches)
+    steps = [_bound(a, [step], p) for p in (factor, shift)]
+    return affine_again(a, None, [*steps, ((), start), ((), at)])
 
 
-def affine_again(
-    a: Calculus, form: Form | None, branches: Sequence[tuple[Sequence[int], Poly]]
-) -> Poly:
+def affine_again(a: Calculus, form: Form | None, branches: Branches) -> Poly:
     """Make an affine recurrence of its factors, its shifts, its start and its place.
 
     h(e + 1) becomes a(e)·h(e) + b(e), for an index e.
@@ -419,16 +343,118 @@ def affine_again(
         return start
     facts = {"real": all(a.is_real(p) for _, p in branches)}
     made = a.of(a.table.intern("recurrence", None, branches, facts, keeps_bound=True))
-    index = functions.as_index(a, place)
-    ends = None if index is None or not names_of(place) else a.table.index_range(index)
-    if index is None or ends is None or not a.facts.nonnegative(ends[0] - 1):
+    index, (least, _) = functions.as_index(a, place), functions.value_range(a, place)
+    if index is None or least is None or not a.facts.nonnegative(least - 1):
         return made
     last = (index[0] - 1, index[1])
     factor, shift = (a.substitute(p, {names[0]: last}) for names, p in branches[:2])
     before = affine_again(a, form, [*branches[:3], ((), a.index(last))])
-    unfolded = a.add(a.mul(factor, before), shift)
-    operation = Operation("same", (((), made),))
-    return a.recorded("unfold", f"{AFFINE}, at t + 1", operation, unfolded)
+    return a.record("unfold", operation("same", made), a.add(a.mul(factor, before), shift))
+
+
+# ---------------------------------------------------------------- iterations
+
+
+def _group(a: Calculus, unsolved: list[Carried]) -> list[Carried]:
+    """Return the fewest carries whose next values read no other carry that is not solved."""
+
+    def closed(c: Carried) -> list[Carried]:
+        found = [c]
+        for x in found:
+            found += [y for y in unsolved if y not in found and reads(a, x.after, {y.form})]
+        return found
+
+    return min(map(closed, unsolved), key=len)
+
+
+def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: int) -> None:
+    """Solve carries as the iteration of their step.
+
+    They stand in an order that their starts and steps tell, so that it is not that of the program.
+    """
+    here = leaves_of(a, carries, "solved", {step: plain(step)})
+    steps = {c.form: replaced(a, c.after, here) for c in group}
+    levels = [_level(a, p) for c in group for p in (c.start, steps[c.form])]
+    level = 1 + max(levels)
+    blank = {c.form: _carry(a, c, level, -1) for c in group}
+
+    def rank(c: Carried) -> int:
+        after = _bound(a, [step, *c.names], replaced(a, steps[c.form], _leaves(a, blank)))
+        parts = [_bound(a, c.names, c.start), after]
+        return a.table.intern("ranked", None, parts, {}, keeps_bound=True).form
+
+    group = sorted(group, key=rank)
+    mine = {c.form: _carry(a, c, level, k) for k, c in enumerate(group)}
+    branches: list[tuple[Sequence[int], Poly]] = []
+    for c in group:
+        branches.append(_bound(a, c.names, c.start))
+        after = replaced(a, steps[c.form], _leaves(a, mine))
+        branches.append(_bound(a, [step, *c.names], after))
+    for k, c in enumerate(group):
+        places = [((), a.index(plain(n))) for n in (step, *c.names)]
+        attr = (level, k, tuple(mine.values()))
+        c.solved = _iteration(a, attr, [*branches, *places])
+
+
+def _level(a: Calculus, p: Poly) -> int:
+    """Return how deeply iterations are nested in a polynomial."""
+    reached = [a.table.forms[f] for mono, _ in p for x, _ in mono for f in a.reached(x.form)]
+    return max((f.attr[0] for f in reached if f.kind in ("carry", "iteration")), default=0)
+
+
+def _carry(a: Calculus, c: Carried, level: int, number: int) -> int:
+    """Return the form of a carry inside the step of an iteration."""
+    f = a.table.forms[c.form]
+    facts = {"real": f.real, "integer": f.integer, "bit": f.bit, "sign": f.sign}
+    attr = (level, number, *facts.values())
+    return a.table.leaf("carry", attr, f.slots, **facts)
+
+
+def _leaves(a: Calculus, forms: Mapping[int, int]) -> Leaves:
+    return {old: lambda at, new=new: a.of(Atom(new, at)) for old, new in forms.items()}
+
+
+def _binds(form: Form, leaves: Leaves) -> bool:
+    """Return True if a form is the iteration in whose step carries stand: outside it reads none."""
+    return form.kind == "iteration" and not set(form.attr[2]).isdisjoint(leaves)
+
+
+def _iteration(a: Calculus, attr: Any, branches: Branches) -> Poly:
+    f = a.table.forms[attr[2][attr[1]]]
+    facts = {"real": f.real, "integer": f.integer, "bit": f.bit, "sign": f.sign}
+    return a.of(a.table.intern("iteration", attr, branches, facts, keeps_bound=True))
+
+
+def iteration_again(a: Calculus, form: Form, branches: Branches) -> Poly:
+    """Make an iteration of its starts, its steps, its place and its indices.
+
+    Where single entries are read, h(k) of a number k becomes the step of h(k − 1).
+    """
+    (level, which, carries), count = form.attr, 2 * len(form.attr[2])
+    found = [functions.as_index(a, p) for _, p in branches[count:]]
+    made = _iteration(a, form.attr, branches)
+    places = [i for i in found if i is not None]
+    if a.entries is None or len(places) < len(found) or places[0][1]:
+        return made
+    (time, *at), (names, start), (bound, after) = places, *branches[2 * which : 2 * which + 2]
+    if time[0] == 0:
+        return a.substitute(start, dict(zip(names, at, strict=True)))
+    if time[0] > reductions.MOST_ENTRIES:
+        return made
+    before = (time[0] - 1, ())
+
+    def value(k: int) -> Callable[[tuple[Index, ...]], Poly]:
+        free = [a.table.fresh(a.table.sizes[n]) for n in (bound[0], *branches[2 * k][0])]
+        inner = [*branches[:count], *[((), a.index(plain(n))) for n in free]]
+        h = _iteration(a, (level, k, carries), inner)
+        return lambda at: a.substitute(h, dict(zip(free, (before, *at), strict=True)))
+
+    here = a.substitute(after, dict(zip(bound, (before, *at), strict=True)))
+    unfolded = replaced(a, here, {leaf: value(k) for k, leaf in enumerate(carries)})
+    return a.record("unfold", operation("same", made), unfolded)
+
+
+# ---------------------------------------------------------------- trees
 
 
 def tree_value(lifting: Lifting, v: int, tree: Tree, at: list[Index]) -> Poly | None:
@@ -436,15 +462,11 @@ def tree_value(lifting: Lifting, v: int, tree: Tree, at: list[Index]) -> Poly | 
     a, t, prefix = lifting.a, lifting.t, tree.prefix
     step = a.table.fresh(prefix.length)
     along = t.positions[v][tree.layout.index(prefix.axis)]
-    if len(along) != 1:
+    read = [_entry_of_tree(lifting, v, tree, s, at, step) for s in (prefix.factors, prefix.added)]
+    if len(along) != 1 or None in read:
         return None
-    entries = []
-    for source in (prefix.factors, prefix.added):
-        read = _entry_of_tree(lifting, v, tree, source, at, step)
-        if read is None:
-            return None
-        entries.append(lifting.of(t.view(source), read))
-    factor, shift = entries
+    sources = zip((prefix.factors, prefix.added), read, strict=True)
+    factor, shift = (lifting.of(t.view(source), entry or []) for source, entry in sources)
     after = a.add(a.index(at[along[0]]), ONE)
     if tree.kind == "A":
         return recurrence(a, factor, ZERO, ONE, step, after)
@@ -467,14 +489,3 @@ def _entry_of_tree(
         else:
             read.update((q, at[p]) for q, p in zip(other, mine, strict=True))
     return [read[k] for k in range(len(read))]
-
-
-def _record(
-    a: Calculus, name: str, text: str, c: Carried, carries: Sequence[Carried], step: int
-) -> None:
-    """Record the induction step of a solution: one more step gives the solution one step later."""
-    assert c.solved is not None
-    leaves = _before(a, [x for x in carries if x.solved is not None], step, plain(step))
-    after = a.substitute(c.solved, {step: (1, ((step, 1),))})
-    before = Operation("same", (((), replaced(a, c.after, leaves)),))
-    a.recorded(name, f"{text}; induction step", before, after)

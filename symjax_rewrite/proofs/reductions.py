@@ -1,16 +1,20 @@
-"""Sums and maxima over indices, as normal forms.
+"""Sums and maxima over indices, and values at one index, as normal forms.
+
+    Σ_k (a[i]·x[k] + y[k]·[k = e])  →  a[i]·Σ_k x[k] + y[e]
 
 A sum is linear, factors that do not read the index leave it, sums of sums are one sum, and a sum of
-a product of unconnected parts is the product of their sums. May import `arithmetic`, `functions`.
+a product of unconnected parts is the product of their sums.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import product
+from typing import Any
 
-from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.proofs.arithmetic import Calculus, Operation
+from symjax_rewrite.proofs.arithmetic import Calculus, Operation, operation
 from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
@@ -25,11 +29,11 @@ from symjax_rewrite.proofs.forms import (
     names_of,
     plain,
 )
-from symjax_rewrite.proofs.functions import as_index, positive
+from symjax_rewrite.proofs.functions import as_index, is_within, positive
 
-SUM_LAW = "Σ_k(a + b) = Σ_k a + Σ_k b, Σ_k(a·b) = a·Σ_k b (k not in a), Σ_k a = |k|·a"
-MAX_LAW = "max_k(a + b) = a + max_k b (k not in a), max(a, max(b, c)) = max(a, b, c)"
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
+MOST_ENTRIES = 16  # values of an index that are read one by one
+UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
 
 MaxBranch = tuple[tuple[int, ...], Poly]
 
@@ -40,11 +44,23 @@ def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
         return ZERO
     out = p
     for name in names:
-        out = a.add(*[_sum_of_term(a, mono, c, name) for mono, c in out])
+        if (entries := entries_of(a, out, name)) is not None:
+            before = Operation("sum", (((name,), out),))
+            out = a.record("entries", before, a.add(*entries))
+        else:
+            out = a.add(*[_sum_of_term(a, mono, c, name) for mono, c in out])
     plain_sum = len(p) == 1 and len(out) == 1 and len(out[0][0]) == 1 and out[0][1] == 1
     if names and not plain_sum:
-        a.recorded("sum", SUM_LAW, Operation("sum", ((tuple(names), p),)), out)
+        a.record("sum", Operation("sum", ((tuple(names), p),)), out)
     return out
+
+
+def entries_of(a: Calculus, p: Poly, name: int) -> list[Poly] | None:
+    """Return a polynomial at every value of an index; None if single values are not read."""
+    size = a.table.sizes[name]
+    if not isinstance(size, int) or size > MOST_ENTRIES or not a.reads_entries(p, name):
+        return None
+    return [a.substitute(p, {name: (k, ())}) for k in range(size)]
 
 
 def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
@@ -53,12 +69,9 @@ def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
     factor = a.term(c, outside)
     if not inside:
         return a.mul(factor, a.size(a.table.sizes[name]))
-    met = _met_delta(a, inside, name)
+    met = _met_test(a, inside, name)
     if met is not None:
         return a.mul(factor, met)
-    cut = _cut_range(a, inside, name)
-    if cut is not None:
-        return a.mul(factor, cut)
     bound, opened = [name], ONE
     for atom, e in inside.items():
         if a.form(atom).kind == "sum" and 0 < e <= MOST_OPENED and Fraction(e).denominator == 1:
@@ -76,29 +89,23 @@ def _sum_of_opened(a: Calculus, mono: Mono, c: Number, bound: Sequence[int]) -> 
     factors = dict(mono)
     for n in bound:
         inside = {atom: e for atom, e in factors.items() if atom_reads(atom, n)}
-        met = _met_delta(a, inside, n) or _cut_range(a, inside, n)
+        met = _met_test(a, inside, n)
         if met is not None:
             outside = {atom: e for atom, e in factors.items() if atom not in inside}
             rest = a.mul(a.term(c, outside), met)
             names = [x for x in bound if x != n]
             return a.add(*[_sum_of_opened(a, m, k, names) for m, k in rest])
-    return a.scale(c, sum_of_product(a, mono, bound))
+    return a.scale(c, _sum_of_product(a, mono, bound))
 
 
-def sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
+def _sum_of_product(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     """Return Σ over bound names of a product, as a product of sums of its connected parts."""
-    out = ONE
-    left = dict(mono)
+    factors = [a.term(1, {x: e for x, e in mono if not any(atom_reads(x, n) for n in bound)})]
     for part in _connected(mono, bound):
-        factors = tuple([f for f in mono if any(atom_reads(f[0], n) for n in part)])
-        for f in factors:
-            left.pop(f[0])
-        if factors:
-            out = a.mul(out, _sum_atom(a, factors, part))
-        else:
-            for n in part:
-                out = a.mul(out, a.size(a.table.sizes[n]))
-    return a.mul(a.term(1, left), out)
+        inside = tuple([f for f in mono if any(atom_reads(f[0], n) for n in part)])
+        sizes = [a.size(a.table.sizes[n]) for n in part]
+        factors += [_sum_atom(a, inside, part)] if inside else sizes
+    return a.product(*factors)
 
 
 def _connected(mono: Mono, bound: Sequence[int]) -> list[list[int]]:
@@ -115,8 +122,7 @@ def _sum_atom(a: Calculus, mono: Mono, bound: Sequence[int]) -> Poly:
     p, names = merged(a, ((mono, 1),), bound)
     if len(p) != 1 or p[0][1] != 1:
         return total(a, p, names)
-    signs = a.sign(p)
-    facts = {"sign": signs, "real": a.is_real(p), "integer": a.is_integer(p)}
+    facts = {"sign": a.sign(p), "real": a.is_real(p), "integer": a.is_integer(p)}
     return a.of(a.table.intern("sum", None, [(names, p)], facts))
 
 
@@ -152,62 +158,96 @@ def _reads_together(p: Poly, t: int, j: int, size: int) -> bool:
     return True
 
 
-def _met_delta(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
-    """Return Σ_k [k = e]·f(k) = f(e), for an e that is in the range of k."""
-    for atom in factors:
-        if a.form(atom).kind != "zero":
-            continue
-        index = as_index(a, a.operand(atom))
-        stride = dict(index[1]).get(name, 0) if index else 0
-        if index is None or abs(stride) != 1:
-            continue
-        rest = linear(-index[0] * stride, [(n, -s * stride) for n, s in index[1] if n != name])
-        ends = a.table.index_range(rest)
-        size = a.table.sizes[name]
-        inside = ends is not None and _is_within(a, ends, 0, size)
-        if inside:
+def _met_test(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
+    """Return Σ_k of a test of k times f(k), where the test is one value or a bound of k."""
+    for kind in ("zero", "positive"):
+        for atom in factors:
+            if a.form(atom).kind != kind:
+                continue
             others = a.term(1, {x: e for x, e in factors.items() if x != atom})
-            made = a.substitute(others, {name: rest})
-            before = Operation("sum", (((name,), a.term(1, factors)),))
-            return a.recorded("delta", "Σ_k [k = e]·f(k) = f(e)", before, made)
+            cut = _at_zero if kind == "zero" else _in_range
+            made = cut(a, a.operand(atom), others, name)
+            if made is not None:
+                return a.record(
+                    made[0], Operation("sum", (((name,), a.term(1, factors)),)), made[1]
+                )
     return None
 
 
-def _is_within(a: Calculus, ends: tuple[Dim, Dim], low: Dim, stop: Dim) -> bool:
-    return a.facts.nonnegative(ends[0] - low) and a.facts.nonnegative(stop - 1 - ends[1])
+Cut = tuple[str, Poly]  # a law, and the sum that it makes
 
 
-def _cut_range(a: Calculus, factors: dict[Atom, Number], name: int) -> Poly | None:
-    """Return Σ_{k<n} of a test of k times f(k), where the test is a bound of the range of k."""
-    for atom in factors:
-        if a.form(atom).kind != "positive":
-            continue
-        index = as_index(a, a.operand(atom))
-        if index is None or dict(index[1]).get(name) != 1:
-            continue
-        others = a.term(1, {x: e for x, e in factors.items() if x != atom})
-        made = _from_start(a, others, name, index) or _after(a, others, name, index)
-        if made is not None:
-            before = Operation("sum", (((name,), a.term(1, factors)),))
-            return a.recorded("range", made[1], before, made[0])
-    return None
+def _at_zero(a: Calculus, p: Poly, f: Poly, name: int) -> Cut | None:
+    """Return f at the value of an index where p is zero; None if it is unknown."""
+    here, size = a.index(plain(name)), a.table.sizes[name]
+    stride = next((c for mono, c in p if ((mono, 1),) == here), 0)
+    rest = a.scale(Fraction(-1, stride), a.sub(p, a.scale(stride, here))) if stride else p
+    if not stride or any(mono_reads(mono, name) for mono, _ in rest):
+        return None
+    if is_within(a, rest, size):
+        return "delta", taken(a, f, [name], [rest])
+    number = 0 if not rest else rest[0][1] if len(rest) == 1 and not rest[0][0] else None
+    outside = isinstance(size, int) and number is not None
+    return ("delta", ZERO) if outside else None
 
 
-def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+def taken(
+    a: Calculus, p: Poly, names: Sequence[int], places: Sequence[Poly], key: Any = None
+) -> Poly:
+    """Return a polynomial at values of some indices, which are integers in their ranges.
+
+    A function of inputs is the function of the inputs at these values. With a key, values may be
+    out of range, where the key tells what is read.
+    """
+    if key is None:
+        found = [as_index(a, q) for q in places]
+        p = a.substitute(p, {n: i for n, i in zip(names, found, strict=True) if i is not None})
+        names = [n for n, i in zip(names, found, strict=True) if i is None]
+        places = [q for q, i in zip(places, found, strict=True) if i is None]
+
+    def atom_at(atom: Atom) -> Atom | Poly:
+        form = a.form(atom)
+        read = [k for k, n in enumerate(names) if atom_reads(atom, n)]
+        if not read:
+            return atom
+        if form.kind == "index" and key is None:
+            return places[read[0]]
+        if form.kind not in UNSPLIT:
+            branches = [(n, taken(a, q, names, places, key)) for n, q in a.opened(atom)]
+            return a.again(atom, branches)
+        if key is not None:
+            branches = [(names, a.of(atom)), *[((), q) for q in places]]
+            facts = {"real": form.real}
+            return a.table.intern("opaque", key, branches, facts, keeps_bound=True)
+        branches = [([names[k] for k in read], a.of(atom)), *[((), places[k]) for k in read]]
+        facts = {"real": form.real, "integer": form.integer, "bit": form.bit, "sign": form.sign}
+        return a.table.intern("take", None, branches, facts, keeps_bound=True)
+
+    return a.mapped(p, atom_at) if names else p
+
+
+def _in_range(a: Calculus, p: Poly, f: Poly, name: int) -> Cut | None:
+    """Return the sum of f over the values of an index where p is positive; None if unknown."""
+    index = as_index(a, p)
+    if index is None or dict(index[1]).get(name) != 1:
+        return None
+    return _from_start(a, f, name, index) or _after(a, f, name, index)
+
+
+def _from_start(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     """Return Σ_{k<n} [k + 1 > c]·p(k) = Σ_{k<n−c} p(k + c), for a number c."""
     start, size = 1 - index[0], a.table.sizes[name]
     if len(index[1]) != 1 or not isinstance(size, int) or not 0 < start < size:
         return None
     k = a.table.fresh(size - start)
     moved = a.substitute(p, {name: linear(start, [(k, 1)])})
-    return total(a, moved, (k,)), "Σ_{k<n} [k ≥ c]·f(k) = Σ_{k<n−c} f(k + c)"
+    return "range_from", total(a, moved, (k,))
 
 
-def _after(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | None:
+def _after(a: Calculus, p: Poly, name: int, index: Index) -> Cut | None:
     """Return Σ_k [k > e]·p(k) = Σ_k p(k) − p(e) − Σ_k [k < e]·p(k), for e in the range of k."""
     rest = linear(-index[0], [(n, -s) for n, s in index[1] if n != name])
-    ends = a.table.index_range(rest)
-    if not rest[1] or rest[0] or ends is None or not _is_within(a, ends, 0, a.table.sizes[name]):
+    if not rest[1] or rest[0] or not is_within(a, a.index(rest), a.table.sizes[name]):
         return None
     earlier = positive(a, a.sub(a.index(rest), a.index(plain(name))))
     made = a.add(
@@ -215,7 +255,7 @@ def _after(a: Calculus, p: Poly, name: int, index: Index) -> tuple[Poly, str] | 
         a.scale(-1, a.substitute(p, {name: rest})),
         a.scale(-1, total(a, a.mul(p, earlier), (name,))),
     )
-    return made, "Σ_k [k > e]·f(k) = Σ_k f(k) − f(e) − Σ_k [k < e]·f(k)"
+    return "range_after", made
 
 
 def with_split_ranges(a: Calculus, p: Poly) -> Poly:
@@ -223,22 +263,23 @@ def with_split_ranges(a: Calculus, p: Poly) -> Poly:
 
     Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m), if p has a term with Σ_{k<m} f(k).
     """
-    sums = {x for mono, _ in p for x, e in mono if e == 1 and _range_of(a, x) is not None}
-    for whole in sorted(sums):
-        for part in sorted(sums):
-            n, m = _range_of(a, whole), _range_of(a, part)
-            if n is None or m is None or not m < n:
-                continue
-            ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
-            if a.substitute(begin, {others[0]: plain(names[0])}) != body:
-                continue
+    ranges = {x: _range_of(a, x) for mono, _ in p for x, e in mono if e == 1}
+    sums = sorted((x, n) for x, n in ranges.items() if n is not None)
+    for (whole, n), (part, m) in product(sums, sums):
+        if m >= n:
+            continue
+        ((names, body),), ((others, begin),) = a.opened(whole), a.opened(part)
+        if a.substitute(begin, {others[0]: plain(names[0])}) == body:
             k = a.table.fresh(n - m)
             rest = total(a, a.substitute(body, {names[0]: linear(m, [(k, 1)])}), (k,))
             split = a.add(a.of(part), rest)
-            text = "Σ_{k<n} f(k) = Σ_{k<m} f(k) + Σ_{k<n−m} f(k + m)"
-            before = Operation("sum", ((names, body),))
-            return _replaced(a, p, whole, a.recorded("range", text, before, split))
+            a.record("range_split", Operation("sum", ((names, body),)), split)
+            return a.mapped(p, functools.partial(_exchanged, whole, split))
     return p
+
+
+def _exchanged(old: Atom, new: Poly, atom: Atom) -> Atom | Poly:
+    return new if atom == old else atom
 
 
 def _range_of(a: Calculus, atom: Atom) -> int | None:
@@ -247,14 +288,6 @@ def _range_of(a: Calculus, atom: Atom) -> int | None:
     if form.kind != "sum" or len(form.branches[0][0]) != 1:
         return None
     return form.branches[0][0][0] if form.branches[0][0][0] >= 0 else None
-
-
-def _replaced(a: Calculus, p: Poly, atom: Atom, made: Poly) -> Poly:
-    out = []
-    for mono, c in p:
-        rest = a.term(c, {x: e for x, e in mono if x != atom})
-        out.append(a.mul(rest, made) if len(rest) == 0 or rest[0][0] != mono else rest)
-    return a.add(*out)
 
 
 # ---------------------------------------------------------------- maxima
@@ -278,8 +311,7 @@ def maximum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
     out = _standard(a, kept)
     plain_max = len(branches) == 1 and len(out) == 1 and len(out[0][0]) == 1
     if not plain_max:
-        before = Operation("max", tuple((tuple(n), p) for n, p in branches))
-        a.recorded("max", MAX_LAW, before, out)
+        a.record("max", Operation("max", tuple((tuple(n), p) for n, p in branches)), out)
     return out
 
 
@@ -293,8 +325,7 @@ def _as_cases(a: Calculus, ps: list[Poly]) -> Poly:
     for p in ps[1:]:
         difference = a.sub(out, p)
         made = a.add(p, a.mul(positive(a, difference), difference))
-        text = "max(a, b) = b + [a > b]·(a − b)"
-        out = a.recorded("max_by_test", text, Operation("max", (((), out), ((), p))), made)
+        out = a.record("max_by_test", operation("max", out, p), made)
     return out
 
 
@@ -316,6 +347,10 @@ def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
                 for inner, q in a.opened(mono[0][0])
                 for found in flattened(a, (*names, *inner), a.add(rest, a.scale(c, q)))
             ]
+    for n in names:
+        if (entries := entries_of(a, p, n)) is not None:
+            others = tuple([x for x in names if x != n])
+            return [found for q in entries for found in flattened(a, others, q)]
     read = names_of(p)
     p, kept = merged(a, p, [n for n in names if n in read])
     return [(tuple(kept), p)]

@@ -7,7 +7,7 @@ that a difference of 1e-9 is one. Sampling shows a difference; it proves nothing
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
+from symjax_rewrite.proofs.problems import Problem, concrete, is_wide
 from symjax_rewrite.proofs.verdicts import Different
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance
 
@@ -29,8 +30,6 @@ WIDE = {
 }
 MOST_WORK = 2e8  # multiplications and elements of one evaluation
 KINDS = ("normal", "small", "whole", "bits")
-
-Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 @dataclass(slots=True)
@@ -79,25 +78,18 @@ def _work(specs: Sequence[Any], sizes: dict[str, int]) -> float:
     return float(sum(np.prod(concrete(s, sizes).shape, dtype=float) for s in specs))
 
 
-def concrete(spec: Any, sizes: dict[str, int]) -> jax.ShapeDtypeStruct:
-    """Return a spec at concrete sizes."""
-    shape = tuple(jax_internals.dim_at(d, sizes) for d in spec.shape)
-    weak = bool(getattr(spec, "weak_type", False))
-    return jax.ShapeDtypeStruct(shape, spec.dtype, weak_type=weak)
-
-
-def sample(functions: Functions, specs: Sequence[Any], facts: Assumptions) -> Sampled:
+def sample(problem: Problem) -> Sampled:
     """Compare two functions of flat arrays at random values."""
+    specs = problem.leaves
     if any(dtype_kind(str(s.dtype)) == "?" for s in specs):
         return Sampled(None, note="inputs of these dtypes are not sampled")
     out = Sampled(None)
-    for sizes in size_choices(specs, facts):
+    for sizes in size_choices(specs, problem.facts):
         try:
-            traced = _traced(functions, [concrete(s, sizes) for s in specs])
+            jaxprs, dtypes = _traced(problem, sizes)
         except (TypeError, ValueError, IndexError, ZeroDivisionError) as error:
             out.note = f"not traced at {sizes}: {type(error).__name__}"
             continue
-        jaxprs, dtypes = traced
         if sum(map(_cost, jaxprs)) > MOST_WORK:
             out.note = "too large to be sampled"
             continue
@@ -113,28 +105,21 @@ def sample(functions: Functions, specs: Sequence[Any], facts: Assumptions) -> Sa
     return out
 
 
-def _traced(functions: Functions, specs: list[Any]) -> tuple[list[ClosedJaxpr], list[str]]:
+def _traced(problem: Problem, sizes: dict[str, int]) -> tuple[list[ClosedJaxpr], list[str]]:
     """Return both functions' jaxprs and the inputs' dtypes: wide ones if the programs are equal."""
-    usual = [jax_internals.make_jaxpr(f, *specs)[0] for f in functions]
-    dtypes = [str(s.dtype) for s in specs]
+    usual = problem.at(sizes)
+    dtypes = [str(s.dtype) for s in problem.leaves]
     wide = [WIDE.get(d, d) for d in dtypes]
-    if wide == dtypes or _is_wide():
+    if wide == dtypes or is_wide(()):
         return usual, dtypes
     with jax.enable_x64(True):
-        widened = [
-            jax.ShapeDtypeStruct(s.shape, d, weak_type=s.weak_type)
-            for s, d in zip(specs, wide, strict=True)
-        ]
+        specs = [concrete(s, sizes, d) for s, d in zip(problem.leaves, wide, strict=True)]
         try:
-            made = [jax_internals.make_jaxpr(f, *widened)[0] for f in functions]
+            made = [jax_internals.make_jaxpr(f, *specs)[0] for f in problem.functions]
         except (TypeError, ValueError):  # such as a carry that is float32 by name
             return usual, dtypes
     same = all(_primitives(a) == _primitives(b) for a, b in zip(usual, made, strict=True))
     return (made, wide) if same else (usual, dtypes)
-
-
-def _is_wide() -> bool:
-    return bool(jax.config.read("jax_enable_x64"))
 
 
 def _primitives(closed: ClosedJaxpr) -> list[str]:

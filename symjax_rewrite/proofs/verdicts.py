@@ -1,16 +1,16 @@
 """The results of `prove_equal`: a proof, a counterexample, or how far it came.
 
-Each prints as text, shows itself in a notebook, and gives JSON. A `Proof` is true, the others are
-false.
+Each prints as text (`proved equal in 4 steps …`), shows itself in a notebook, and gives JSON. A
+`Proof` is true, the others are false.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,9 +45,10 @@ class ProofStep:
 
 
 class _Shown:
-    """Text, HTML and JSON of a verdict."""
+    """Text, HTML and JSON of a verdict. told: the fields in its JSON."""
 
     __slots__ = ()
+    told: ClassVar[tuple[str, ...]]
 
     def __repr__(self) -> str:
         return str(self)
@@ -55,12 +56,10 @@ class _Shown:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
 
-    def _fields(self) -> dict[str, Any]:
-        raise NotImplementedError
-
     def to_json(self) -> str:
         """Return the verdict as JSON; arrays as nested lists."""
-        verdict = {"verdict": type(self).__name__, **self._fields()}
+        fields = {name: getattr(self, name) for name in self.told}
+        verdict = {"verdict": type(self).__name__, **fields}
         return json.dumps(verdict, indent=1, default=_plain, ensure_ascii=False)
 
 
@@ -73,6 +72,7 @@ class Proof(_Shown):
     functions are defined. sizes: the named sizes at which steps were checked. time_s: seconds.
     """
 
+    told = ("steps", "normal_forms", "modulo", "conditions", "sizes", "time_s")
     steps: tuple[ProofStep, ...]
     normal_forms: tuple[str, ...]
     modulo: tuple[str, ...]
@@ -103,11 +103,6 @@ class Proof(_Shown):
         lines += [f"where {text}" for text in self.conditions]
         return "\n".join([*lines, *[f"modulo: {text}" for text in self.modulo]])
 
-    def _fields(self) -> dict[str, Any]:
-        names = ("normal_forms", "modulo", "conditions", "sizes", "time_s")
-        steps = [{n: getattr(s, n) for n in ProofStep.__slots__} for s in self.steps]
-        return {"steps": steps, **{n: getattr(self, n) for n in names}}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Different(_Shown):
@@ -118,6 +113,7 @@ class Different(_Shown):
     g. output: its number. index: the place of the largest difference. sizes: the named sizes.
     """
 
+    told = ("reason", "inputs", "left", "right", "output", "index", "sizes")
     reason: str
     inputs: tuple[np.ndarray, ...] = ()
     left: Any = None
@@ -142,10 +138,6 @@ class Different(_Shown):
             lines.append(f"input {k} = {_array_text(x)}")
         return "\n".join(lines)
 
-    def _fields(self) -> dict[str, Any]:
-        names = ("reason", "inputs", "left", "right", "output", "index", "sizes")
-        return {n: getattr(self, n) for n in names}
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unknown(_Shown):
@@ -155,6 +147,7 @@ class Unknown(_Shown):
     not proved equal. remains: what is left of f − g. samples: random instances at which they agree.
     """
 
+    told = ("reason", "left", "right", "remains", "samples")
     reason: str
     left: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
@@ -172,10 +165,6 @@ class Unknown(_Shown):
             [*lines, f"equal at {self.samples} random instances, which proves nothing"]
         )
 
-    def _fields(self) -> dict[str, Any]:
-        names = ("reason", "left", "right", "remains", "samples")
-        return {n: getattr(self, n) for n in names}
-
 
 def _array_text(x: np.ndarray) -> str:
     kind = f"{x.dtype}[{','.join(map(str, x.shape))}]"
@@ -185,7 +174,9 @@ def _array_text(x: np.ndarray) -> str:
 
 
 def _plain(x: Any) -> Any:
-    """Return an array as nested lists, with complex and non-finite numbers as text."""
+    """Return an array as nested lists, with complex and non-finite numbers as text; or a step."""
+    if isinstance(x, ProofStep):
+        return asdict(x)
     if isinstance(x, np.ndarray | np.generic):
         array = np.asarray(x)
         if array.dtype.kind in "iub":

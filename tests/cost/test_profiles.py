@@ -104,7 +104,13 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         ("MIN_STEPS", "MAX_DISTANCES", "MULTIPLES", "MAX_DEPTH"), SEARCH
     ),
     "proofs.arithmetic": dict.fromkeys(("MOST_CASES", "MOST_POWER", "MOST_TERMS"), SEARCH),
-    "proofs.evaluation": {"MOST_ELEMENTS": SEARCH, "POINTS": SEARCH, "TOLERANCE": NUMERICS},
+    "proofs.checks": {"MOST_INPUTS": SEARCH, "READING_TOLERANCE": NUMERICS},
+    "proofs.evaluation": {
+        "MOST_ELEMENTS": SEARCH,
+        "MOST_STEPS": SEARCH,
+        "POINTS": SEARCH,
+        "TOLERANCE": NUMERICS,
+    },
     "proofs.exact_numbers": dict.fromkeys(
         ("DIGITS", "EXACT", "LARGEST_ROOT", "ROUNDING"), NUMERICS
     ),
@@ -112,8 +118,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "proofs.lifting": {"_CONDITIONED": CODE},
     "proofs.notation": {"MOST_CHARACTERS": "the length of a text"},
     "proofs.opened_loops": {"MOST_LOOPS": SEARCH},
-    "proofs.proving": {"LAWS_PER_NODE": SEARCH, "ROUNDS": SEARCH},
-    "proofs.reductions": {"MOST_OPENED": SEARCH},
+    "proofs.normal_forms": {"ROUNDS": SEARCH},
+    "proofs.proving": {"LAWS_PER_NODE": SEARCH},
+    "proofs.reductions": {"MOST_ENTRIES": SEARCH, "MOST_OPENED": SEARCH},
     "proofs.samples": {"MOST_WORK": SEARCH},
     "rewriting.contraction_order": {"MAX_SQUARED": SEARCH, "ORDERS": SEARCH},
     "rewriting.lemma_matching": {"SUMMED": CODE, "PRIMES": CODE, "MAX_MATCHES": SEARCH},

@@ -19,6 +19,14 @@ from tests.proofs.equal_pairs import (
     sequential,
     stable_softmax,
 )
+from tests.proofs.loop_pairs import (
+    RECURRENT,
+    gated,
+    leapfrog,
+    matrix_scan,
+    matrix_tree,
+    recurrent,
+)
 
 X, Y = "f32[n,d]", "f32[m,d]"
 SQUARE = "f32[n,n]"
@@ -70,6 +78,46 @@ BLOCKS = ("f32[n,d]", "f32[t,b,d]", "f32[t,b,e]")
 
 def full(q, k, v):
     return attention(q, joined(k), joined(v))
+
+
+def unrolled(cell, steps):
+    """Return the last state of h' = cell(h, x[k], w) for some steps k, as a Python loop."""
+
+    def run(h, x, w):
+        for k in steps:
+            h = cell(h, x[k], w)
+        return h
+
+    return run
+
+
+def matrix_tree_of(combine):
+    return lambda a, b: lax.associative_scan(combine, (a, b))[1]
+
+
+def apply(a, b):
+    return jnp.einsum("tij,tj->ti", a, b)
+
+
+def cell(h, x, w):
+    return jnp.tanh(w @ h + x)
+
+
+STEPS = ("f32[n]", "f32[4,n]", "f32[n,n]")
+MATRICES = ("f32[5,n,n]", "f32[5,n]")
+LOOKUP = ("i32[n]", "f32[v,d]")
+
+
+def one_hot_product(place):
+    return lambda i, w: jax.nn.one_hot(place(i, w.shape[0]), w.shape[0]) @ w
+
+
+def lookup(place):
+    return lambda i, w: w[place(i, w.shape[0])]
+
+
+def clipped(i, n):
+    return jnp.clip(i, 0, n - 1)
 
 
 NEAR_MISSES: dict[str, Pair] = {
@@ -255,6 +303,88 @@ NEAR_MISSES: dict[str, Pair] = {
     "exclusive sums for inclusive": (
         lambda x: jnp.cumsum(x, 0),
         lambda x: lax.scan(lambda c, r: (c + r, c), jnp.zeros(3), x)[1], ("f32[8,3]",)),
+    # loops without a closed form
+    "recurrent network with its matrix transposed": (
+        recurrent(cell), recurrent(lambda h, x, w: jnp.tanh(h @ w + x)), RECURRENT),
+    "recurrent network with the gate turned": (
+        recurrent(gated),
+        recurrent(lambda h, x, w: gated(h, x, w) + (1 - 2 * jax.nn.sigmoid(w @ h + x)) * (
+            jnp.tanh(x) - h)), RECURRENT),
+    "recurrent network that starts at zero": (
+        recurrent(cell), lambda h, x, w: recurrent(cell)(0 * h, x, w), RECURRENT),
+    "recurrent network in reverse": (
+        recurrent(cell), lambda h, x, w: recurrent(cell)(h, x[::-1], w),
+        STEPS),
+    "carries exchanged": (
+        leapfrog(False), lambda q, p, f: leapfrog(False)(p, q, f),
+        ("f32[d]", "f32[d]", "f32[t,d]")),
+    "results exchanged of a loop": (
+        leapfrog(False), lambda q, p, f: leapfrog(True)(q, p, f)[::-1],
+        ("f32[d]", "f32[d]", "f32[t,d]")),
+    "carry read after it is written": (
+        lambda q, p: lax.fori_loop(0, 3, lambda _, s: (jnp.sin(s[1]), jnp.cos(s[0])), (q, p)),
+        lambda q, p: lax.fori_loop(
+            0, 3, lambda _, s: (jnp.sin(s[1]), jnp.cos(jnp.sin(s[1]))), (q, p)),
+        ("f32[d]", "f32[d]")),
+    "unrolled one step short": (unrolled(cell, range(3)), recurrent(cell), STEPS),
+    "unrolled with two steps exchanged": (unrolled(cell, [0, 2, 1, 3]), recurrent(cell), STEPS),
+    "unrolled with a step twice": (unrolled(cell, [0, 1, 2, 2]), recurrent(cell), STEPS),
+    "unrolled states one later": (
+        lambda x: jnp.stack([jnp.sin(x), jnp.sin(jnp.sin(x)), jnp.sin(jnp.sin(x))]),
+        lambda x: lax.scan(lambda h, _: (jnp.sin(h), jnp.sin(h)), x, None, length=3)[1],
+        ("f32[n]",)),
+    "unrolled counter from zero": (
+        lambda x: jnp.sin(2 * jnp.sin(x)), lambda x: lax.fori_loop(
+            0, 2, lambda k, y: jnp.sin(k * y), x), ("f32[n]",)),
+    "unrolled sum that skips an entry": (
+        lambda x: x[0] ** 2 + x[1] ** 2 + x[3] ** 2, lambda x: (x**2).sum(0), ("f32[4,d]",)),
+    "unrolled maximum that skips an entry": (
+        lambda x: jnp.maximum(x[0], x[2]), lambda x: x.max(0), ("f32[3,d]",)),
+    "matrices multiplied in the other order": (
+        matrix_scan, matrix_tree_of(
+            lambda p, q: (p[0] @ q[0], apply(q[0], p[1]) + q[1])), MATRICES),
+    "matrices transposed": (
+        matrix_scan, lambda a, b: matrix_tree(a.transpose(0, 2, 1), b), MATRICES),
+    "matrix applied to the new shift": (
+        matrix_scan, matrix_tree_of(
+            lambda p, q: (q[0] @ p[0], apply(q[0], p[1] + q[1]))), MATRICES),
+    "matrix scan of a loop one matrix behind": (
+        matrix_tree, lambda a, b: lax.scan(
+            lambda c, ab: (((n := c[1] @ c[0] + ab[1]), ab[0]), n),
+            (jnp.zeros(b.shape[1]), a[0]), (a, b))[1], MATRICES),
+    # entries that are chosen
+    "one hot of an index out of range": (
+        one_hot_product(lambda i, n: i), lookup(lambda i, n: i), LOOKUP),
+    "one hot clipped one short": (
+        one_hot_product(clipped), lookup(lambda i, n: jnp.clip(i, 0, n - 2)), LOOKUP),
+    "one hot of an index that may be negative": (
+        one_hot_product(lambda i, n: jnp.minimum(i, n - 1)),
+        lookup(lambda i, n: jnp.minimum(i, n - 1)), LOOKUP),
+    "one hot of the next index": (
+        one_hot_product(clipped), lookup(lambda i, n: clipped(i + 1, n)), LOOKUP),
+    "one hot of the smallest": (
+        lambda x, w: jax.nn.one_hot(x.argmax(-1), w.shape[0]) @ w,
+        lambda x, w: w[x.argmin(-1)], ("f32[n,v]", "f32[v,d]")),
+    "one hot of an argument past the end": (
+        lambda x, w: jax.nn.one_hot(x.argmax(-1), w.shape[0]) @ w, lambda x, w: w[x.argmax(-1)],
+        ("f32[n,v]", "f32[u,d]")),
+    "filled with ones": (
+        one_hot_product(lambda i, n: jnp.maximum(i, 0)), lambda i, w: jnp.take(
+            w, jnp.maximum(i, 0), axis=0, mode="fill", fill_value=1), LOOKUP),
+    "columns for rows": (
+        one_hot_product(clipped), lambda i, w: w[:, clipped(i, w.shape[0])].T,
+        ("i32[n]", "f32[d,d]")),
+    "window that is clipped elsewhere": (
+        lambda x, i: lax.dynamic_slice_in_dim(x, i + 1, 3)[:2],
+        lambda x, i: lax.dynamic_slice_in_dim(x, i, 3)[1:], ("f32[9]", "i32[]")),
+    # casts
+    "cast to fewer digits and back": (
+        lambda x: x.astype(jnp.float16).astype(jnp.float32), lambda x: x, ("f32[n]",)),
+    "cast to a smaller range and back": (
+        lambda x: x.astype(jnp.float16).astype(jnp.bfloat16), lambda x: x, ("bf16[n]",)),
+    "sum rounded after each product": (
+        lambda x, y: (x * y).astype(jnp.bfloat16).astype(jnp.float32) + x,
+        lambda x, y: (x * y + x), ("f32[n]", "f32[n]")),
     # functions
     "equal for positive inputs alone": (lambda x: jnp.sqrt(x * x), lambda x: x, ("f32[n]",)),
     "log of a product of signs": (

@@ -1,7 +1,6 @@
 """`prove_equal`: what it proves, what it never proves, and what its verdicts say."""
 
 import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +10,27 @@ from jax import export
 
 from symjax_rewrite import packs, prove_equal
 from symjax_rewrite.errors import UsageError
+from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.options import Budget
-from symjax_rewrite.proofs import Different, Proof, Unknown, proving
+from symjax_rewrite.proofs import Different, Proof, Unknown
+from symjax_rewrite.proofs.arithmetic import operation
 from symjax_rewrite.proofs.evaluation import TOLERANCE
-from symjax_rewrite.proofs.samples import Sampled
+from symjax_rewrite.proofs.problems import Problem, scope_of, specs_of
+from symjax_rewrite.proofs.proving import decided
+from symjax_rewrite.proofs.samples import Sampled, sample
 from symjax_rewrite.rewriting.rule import Lemma
-from tests.proofs.equal_pairs import PAIRS, naive_softmax, stable_softmax
+from tests.proofs.equal_pairs import naive_softmax, stable_softmax
+from tests.proofs.loop_pairs import PAIRS
 from tests.proofs.near_misses import NEAR_MISSES
 
+MOST_NODES, LEMMA_NODES = 200, 40  # a proof applies at most ten laws per node
 LEMMAS = {rule.name: rule for rule in packs.default.rules if isinstance(rule, Lemma)}
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equal_functions_are_proved(name: str) -> None:
     f, g, specs = PAIRS[name]
-    started = time.process_time()
-    proof = prove_equal(f, g, *specs)
-    assert time.process_time() - started < 1
+    proof = prove_equal(f, g, *specs, budget=Budget(nodes=MOST_NODES))
     assert isinstance(proof, Proof), proof
     assert proof
     assert all(s.error <= TOLERANCE for s in proof.steps)
@@ -37,40 +40,41 @@ def test_equal_functions_are_proved(name: str) -> None:
 def test_every_lemma_is_proved(name: str) -> None:
     rule = LEMMAS[name]
     specs = [f"f32[{','.join(word)}]" for word in rule.shapes]
-    started = time.process_time()
-    proof = prove_equal(lambda *xs: rule.sides(*xs)[0], lambda *xs: rule.sides(*xs)[1], *specs)
-    assert time.process_time() - started < 1
+    f, g = lambda *xs: rule.sides(*xs)[0], lambda *xs: rule.sides(*xs)[1]
+    proof = prove_equal(f, g, *specs, budget=Budget(nodes=LEMMA_NODES))
     assert isinstance(proof, Proof), proof
     assert proof.steps
     assert proof.replay()
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses_are_not_proved(name: str) -> None:
-    f, g, specs = NEAR_MISSES[name]
-    verdict = prove_equal(f, g, *specs)
-    assert isinstance(verdict, Different | Unknown)
-    assert not verdict
-    if isinstance(verdict, Different):
-        assert verdict.replay()
+UNDECIDED = {
+    "not a number is kept",
+    "infinity is kept",
+    "rounding to bfloat16",
+    "cast to fewer digits and back",
+    "cast to a smaller range and back",
+    "sum rounded after each product",
+}
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_near_misses_are_not_proved_without_sampling(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proving, "sample", lambda *_: Sampled(None))
+def test_near_misses_are_shown_to_differ_and_not_proved_without_it(name: str) -> None:
     f, g, specs = NEAR_MISSES[name]
-    assert not prove_equal(f, g, *specs)
+    args = specs_of(specs, scope_of(specs))
+    problem = Problem.of(f, g, args, {}, Assumptions(), "reassoc", Budget())
+    different = problem.structure()
+    if different is None:
+        different = sample(problem).different
+        assert not decided(problem, Sampled(None), started=0)
+    if name in UNDECIDED:
+        assert different is None
+    else:
+        assert isinstance(different, Different)
+        assert different.replay()
 
 
-UNDECIDED = {"not a number is kept", "infinity is kept", "rounding to bfloat16"}
-
-
-def test_near_misses_are_many_and_shown_to_differ() -> None:
-    verdicts = {n: prove_equal(f, g, *s) for n, (f, g, s) in list(NEAR_MISSES.items())[::7]}
-    assert len(NEAR_MISSES) >= 60
-    assert {n for n, v in verdicts.items() if isinstance(v, Unknown)} <= UNDECIDED
+def test_near_misses_are_many() -> None:
+    assert len(NEAR_MISSES) >= 100
 
 
 # ---------------------------------------------------------------- verdicts
@@ -114,7 +118,7 @@ def test_step_that_fails_its_check_is_no_proof(monkeypatch: pytest.MonkeyPatch) 
 
 
 def _wrong_exp(a, p):
-    return a.record("wrong", "exp(a) = a", "exp", p, after=p)
+    return a.record("exp_of_sum", operation("exp", p), p)
 
 
 def test_reading_with_another_value_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
