@@ -6,7 +6,7 @@ import re
 
 from symjax_rewrite.usage_records import RouteUse
 
-KERNELS = ("fold", "norm_linear", "scan", "banded", "partial_sort", "sparse")
+KERNELS = ("fold", "far_field", "norm_linear", "scan", "banded", "partial_sort", "sparse")
 FORCED = "kernels='always', tune=True times the kernel and keeps what is fastest"
 BY_HAND = "none by an option: write that form yourself if it measures faster"
 
