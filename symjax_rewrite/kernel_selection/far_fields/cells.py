@@ -60,8 +60,8 @@ def grid_of(dims: int, side: int, order: int, rows: int, columns: int) -> Grid:
 class Chunks(NamedTuple):
     """Pairs of cells apart, in chunks of one offset.
 
-    offsets: int[offsets, dims]. at: the number of the offset, int[steps, TOGETHER]. targets, sources:
-    int[steps, TOGETHER, CHUNK]; the number of cells where there is no pair.
+    offsets: int[offsets, dims]. at: the number of the offset, int[steps, TOGETHER]. targets,
+    sources: int[steps, TOGETHER, CHUNK]; the number of cells where there is no pair.
     """
 
     offsets: np.ndarray

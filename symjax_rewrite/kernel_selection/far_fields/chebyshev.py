@@ -3,9 +3,9 @@
 A term between two cells apart is interpolated in the point and in the source (Fong and Darve 2009).
 Its largest error over the two cells is found numerically: on a lattice of the points at which a
 Chebyshev polynomial of the order of the remainder takes its extreme values, the corners included,
-times `SAFETY`. A term without shifts is homogeneous, so that errors of unit cells hold for all, and
-a shift that keeps points apart (softening) makes the term smoother. `tests` compare both with random
-points.
+times `SAFETY`. A term without shifts is homogeneous, so that errors of unit cells hold for all. A
+shift that keeps points apart (softening) makes the term smoother. The tests compare the bound with
+errors at random points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluation of a fold by a grid of cells: near cells by the fold's tile, cells apart by expansions.
+"""Evaluation of a fold by cells: near cells by the fold's tile, cells apart by expansions.
 
 A cell's charges are moved to its Chebyshev nodes, translated between the nodes of cells apart, and
 interpolated from the nodes to the cell's points. Polynomials of a cell are polynomials of its
@@ -92,6 +92,11 @@ def _read(spec: FoldSpec, arrays: Sequence[Array], source: Source) -> Array:
     return data
 
 
+def _by_row(spec: FoldSpec, arrays: Sequence[Array], source: Source, rows: Place) -> Array:
+    """Return a source by row or a scalar, rows sorted by cell: [rows, 1]."""
+    return jnp.broadcast_to(_read(spec, arrays, source), (spec.rows,))[rows.order][:, None]
+
+
 def _placed(far: FarField, arrays: Sequence[Array]) -> tuple[Box, Place, Place]:
     sides = [
         jnp.stack([_read(far.spec, arrays, pair[k]) for pair in far.form.points], -1)
@@ -119,7 +124,7 @@ def _place(grid: Grid, box: Box, points: Array) -> Place:
 def _charges(far: FarField, arrays: Sequence[Array]) -> dict[Charge, Array]:
     """Return each product of sources by column that some sum weights: [columns, features]."""
     spec, out = far.spec, {}
-    for charge in {c for _, c, *_ in _terms(far)}:
+    for charge in dict.fromkeys(c for _, c, *_ in _terms(far)):
         total = jnp.ones((spec.cols, 1), arrays[far.form.points[0][0].operand].dtype)
         for source in charge.columns:
             total = total * _read(spec, arrays, source)[:, None]
@@ -203,7 +208,7 @@ def _errors(
             made[kernel, charge] = _cell_errors(grid, box, kernel, sums[charge])
         mine = abs(c) * made[kernel, charge][cell_of]
         for source in scales:
-            mine = mine * jnp.abs(_read(far.spec, arrays, source)[..., None][rows.order])
+            mine = mine * jnp.abs(_by_row(far.spec, arrays, source, rows))
         totals[o, w, part] = totals[o, w, part] + mine
     out: dict[tuple[int, int], Array] = {}
     for (o, w, _), error in totals.items():
@@ -304,7 +309,9 @@ def _near(far: FarField, arrays: Sequence[Array], rows: Place, columns: Place) -
 
     def step(states: Any, run: Array) -> tuple[Any, None]:
         top, mine, found = block(*run)
-        return jax.tree.map(lambda s, x: _added(s, x, top, mine, len(spec.batch)), states, found), None
+        return jax.tree.map(
+            lambda s, x: _added(s, x, top, mine, len(spec.batch)), states, found
+        ), None
 
     shapes = jax.eval_shape(lambda: block(*jnp.zeros(3, jnp.int32))[2])
     lead, wide = len(spec.batch), spec.rows + grid.rows
@@ -351,7 +358,6 @@ def _apart(
     spec, grid = far.spec, far.grid
     moments = {c: _moments(grid, columns, q[columns.order]) for c, q in charges.items()}
     local: dict[tuple, Array] = defaultdict(lambda: jnp.zeros(()))
-    scaled: dict[tuple, Any] = {}
     wanted = list(dict.fromkeys((kernel, charge) for kernel, charge, *_ in _terms(far)))
     made = dict(zip(wanted, _translated(grid, box, wanted, moments), strict=True))
     for kernel, charge, scales, c, where in _terms(far):
@@ -360,7 +366,7 @@ def _apart(
     for (where, scales), expansion in local.items():
         value = _interpolated(grid, rows, expansion)
         for source in scales:
-            value = value * _read(spec, arrays, source)[..., None][rows.order]
+            value = value * _by_row(spec, arrays, source, rows)
         totals[where] = totals.get(where, 0.0) + value
     out = {}
     for o, w in {(o, w) for o, w, _ in totals}:
@@ -417,7 +423,6 @@ def _level(
     pairs: Chunks,
 ) -> list[Array]:
     """Return sums at nodes with those over the cells apart at one level added."""
-
     tables = {
         kernel: _matrices(kernel, grid.order, length, pairs.offsets)
         for kernel in dict.fromkeys(kernel for kernel, _ in wanted)

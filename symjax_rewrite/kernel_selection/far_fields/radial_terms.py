@@ -1,6 +1,6 @@
 """Tiles of folds as polynomials in differences of coordinates, times powers of squared distances.
 
-    Σ coefficient · rows[i] · columns[j] · Π_d (x[i,d] - y[j,d])^k_d · Π (|x_i - y_j|² + shift)^power
+    Σ coefficient · rows[i] · columns[j] · Π_d (x[i,d] - y[j,d])^k · Π (|x_i - y_j|² + shift)^power
 
 The form holds for points of cells that are *apart*: i ≠ j, and |x_i - y_j|² is above a threshold,
 so that `where(r2 > 0, ..)`, `maximum(r2, 1e-30)` and masks of the diagonal need no case.
@@ -9,15 +9,14 @@ so that `where(r2 > 0, ..)`, `maximum(r2, 1e-30)` and masks of the diagonal need
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from symjax_rewrite.ir.step_program import Step, run
-from symjax_rewrite.ir.term import ADD, CONTRACT, MAP
+from symjax_rewrite.ir.step_program import run
+from symjax_rewrite.ir.term import ADD, MAP
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.pairwise_terms import At
 from symjax_rewrite.kernel_selection.folds.tile_program import COLUMN, ROW
@@ -67,9 +66,9 @@ ONE = Monomial()
 class FarForm:
     """A fold's sums in the form above.
 
-    points: the row and the column coordinate of each dimension. sums: the polynomial of each term of
-    each output, by output, term and element of the batch. above: a number that squared distances of
-    cells apart must exceed. same: rows and columns must be the same points.
+    points: the row and the column coordinate of each dimension. sums: polynomials, by output, term
+    and element of the batch. above: a number that squared distances of points of cells apart must
+    exceed. same: rows and columns are the same points.
     """
 
     points: tuple[tuple[Source, Source], ...]
@@ -172,6 +171,8 @@ class _Reader:
         dims = frozenset(range(len(self.points)))
         if self.radius is None:
             raise NoFarFieldError("no distance of points")
+        if not all(p for output in sums for term in output for p in term):
+            raise NoFarFieldError("a term that is zero between points apart")
         if self.radius != dims or len(dims) > 3:
             raise NoFarFieldError("differences that the distance does not have")
         same = all(self._place(a, ROW) == self._place(b, COLUMN) for a, b in self.points)

@@ -1,4 +1,4 @@
-"""Selection of far fields: folds over pairs of points, where an approximation is permitted and pays.
+"""Selection of far fields: folds over pairs of points that cells may approximate.
 
 A fold that `Folds` would take becomes a grid of cells under `numerics="approx(rtol)"`. Each sum
 stays within rtol of its largest entry: the emitted program bounds the error for the points at hand,
@@ -116,9 +116,7 @@ class _Plan(NamedTuple):
     seconds: float
 
 
-def _planned(
-    route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device: Device
-) -> _Plan:
+def _planned(route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device: Device) -> _Plan:
     """Return the grid predicted to be fastest of those whose bound suits uniform points."""
     dims, spec = len(form.points), route.spec
     if not all(chebyshev.is_bounded(kernel) for kernel in _kernels(form)):
@@ -126,7 +124,7 @@ def _planned(
     values, best = _typical_values(form), None
     for side in SIDES[dims]:
         for order in range(2, MOST_ORDER + 1):
-            if order**dims > MOST_NODES or spec.cols < side**dims:
+            if order**dims > MOST_NODES or min(spec.rows, spec.cols) < side**dims:
                 break
             grid = grid_of(dims, side, order, spec.rows, spec.cols)
             if _typical_share(form, grid, values) <= rtol:
@@ -196,9 +194,7 @@ def _typical_error(kernel: Monomial, grid: Grid) -> float:
     return total
 
 
-def _seconds(
-    route: FoldRoute, form: FarForm, grid: Grid, fold_s: float, device: Device
-) -> float:
+def _seconds(route: FoldRoute, form: FarForm, grid: Grid, fold_s: float, device: Device) -> float:
     """Return predicted seconds: near pairs as in the fold, translations, and moves to nodes."""
     spec, kernels = route.spec, len(_kernels(form))
     peak = device.peak(spec.operands[0].dtype)
