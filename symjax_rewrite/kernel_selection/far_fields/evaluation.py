@@ -168,7 +168,7 @@ def _holds(
     errors = _errors(far, arrays, box, rows, columns, charges)
     values = _sampled(far, arrays)
     for key, value in values.items():
-        fits &= errors[key] * 1.01 <= far.rtol * value
+        fits &= errors[key] <= far.rtol * value
     return fits
 
 
