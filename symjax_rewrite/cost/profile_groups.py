@@ -67,7 +67,7 @@ class Margins:
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", RESIDUALS, 1.25)
     far_field: float = quantity(
-        "1", "a fold by cells: folds of few steps are priced too high", JUDGED, 1.65
+        "1", "a fold by cells: folds of few steps are priced too high", JUDGED, 2.5
     )
     even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
