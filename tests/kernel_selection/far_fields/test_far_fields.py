@@ -43,7 +43,8 @@ def weighted(x, m):
     return (squares(x, x) + 1e-2) ** -0.5 @ jnp.stack([m, 1 + m], 1)
 
 
-SUMS = (guarded, off_diagonal, softened, forces, weighted)
+slow = pytest.mark.slow
+SUMS = (guarded, forces, *(pytest.param(f, marks=slow) for f in (off_diagonal, softened, weighted)))
 
 
 def points(dims=2, count=COUNT, seed=0):
@@ -85,6 +86,7 @@ def test_sums_by_cells_are_within_the_tolerance(fun):
     assert np.abs(value - exact).max() <= RTOL * np.abs(exact).max()
 
 
+@slow
 def test_sums_in_space_with_two_levels_of_cells_are_within_the_tolerance():
     args = points(dims=3, count=3000)
     value, approximated = by_cells(guarded, *args)
@@ -185,6 +187,7 @@ def test_few_points_and_small_tolerances_stay_folds():
     assert "far_field" not in {r.name for r in report.routes if r.taken}
 
 
+@slow
 def test_gradients_are_those_of_the_sum():
     x, m = points(count=400)
     fast = sym_optimize(softened, numerics=f"approx({RTOL})", kernels="always")
