@@ -11,6 +11,7 @@ from typing import Any
 
 from symjax_rewrite.candidates import Context, Pass
 from symjax_rewrite.kernel_selection.banded_products import BandedProducts
+from symjax_rewrite.kernel_selection.far_fields.selection import FarFields
 from symjax_rewrite.kernel_selection.folds.selection import Folds
 from symjax_rewrite.kernel_selection.folds.sparse_reductions import SparseReductions
 from symjax_rewrite.kernel_selection.norms.frozen_weights import FrozenWeights
@@ -43,6 +44,7 @@ PASSES: tuple[Pass, ...] = (
     AffineTrees(),  # a tree of affine steps and its derivatives → loops
     ImprovedLoops(_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
+    FarFields(),  # sums over pairs of points → cells, where an approximation is permitted
     Folds(),  # reductions over pairs → a fold that stores no pairs
     Norms(),  # a norm and a linear layer → one kernel
     PartialSorts(),  # the ends of sorted rows → selection

@@ -45,6 +45,7 @@ USES: dict[str, tuple[str, ...]] = {
     "frozen_norm": (REDUNDANCY, SEPARABILITY),
     "selection": (ASSOCIATIVITY, LOCALITY),
     "banded": (SPARSITY, LOCALITY),
+    "far_field": (SEPARABILITY, LOCALITY),
     "sparse": (SPARSITY, ASSOCIATIVITY),
 }
 # Laws of sums serve these properties: a factor common to terms is a separable part, and an order of

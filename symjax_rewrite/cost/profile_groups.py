@@ -55,7 +55,7 @@ def group(meaning: str, default: Any = MISSING) -> Any:
 
 Kind = Literal[
     "rewrite", "dominating", "fold", "norm", "scan", "hoist", "tree", "banded", "blocks", "remake",
-    "order", "orientation", "measured", "told", "even",
+    "order", "orientation", "measured", "told", "even", "far_field",
 ]  # fmt: skip
 
 
@@ -66,6 +66,9 @@ class Margins:
     rewrite: float = quantity("1", "a region of terms in another form", RESIDUALS, 1.25)
     dominating: float = quantity("1", "a form that needs less of every resource", JUDGED, 1.15)
     fold: float = quantity("1", "reductions over pairs as folds", RESIDUALS, 1.25)
+    far_field: float = quantity(
+        "1", "a fold by cells: folds of few steps are priced too high", JUDGED, 2.5
+    )
     even: float = quantity("1", "a fold at those named sizes where it gains least", JUDGED, 1.0)
     norm: float = quantity("1", "a norm and a linear layer as a kernel", JUDGED, 1.25)
     scan: float = quantity("1", "a loop as a scan", TURNS, 1.25)

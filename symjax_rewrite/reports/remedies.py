@@ -5,7 +5,7 @@ from __future__ import annotations
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.usage_records import RouteUse
 
-KERNELS = ("fold", "norm_linear", "scan", "banded", "selection", "sparse")
+KERNELS = ("fold", "far_field", "norm_linear", "scan", "banded", "selection", "sparse")
 FORCED = "kernels='always', tune=True times the kernel and keeps what is fastest"
 BY_HAND = "none by an option: write that form yourself if it measures faster"
 

@@ -65,6 +65,21 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "ir.value_numbering": {"LARGEST_CONSTANT": SEARCH},
     "ir.value_analysis": {"MAX_DEPTH": SEARCH},
     "kernel_selection.banded_products": {"BLOCKS": SEARCH},
+    "kernel_selection.far_fields.cells": {
+        "LEAST_SIDE": EXACT,
+        "SPARE": SHAPE,
+        "CHUNK": SHAPE,
+        "TOGETHER": SHAPE,
+    },
+    "kernel_selection.far_fields.chebyshev": {"SAFETY": EXACT},
+    "kernel_selection.far_fields.evaluation": {"SAMPLED": SHAPE, "ROUNDING": EXACT},
+    "kernel_selection.far_fields.radial_terms": {"MOST_TERMS": SEARCH, "MOST_PARTS": SEARCH},
+    "kernel_selection.far_fields.selection": {
+        "SIDES": SEARCH,
+        "MOST_NODES": SEARCH,
+        "MOST_ORDER": SEARCH,
+        "DRAWN": SEARCH,
+    },
     "kernel_selection.folds.fold_price": {"MOST_PAIRS": SEARCH},
     "kernel_selection.folds.named_sizes": {"MOST_DOUBLINGS": SEARCH},
     "kernel_selection.folds.pairwise_terms": {

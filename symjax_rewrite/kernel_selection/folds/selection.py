@@ -104,6 +104,16 @@ class Folds:
             yield f
 
 
+def taken_folds(program: Program, context: Context) -> list[tuple[FoldRoute, RouteUse]]:
+    """Return the folds that pay and stand alone, with their report entries."""
+    terms, kernels, device = context.terms(program), context.options.kernels, context.device
+    least = device.folds.least_pairs if kernels == "auto" else 0
+    selection = _FoldSelection(kernels, device, terms.samples)
+    groups, uses = selection.decided(terms.t, terms.need, least)
+    pairs = zip(groups, uses, strict=True)
+    return [(g[0], use) for g, use in pairs if len(g) == 1 and isinstance(g[0], FoldRoute)]
+
+
 class _FoldSelection:
     """Search for pairwise terms of one program, and the decision which of them become folds."""
 
@@ -116,12 +126,12 @@ class _FoldSelection:
 
     def found(self, t: TermGraph, need: Needed, least: int) -> list[Found]:
         """Return the folds and the refused candidates."""
-        made = self._find(t, need, least)
+        made = self.decided(t, need, least)
         again = restated(t, need, least)
         if again is None:
             return _each(t, *made)
         changed, need = again
-        groups, uses = self._find(t, need, least)
+        groups, uses = self.decided(t, need, least)
         routes = [r for group in groups for r in group]
         routed = {c for r in routes for c in r.classes()}
         if not changed.wanted <= routed:
@@ -131,7 +141,7 @@ class _FoldSelection:
         taken = [use for use in uses if use.taken]
         return [*refusals(uses), *candidates(t, "fold", [(together, taken)])]
 
-    def _find(
+    def decided(
         self, t: TermGraph, need: Needed, least: int
     ) -> tuple[list[list[Route]], list[RouteUse]]:
         """Return the folds of each cluster, empty where it is refused, and its report entries."""
@@ -146,11 +156,11 @@ class _FoldSelection:
         made: dict[int, list[Route]] = {}
         while any(not c.reason and n not in made for n, c in enumerate(found)):
             # Terms of refused clusters are materialised, so that other folds need more.
-            made = self._decided(t, need, found)
+            made = self._routes(t, need, found)
         groups = [made.get(number, []) for number in range(len(found))]
         return groups, [*map(partial(_use, t), found, groups)]
 
-    def _decided(
+    def _routes(
         self, t: TermGraph, need: Needed, found: list[Cluster], also: frozenset[int] = frozenset()
     ) -> dict[int, list[Route]]:
         """Return the routes of every live cluster; no route at all where one cluster is refused.
@@ -185,7 +195,7 @@ class _FoldSelection:
         hidden = computed - {c for r in folds for c in r.gives()}
         wanted = hidden & classes_read(t, [*folds, *rows])
         if not wanted <= also:
-            return self._decided(t, need, found, also | wanted)
+            return self._routes(t, need, found, also | wanted)
         made.setdefault(max(made, default=0), []).extend(rows)
         return made
 
