@@ -1,6 +1,7 @@
 """Loops that fold a stream run at once, bit for bit; look-alikes stay loops."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,7 @@ def test_a_fold_runs_at_once(name: str) -> None:
 @pytest.mark.parametrize("nans", [False, True])
 def test_extremes_run_at_once_where_steps_are_launches(nans: bool) -> None:
     args = (jnp.float32(0), jnp.float32(0)), stream(N, C, nans=nans)
-    gpu = {"device": "h200", "kernels": "off"}
+    gpu: dict[str, Any] = {"device": "h200", "kernels": "off"}
 
     def fold(start, xs):
         return folded(extremes, start, xs)
@@ -207,7 +208,7 @@ def test_look_alikes_stay_loops(name: str) -> None:
 
 def test_a_loop_whose_states_are_read_stays() -> None:
     def history(start, xs):
-        return lax.scan(lambda c, x: (best(c, x),) * 2, start, xs)
+        return lax.scan(lambda c, x: (best(c, x), best(c, x)), start, xs)
 
     def one_best(start, xs):
         return lax.scan(lambda c, x: (best(c, x), c[0]), start, xs)
