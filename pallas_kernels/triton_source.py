@@ -44,7 +44,7 @@ MAPS = {
 POINT = (1, 1, 1, 1)  # the shape that programs are traced at
 
 
-class Value(NamedTuple):
+class Expression(NamedTuple):
     """A value of a kernel: its name or constant, its dtype, and True if no step changes it."""
 
     text: str
@@ -68,10 +68,12 @@ class TritonSource:
         self.unlowered: set[str] = set()
         self._count = 0
 
-    def let(self, expression: str, dtype: str, is_fixed: bool = False, name: str = "") -> Value:
+    def let(
+        self, expression: str, dtype: str, is_fixed: bool = False, name: str = ""
+    ) -> Expression:
         """Give an expression a name, a new one if left out."""
         self._count += not name
-        value = Value(name or f"v{self._count}", dtype, is_fixed)
+        value = Expression(name or f"v{self._count}", dtype, is_fixed)
         (self.before if is_fixed else self.inside).append(f"{value} = {expression}")
         return value
 
@@ -80,7 +82,7 @@ class TritonSource:
 
         Exponentials are powers of two, and maxima keep NaN, as in the Pallas kernels.
         """
-        leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Value))
+        leaves, tree = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Expression))
         avals = [jax.ShapeDtypeStruct(POINT, jnp.dtype(v.dtype)) for v in leaves]
         run = for_triton_loop(fun, [v.is_fixed for v in leaves])
         closed, outs = jax_internals.make_jaxpr(run, *jax.tree.unflatten(tree, avals))
@@ -88,7 +90,7 @@ class TritonSource:
         self.unlowered |= {f"result of dtype {v.dtype}" for v in made if v.dtype not in TYPES}
         return jax.tree.unflatten(outs, made)
 
-    def _each(self, closed: Any, args: Sequence[Value]) -> list[Any]:
+    def _each(self, closed: Any, args: Sequence[Expression]) -> list[Any]:
         def run(eqn: Any, operands: list[Any]) -> list[Any]:
             if eqn.primitive.name in jax_kernels.CALLS:
                 return self._each(jax_internals.bodies(eqn)[0], operands)
@@ -102,7 +104,7 @@ class TritonSource:
         return jax_internals.eval_each(closed, args, run)
 
 
-def expression(eqn: Any, operands: Sequence[Value]) -> str | None:
+def expression(eqn: Any, operands: Sequence[Expression]) -> str | None:
     """Return an equation of a jaxpr as an expression of Triton, or None if there is none.
 
     operands: the values that it reads.
@@ -132,16 +134,16 @@ def expression(eqn: Any, operands: Sequence[Value]) -> str | None:
     return None
 
 
-def _value(x: Any) -> Value:
+def _value(x: Any) -> Expression:
     """Return a value, or a constant of a program as one; an array has no dtype of Triton."""
-    if isinstance(x, Value):
+    if isinstance(x, Expression):
         return x
     array = np.asarray(x)
     if array.size != 1:
-        return Value("0", f"{array.dtype}{array.shape}", True)
+        return Expression("0", f"{array.dtype}{array.shape}", True)
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     dtype = str(array.dtype)
-    return Value(literal(array.astype("float32") if is_float else array, dtype), dtype, True)
+    return Expression(literal(array.astype("float32") if is_float else array, dtype), dtype, True)
 
 
 def literal(number: Any, dtype: str) -> str:

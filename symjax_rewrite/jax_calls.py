@@ -171,6 +171,8 @@ _call_p.def_impl(lambda *values, call_jaxpr, source: eval_jaxpr(call_jaxpr, *val
 _call_p.def_effectful_abstract_eval(
     lambda *_, call_jaxpr, source: (call_jaxpr.out_avals, call_jaxpr.effects)
 )
+# Some operations of jax 0.12, like `searchsorted`, expand when a program is lowered.
+_call_p.to_lojax = _call_p.impl
 _mlir.register_lowering(_call_p, _lower_call)
 _batching.fancy_primitive_batchers[_call_p] = lambda *args, source, **_: source.batch(*args)
 _ad.primitive_jvps[_call_p] = _jvp_call

@@ -48,8 +48,8 @@ from symjax_rewrite.pallas_kernels.triton_programs import keeping_nan
 from symjax_rewrite.pallas_kernels.triton_source import (
     DTYPES,
     TYPES,
+    Expression,
     TritonSource,
-    Value,
     compiled,
     literal,
 )
@@ -227,7 +227,7 @@ class OnePassKernel:
     spec: ScanSpec
     block: ScanBlock
     source: TritonSource = field(default_factory=TritonSource)
-    loaded: dict[tuple[int, str], Value] = field(default_factory=dict)
+    loaded: dict[tuple[int, str], Expression] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -273,7 +273,7 @@ class OnePassKernel:
             return a, jnp.where(maps[1] == 0, maps[3], b) if is_product else b
 
         names = ("a0", "b0", "a1", "b1")
-        a, b = source.evaluate(combine, *(Value(n, self.dtype, False) for n in names))
+        a, b = source.evaluate(combine, *(Expression(n, self.dtype, False) for n in names))
         head = ["@triton.jit", f"def {name}({', '.join(names)}):"]
         body = [*source.before, *source.inside, f"return {a}, {b}"]
         return [*head, *(f"    {line}" for line in body), ""]
@@ -328,7 +328,7 @@ class OnePassKernel:
             f"time = {f'{spec.length - 1} - start - steps' if spec.reverse else 'start + steps'}",
             f"t = time[{spread({1, 2}, TILE)}]",
         ]
-        sums: dict[int, Value] = {}
+        sums: dict[int, Expression] = {}
         for group in range(self.groups):
             if summed:
                 n = self.index(summed, group)
@@ -336,7 +336,7 @@ class OnePassKernel:
             before, after = self.advance(group)
             self.read_out(group, before, after, sums)
             if spec.last:
-                self.store(len(spec.readouts), group, Value(f"h{group}", self.dtype, False))
+                self.store(len(spec.readouts), group, Expression(f"h{group}", self.dtype, False))
         for number, total in sums.items():
             self.finish(number, 0, total)
         return source
@@ -370,7 +370,7 @@ class OnePassKernel:
             stride *= size
         return " + ".join(reversed(terms)) or "0", " & ".join(masks)
 
-    def load(self, number: int, group: int) -> Value:
+    def load(self, number: int, group: int) -> Expression:
         """Load an operand's part of a tile, with 0 past the ends of the array."""
         operand = self.spec.operands[number]
         offset, mask = self.address(operand.axes, group)
@@ -383,7 +383,7 @@ class OnePassKernel:
             self.loaded[number, offset] = self.source.let(text, operand.dtype, is_fixed)
         return self.loaded[number, offset]
 
-    def store(self, number: int, group: int, value: Value) -> None:
+    def store(self, number: int, group: int, value: Expression) -> None:
         """Store a tile of a result: of a readout, or the last state after the loop."""
         axes, (_, dtype) = result_axes(self.spec)[number], result_shapes(self.spec)[number]
         offset, mask = self.address(axes, group)
@@ -398,9 +398,9 @@ class OnePassKernel:
     def evaluate(self, program: ScanProgram, group: int, *given: Any) -> Any:
         """Write a program of the spec, on the operands of these steps after its other arguments."""
         values = tuple(self.load(k, group) for k in program.reads)
-        return self.source.evaluate(program.fun, *given, values, Value("t", "int32", False))
+        return self.source.evaluate(program.fun, *given, values, Expression("t", "int32", False))
 
-    def start(self, group: int) -> Value:
+    def start(self, group: int) -> Expression:
         """Write the state before the first step."""
         spec, block = self.spec, self.block
         given = literal(KINDS[spec.kind].empty, self.dtype)
@@ -410,7 +410,7 @@ class OnePassKernel:
         text = f"tl.broadcast_to({given}, {shape}).to(tl.{TYPES[self.dtype]})"
         return self.source.let(text, self.dtype, True, name=f"h{group}")
 
-    def advance(self, group: int) -> tuple[Value, Value]:
+    def advance(self, group: int) -> tuple[Expression, Expression]:
         """Write the states before and after each step of a block, and the carry to the next."""
         block, let, dtype = self.block, self.source.let, self.dtype
         h, size = self.start(group), self.spec.length
@@ -439,9 +439,11 @@ class OnePassKernel:
         )
         for name, text in lines:
             let(text, dtype, name=name)
-        return Value("before", dtype, False), Value("after", dtype, False)
+        return Expression("before", dtype, False), Expression("after", dtype, False)
 
-    def read_out(self, group: int, before: Value, after: Value, sums: dict[int, Value]) -> None:
+    def read_out(
+        self, group: int, before: Expression, after: Expression, sums: dict[int, Expression]
+    ) -> None:
         """Write the readouts of a group; those that are sums are added to `sums`, by number."""
         spec, block, (_, _, summed) = self.spec, self.block, roles(self.spec)
         for number, readout in enumerate(spec.readouts):
@@ -460,7 +462,7 @@ class OnePassKernel:
             earlier = f"{sums[number]} + " if number in sums else ""
             sums[number] = self.source.let(earlier + text, dtype)
 
-    def finish(self, number: int, group: int, made: Value) -> None:
+    def finish(self, number: int, group: int, made: Expression) -> None:
         """Write the end of a readout, and store it."""
         finish = self.spec.readouts[number].finish
         if finish is not None:

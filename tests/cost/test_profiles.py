@@ -149,6 +149,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "pallas_kernels.fold.tiling": dict.fromkeys(
         ("NARROWEST", "NARROW_COLUMNS", "WIDE", "MOST_SPLITS", "COMBINED_COLUMNS"), SHAPE
     ),
+    "pallas_kernels.fold.mosaic": dict.fromkeys(
+        ("OLDEST_JAX", "WIDE", "MOST_AXES", "LINE_BYTES", "HOPPER", "LEAST_COLS"), SHAPE
+    ),
+    "pallas_kernels.fold.mosaic_kernel": dict.fromkeys(("ROWS", "STEP", "TILED"), SHAPE),
     "pallas_kernels.fold.triton_kernel": {"LEAST_INNER_BLOCKS": SHAPE},
     "pallas_kernels.index_bounds": {"LARGEST_OFFSET": EXACT, "_LINEAR": CODE},
     "pallas_kernels.positive_factors": {"LEAST_FACTOR": EXACT},

@@ -20,7 +20,7 @@ from jax import lax
 
 from symjax_rewrite.kernel_selection.far_fields import chebyshev
 from symjax_rewrite.kernel_selection.far_fields.cells import Chunks, Grid, apart, chunks, runs
-from symjax_rewrite.kernel_selection.far_fields.radial_terms import FarForm, Monomial, Source
+from symjax_rewrite.kernel_selection.far_fields.radial_terms import FarForm, Monomial, Vector
 from symjax_rewrite.pallas_kernels.fold.fold import fold
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, Sums
 from symjax_rewrite.pallas_kernels.fold.tile import (
@@ -40,7 +40,7 @@ ROUNDING = 2.0  # factor by which squared distances exceed thresholds
 class Charge(NamedTuple):
     """A product of sources by column, and the operand that weights it."""
 
-    columns: tuple[Source, ...]
+    columns: tuple[Vector, ...]
     weights: int | None
     part: tuple[tuple[str, int], ...]
 
@@ -55,7 +55,7 @@ class FarField:
     rtol: float
 
 
-class Place(NamedTuple):
+class SortedPoints(NamedTuple):
     """Points sorted by cell.
 
     order: the points in this order. starts: of each cell, and one past the last. unit: coordinates
@@ -83,21 +83,21 @@ def approximate(far: FarField, *arrays: Array) -> tuple[Any, ...]:
     return lax.cond(_holds(far, arrays, box, rows, columns, charges), cells, exact)
 
 
-def _read(spec: FoldSpec, arrays: Sequence[Array], source: Source) -> Array:
-    """Return a source as an array over rows or columns, or as a scalar."""
-    axes, data, at = list(spec.operands[source.operand].axes), arrays[source.operand], source.at
+def _read(spec: FoldSpec, arrays: Sequence[Array], vector: Vector) -> Array:
+    """Return a vector as an array over rows or columns, or as a scalar."""
+    axes, data, at = list(spec.operands[vector.operand].axes), arrays[vector.operand], vector.at
     for axis, k in at:
         data = lax.index_in_dim(data, k, axes.index(axis), keepdims=False)
         axes.remove(axis)
     return data
 
 
-def _by_row(spec: FoldSpec, arrays: Sequence[Array], source: Source, rows: Place) -> Array:
-    """Return a source by row or a scalar, rows sorted by cell: [rows, 1]."""
-    return jnp.broadcast_to(_read(spec, arrays, source), (spec.rows,))[rows.order][:, None]
+def _by_row(spec: FoldSpec, arrays: Sequence[Array], vector: Vector, rows: SortedPoints) -> Array:
+    """Return a vector by row or a scalar, rows sorted by cell: [rows, 1]."""
+    return jnp.broadcast_to(_read(spec, arrays, vector), (spec.rows,))[rows.order][:, None]
 
 
-def _placed(far: FarField, arrays: Sequence[Array]) -> tuple[Box, Place, Place]:
+def _placed(far: FarField, arrays: Sequence[Array]) -> tuple[Box, SortedPoints, SortedPoints]:
     sides = [
         jnp.stack([_read(far.spec, arrays, pair[k]) for pair in far.form.points], -1)
         for k in (0, 1)
@@ -111,14 +111,14 @@ def _placed(far: FarField, arrays: Sequence[Array]) -> tuple[Box, Place, Place]:
     return box, made[0], made[-1]
 
 
-def _place(grid: Grid, box: Box, points: Array) -> Place:
+def _place(grid: Grid, box: Box, points: Array) -> SortedPoints:
     scaled = (points - box.low) / box.side
     cell = jnp.clip(jnp.floor(scaled), 0, grid.side - 1)
     strides = jnp.asarray(grid.side ** np.arange(grid.dims)[::-1], jnp.int32)
     number = cell.astype(jnp.int32) @ strides
     order = jnp.argsort(number)
     starts = jnp.searchsorted(number[order], jnp.arange(grid.cells + 1, dtype=jnp.int32))
-    return Place(order, starts.astype(jnp.int32), (2 * (scaled - cell) - 1)[order])
+    return SortedPoints(order, starts.astype(jnp.int32), (2 * (scaled - cell) - 1)[order])
 
 
 def _charges(far: FarField, arrays: Sequence[Array]) -> dict[Charge, Array]:
@@ -126,12 +126,12 @@ def _charges(far: FarField, arrays: Sequence[Array]) -> dict[Charge, Array]:
     spec, out = far.spec, {}
     for charge in dict.fromkeys(c for _, c, *_ in _terms(far)):
         total = jnp.ones((spec.cols, 1), arrays[far.form.points[0][0].operand].dtype)
-        for source in charge.columns:
-            total = total * _read(spec, arrays, source)[:, None]
+        for vector in charge.columns:
+            total = total * _read(spec, arrays, vector)[:, None]
         if charge.weights is not None:
-            source = Source(charge.weights, charge.part)
+            vector = Vector(charge.weights, charge.part)
             axes = [a for a in spec.operands[charge.weights].axes if a not in dict(charge.part)]
-            data = jnp.moveaxis(_read(spec, arrays, source), axes.index(spec.col), 0)
+            data = jnp.moveaxis(_read(spec, arrays, vector), axes.index(spec.col), 0)
             total = total * data.reshape(spec.cols, -1)
         out[charge] = total
     return out
@@ -156,7 +156,12 @@ def _terms(far: FarField) -> list[tuple]:
 
 
 def _holds(
-    far: FarField, arrays: Sequence[Array], box: Box, rows: Place, columns: Place, charges: dict
+    far: FarField,
+    arrays: Sequence[Array],
+    box: Box,
+    rows: SortedPoints,
+    columns: SortedPoints,
+    charges: dict,
 ) -> Array:
     """Return True if cells have room for their points and the bound is within the tolerance."""
     grid, near = far.grid, runs(far.grid.dims, far.grid.side)
@@ -195,7 +200,12 @@ def _taken(spec: FoldSpec, arrays: Sequence[Array], order: Array) -> list[Array]
 
 
 def _errors(
-    far: FarField, arrays: Sequence[Array], box: Box, rows: Place, columns: Place, charges: dict
+    far: FarField,
+    arrays: Sequence[Array],
+    box: Box,
+    rows: SortedPoints,
+    columns: SortedPoints,
+    charges: dict,
 ) -> dict[tuple[int, int], Array]:
     """Return a bound of the error of each sum, over all rows."""
     grid = far.grid
@@ -207,8 +217,8 @@ def _errors(
         if (kernel, charge) not in made:
             made[kernel, charge] = _cell_errors(grid, box, kernel, sums[charge])
         mine = abs(c) * made[kernel, charge][cell_of]
-        for source in scales:
-            mine = mine * jnp.abs(_by_row(far.spec, arrays, source, rows))
+        for vector in scales:
+            mine = mine * jnp.abs(_by_row(far.spec, arrays, vector, rows))
         totals[o, w, part] = totals[o, w, part] + mine
     out: dict[tuple[int, int], Array] = {}
     for (o, w, _), error in totals.items():
@@ -216,7 +226,7 @@ def _errors(
     return out
 
 
-def _cell_sums(q: Array, columns: Place) -> Array:
+def _cell_sums(q: Array, columns: SortedPoints) -> Array:
     """Return the sum of charges in each cell: [cells, features]."""
     cells = columns.starts.shape[0] - 1
     cell_of = jnp.searchsorted(columns.starts, jnp.arange(q.shape[0]), side="right") - 1
@@ -264,7 +274,12 @@ def _spread(x: Array, grid: Grid, level: int) -> Array:
 
 
 def _by_cells(
-    far: FarField, arrays: Sequence[Array], box: Box, rows: Place, columns: Place, charges: dict
+    far: FarField,
+    arrays: Sequence[Array],
+    box: Box,
+    rows: SortedPoints,
+    columns: SortedPoints,
+    charges: dict,
 ) -> tuple[Any, ...]:
     """Return the fold's results: near cells summed pair by pair, cells apart by expansions."""
     spec = far.spec
@@ -282,7 +297,7 @@ def _by_cells(
     return bundle(spec, [arrange(spec, k, x, spec.batch) for k, x in enumerate(done)])
 
 
-def _near(far: FarField, arrays: Sequence[Array], rows: Place, columns: Place) -> Any:
+def _near(far: FarField, arrays: Sequence[Array], rows: SortedPoints, columns: SortedPoints) -> Any:
     """Return the states of the sums over the cells near each row, rows sorted by cell."""
     spec, grid = far.spec, far.grid
     sorted_ = [
@@ -352,7 +367,12 @@ def _added(state: Array, found: Array, top: Array, mine: Array, axis: int) -> Ar
 
 
 def _apart(
-    far: FarField, arrays: Sequence[Array], box: Box, rows: Place, columns: Place, charges: dict
+    far: FarField,
+    arrays: Sequence[Array],
+    box: Box,
+    rows: SortedPoints,
+    columns: SortedPoints,
+    charges: dict,
 ) -> dict[tuple[int, int], Array]:
     """Return the sums over cells apart: [batch.., rows, features], rows sorted by cell."""
     spec, grid = far.spec, far.grid
@@ -365,8 +385,8 @@ def _apart(
     totals: dict[tuple, Array] = {}
     for (where, scales), expansion in local.items():
         value = _interpolated(grid, rows, expansion)
-        for source in scales:
-            value = value * _by_row(spec, arrays, source, rows)
+        for vector in scales:
+            value = value * _by_row(spec, arrays, vector, rows)
         totals[where] = totals.get(where, 0.0) + value
     out = {}
     for o, w in {(o, w) for o, w, _ in totals}:
@@ -375,14 +395,14 @@ def _apart(
     return out
 
 
-def _by_cell(grid: Grid, place: Place, room: int) -> tuple[Array, Array]:
+def _by_cell(grid: Grid, place: SortedPoints, room: int) -> tuple[Array, Array]:
     """Return the places of the points of each cell [cells, room], and True where there is one."""
     at = place.starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)
     real = at < place.starts[1:, None]
     return jnp.where(real, at, 0), real
 
 
-def _moments(grid: Grid, columns: Place, q: Array) -> Array:
+def _moments(grid: Grid, columns: SortedPoints, q: Array) -> Array:
     """Return the charges of each cell at its nodes: [cells, features, nodes]."""
     at, real = _by_cell(grid, columns, grid.columns)
     weights = chebyshev.basis(grid.order, columns.unit)[at]  # [cells, room, dims, order]
@@ -442,7 +462,7 @@ def _level(
 
 
 def _matrices(kernel: Monomial, order: int, side: Array, offsets: np.ndarray) -> Array:
-    """Return a term between the nodes of a source cell and of a cell: [offsets, nodes, nodes]."""
+    """Return a term between the nodes of a vector cell and of a cell: [offsets, nodes, nodes]."""
     dims, at = offsets.shape[1], chebyshev.nodes(order) / 2
     places = np.stack(np.meshgrid(*(at,) * dims, indexing="ij"), -1).reshape(-1, dims)
     squares, product = 0.0, 1.0
@@ -468,7 +488,7 @@ def _raised(x: Array, power: Fraction) -> Array:
     return lax.integer_pow(x, int(power))
 
 
-def _interpolated(grid: Grid, rows: Place, expansion: Array) -> Array:
+def _interpolated(grid: Grid, rows: SortedPoints, expansion: Array) -> Array:
     """Return an expansion at the points of each cell: [rows, features], sorted by cell."""
     at, real = _by_cell(grid, rows, grid.rows)
     weights = chebyshev.basis(grid.order, rows.unit)[at]  # [cells, room, dims, order]

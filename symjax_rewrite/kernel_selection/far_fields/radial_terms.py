@@ -31,7 +31,7 @@ class NoFarFieldError(Exception):
     """The tile has no known expansion; the message is the reason."""
 
 
-class Source(NamedTuple):
+class Vector(NamedTuple):
     """A vector over the rows or columns: an operand of the fold at one element of batch axes."""
 
     operand: int
@@ -41,8 +41,8 @@ class Source(NamedTuple):
 class Monomial(NamedTuple):
     """Factors of a term: sources by row and column, differences by dimension, radial powers."""
 
-    rows: tuple[Source, ...] = ()
-    columns: tuple[Source, ...] = ()
+    rows: tuple[Vector, ...] = ()
+    columns: tuple[Vector, ...] = ()
     differences: tuple[int, ...] = ()  # the dimensions, sorted, each as often as its power
     radials: tuple[tuple[float, Fraction], ...] = ()  # (shift, power)
 
@@ -71,7 +71,7 @@ class FarForm:
     exceed. same: rows and columns are the same points.
     """
 
-    points: tuple[tuple[Source, Source], ...]
+    points: tuple[tuple[Vector, Vector], ...]
     sums: tuple[tuple[tuple[Polynomial, ...], ...], ...]
     above: float
     same: bool
@@ -91,7 +91,7 @@ def far_form(route: FoldRoute) -> FarForm:
     parts = list(itertools.product(*(range(n) for n in spec.batch_shape)))
     if len(parts) > MOST_PARTS:
         raise NoFarFieldError("too many batch elements")
-    reader = _Reader(route)
+    reader = _TileReader(route)
     sums = []
     tiles = [reader.tiles(dict(zip(spec.batch, part, strict=True))) for part in parts]
     for output in spec.outputs:
@@ -138,16 +138,16 @@ class _Index(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Reader:
+class _TileReader:
     """Evaluation of a tile's steps on polynomials, for one fold."""
 
     route: FoldRoute
-    points: dict[tuple[Source, Source], int] = field(default_factory=dict)
+    points: dict[tuple[Vector, Vector], int] = field(default_factory=dict)
     radius: frozenset[int] | None = None  # the dimensions of the distances
     above: float = 0.0
     diagonal: bool = False
     part: dict[str, int] = field(default_factory=dict)
-    known: dict[Any, Source] = field(default_factory=dict)  # by class and place
+    known: dict[Any, Vector] = field(default_factory=dict)  # by class and place
 
     def tiles(self, part: dict[str, int]) -> list[Polynomial]:
         """Return the polynomial of each tile at an element of the batch."""
@@ -180,7 +180,7 @@ class _Reader:
             raise NoFarFieldError("a mask of the diagonal between different points")
         return FarForm(tuple(self.points), sums, self.above, same)
 
-    def _place(self, source: Source, axis: str) -> tuple:
+    def _place(self, source: Vector, axis: str) -> tuple:
         """Return the class and the place of a coordinate, apart from its row or column."""
         cls, axes = self.route.inputs[source.operand]
         at = dict(source.at)
@@ -193,7 +193,7 @@ class _Reader:
         at = tuple((a, self.part[a]) for a in names if a in self.part)
         held = dict(at)
         place = (cls, tuple(a.place if isinstance(a, At) else held.get(a, a) for a in axes))
-        source = self.known.setdefault(place, Source(operand, at))
+        source = self.known.setdefault(place, Vector(operand, at))
         if {ROW, COLUMN} <= {*names} or len(names) - len(at) > 1 or dtype not in DTYPES:
             raise NoFarFieldError("a term that is stored for every pair")
         if COLUMN in names:
@@ -243,7 +243,7 @@ class _Reader:
                     )
         return p
 
-    def _dimension(self, row: Source, column: Source) -> int:
+    def _dimension(self, row: Vector, column: Vector) -> int:
         return self.points.setdefault((row, column), len(self.points))
 
     def _mapped(self, name: str, params: dict[str, Any], args: list[Any], dtype: str) -> Any:

@@ -92,7 +92,7 @@ class FarFields:
             yield from candidates(terms.t, self.name, [([_routed(route, far, plan)], [made])])
 
 
-def _routed(route: FoldRoute, far: FarField, plan: _Plan) -> FarFieldRoute:
+def _routed(route: FoldRoute, far: FarField, plan: _GridPlan) -> FarFieldRoute:
     price = partial(_cost, route.spec, plan)
     return FarFieldRoute(
         route.spec, route.backend, route.inputs, route.served, route.rows, route.steps, route.wide,
@@ -100,7 +100,7 @@ def _routed(route: FoldRoute, far: FarField, plan: _Plan) -> FarFieldRoute:
     )  # fmt: skip
 
 
-def _cost(spec: FoldSpec, plan: _Plan, device: Device) -> Cost:
+def _cost(spec: FoldSpec, plan: _GridPlan, device: Device) -> Cost:
     """Return the cost of a grid; its FLOPs depend on which branch runs."""
     tables = plan.grid.nodes**2 * sum(
         len(cells.apart(plan.grid.dims, *level)) for level in plan.grid.levels
@@ -109,14 +109,16 @@ def _cost(spec: FoldSpec, plan: _Plan, device: Device) -> Cost:
     return Cost(math.nan, bytes=moved, launches=1, seconds=plan.seconds, largest=4 * tables)
 
 
-class _Plan(NamedTuple):
+class _GridPlan(NamedTuple):
     """A grid and its predicted seconds."""
 
     grid: Grid
     seconds: float
 
 
-def _planned(route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device: Device) -> _Plan:
+def _planned(
+    route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device: Device
+) -> _GridPlan:
     """Return the grid predicted to be fastest of those whose bound suits uniform points."""
     dims, spec = len(form.points), route.spec
     if not all(chebyshev.is_bounded(kernel) for kernel in _kernels(form)):
@@ -128,7 +130,7 @@ def _planned(route: FoldRoute, form: FarForm, rtol: float, fold_s: float, device
                 break
             grid = grid_of(dims, side, order, spec.rows, spec.cols)
             if _typical_share(form, grid, values) <= rtol:
-                plan = _Plan(grid, _seconds(route, form, grid, fold_s, device))
+                plan = _GridPlan(grid, _seconds(route, form, grid, fold_s, device))
                 best = plan if best is None or plan.seconds < best.seconds else best
                 break
     if best is None:
