@@ -62,6 +62,8 @@ def test_part_runs_to_its_end(records: Path, part: str) -> None:
         for name, found in record["contestants"].items():
             if name in ("cudnn", "pallas-triton"):
                 assert "failed" in found, name
+            elif name in ("mosaic", "jax_triton"):
+                assert found.keys() & {"refused", "error", "median_s"}, name
             elif name != "library":
                 assert found.get("right", True) and found.keys() & {"error", "median_s"}, name
 

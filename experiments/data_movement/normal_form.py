@@ -35,6 +35,7 @@ def folds_of(fun: Callable, specs: Sequence[Any], **options: Any) -> tuple[Any, 
     builder.fold = record
     try:
         report = sym_optimize(fun, **options).explain(*specs)
+        assert report.after.jaxpr  # is staged when it is read
     finally:
         builder.fold = run
     return report, list(dict.fromkeys(found))
