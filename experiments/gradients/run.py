@@ -29,7 +29,7 @@ def main() -> None:
     options = parse()
     shrink, rounds = (16, 3) if options.quick else (1, options.rounds)
     results = {}
-    for row in programs.ROWS:
+    for row in programs.ROWS[:: 4 if options.quick else 1]:
         if options.only.lower() in row.name.lower():
             results[row.name] = measure(row, shrink, rounds)
             print(" | ".join(line(row.name, results[row.name])), flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, no files")
+    parser.add_argument("--quick", action="store_true", help="few rows, small sizes, no files")
     parser.add_argument("--only", default="", help="rows whose names contain this; no files")
     parser.add_argument("--rounds", type=int, default=15)
     return parser.parse_args()

@@ -331,8 +331,8 @@ FROZEN: Table = {
     "linear layer with two biases": ("nd,*do,*o,*o", lambda s, x, W, b, c: s.mm(x, W) + b + c),
     "normalised linear layer": ("nd,*do,*o,*o,*o", _batch_norm(Spelling.mm), "F"),
     "gain before a linear layer": ("nd,*d,*do", lambda s, x, g, W: s.mm(x * g, W)),
-    "normalised convolution": ("bhwc,*xycf,*f,*f,*f", _batch_norm(_convolve), "F+"),
-    "scaled convolution": ("bhwc,*xycf,*f", lambda s, x, w, g: _convolve(s, x, w) * g, "F+"),
+    "normalised convolution": ("bhwc,*rscf,*f,*f,*f", _batch_norm(_convolve), "F+"),
+    "scaled convolution": ("bhwc,*rscf,*f", lambda s, x, w, g: _convolve(s, x, w) * g, "F+"),
     "merged adapter": ("nd,*do,*dr,*ro", lambda s, x, W, A, B: s.mm(x, W + s.mm(A, B))),
 }
 # fmt: on
