@@ -529,6 +529,8 @@ EXACT = frozenset(
 
 
 def _lu(p: dict, x: np.ndarray) -> list[np.ndarray]:
+    if x.ndim > 2:
+        return [np.stack(each) for each in zip(*(_lu(p, matrix) for matrix in x), strict=True)]
     packed, pivots = scipy.linalg.lu_factor(x)
     order = np.arange(len(x))
     for k, j in enumerate(pivots):
