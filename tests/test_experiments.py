@@ -42,6 +42,11 @@ model = load("minilm/model")
 weights = load("minilm/weights")
 
 
+def sweep(name: str):
+    """A parameter: a script that takes long, and whose neighbours always run."""
+    return pytest.param(name, marks=pytest.mark.sweep)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -49,7 +54,7 @@ weights = load("minilm/weights")
         "calculations",
         "cost_model",
         "data_movement",
-        "deferred_norm",
+        sweep("deferred_norm"),
         "deferred_norm/deferral",
         "dispatch",
         "envelope",
@@ -57,15 +62,15 @@ weights = load("minilm/weights")
         "gains",
         "gradients",
         "linear_algebra",
-        "minilm",
+        sweep("minilm"),
         "n_body",
         "optimiser_time",
-        "optimiser_time/scaling",
+        sweep("optimiser_time/scaling"),
         "orientation",
         "peers",
         "performance_fuzz",
         "proofs",
-        "selective_scan",
+        sweep("selective_scan"),
         "tuning",
         "selective_scan/published_shape",
         "top_k",
