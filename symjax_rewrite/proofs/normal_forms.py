@@ -58,7 +58,7 @@ BUILDERS: Mapping[str, Builder] = {
 
 
 class Mode(NamedTuple):
-    """How normal forms are made.
+    """Options of making normal forms.
 
     maxima_as_cases: True to write maxima of two values by a test. entries: see `Calculus`.
     """

@@ -71,7 +71,7 @@ def _is_strided(e: Equation, device: Device) -> bool:
     """Return True if the extremum itself is found element by element."""
     aval: Any = e.eqn.invars[0].aval
     after = math.prod(aval.shape[e.eqn.params["axes"][0] + 1 :])
-    return device.columns is not None and after * aval.dtype.itemsize > device.columns.row_bytes
+    return device.columns is not None and after * itemsize("float32") > device.columns.row_bytes
 
 
 def _seconds(e: Equation, device: Device) -> tuple[float, float]:

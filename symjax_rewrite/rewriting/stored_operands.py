@@ -1,4 +1,4 @@
-"""Whether the operand of a reduction lies in memory, or XLA computes it in the reduction's loop."""
+"""Operands of reductions: stored in memory, or computed by XLA in the loop of the reduction."""
 
 from __future__ import annotations
 
