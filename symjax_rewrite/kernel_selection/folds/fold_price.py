@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from symjax_rewrite.cost.profile_groups import FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
+from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
@@ -298,7 +300,7 @@ def seconds_folded(route: FoldRoute, device: Device) -> float:
     seconds += share * device.packing_seconds(pairs * _packed_bytes(spec, blocks, device))
     seconds += share * _product_seconds(spec, device, pairs)
     filled = min(blocks.cols / folds.lanes, 1.0)
-    seconds += visited * _steps(route, spec, blocks, folds) / (filled * device.elementwise_per_s)
+    seconds += visited * _steps(route, spec, blocks, device) / (filled * device.elementwise_per_s)
     return seconds + fold_cost.bytes_moved(spec) / device.bytes_per_s + device.launch_s
 
 
@@ -309,7 +311,7 @@ def _kernel_seconds(route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device:
     of them. Splits are counted in fractions here, so that neighbouring sizes have like prices.
     """
     visited = fold_cost.visited_pairs(spec, cut.rows, cut.cols)
-    steps = _steps(route, spec, xla_blocks(spec), device.folds)
+    steps = _steps(route, spec, xla_blocks(spec), device)
     busy = _product_seconds(spec, device, visited) / device.folds.kernel_share
     busy += visited * steps / device.elementwise_per_s
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
@@ -392,29 +394,55 @@ def _packed_bytes(spec: FoldSpec, blocks: Blocks, device: Device) -> float:
 def _share_made(spec: FoldSpec, c: Contraction, device: Device) -> float:
     """Return the share of a product's pairs that are computed, where loops run a fold.
 
-    A loop over batch axes that neither operand has computes the product of all rows once.
+    A block computes a product once for the batch axes that it holds and neither operand has. XLA
+    moves the product of all rows and columns out of the loops if no loop selects its operands.
     """
     blocks = xla_blocks(spec)
-    if not device.folds.streams or blocks.rows < spec.rows or blocks.cols < spec.cols:
+    if not device.folds.streams:
         return 1.0
-    mine = {*spec.operands[c.row].axes, *spec.operands[c.col].axes, *blocks.inner}
-    return 1 / math.prod(spec.size[a] for a in spec.batch if a not in mine)
+    mine = {*spec.operands[c.row].axes, *spec.operands[c.col].axes}
+    once = {a for a in blocks.inner if a not in mine}
+    looped = set(spec.batch) - set(blocks.inner)
+    if blocks.rows >= spec.rows and blocks.cols >= spec.cols and not looped & mine:
+        once |= looped
+    return 1 / math.prod(spec.size[a] for a in once)
 
 
-def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, folds: FoldFacts) -> float:
+def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> float:
     """Return the elementwise steps per pair of a fold, or of a part of its outputs."""
-    kinds = Counter(kind for kind, *_ in route.steps)
+    folds, kinds = device.folds, Counter(kind for kind, *_ in route.steps)
     once = kinds["lookup"] * folds.fold_lookup
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
-    for kind, data, args, _ in route.steps:
+    shares = _shares(route.steps, spec, blocks) if folds.streams else [1.0] * len(route.steps)
+    for share, (kind, data, args, _) in zip(shares, route.steps, strict=True):
         if kind == "apply":
             op, attr = data
-            steps += weight(Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
+            steps += share * weight(Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
+
+
+def _shares(steps: Sequence[Step], spec: FoldSpec, blocks: Blocks) -> list[float]:
+    """Return, for each step, the elements that a block computes as a share of its pairs.
+
+    A step whose operands lack a batch axis of the block, the rows or the columns has fewer.
+    """
+    held: list[frozenset[str]] = []
+    for kind, data, args, _ in steps:
+        axes = frozenset().union(*(held[a] for a in args))
+        if kind == "value":
+            axes = frozenset(spec.operands[data].axes)
+        elif kind == "dot":
+            c = spec.contractions[data]
+            axes = frozenset(spec.operands[c.row].axes) | frozenset(spec.operands[c.col].axes)
+        elif not args and kind != "const" or kind in ("diagonal", "hit", "along", "lookup"):
+            axes |= {spec.row, spec.col}
+        held.append(axes)
+    sizes = {a: spec.size[a] for a in blocks.inner} | {spec.row: blocks.rows, spec.col: blocks.cols}
+    return [1 / math.prod(n for a, n in sizes.items() if a not in axes) for axes in held]
 
 
 def _blocks_kept(route: FoldRoute) -> int:
