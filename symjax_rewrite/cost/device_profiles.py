@@ -26,6 +26,7 @@ from symjax_rewrite.cost.profile_groups import (
     ColumnReductionFacts,
     ColumnScanFacts,
     FoldFacts,
+    FunctionSteps,
     LoopFacts,
     Margins,
     MemoryFacts,
@@ -74,6 +75,7 @@ class Device:
     multiprocessors: int = quantity("1", "that run programs of a kernel at once", DATASHEET, 1)
     memory_bytes: float = quantity("bytes", "memory; infinite: never short", DATASHEET, math.inf)
     memory: MemoryFacts = group("caches and the allocator", MemoryFacts())
+    functions: FunctionSteps = group("elementwise functions", FunctionSteps())
     loops: LoopFacts = group("loops", LoopFacts())
     scans: ScanFacts = group("recurrences", ScanFacts())
     bands: BandedBlocks | None = group("banded products in blocks; None if slower", None)
@@ -232,12 +234,14 @@ CPU = Device(
         streams_products=True,
         turned_bytes_per_s=2e9,
         block_s=5e-6,
+        chained=0.35,
         feature_sum=60,
         features_at_once=8,
         argmax_passes=16,
         least_pairs=1 << 16,
         lanes=16,
     ),
+    functions=FunctionSteps(short=3, long=8, periodic=40, scalar=80),
     platform="cpu",
     runs_pallas=False,
     half_steps=2.0,

@@ -20,13 +20,22 @@ MATRICES = "experiments/selective_scan/matrices.py"
 LAWS = "experiments/performance_fuzz/laws.py"
 RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
+ELEMENTWISE = "python -m symjax_rewrite calibrate"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
-# Elementwise functions that devices compute as polynomials or step by step.
-SLOW_MAPS = frozenset(
-    "exp exp2 log log1p log2 expm1 tanh logistic erf erfc sin cos tan pow rsqrt sqrt cbrt digamma "
-    "lgamma div reciprocal atan2 erf_inv".split()
-)
+# Elementwise functions by the field of `FunctionSteps` that prices them; others are one step.
+FUNCTIONS = {
+    name: kind
+    for kind, names in {
+        "short": "exp exp2 log log2 tanh logistic erf rsqrt sqrt cosh reciprocal div",
+        "long": "expm1 log1p erfc erf_inv sinh asinh acosh atanh",
+        "periodic": "sin cos",
+        "scalar": "tan asin acos atan atan2 pow cbrt rem lgamma digamma polygamma igamma igammac "
+        "bessel_i0e bessel_i1e regularized_incomplete_beta zeta nextafter",
+    }.items()
+    for name in names.split()
+}
+SLOW_MAPS = frozenset(FUNCTIONS)
 
 
 def quantity(unit: str, meaning: str, source: str, default: Any = MISSING, **more: Any) -> Any:
@@ -91,6 +100,23 @@ class Margins:
     larger: float = quantity("1", "growth of the largest value that is none", JUDGED, 1.05)
     share_of_program: float = quantity("1", "share of a program's time to gain", JUDGED, 0.01)
     share_of_loop: float = quantity("1", "share of a loop's time to save", JUDGED, 0.08)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSteps:
+    """Elementwise functions, in steps of a loop that stays in cache (`folds.fused_steps_per_s`)."""
+
+    short: float = quantity("steps/element", "exp, log, tanh, erf, roots, division", ELEMENTWISE, 4)
+    long: float = quantity("steps/element", "expm1, log1p, erfc, inverse functions", ELEMENTWISE, 8)
+    periodic: float = quantity("steps/element", "sin and cos", ELEMENTWISE, 8)
+    scalar: float = quantity(
+        "steps/element", "tan, arcs, pow, cbrt, remainders, gamma functions", ELEMENTWISE, 16
+    )
+
+    def of(self, name: str) -> float:
+        """Return the steps of an elementwise primitive; 0 for one that is a single step."""
+        kind = FUNCTIONS.get(name)
+        return 0.0 if kind is None else getattr(self, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,9 @@ class FoldFacts:
     )
     keyed: float = quantity("steps/element", "a sum by key by XLA", FOLDS, 64)
     lookup: float = quantity("steps/element", "a table lookup by XLA", FOLDS, 17)
+    chained: float = quantity(
+        "1", "of a step, by an operation other than a function in the tile of a fold", FOLDS, 1.0
+    )
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)

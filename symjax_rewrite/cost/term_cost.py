@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.profile_groups import SLOW_MAPS
 from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.dataflow import postorder
 from symjax_rewrite.ir.egraph import EGraph
@@ -22,7 +21,6 @@ from symjax_rewrite.ir.sizes import Dim, product
 from symjax_rewrite.ir.term import Node
 
 FREE = frozenset({op.LEAF, op.CONST, op.NATIVE})
-SLOW_STEPS = 4.0  # of an elementwise function of `SLOW_MAPS`
 
 
 @cache
@@ -268,7 +266,7 @@ class CostModel:
             flops is not None or node.op == op.CUMSUM,
             node.op in FREE,
             count * itemsize(c.dtype),
-            count * (self._steps(node) if bound else 1.0) * weight(node) * self._half(c.dtype),
+            count * (self._steps(node) if bound else 1.0) * steps_of(node, self.device) * self._half(c.dtype),
             flops,
             1.0 if flops is None else self._peak(g, node),
             self._packing(g, c.sizes, node),
@@ -345,13 +343,21 @@ class CostModel:
 
 
 def weight(node: Node) -> float:
-    """Return the operations per element of an elementwise node; slow functions count as four."""
+    """Return the operations per element of an elementwise node; a function is one operation."""
     if node.op == op.MAP:
-        return SLOW_STEPS if node.attr[0] in SLOW_MAPS else 1.0
+        return 1.0
     if node.op in (op.ADD, op.CONTRACT):
         scales = sum(c not in (1, -1) for c in node.attr) if node.op == op.ADD else 0
         return max(len(node.args) - 1, 0) + scales + (1 if node.bound else 0)
     return 1.0 if node.op == op.REDUCE else 0.5
+
+
+def steps_of(node: Node, device: Device) -> float:
+    """Return the elementwise steps per element of a node, by the rate `elementwise_per_s`."""
+    if node.op != op.MAP:
+        return weight(node)
+    beside = device.functions.of(node.attr[0])
+    return 1.0 + beside * device.elementwise_per_s / device.folds.fused_steps_per_s
 
 
 def reachable(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.profile_groups import FoldFacts
-from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, weight
+from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, steps_of, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
-from symjax_rewrite.ir.step_program import Step
 from symjax_rewrite.ir.term import CONTRACT, MAP, NATIVE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
@@ -415,34 +413,13 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
-    shares = _shares(route.steps, spec, blocks) if folds.streams else [1.0] * len(route.steps)
-    for share, (kind, data, args, _) in zip(shares, route.steps, strict=True):
+    for kind, data, args, _ in route.steps:
         if kind == "apply":
-            op, attr = data
-            steps += share * weight(Node(op, attr, (Ref(-1, ()),) * len(args), 0, ()))
+            node = Node(*data, (Ref(-1, ()),) * len(args), 0, ())
+            steps += folds.chained * weight(node) + steps_of(node, device) - weight(node)
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
-
-
-def _shares(steps: Sequence[Step], spec: FoldSpec, blocks: Blocks) -> list[float]:
-    """Return, for each step, the elements that a block computes as a share of its pairs.
-
-    A step whose operands lack a batch axis of the block, the rows or the columns has fewer.
-    """
-    held: list[frozenset[str]] = []
-    for kind, data, args, _ in steps:
-        axes = frozenset().union(*(held[a] for a in args))
-        if kind == "value":
-            axes = frozenset(spec.operands[data].axes)
-        elif kind == "dot":
-            c = spec.contractions[data]
-            axes = frozenset(spec.operands[c.row].axes) | frozenset(spec.operands[c.col].axes)
-        elif not args and kind != "const" or kind in ("diagonal", "hit", "along", "lookup"):
-            axes |= {spec.row, spec.col}
-        held.append(axes)
-    sizes = {a: spec.size[a] for a in blocks.inner} | {spec.row: blocks.rows, spec.col: blocks.cols}
-    return [1 / math.prod(n for a, n in sizes.items() if a not in axes) for axes in held]
 
 
 def _blocks_kept(route: FoldRoute) -> int:
