@@ -277,7 +277,8 @@ class LoopSearch:
             also.append(PACKING)
         reasons, part = [why] if why else [], loop_part(loop, motion, e.eqn)
         taken = ""
-        if motion.any and self.reorders and self.route is not None and _composes(loop):
+        may_be_kernel = loop.length is not None and self.reorders and self.route is not None
+        if motion.any and may_be_kernel and composes(loop):
             part, taken, reasons = self._then_kernel(part, reasons)
         yield from (refused(reason, e.eqn) for reason in reasons)
         if motion.any or also:
@@ -358,11 +359,6 @@ def _may_reorder(loop: Loop, device: Device) -> bool:
     work = sum(work_seconds(e, device) for e in heavy)
     whole = sum(equation_seconds(e, device) for e in equations)
     return len(heavy) > 1 and margins.gains_share(work, whole, "program", device)
-
-
-def _composes(loop: Loop) -> bool:
-    """Return True if the steps of a loop compose, so that a kernel may run the loop."""
-    return loop.length is not None and composes(loop)
 
 
 def _routed(

@@ -9,6 +9,7 @@ from jax import lax
 from symjax_rewrite import sym_optimize
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.value_numbering import ValueNumbers
+from tests.programs import assert_close
 
 STEPS, WIDTH, STATES = 256, 128, 16
 REASON = "the loop and its gradient are those of another form of the loop"
@@ -59,18 +60,13 @@ def taken(report):
     return REASON in [r.reason for r in report.routes if r.taken]
 
 
-def check_close(ours, theirs):
-    for mine, its in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        np.testing.assert_allclose(mine, its, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("loss", TAKEN, ids=lambda f: f.__name__)
 def test_a_gradient_is_as_good_as_that_of_the_optimised_loop(loss):
     numbers = (0, 2) if loss is invariant_inside else (0, 1, 2, 3, 4)
     inside = sym_optimize(jax.grad(loss, numbers))
     outside = jax.jit(jax.grad(sym_optimize(loss), numbers))
     assert taken(inside.explain(*ARGUMENTS))
-    check_close(inside(*ARGUMENTS), jax.jit(jax.grad(loss, numbers))(*ARGUMENTS))
+    assert_close(inside(*ARGUMENTS), jax.jit(jax.grad(loss, numbers))(*ARGUMENTS), tol=1e-3)
     both = [f.lower(*ARGUMENTS).compile().memory_analysis() for f in (inside, outside)]
     sizes = [m.temp_size_in_bytes for m in both if m is not None]
     assert sizes[0] < 1.15 * sizes[1]
@@ -105,7 +101,7 @@ def subgradient(x, dt, a, b, c):
 def test_other_backward_loops_stay(loss):
     gradient = jax.grad(loss, (0, 1, 2, 3, 4))
     assert not taken(sym_optimize(gradient).explain(*ARGUMENTS))
-    check_close(sym_optimize(gradient)(*ARGUMENTS), jax.jit(gradient)(*ARGUMENTS))
+    assert_close(sym_optimize(gradient)(*ARGUMENTS), jax.jit(gradient)(*ARGUMENTS), tol=1e-3)
 
 
 def test_two_gradients_of_one_loop():
@@ -116,7 +112,7 @@ def test_two_gradients_of_one_loop():
         return pull(ys), pull(jnp.sin(ys))
 
     assert not taken(sym_optimize(both).explain(*ARGUMENTS))
-    check_close(sym_optimize(both)(*ARGUMENTS), jax.jit(both)(*ARGUMENTS))
+    assert_close(sym_optimize(both)(*ARGUMENTS), jax.jit(both)(*ARGUMENTS), tol=1e-3)
 
 
 def numbered(*functions):

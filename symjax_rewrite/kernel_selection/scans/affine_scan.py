@@ -257,10 +257,9 @@ class _ScanBuilder:
     def build(self) -> ScanSpec:
         """Return the scan; record its operands, its readouts and the equations after it."""
         loop = self.loop
-        groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
             raise NotAScanError("several carries or effects")
-        if groups[0].degree.kind not in (SUM, DIAGONAL):
+        if next(groups_of(loop)).degree.kind not in (SUM, DIAGONAL):
             raise NotAScanError("its steps are not affine entry by entry")
         carry, body = loop.carries[0], loop.body
         dtype = str(body.avals[carry.inner].dtype)

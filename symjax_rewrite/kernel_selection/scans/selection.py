@@ -38,7 +38,7 @@ def loop_kernel(loop: Loop, options: Options, device: Device, gradient: bool = F
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
         return None, Obstacle.SHARDING("several devices: XLA might gather a scan's operands")
-    groups = groups_of(loop)
+    groups = [*groups_of(loop)]
     matrices, why = matrices_of(loop, groups, kernels, device, gradient)
     if gradient:
         remakes = device.scans.remakes_states
