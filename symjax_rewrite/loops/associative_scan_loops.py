@@ -269,15 +269,11 @@ class _Tree:
         carries: int = 1,
         back: bool = False,
     ) -> Loop:
-        """Return a loop over the steps of the tree, or `back` over them, from zeros.
+        """Return a loop over the steps of the tree from zeros, in place of an equation.
 
-        Args:
-            step: of arrays whose axes are those of the factors, with size one for the step.
-            reads: the values whose entries a step reads.
-            makes: for each result of a step: the values of all steps, see `makes`.
-            eqn: the equation that the loop stands for.
-            carries: their number.
-            back: True for the opposite direction.
+        step: of arrays whose axes are those of the factors, with size one for the step. reads: the
+        values whose entries a step reads. makes: for each result of a step: the values of all
+        steps, see `makes`. carries: their number. back: True for the opposite direction.
         """
         entry, length = self._entry(self.prefix.added), self.prefix.length
 

@@ -139,7 +139,7 @@ class _LoopAndGradient:
     def reads(self) -> list[int]:
         """Return the values that the loop reads, with the sunk equations as a part of it."""
         made = {v for e in self.sunk for v in e.outvals}
-        invals = (v for e in (*self.sunk, self.there) for v in numbers(e.invals))
+        invals = (v for e in (*self.sunk, self.there) for v in e.reads)
         return [v for v in dict.fromkeys(invals) if v not in made]
 
     @property
@@ -222,7 +222,7 @@ class _LoopAndGradient:
                     break
                 sunk = {id(makers[v]) for v in more} | {id(e) for e in self.sunk}
                 self.sunk = [e for e in self.program.equations if id(e) in sunk]
-                operands = [u for v in more for u in numbers(makers[v].invals)]
+                operands = [u for v in more for u in makers[v].reads]
         return False
 
     def _found(self, known: ValueNumbers, numbered: dict[int, int]) -> set[int]:
@@ -239,7 +239,7 @@ class _LoopAndGradient:
     def _choices(self) -> Iterator[tuple[int | None, ...]]:
         """Yield the values that may be the cotangents of the public results, likely ones first."""
         avals, own = self.program.avals, {*self.reads, *self.there.outvals}
-        given = [v for v in dict.fromkeys(numbers(self.back.invals)) if v not in own]
+        given = [v for v in dict.fromkeys(self.back.reads) if v not in own]
 
         def from_result(k: int, left: list[int]) -> Iterator[tuple[int | None, ...]]:
             if k == len(self.public):

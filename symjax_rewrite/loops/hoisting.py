@@ -40,15 +40,11 @@ def find_motion(
     passes: Collection[str],
     leaves: Collection[int] = (),
 ) -> Motion:
-    """Find the equations that may leave a loop and whose move saves time.
+    """Find the equations that may leave a normalised loop and whose move saves time.
 
-    Args:
-        loop: a normalised loop.
-        device: the device that runs the program.
-        reorders: True if sums may be rounded in another order (a library may round the products of
-            all steps differently).
-        passes: the passes that are permitted, of `rule.PASSES`.
-        leaves: values that leave regardless of the time saved (`product_splitting`).
+    reorders: True if sums may be rounded in another order (a library may round the products of all
+    steps differently). passes: those permitted, of `rule.PASSES`. leaves: values that leave
+    regardless of the time saved (`product_splitting`).
     """
     plan = _Plan(loop, device, set(leaves))
     if INVARIANT in passes:

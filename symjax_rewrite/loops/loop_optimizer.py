@@ -25,14 +25,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes
 from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal, tree_seconds
 from symjax_rewrite.loops.carry_dependence import composes, describe
-from symjax_rewrite.loops.changes import (
-    Seconds,
-    candidate,
-    loop_part,
-    part_of,
-    refused,
-    rewritten,
-)
+from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.loop import Loop
@@ -45,14 +38,7 @@ from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
-from symjax_rewrite.rewriting.rule import (
-    BATCHING,
-    FUSION,
-    INVARIANT,
-    PACKING,
-    PARTS,
-    RECOMPUTATION,
-)
+from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
 
 
 class Route(Protocol):
@@ -116,13 +102,9 @@ def before_derivatives(
     """Return a program with loops instead of trees of affine steps, and fused sources.
 
     The equations are the same at other places, and a polynomial evaluated in another order. The
-    derivatives are therefore the same. Reverse mode then stores far fewer residuals.
-
-    Args:
-        closed: the program to be differentiated.
-        device: the device that runs the program.
-        route: returns a kernel for a loop whose derivatives are those of the loop, or None.
-        trees: False to keep trees of affine steps.
+    derivatives are therefore the same. Reverse mode then stores far fewer residuals. route: returns
+    a kernel for a loop whose derivatives are those of the loop, or None. trees: False to keep trees
+    of affine steps.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):
@@ -137,13 +119,9 @@ def before_derivatives(
 class LoopSearch:
     """The search for cheaper forms of the loops of one program.
 
-    Args:
-        program: the program.
-        device: the device that runs it.
-        passes: the passes that are permitted, of `rule.PASSES`.
-        reorders: True if sums may be rounded in another order.
-        optimise: returns the optimised form of a body, or None if the body stays.
-        route: returns a kernel for a loop or None, and the reason.
+    passes: those permitted, of `rule.PASSES`. reorders: True if sums may be rounded in another
+    order. optimise: returns the optimised form of a body, or None if the body stays. route: returns
+    a kernel for a loop or None, and the reason.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.dataflow import makers_of, numbers
+from symjax_rewrite.ir.dataflow import makers_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.replacement import Part
@@ -31,7 +31,7 @@ class EquationForms(ABC):
     rule: ClassVar[tuple[str, str]]
     primitives: ClassVar[Collection[str]]
     dtypes: ClassVar[tuple[str, ...]]
-    margin: ClassVar[str]
+    margin: ClassVar[margins.Kind]
 
     @property
     def name(self) -> str:
@@ -97,14 +97,14 @@ def unstored_bytes(program: Program, e: Equation, makers: dict[int, Equation]) -
     Example: of `reduce_sum(exp(x))` the bytes of `exp(x)`, and 0 of `reduce_sum(x)`; None of
     `reduce_sum(exp(x[:, None] - y))`.
     """
-    (x,) = numbers(e.invals)
-    while x in makers and makers[x].name in SAME_ORDER and numbers(makers[x].invals):
-        x, *_ = numbers(makers[x].invals)
+    (x,) = e.reads
+    while x in makers and makers[x].name in SAME_ORDER and makers[x].reads:
+        x, *_ = makers[x].reads
     size, seen, stack = program.avals[x].size, {x}, [x]
     for v in stack:
         maker = makers.get(v)
         if maker is not None and maker.name in ELEMENTWISE | VIEWS:
-            stack += [a for a in dict.fromkeys(numbers(maker.invals)) if a not in seen]
+            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
             seen.update(stack)
         elif v == x:
             return 0.0

@@ -13,14 +13,7 @@ from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, remade
 from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
-from symjax_rewrite.loops.carry_dependence import (
-    DIAGONAL,
-    NAMES,
-    SUM,
-    Group,
-    describe,
-    groups_of,
-)
+from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import Options
