@@ -35,6 +35,7 @@ from symjax_rewrite.loops.loop import Loop, get, run_equations
 from symjax_rewrite.loops.loop_optimizer import Routed, before_derivatives
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.rematerialization import fused_pair
+from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
@@ -48,14 +49,14 @@ class DifferentiatedLoops:
     route: returns a kernel with cheap derivatives for a loop or None, and the reason.
     """
 
-    route: Callable[[Loop, Context], Routed]
+    route: Callable[[Loop, Options, Device], Routed]
     name: str = "differentiated_loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the pairs of loops that have a better form."""
         if not (context.has(RECOMPUTATION) and context.reorders()):
             return
-        route = lambda loop: self.route(loop, context)  # noqa: E731
+        route = lambda loop: self.route(loop, context.options, context.device)  # noqa: E731
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
         for there, back in _pairs(program):
             pair = _LoopAndGradient(program, there, back)

@@ -38,6 +38,7 @@ from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
+from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
 
 
@@ -67,7 +68,7 @@ class ImprovedLoops:
     route: returns a kernel for a loop or None, and the reason.
     """
 
-    route: Callable[[Loop, Context], Routed]
+    route: Callable[[Loop, Options, Device], Routed]
     name: str = "loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
@@ -88,7 +89,7 @@ class ImprovedLoops:
             context.rules.passes,
             context.reorders(),
             optimise,
-            lambda loop: self.route(loop, context),
+            lambda loop: self.route(loop, context.options, context.device),
         )
         yield from search.loops(context.loops) if context.loops else search.every()
 
