@@ -473,24 +473,26 @@ def is_replacement(eqn: JaxprEqn) -> bool:
 
 def argument_names(closed: ClosedJaxpr) -> list[str]:
     """Return the user's names of a jaxpr's inputs (`p['a'][0]`); empty where JAX knows none."""
-    info = getattr(closed.jaxpr, "debug_info", None)
-    names = [str(name or "") for name in getattr(info, "arg_names", None) or ()]
-    count = len(closed.jaxpr.invars)
-    return names if len(names) == count else [""] * count
+    return _known_names(closed, "arg_names", len(closed.jaxpr.invars))
 
 
 def result_names(closed: ClosedJaxpr) -> list[str]:
     """Return the paths of a jaxpr's results (`result[1]`); empty where JAX knows none."""
-    info = getattr(closed.jaxpr, "debug_info", None)
-    names = [str(name or "") for name in getattr(info, "result_paths", None) or ()]
-    count = len(closed.jaxpr.outvars)
+    return _known_names(closed, "result_paths", len(closed.jaxpr.outvars))
+
+
+def _known_names(closed: ClosedJaxpr, kind: str, count: int) -> list[str]:
+    names = [str(name or "") for name in _debug_info(closed, kind) or ()]
     return names if len(names) == count else [""] * count
 
 
 def traced_name(closed: ClosedJaxpr) -> str:
     """Return the name of the function that a jaxpr was traced from; empty if JAX knows none."""
-    info = getattr(closed.jaxpr, "debug_info", None)
-    return str(getattr(info, "func_src_info", None) or "").split(" at ")[0]
+    return str(_debug_info(closed, "func_src_info") or "").split(" at ")[0]
+
+
+def _debug_info(closed: ClosedJaxpr, kind: str) -> Any:
+    return getattr(getattr(closed.jaxpr, "debug_info", None), kind, None)
 
 
 def precision_now() -> Callable[[], Any]:

@@ -31,10 +31,7 @@ def at_sizes(closed: ClosedJaxpr, sizes: Sizes) -> ClosedJaxpr:
         NotInstantiableError: an equation has effects, or a function among its parameters.
     """
     avals = [_aval(a, sizes) for a in closed.in_avals]
-    made = jax_internals.make_avals_jaxpr(
-        lambda *args: _run(closed.jaxpr, closed.consts, args, sizes), avals
-    )
-    return made
+    return jax_internals.make_avals_jaxpr(lambda *args: _run(closed, args, sizes), avals)
 
 
 def _aval(aval: Any, sizes: Sizes) -> Any:
@@ -47,17 +44,9 @@ def _number(dim: Any, sizes: Sizes) -> Any:
     return int(dim._evaluate(dict(sizes))) if jax_internals.is_symbolic(dim) else dim
 
 
-def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], sizes: Sizes) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if jax_internals.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        made = _evaluated(eqn, [read(v) for v in eqn.invars], sizes)
-        env.update(zip(eqn.outvars, made, strict=True))
-    return [jax_internals.with_aval(read(v), v.aval) for v in jaxpr.outvars]
+def _run(closed: ClosedJaxpr, args: Sequence[Any], sizes: Sizes) -> list[Any]:
+    made = jax_internals.eval_each(closed, args, lambda eqn, xs: _evaluated(eqn, xs, sizes))
+    return [jax_internals.with_aval(x, a) for x, a in zip(made, closed.out_avals, strict=True)]
 
 
 def _evaluated(eqn: JaxprEqn, values: list[Any], sizes: Sizes) -> list[Any]:
@@ -83,7 +72,7 @@ def _evaluated(eqn: JaxprEqn, values: list[Any], sizes: Sizes) -> list[Any]:
 
 def _inlined(eqn: JaxprEqn, body: ClosedJaxpr, values: list[Any], sizes: Sizes) -> list[Any]:
     with jax_internals.equation_scope(eqn):
-        return _run(body.jaxpr, body.consts, values, sizes)
+        return _run(body, values, sizes)
 
 
 def _is_number(x: Any) -> bool:

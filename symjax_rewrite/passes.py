@@ -7,9 +7,9 @@ it here, or put it into a `RulePack` to try it.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from symjax_rewrite.candidates import Context, Pass
+from symjax_rewrite.candidates import Pass
 from symjax_rewrite.kernel_selection.banded_products import BandedProducts
 from symjax_rewrite.kernel_selection.far_fields.selection import FarFields
 from symjax_rewrite.kernel_selection.folds.selection import Folds
@@ -21,7 +21,6 @@ from symjax_rewrite.kernel_selection.scans.selection import loop_kernel
 from symjax_rewrite.loops.associative_scan_loops import AffineTrees
 from symjax_rewrite.loops.bodies import Bodies
 from symjax_rewrite.loops.differentiated_loops import DifferentiatedLoops
-from symjax_rewrite.loops.loop import Loop
 from symjax_rewrite.loops.loop_optimizer import ImprovedLoops
 from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.column_reductions import ColumnReductions
@@ -30,19 +29,12 @@ from symjax_rewrite.rewriting.extremum_places import ExtremumPlaces
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 
-
-def _kernel(loop: Loop, context: Context) -> tuple[Any, str]:
-    return loop_kernel(loop, context.options, context.device)
-
-
-def _gradient_kernel(loop: Loop, context: Context) -> tuple[Any, str]:
-    return loop_kernel(loop, context.options, context.device, gradient=True)
-
+_gradient_kernel = partial(loop_kernel, gradient=True)
 
 PASSES: tuple[Pass, ...] = (
     DifferentiatedLoops(_gradient_kernel),  # a loop and its gradient → those of another form
     AffineTrees(),  # a tree of affine steps and its derivatives → loops
-    ImprovedLoops(_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
+    ImprovedLoops(loop_kernel),  # a loop → hoisted equations, a smaller loop, or a scan
     SparseReductions(),  # Σ over sparse terms → Σ over their nonzero places
     FarFields(),  # sums over pairs of points → cells, where an approximation is permitted
     Folds(),  # reductions over pairs → a fold that stores no pairs
@@ -55,7 +47,7 @@ PASSES: tuple[Pass, ...] = (
     BandedProducts(),  # a product with a banded matrix → blocks
     RepeatedProducts(),  # a product for every copy of an operand → one product
     Bodies(),  # bodies of loops and branches → optimised programs
-    ImprovedLoops(_kernel),  # again, for loops with a rewritten body
+    ImprovedLoops(loop_kernel),  # again, for loops with a rewritten body
     CommonProducts(),  # a product written twice → one product
     OrientedProducts(),  # a product → the order of operands that reads memory in order
     ExtremumPlaces(),  # an argmax → a maximum, and the least place where it stands

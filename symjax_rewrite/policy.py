@@ -26,11 +26,23 @@ def chosen(
     Returns:
         The program with the candidates taken, these candidates, and the refusals of the others.
     """
-    refused: list[Refusal] = []
-    admitted = [c for c in found if context.admits(c) and context.selects(c, program)]
-    refused += [_refused(c, Obstacle.CONFLICT("not admitted")) for c in found if c not in admitted]
-    left = _gaining(program, admitted, context, refused)
-    left = _distinct(_beyond_copies(program, left, context.device, refused), refused)
+    left, refused = [*found], []
+    device = context.device
+
+    def refuse(faulty: Sequence[Candidate], reason: str) -> None:
+        nonlocal left
+        refused.extend(Refusal(c.name, reason, c.where, c.count, c.ratio) for c in faulty)
+        left = [c for c in left if c not in faulty]
+
+    unwanted = [c for c in found if not (context.admits(c) and context.selects(c, program))]
+    refuse(unwanted, Obstacle.CONFLICT("not admitted"))
+    least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
+    reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
+    refuse(_small(program, left, context), reason)
+    reason = Obstacle.COST("its transposed copies take as long as it saves")
+    refuse(_copying(program, left, device), reason)
+    reason = Obstacle.CONFLICT("an earlier candidate computes the same values")
+    refuse(_repeated(left), reason)
     while left:
         try:
             made = replaced(program, [p for c in left for p in c.parts])
@@ -44,17 +56,14 @@ def chosen(
             )
             if not faulty:
                 return made, left, refused
-        refused += [_refused(c, reason) for c in faulty]
-        left = [c for c in left if c not in faulty]
+        refuse(faulty, reason)
     return program, [], refused
 
 
-def _gaining(
-    program: Program, found: Sequence[Candidate], context: Context, refused: list[Refusal]
-) -> list[Candidate]:
-    """Refuse candidates that gain too small a share of the whole program's time."""
+def _small(program: Program, found: Sequence[Candidate], context: Context) -> list[Candidate]:
+    """Return the candidates that gain too small a share of the whole program's time."""
     if not any(c.share for c in found):
-        return list(found)
+        return []
     gains: dict[object, float] = defaultdict(float)
     for c in found:
         gains[c.group or id(c)] += c.saved_s
@@ -66,20 +75,14 @@ def _gaining(
     def little(c: Candidate) -> bool:
         return not margins.gains_share(gains[c.group or id(c)], whole, "program", device)
 
-    small = [c for c in found if c.share and little(c)]
-    least = f"{device.margins.share_of_program:.0%}".replace("%", " %")
-    reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
-    refused += [_refused(c, reason) for c in small]
-    return [c for c in found if c not in small]
+    return [c for c in found if c.share and little(c)]
 
 
-def _beyond_copies(
-    program: Program, found: Sequence[Candidate], device: Device, refused: list[Refusal]
-) -> list[Candidate]:
-    """Refuse candidates that do not gain enough beside the transposed copies that they need."""
+def _copying(program: Program, found: Sequence[Candidate], device: Device) -> list[Candidate]:
+    """Return the candidates that gain too little beside the transposed copies that they need."""
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
-        return list(found)
+        return []
     before = transposed_seconds(program, device)
 
     def added(candidates: Sequence[Candidate]) -> float:
@@ -90,31 +93,21 @@ def _beyond_copies(
         return transposed_seconds(made, device) - before
 
     if added(unpriced) <= 0:
-        return list(found)
-    few = [c for c in unpriced if not margins.pays_beside(c.before, c.after, added([c]), device)]
-    reason = Obstacle.COST("its transposed copies take as long as it saves")
-    refused += [_refused(c, reason) for c in few]
-    return [c for c in found if c not in few]
+        return []
+    return [c for c in unpriced if not margins.pays_beside(c.before, c.after, added([c]), device)]
 
 
-def _distinct(found: list[Candidate], refused: list[Refusal]) -> list[Candidate]:
-    """Refuse candidates that give a value that an earlier candidate gives."""
+def _repeated(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that give a value that an earlier candidate gives."""
     given: set[int] = set()
-    out = []
+    repeated = []
     for c in found:
         mine = {v for p in c.parts for v in p.gives}
         if given.isdisjoint(mine):
             given |= mine
-            out.append(c)
         else:
-            refused.append(
-                _refused(c, Obstacle.CONFLICT("an earlier candidate computes the same values"))
-            )
-    return out
-
-
-def _refused(c: Candidate, reason: str) -> Refusal:
-    return Refusal(c.name, reason, c.where, c.count, c.ratio)
+            repeated.append(c)
+    return repeated
 
 
 def _still_needed(program: Program, taken: list[Candidate]) -> list[Candidate]:

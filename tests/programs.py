@@ -50,6 +50,20 @@ def chain(a, b, v):
 M, V = normal(256, 256), normal(256)
 
 
+def assert_close(want: Any, got: Any, tol: float = 1e-5, scaled: bool = False) -> None:
+    """Two trees of arrays have equal shapes, dtypes and weak types, and close values.
+
+    scaled: differences may be `tol` times the largest value of an array.
+    """
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
+        kind = w.dtype if w.dtype.kind in "biu" else "complex64"
+        w, g = (np.asarray(x, kind) for x in (w, g))
+        atol = tol * float(abs(w).max()) if scaled else tol
+        np.testing.assert_allclose(g, w, rtol=tol, atol=atol)
+
+
 def emitted(report):
     """Return a report's optimised program, a function of the arguments as a flat list."""
     return jax.extend.core.jaxpr_as_fun(report.after.jaxpr)

@@ -11,40 +11,16 @@ import symjax_rewrite
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
-    "chex",
-    "jax.experimental.pallas",
-    "jax_triton",
-    "matplotlib",
-    "sympy",
-    "symjax_rewrite.api.differentiation",
-    "symjax_rewrite.reports.builder",
-    "symjax_rewrite.kernel_selection",
-    "symjax_rewrite.loops",
-    "symjax_rewrite.optimizer",
-    "symjax_rewrite.pallas_kernels",
-    "symjax_rewrite.proofs",
-    "symjax_rewrite.testing",
-)
+    "chex", "jax.experimental.pallas", "jax_triton", "matplotlib", "sympy",
+    "symjax_rewrite.api.differentiation", "symjax_rewrite.reports.builder",
+    "symjax_rewrite.kernel_selection", "symjax_rewrite.loops", "symjax_rewrite.optimizer",
+    "symjax_rewrite.pallas_kernels", "symjax_rewrite.proofs", "symjax_rewrite.testing",
+)  # fmt: skip
 PUBLIC = {
-    "Budget",
-    "Options",
-    "Report",
-    "RulePack",
-    "__version__",
-    "audit",
-    "axiom",
-    "bisect",
-    "disabled",
-    "errors",
-    "guard",
-    "keep",
-    "lemma",
-    "packs",
-    "prove_equal",
-    "route",
-    "sym_optimize",
-    "testing",
-}
+    "Budget", "Options", "Report", "RulePack", "__version__", "audit", "axiom", "bisect",
+    "disabled", "errors", "guard", "keep", "lemma", "packs", "prove_equal", "route",
+    "sym_optimize", "testing",
+}  # fmt: skip
 
 
 def loaded(statement: str) -> set[str]:

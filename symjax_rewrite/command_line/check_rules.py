@@ -11,7 +11,7 @@ from symjax_rewrite.command_line.main import FOUND, OK, command_parser, one_line
 from symjax_rewrite.command_line.program import load
 from symjax_rewrite.command_line.terminal import print_table, progress
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.rewriting.route import PatternRoute
+from symjax_rewrite.rewriting.route_matching import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, RulePack
 from symjax_rewrite.rules import packs
 

@@ -59,8 +59,13 @@ class TermGraph:
 
     def where(self, cls: int) -> str:
         """Return the user's line that computes a class; empty if no equation does."""
+        made = self.maker_of(cls)
+        return "" if made is None else made.where()
+
+    def maker_of(self, cls: int) -> Equation | None:
+        """Return the equation that computes a class, or None."""
         made = self.made_by.get(cls)
-        return "" if made is None else self.program.equations[made[0]].where()
+        return None if made is None else self.program.equations[made[0]]
 
     def symbolic_names(self) -> set[str]:
         """Return the named sizes of the program."""

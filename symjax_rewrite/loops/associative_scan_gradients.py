@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -120,7 +121,7 @@ def _explain(
     reader: Equation, around: Surroundings, points: _Points
 ) -> tuple[Cotangents, set[int]] | None:
     """Explain the equations that read a residual of a tree; return all intermediate values too."""
-    for given in _candidates(reader, around, points):
+    for given in islice(_candidates(reader, around, points), MAX_CANDIDATES):
         known = points.evaluated(given)
         made = {} if known.keys().isdisjoint(reader.outvals) else points.cotangents(known, given)
         if made:
@@ -133,21 +134,17 @@ def _explain(
 def _candidates(reader: Equation, around: Surroundings, points: _Points) -> Iterator[int]:
     """Yield values of the states' shape that an equation reads through moves, products and sums."""
     avals = around.program.avals
-    aval = avals[points.prefix.out]
-    queue = [v for v in numbers(reader.invals) if v not in points.known]
-    seen: set[int] = set()
-    count = 0
-    while queue and count < MAX_CANDIDATES:
-        v = queue.pop(0)
+    aval, seen = avals[points.prefix.out], {*points.known}
+    queue = [*reader.reads]
+    for v in queue:
         if v in seen:
             continue
         seen.add(v)
         if (avals[v].shape, avals[v].dtype) == (aval.shape, aval.dtype):
-            count += 1
             yield v
         e = around.makers.get(v)
         if e is not None and e.name in FOLLOWED:
-            queue += [u for u in numbers(e.invals) if u not in points.known]
+            queue += e.reads
 
 
 class _Points:

@@ -62,13 +62,11 @@ class AffineTrees:
             eqn, seconds = d.prefix.equations[-1].eqn, _differentiated_seconds(program, d, device)
             what = f"a differentiated tree of {d.prefix.length} steps"
             if not context.reorders():
-                yield refused(
-                    Obstacle.ROUNDING("as loops it would round in another order"), eqn, seconds
-                )
+                reason = Obstacle.ROUNDING("as loops it would round in another order")
+                yield refused(reason, eqn, seconds)
             elif not margins.pays(*seconds, "tree", device):
-                yield refused(
-                    Obstacle.COST(f"{what} is predicted to be no slower than loops"), eqn, seconds
-                )
+                reason = Obstacle.COST(f"{what} is predicted to be no slower than loops")
+                yield refused(reason, eqn, seconds)
             else:
                 predicted = f"predicted {seconds[1]:.1e} s for {seconds[0]:.1e} s"
                 taken.append((d, f"{what} runs as loops: {predicted}", seconds))
@@ -123,14 +121,7 @@ def as_loop(around: Surroundings, prefix: Prefix) -> tuple[Loop, list[Equation]]
     outs = [prefix.out]
     if prefix.products is not None and is_read(around, prefix, prefix.products):
         outs.append(prefix.products)
-
-    def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
-        (h, *p), (a, b) = carried, entries
-        after = [_after(first, h, a, b), *[lax.select_n(first, a * x, a) for x in p]]
-        return after, after
-
-    tree = _Tree(around, prefix)
-    loop = tree.loop(step, tree.steps, [tree.makes(v) for v in outs], tree.equation, len(outs))
+    loop = _there(_Tree(around, prefix), outs)
     again = [around.makers[v] for v in loop.makes if v not in outs]
     return loop, [*prefix.equations, *again]
 
@@ -148,7 +139,7 @@ def as_loops(around: Surroundings, found: list[Differentiated]) -> Iterator[list
         late = [e for e in tree.readers() if e not in before]
         if late or any("a" in c.made for c in d.back):
             tree.states = tree.new_states()
-        parts = [_there(tree)]
+        parts = [loop_part(_there(tree, [d.prefix.out]), Motion())]
         for n, c in enumerate(d.back):
             parts += _back(tree, c, [] if n else late)
         yield parts
@@ -159,17 +150,18 @@ def _after(first: Array, h: Array, a: Array, b: Array) -> Array:
     return lax.select_n(first, a * h + b, b)
 
 
-def _there(tree: _Tree) -> Replacement:
+def _there(tree: _Tree, outs: list[int]) -> Loop:
     """Build the forward loop, which also stores the states before every step if needed."""
 
     def step(first: Array, carried: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
-        after = _after(first, *carried, *entries)
-        return [after], [after, *carried]
+        (h, *p), (a, b) = carried, entries
+        after = [_after(first, h, a, b), *[lax.select_n(first, a * x, a) for x in p]]
+        return after, [*after, h]
 
-    makes = [tree.makes(tree.prefix.out)]
+    makes = [tree.makes(v) for v in outs]
     if tree.states is not None:
         makes.append([(tree.states, False)])
-    return loop_part(tree.loop(step, tree.steps, makes, tree.equation), Motion())
+    return tree.loop(step, tree.steps, makes, tree.equation, len(outs))
 
 
 def _back(tree: _Tree, c: Cotangents, late: list[Equation]) -> Iterator[Replacement]:
@@ -269,15 +261,11 @@ class _Tree:
         carries: int = 1,
         back: bool = False,
     ) -> Loop:
-        """Return a loop over the steps of the tree, or `back` over them, from zeros.
+        """Return a loop over the steps of the tree from zeros, in place of an equation.
 
-        Args:
-            step: of arrays whose axes are those of the factors, with size one for the step.
-            reads: the values whose entries a step reads.
-            makes: for each result of a step: the values of all steps, see `makes`.
-            eqn: the equation that the loop stands for.
-            carries: their number.
-            back: True for the opposite direction.
+        step: of arrays whose axes are those of the factors, with size one for the step. reads: the
+        values whose entries a step reads. makes: for each result of a step: the values of all
+        steps, see `makes`. carries: their number. back: True for the opposite direction.
         """
         entry, length = self._entry(self.prefix.added), self.prefix.length
 

@@ -9,7 +9,7 @@ and do not prevent the others from being affine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -53,31 +53,27 @@ class Group:
     degree: Degree
 
 
-def groups_of(loop: Loop) -> list[Group]:
-    """Return the carries of a loop in groups that depend on each other, in solving order."""
-    return list(_groups(loop))
-
-
 def composes(loop: Loop) -> bool:
     """Return True if the steps of a loop compose: every carry is a sum, affine or a maximum."""
-    return all(g.degree.kind in NAMES for g in _groups(loop))
+    return all(g.degree.kind in NAMES for g in groups_of(loop))
 
 
-def _groups(loop: Loop) -> Iterator[Group]:
+def groups_of(loop: Loop) -> Iterator[Group]:
+    """Yield the carries of a loop in groups that depend on each other, in solving order."""
     for group in _components(dependencies(loop)):
         degrees = _degrees(loop, {loop.carries[k].inner for k in group})
         outs = numbers([loop.carries[k].out for k in group])
-        worst = max((degrees.get(v, Degree()) for v in outs), key=_kind, default=Degree())
+        worst = _worst([degrees[v] for v in outs if v in degrees])
         if len(group) > 1 and worst.kind in (SUM, DIAGONAL):
             worst = Degree(MATRIX, "its carries read each other")
         yield Group(tuple(sorted(group)), worst)
 
 
-def _kind(degree: Degree) -> int:
-    return degree.kind
+def _worst(degrees: list[Degree]) -> Degree:
+    return max(degrees, key=lambda d: d.kind, default=Degree())
 
 
-def describe(loop: Loop, groups: list[Group] | None = None) -> str:
+def describe(loop: Loop, groups: Iterable[Group] | None = None) -> str:
     """Return one line on how the carries of a loop, in groups, depend on themselves."""
     parts = []
     for group in groups_of(loop) if groups is None else groups:
@@ -141,7 +137,7 @@ def _is_endless(e: Equation) -> bool:
 
 def _degree(e: Equation, operands: list[Degree], least: set[str]) -> Degree:
     moving = [d for d in operands if d.kind != FREE]
-    worst = max(moving, key=_kind)
+    worst = _worst(moving)
     if worst.kind == OTHER:
         return worst
     name = e.name

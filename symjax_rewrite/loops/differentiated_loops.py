@@ -35,6 +35,7 @@ from symjax_rewrite.loops.loop import Loop, get, run_equations
 from symjax_rewrite.loops.loop_optimizer import Routed, before_derivatives
 from symjax_rewrite.loops.normalization import normal_loop
 from symjax_rewrite.loops.rematerialization import fused_pair
+from symjax_rewrite.options import Options
 from symjax_rewrite.rewriting.rule import RECOMPUTATION
 
 MOST_CHOICES = 8  # assignments of cotangents to results that are tried
@@ -48,14 +49,14 @@ class DifferentiatedLoops:
     route: returns a kernel with cheap derivatives for a loop or None, and the reason.
     """
 
-    route: Callable[[Loop, Context], Routed]
+    route: Callable[[Loop, Options, Device], Routed]
     name: str = "differentiated_loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the pairs of loops that have a better form."""
         if not (context.has(RECOMPUTATION) and context.reorders()):
             return
-        route = lambda loop: self.route(loop, context)  # noqa: E731
+        route = lambda loop: self.route(loop, context.options, context.device)  # noqa: E731
         numbering: list[tuple[ValueNumbers, dict[int, int]]] = []
         for there, back in _pairs(program):
             pair = _LoopAndGradient(program, there, back)
@@ -139,7 +140,7 @@ class _LoopAndGradient:
     def reads(self) -> list[int]:
         """Return the values that the loop reads, with the sunk equations as a part of it."""
         made = {v for e in self.sunk for v in e.outvals}
-        invals = (v for e in (*self.sunk, self.there) for v in numbers(e.invals))
+        invals = (v for e in (*self.sunk, self.there) for v in e.reads)
         return [v for v in dict.fromkeys(invals) if v not in made]
 
     @property
@@ -222,7 +223,7 @@ class _LoopAndGradient:
                     break
                 sunk = {id(makers[v]) for v in more} | {id(e) for e in self.sunk}
                 self.sunk = [e for e in self.program.equations if id(e) in sunk]
-                operands = [u for v in more for u in numbers(makers[v].invals)]
+                operands = [u for v in more for u in makers[v].reads]
         return False
 
     def _found(self, known: ValueNumbers, numbered: dict[int, int]) -> set[int]:
@@ -239,7 +240,7 @@ class _LoopAndGradient:
     def _choices(self) -> Iterator[tuple[int | None, ...]]:
         """Yield the values that may be the cotangents of the public results, likely ones first."""
         avals, own = self.program.avals, {*self.reads, *self.there.outvals}
-        given = [v for v in dict.fromkeys(numbers(self.back.invals)) if v not in own]
+        given = [v for v in dict.fromkeys(self.back.reads) if v not in own]
 
         def from_result(k: int, left: list[int]) -> Iterator[tuple[int | None, ...]]:
             if k == len(self.public):

@@ -48,14 +48,11 @@ class Surroundings:
 
 
 class Fusion:
-    """Fusion of equations into one loop.
+    """Fusion of equations into a normalised loop of a known number of steps, in place.
 
-    Args:
-        loop: a normalised loop of a known number of steps; the fusion mutates it.
-        around: the program that contains the loop.
-        own: equations that the loop replaces, and other loops that can compute its operands.
-        taken: equations that such loops compute inside.
-        reorders: True if sums over all steps may be accumulated step by step.
+    own: equations that the loop replaces, and other loops that can compute its operands. taken:
+    equations that such loops compute inside. reorders: True if sums over all steps may be
+    accumulated step by step.
     """
 
     def __init__(
@@ -299,19 +296,15 @@ class Fusion:
 def _in_order(equations: list[Equation]) -> list[Equation]:
     """Return equations in dependence order; effects keep their order."""
     makers = makers_of(equations)
-    return postorder(equations, lambda e: [makers[v] for v in numbers(e.invals) if v in makers])
+    return postorder(equations, lambda e: [makers[v] for v in e.reads if v in makers])
 
 
 def fused(
     loop: Loop, around: Surroundings, own: list[Equation], device: Device
 ) -> tuple[Loop, float]:
-    """Return a normalised loop with equations fused into it, and the bytes no longer written.
+    """Return a loop with equations fused into a copy of it, and the bytes no longer written.
 
-    Args:
-        loop: a normalised loop of a known number of steps; it is returned if fusion saves little.
-        around: the program that contains the loop.
-        own: equations that the loop replaces.
-        device: the device that runs the program.
+    The loop itself is returned if fusion saves little. own: equations that it replaces.
     """
     if any(not all(isinstance(d, int) for d in shape_of(v)) for v in loop.eqn.outvars):
         return loop, 0.0

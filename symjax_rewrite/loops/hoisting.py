@@ -40,15 +40,11 @@ def find_motion(
     passes: Collection[str],
     leaves: Collection[int] = (),
 ) -> Motion:
-    """Find the equations that may leave a loop and whose move saves time.
+    """Find the equations that may leave a normalised loop and whose move saves time.
 
-    Args:
-        loop: a normalised loop.
-        device: the device that runs the program.
-        reorders: True if sums may be rounded in another order (a library may round the products of
-            all steps differently).
-        passes: the passes that are permitted, of `rule.PASSES`.
-        leaves: values that leave regardless of the time saved (`product_splitting`).
+    reorders: True if sums may be rounded in another order (a library may round the products of all
+    steps differently). passes: those permitted, of `rule.PASSES`. leaves: values that leave
+    regardless of the time saved (`product_splitting`).
     """
     plan = _Plan(loop, device, set(leaves))
     if INVARIANT in passes:
@@ -97,9 +93,7 @@ class _Plan:
         heavy = [e for e in self.equations if self._is_at(e, 0) and is_heavy(e.eqn)]
         moved = self._cone(heavy, lambda e: self._is_at(e, 0))
         if self._bytes(self._read_elsewhere(moved)) > self.room:
-            self._refuse(
-                Obstacle.MEMORY("invariant work stays in the loop: its results are too large")
-            )
+            self._refuse_large("invariant work stays in the loop: its results are too large")
         else:
             self.motion.once = moved
 
@@ -116,15 +110,14 @@ class _Plan:
                 continue
             written = self._stacked(e.outvals)
             if written > room:
-                self._refuse(
-                    Obstacle.MEMORY("a product of all steps stays in the loop: it is too large")
-                )
+                self._refuse_large("a product of all steps stays in the loop: it is too large")
             elif e in wanted or _gains(*self._apart(e), written, self.device):
                 room -= written
                 roots.append(e)
         moved = self._with_followers(self._cone(roots, known))
         if self.device.loops.cut_sums_are_slow and self._are_cut(moved):
-            self._refuse("products of all steps stay in the loop: their sums are cut in parts")
+            reason = "products of all steps stay in the loop: their sums are cut in parts"
+            self.motion.refused.append(reason)
         else:
             self.motion.before = moved
 
@@ -143,11 +136,7 @@ class _Plan:
             reads = {v for u in tail for v in u.reads} - ready
             written = self._stacked(v for v in reads if self.level[v] > 0)
             if written > self.room:
-                self._refuse(
-                    Obstacle.MEMORY(
-                        "a product of results stays in the loop: its input is too large"
-                    )
-                )
+                self._refuse_large("a product of results stays in the loop: its input is too large")
             elif _gains(*self._apart(e), written, self.device):
                 moved = tail
         self.motion.after = moved
@@ -235,8 +224,8 @@ class _Plan:
         """Return the equation that makes a value, if the value is read once."""
         return self.makers.get(v) if isinstance(v, int) and uses[v] == 1 else None
 
-    def _refuse(self, reason: str) -> None:
-        self.motion.refused.append(reason)
+    def _refuse_large(self, reason: str) -> None:
+        self.motion.refused.append(Obstacle.MEMORY(reason))
 
     def _is_at(self, e: Equation, level: int) -> bool:
         """Return True if an equation without effects computes values of a level."""

@@ -278,18 +278,10 @@ def get(env: dict[int, Any], v: Value) -> Any:
 def stage(
     loop: Loop, known: dict[int, Any], steps: dict[int, Any], read: Read
 ) -> tuple[list[Any], list[Any]]:
-    """Stage a loop's equations out as one `lax.scan` or `lax.while_loop`.
+    """Stage a loop out as one `lax.scan` or `lax.while_loop`; return the last carries and the `ys`.
 
     A batched `while` has a condition per element. Elements whose condition is false stay unchanged.
-
-    Args:
-        loop: the loop.
-        known: body values known before the loop.
-        steps: body values by step, stacked.
-        read: returns the arrays of outer values.
-
-    Returns:
-        The carries after the last step, and the stacked `ys`.
+    known: body values known before the loop. steps: body values by step, stacked.
     """
     avals = loop.body.avals
     keys = list(steps)

@@ -25,14 +25,7 @@ from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 from symjax_rewrite.loops.associative_scan_detection import Prefix, find_prefixes
 from symjax_rewrite.loops.associative_scan_loops import as_loop, refusal, tree_seconds
 from symjax_rewrite.loops.carry_dependence import composes, describe
-from symjax_rewrite.loops.changes import (
-    Seconds,
-    candidate,
-    loop_part,
-    part_of,
-    refused,
-    rewritten,
-)
+from symjax_rewrite.loops.changes import Seconds, candidate, loop_part, part_of, refused, rewritten
 from symjax_rewrite.loops.fusion import Fusion, Surroundings, fused
 from symjax_rewrite.loops.hoisting import STACKABLE, find_motion, is_heavy
 from symjax_rewrite.loops.loop import Loop
@@ -45,14 +38,8 @@ from symjax_rewrite.loops.rerolling import Unrolled, find_unrolled, joined_part
 from symjax_rewrite.loops.stream_folds import stream_fold
 from symjax_rewrite.loops.unrolled_detection import may_repeat
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
-from symjax_rewrite.rewriting.rule import (
-    BATCHING,
-    FUSION,
-    INVARIANT,
-    PACKING,
-    PARTS,
-    RECOMPUTATION,
-)
+from symjax_rewrite.options import Options
+from symjax_rewrite.rewriting.rule import BATCHING, FUSION, INVARIANT, PACKING, PARTS, RECOMPUTATION
 
 
 class Route(Protocol):
@@ -81,7 +68,7 @@ class ImprovedLoops:
     route: returns a kernel for a loop or None, and the reason.
     """
 
-    route: Callable[[Loop, Context], Routed]
+    route: Callable[[Loop, Options, Device], Routed]
     name: str = "loops"
 
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
@@ -102,7 +89,7 @@ class ImprovedLoops:
             context.rules.passes,
             context.reorders(),
             optimise,
-            lambda loop: self.route(loop, context),
+            lambda loop: self.route(loop, context.options, context.device),
         )
         yield from search.loops(context.loops) if context.loops else search.every()
 
@@ -116,13 +103,9 @@ def before_derivatives(
     """Return a program with loops instead of trees of affine steps, and fused sources.
 
     The equations are the same at other places, and a polynomial evaluated in another order. The
-    derivatives are therefore the same. Reverse mode then stores far fewer residuals.
-
-    Args:
-        closed: the program to be differentiated.
-        device: the device that runs the program.
-        route: returns a kernel for a loop whose derivatives are those of the loop, or None.
-        trees: False to keep trees of affine steps.
+    derivatives are therefore the same. Reverse mode then stores far fewer residuals. route: returns
+    a kernel for a loop whose derivatives are those of the loop, or None. trees: False to keep trees
+    of affine steps.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):
@@ -137,13 +120,9 @@ def before_derivatives(
 class LoopSearch:
     """The search for cheaper forms of the loops of one program.
 
-    Args:
-        program: the program.
-        device: the device that runs it.
-        passes: the passes that are permitted, of `rule.PASSES`.
-        reorders: True if sums may be rounded in another order.
-        optimise: returns the optimised form of a body, or None if the body stays.
-        route: returns a kernel for a loop or None, and the reason.
+    passes: those permitted, of `rule.PASSES`. reorders: True if sums may be rounded in another
+    order. optimise: returns the optimised form of a body, or None if the body stays. route: returns
+    a kernel for a loop or None, and the reason.
     """
 
     def __init__(
@@ -277,7 +256,8 @@ class LoopSearch:
             also.append(PACKING)
         reasons, part = [why] if why else [], loop_part(loop, motion, e.eqn)
         taken = ""
-        if motion.any and self.reorders and self.route is not None and _composes(loop):
+        may_be_kernel = loop.length is not None and self.reorders and self.route is not None
+        if motion.any and may_be_kernel and composes(loop):
             part, taken, reasons = self._then_kernel(part, reasons)
         yield from (refused(reason, e.eqn) for reason in reasons)
         if motion.any or also:
@@ -358,11 +338,6 @@ def _may_reorder(loop: Loop, device: Device) -> bool:
     work = sum(work_seconds(e, device) for e in heavy)
     whole = sum(equation_seconds(e, device) for e in equations)
     return len(heavy) > 1 and margins.gains_share(work, whole, "program", device)
-
-
-def _composes(loop: Loop) -> bool:
-    """Return True if the steps of a loop compose, so that a kernel may run the loop."""
-    return loop.length is not None and composes(loop)
 
 
 def _routed(

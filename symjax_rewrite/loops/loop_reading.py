@@ -10,7 +10,6 @@ import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.cost.equation_cost import shape_of
-from symjax_rewrite.ir.dataflow import numbers
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, flatten
 from symjax_rewrite.ir.primitives import NUMPY
 from symjax_rewrite.loops.loop import Carry, Loop, Source, get
@@ -71,7 +70,7 @@ def _count(
     condition: Program, body: Program, n: int, m: int, starts: tuple[Value, ...]
 ) -> int | None:
     """Return how often a condition `counter < number` holds; None if it is of another form."""
-    reads = {v for e in condition.equations for v in numbers(e.invals)}
+    reads = {v for e in condition.equations for v in e.reads}
     counters = [k for k, v in enumerate(condition.inputs[n:]) if v in reads]
     if len(counters) != 1 or reads & set(condition.inputs[:n]):
         return None
@@ -96,6 +95,13 @@ def numbers_of(body: Program, carry: Carry, count: int) -> np.ndarray | None:
     dtype = body.avals[carry.inner].dtype
     counted = int(carry.start.val) + step * np.arange(count, dtype=np.int64)
     return counted.astype(dtype) if (counted == counted.astype(dtype)).all() else None
+
+
+def line_of(numbers: np.ndarray) -> tuple[int, int] | None:
+    """Return (first, step) of whole numbers that are linear in their place, or None."""
+    steps = np.diff(numbers.astype(np.int64))
+    step = int(steps[0]) if len(steps) else 1
+    return (int(numbers[0]), step) if (steps == step).all() else None
 
 
 def _step_of(body: Program, inner: int, out: Value) -> int | None:
@@ -131,7 +137,7 @@ def follow(equations: Sequence[Equation], known: dict[int, Any]) -> None:
         dtype = getattr(aval, "dtype", None)
         if getattr(aval, "shape", None) not in ((), (1,)) or not _is_exact(dtype):
             continue
-        if not known.keys() >= set(numbers(e.invals)):
+        if not known.keys() >= set(e.reads):
             continue
         if e.name in (_WRAPPED if dtype == np.bool_ else _BITWISE):
             continue

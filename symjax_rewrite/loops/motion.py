@@ -96,7 +96,7 @@ def run_moved(loop: Loop, motion: Motion, read: Read) -> list[Any]:
         steps.update(all_steps(motion.before, known, steps))
     late = {v for e in motion.after for v in e.outvals}
     outside = (*motion.after, *[s.product for s in motion.sums])
-    reads = {v for e in outside for v in numbers(e.invals)} - late
+    reads = {v for e in outside for v in e.reads} - late
     wanted = [v for v in dict.fromkeys([*numbers(loop.ys), *sorted(reads)]) if v not in late]
     made = [v for v in wanted if v not in steps and (v not in known or v in loop.ys)]
     literals = [v for v in loop.ys if not isinstance(v, int)]

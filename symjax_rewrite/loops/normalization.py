@@ -17,7 +17,7 @@ from symjax_rewrite.ir.dataflow import cone, makers_of, numbers, value_operands
 from symjax_rewrite.ir.flat_program import Equation, Value, value_key
 from symjax_rewrite.ir.primitives import params_key
 from symjax_rewrite.loops.loop import Loop, Source, Stored
-from symjax_rewrite.loops.loop_reading import follow, numbers_of, read_loop
+from symjax_rewrite.loops.loop_reading import follow, line_of, numbers_of, read_loop
 
 
 def normal_loop(e: Equation, has_rules: bool = False) -> Loop | None:
@@ -112,10 +112,8 @@ def _line(loop: Loop, v: Value, size: int) -> tuple[int, int] | None:
     counted = loop.counters.get(v) if isinstance(v, int) else None
     if counted is None:
         return None
-    steps = np.diff(counted.astype(np.int64))
-    step = int(steps[0]) if len(steps) else 1
-    inside = counted.min() >= 0 and counted.max() < size
-    return (int(counted[0]), step) if step and (steps == step).all() and inside else None
+    line, inside = line_of(counted), counted.min() >= 0 and counted.max() < size
+    return line if inside and line is not None and line[1] else None
 
 
 def _stepped_axis(

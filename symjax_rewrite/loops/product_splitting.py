@@ -62,14 +62,9 @@ class Place:
 
 
 def in_parts(loop: Loop, device: Device) -> Parts | None:
-    """Return a loop with its products split, or None if there is none to split.
+    """Return a normalised loop with its products split, or None; the loop given stays as it is.
 
-    Products of concatenated operands become sums of products. Products that are read in parts
-    become products of parts.
-
-    Args:
-        loop: a normalised loop; it is not changed.
-        device: the device that runs the program; products are cut if it slices sums slowly.
+    Products are cut into parts if the device slices sums slowly.
     """
     facts = device.loops
     if not isinstance(loop.length, int) or loop.length < facts.least_cut_steps:
@@ -300,7 +295,7 @@ class ProductSplit:
     def take(self) -> list[int]:
         """Write the cut into the loop; return the slices that its products and sums read."""
         made = {v for e in self.cone for v in e.outvals}
-        reads = dict.fromkeys(v for e in self.cone for v in numbers(e.invals) if v not in made)
+        reads = dict.fromkeys(v for e in self.cone for v in e.reads if v not in made)
         sliced = [v for v in reads if v in self.places]
         whole = [v for v in reads if v not in self.places]
         spans = [span for _, span in self.readers]

@@ -72,17 +72,14 @@ class LoopPair:
 def find_pairs(around: Surroundings, device: Device, reorders: bool) -> list[LoopPair]:
     """Find the pairs of loops whose residuals should be recomputed.
 
-    Args:
-        around: the program that contains the loops.
-        device: the device that runs the program.
-        reorders: True if sums may be rounded in another order.
+    reorders: True if sums may be rounded in another order.
     """
     equations = around.program.equations
     loops = dict.fromkeys(e for e in equations if e.name == "scan" and not e.eqn.effects)
     found: list[LoopPair] = []
     taken: set[Equation] = set()
     for second in loops:
-        makers = [around.makers.get(v) for v in numbers(second.invals)]
+        makers = [around.makers.get(v) for v in second.reads]
         for first in dict.fromkeys(e for e in makers if e in loops):
             if first is not None and taken.isdisjoint((first, second)):
                 pair = _pair(first, second, around, device, reorders)
@@ -231,15 +228,11 @@ def _run_back(pair: LoopPair, starts: Sequence[int], read: Read) -> list[Any]:
 def _in_blocks(
     pair: LoopPair, loop: Loop, carry: Carried, steps: Any, starts: tuple[Any, Any], block: Block
 ) -> tuple[Carried, list[Any], Carried]:
-    """Run all blocks of a loop and the remaining steps.
+    """Run all blocks of one loop of a pair and the remaining steps.
 
-    Args:
-        pair: the loops.
-        loop: one of the two.
-        carry: its carries before the first step.
-        steps: its stacked operands.
-        starts: given to `block`: an entry for each full block, and a value for the remaining steps.
-        block: of carries, an entry of `starts`, operands, and the number of steps.
+    carry: before the first step. steps: the stacked operands. starts: given to `block`: an entry
+    for each full block, and a value for the remaining steps. block: of carries, an entry of
+    `starts`, operands, and the number of steps.
 
     Returns:
         The carries after the last step, the stacked results, and of the forward loop the carries

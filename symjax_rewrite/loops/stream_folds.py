@@ -201,7 +201,7 @@ class _FoldReader:
 
     def are_apart(self, own: set[Equation]) -> bool:
         """Return True if nothing else reads the carries and what the equations of folds make."""
-        inside = Counter(v for e in own for v in numbers(e.invals))
+        inside = Counter(v for e in own for v in e.reads)
         inside.update(numbers([c.out for c in self.loop.carries]))
         made = [*self.number, *[v for e in own for v in e.outvals]]
         return all(inside[v] == self.uses[v] for v in made)
@@ -221,14 +221,11 @@ class _FoldReader:
     def _reduction(self, e: Equation) -> RunningReduction | None:
         k = self.out[e.outvals[0]]
         inner, aval = self.loop.carries[k].inner, self.loop.body.avals[e.outvals[0]]
-        others = [v for v in numbers(e.invals) if self._varies(v)]
-        if len(others) != 1 or inner not in e.reads:
+        others = [v for v in e.reads if self._varies(v)]
+        if len(others) != 1 or inner not in e.reads or shape_of(e.eqn.invars[0]) != aval.shape:
             return None
-        if e.name == "add" and str(aval.dtype) not in EXACT_ENOUGH:
-            return None
-        return (
-            RunningReduction(e, k, others[0]) if shape_of(e.eqn.invars[0]) == aval.shape else None
-        )
+        is_exact = e.name != "add" or str(aval.dtype) in EXACT_ENOUGH
+        return RunningReduction(e, k, others[0]) if is_exact else None
 
     def _varies(self, v: Value) -> bool:
         """Return True if a value differs by step and depends on no carry."""
@@ -239,8 +236,8 @@ class _FoldReader:
         e = self.maker(v)
         if e is None or e.name != "concatenate" or e.eqn.params["dimension"] != axis:
             return None
-        carries = [u for u in numbers(e.invals) if u in self.number]
-        values = [u for u in numbers(e.invals) if self._varies(u)]
+        carries = [u for u in e.reads if u in self.number]
+        values = [u for u in e.reads if self._varies(u)]
         if len(e.invals) != 2 or len(carries) != 1 or len(values) != 1:
             return None
         if not all(isinstance(n, int) for n in shape_of(e.eqn.outvars[0])):

@@ -15,7 +15,6 @@ from symjax_rewrite.ir.term import Ref
 from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.jax_internals import JaxprEqn
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.lemma_matching import compile_lemma
 from symjax_rewrite.rewriting.region_keys import Key, Region
 from symjax_rewrite.rewriting.region_partition import find_regions
 from symjax_rewrite.rewriting.region_solver import Solution, Solver
@@ -34,19 +33,17 @@ class Algebra:
     def candidates(self, program: Program, context: Context) -> Iterator[Found]:
         """Yield the regions that have a cheaper form."""
         terms = context.terms(program)
-        t, known = terms.t, terms.known
+        t = terms.t
         regions = _regions(terms, bool(context.frozen))
         hopeless = _hopeless(terms, regions) if context.allowed is None else {}
         for region in {r.key: r for r in regions if r.key in hopeless}.values():
             yield Refusal("search", hopeless[region.key], _where(t, region))
-        solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
+        solver = Solver(context, terms)
         for region in regions:
             if region.key in hopeless:
                 continue
             context.check_clock()
-            solution = solved.get(region.key)
-            if solution is None:
-                solution = solved[region.key] = solver.solve(t, terms.need, region, known)
+            solution = solver.solve(region)
             yield Stopped(solution.stop)
             if context.allowed is None or solution.digest in context.allowed:
                 yield from _found(context, terms, region, solution)
@@ -57,22 +54,17 @@ def saved_by_rules(
 ) -> Iterator[tuple[set[int], float]]:
     """Yield, by region that computes some of the values, these and the seconds saved there."""
     terms = context.terms(program)
-    t, known = terms.t, terms.known
+    t = terms.t
     if context.allowed is not None or not context.rules.rules:
         return
     by_class: dict[int, set[int]] = {}
     for v in values:
         if v < len(t.views) and (view := t.views[v]) is not None:  # later ones link parts
             by_class.setdefault(view.cls, set()).add(v)
-    solver, solved = _solver(context, terms), context.kept.setdefault("solved", {})
+    solver = Solver(context, terms)
     for region in _regions(terms, bool(context.frozen)):
         inside = by_class.keys() & set(region.classes)
-        if not inside:
-            continue
-        solution = solved.get(region.key)
-        if solution is None:
-            solution = solved[region.key] = solver.solve(t, terms.need, region, known)
-        if solution.changed:
+        if inside and (solution := solver.solve(region)).changed:
             computed = set().union(*(by_class[c] for c in inside))
             yield computed, solution.before.seconds - solution.after.seconds
 
@@ -84,21 +76,6 @@ def _regions(terms: Terms, frozen: bool) -> list[Region]:
         tag = lambda c: (c in known, storage(t, c))  # noqa: E731
         terms.kept["regions"] = find_regions(t, terms.need, tag, frozen)
     return terms.kept["regions"]
-
-
-def _solver(context: Context, terms: Terms) -> Solver:
-    rules = context.rules
-    if "patterns" not in context.kept:
-        context.kept["patterns"] = tuple(compile_lemma(x) for x in rules.lemmas)
-    return Solver(
-        context.options,
-        rules.axioms,
-        context.kept["patterns"],
-        context.device,
-        context.assumptions,
-        terms.samples,
-        context.kept.setdefault("trees", {}),
-    )
 
 
 def _hopeless(terms: Terms, regions: list[Region]) -> dict[Key, str]:
@@ -209,10 +186,8 @@ def _where(t: TermGraph, region: Region) -> str:
 
 
 def _scope(t: TermGraph, region: Region) -> JaxprEqn | None:
-    for c in (*reversed(region.roots), *reversed(region.classes)):
-        if c in t.made_by:
-            return t.program.equations[t.made_by[c][0]].eqn
-    return None
+    makers = map(t.maker_of, (*reversed(region.roots), *reversed(region.classes)))
+    return next((e.eqn for e in makers if e is not None), None)
 
 
 def storage(t: TermGraph, cls: int) -> str:

@@ -10,70 +10,46 @@ another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Context
-from symjax_rewrite.cost import margins
+from symjax_rewrite.candidates import Context
 from symjax_rewrite.cost.product_layouts import column_seconds
-from symjax_rewrite.ir.dataflow import makers_of
-from symjax_rewrite.ir.flat_program import Equation, Program
-from symjax_rewrite.rewriting.equation_forms import form, is_in_place
+from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.rewriting.equation_forms import EquationForms, Form
 from symjax_rewrite.rewriting.rule import COLUMNS, LOCALITY
-from symjax_rewrite.rewriting.stored_operands import unstored_bytes
 
-DTYPES = ("float32", "float64")
 EXTREMA = {"reduce_max": lax.max, "reduce_min": lax.min}
 
 
-class ColumnReductions:
+class ColumnReductions(EquationForms):
     """Pass that reduces the columns of a matrix with long rows row by row."""
 
-    name = COLUMNS
+    rule, margin = (COLUMNS, LOCALITY), "orientation"
+    primitives, dtypes = frozenset({"reduce_sum", *EXTREMA}), ("float32", "float64")
 
-    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """Yield the reductions that XLA does element by element."""
-        device = context.device
-        if device.columns is None or not context.runs(self.name):
-            return
-        names = {"reduce_sum"} if context.reorders() else set()
-        if not jax_internals.may_be_partitioned():  # a loop over rows would gather them
-            names |= EXTREMA.keys()
-        found = [e for e in program.equations if e.name in names and _is_plain(e)]
-        makers = makers_of(program.equations) if found else {}
-        for e in found:
-            x: Any = e.eqn.invars[0].aval
-            matrices, rows = _split(e)
-            unstored = unstored_bytes(program, e, makers)
-            if matrices > device.columns.matrices or rows < 2 or unstored is None:
-                continue
-            sizes = (matrices, rows, x.size // (matrices * rows))
-            seconds = column_seconds(e.name, sizes, str(x.dtype), unstored, device)
-            if margins.pays(*seconds, "orientation", device):
-                yield form((COLUMNS, LOCALITY), e, _by_rows(e, sizes), seconds)
-
-
-def _is_plain(e: Equation) -> bool:
-    """Return True for a reduction of adjacent axes of one array of static sizes, in one place."""
-    aval: Any = e.eqn.invars[0].aval
-    axes = sorted(e.eqn.params["axes"])
-    return (
-        bool(axes)
-        and is_in_place(e)
-        and axes == list(range(axes[0], axes[-1] + 1))
-        and aval.dtype in DTYPES
-    )
-
-
-def _split(e: Equation) -> tuple[int, int]:
-    """Return the elements along the axes before the reduced ones, and along the reduced ones."""
-    aval: Any = e.eqn.invars[0].aval
-    axes = e.eqn.params["axes"]
-    return math.prod(aval.shape[: min(axes)]), math.prod(aval.shape[k] for k in axes)
+    def form(
+        self, e: Equation, context: Context, unstored: Callable[[], float | None]
+    ) -> Form | None:
+        """Return a reduction of adjacent axes, which XLA does element by element, row by row."""
+        x: Any = e.eqn.invars[0].aval
+        device, axes = context.device, sorted(e.eqn.params["axes"])
+        if device.columns is None or not axes or axes != [*range(axes[0], axes[-1] + 1)]:
+            return None
+        # A loop over rows that lie on several devices would gather them.
+        is_sum, is_apart = e.name == "reduce_sum", jax_internals.may_be_partitioned()
+        if not context.reorders() if is_sum else is_apart:
+            return None
+        matrices, rows = math.prod(x.shape[: axes[0]]), math.prod(x.shape[k] for k in axes)
+        if matrices > device.columns.matrices or rows < 2 or (written := unstored()) is None:
+            return None
+        sizes = (matrices, rows, x.size // (matrices * rows))
+        seconds = column_seconds(e.name, sizes, str(x.dtype), written, device)
+        return _by_rows(e, sizes), seconds
 
 
 def _by_rows(e: Equation, sizes: tuple[int, int, int]) -> Callable[[Any], Any]:

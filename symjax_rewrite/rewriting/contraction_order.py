@@ -118,7 +118,7 @@ def _put(tree: Tree, leaves: list[Tree]) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Orders:
-    """The arguments of `best_order`."""
+    """The search of `best_order`; fields are its arguments."""
 
     factors: Sequence[int]
     out: int

@@ -1,49 +1,113 @@
-"""Other forms of single equations: the candidates of passes that read one equation at a time."""
+"""Passes that compute single equations of one array by another function of the array."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
 
 from symjax_rewrite import jax_internals
-from symjax_rewrite.candidates import Candidate, Replacement
+from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.term_cost import Cost
-from symjax_rewrite.ir.flat_program import Equation
+from symjax_rewrite.ir.dataflow import makers_of
+from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.ir.replacement import Part
+
+Seconds = tuple[float, float]  # predicted as written, and of the other form
+Form = tuple[Callable[[Any], Any], Seconds]
+
+SAME_ORDER = frozenset({"reshape", "squeeze", "expand_dims"})  # of the elements in memory
 
 
-def form(
-    rule: tuple[str, str], e: Equation, run: Callable[..., Any], seconds: tuple[float, float]
-) -> Candidate:
-    """Return the candidate that computes an equation by another function of its operands.
+class EquationForms(ABC):
+    """A pass over single equations.
 
-    rule: the name of the transformation, and its property. seconds: as written, and of the form.
+    rule: the name of the transformation, and its property. primitives, dtypes: of the equations and
+    arrays that it examines. margin: see `cost.margins`.
     """
-    return candidate(rule, e, Replacement(e.outvals, e.invals, run, source=e.eqn), seconds)
+
+    rule: ClassVar[tuple[str, str]]
+    primitives: ClassVar[Collection[str]]
+    dtypes: ClassVar[tuple[str, ...]]
+    margin: ClassVar[margins.Kind]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the transformation."""
+        return self.rule[0]
+
+    @abstractmethod
+    def form(
+        self, e: Equation, context: Context, unstored: Callable[[], float | None]
+    ) -> Form | None:
+        """Return another form of an equation, or None.
+
+        unstored: returns the bytes of the operand that the form writes first (`unstored_bytes`).
+        """
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
+        """Yield the equations that have a cheaper form."""
+        if not context.runs(self.name):
+            return
+        found = [e for e in program.equations if e.name in self.primitives]
+        found = [e for e in found if _is_in_place(e, self.dtypes)]
+        makers = makers_of(program.equations) if found else {}
+        for e in found:
+            made = self.form(e, context, lambda e=e: unstored_bytes(program, e, makers))
+            if made is not None and margins.pays(*made[1], self.margin, context.device):
+                part = Replacement(e.outvals, e.invals, made[0], source=e.eqn)
+                yield candidate(self.rule, e.where(), part, made[1])
 
 
 def candidate(
-    rule: tuple[str, str], e: Equation, part: Replacement, seconds: tuple[float, float]
+    rule: tuple[str, str], where: str, part: Part, seconds: Seconds, **fields: Any
 ) -> Candidate:
-    """Return the candidate that replaces an equation by a part; the arguments are as of `form`."""
-    before, after = seconds
-    return Candidate(
-        rule[0],
-        (part,),
-        e.where(),
-        rules=(rule,),
-        before=Cost(seconds=before),
-        after=Cost(seconds=after),
-        key=rule[0],
-        share=True,
-    )
+    """Return the candidate of a rule (name, property) with one part, at the user's line `where`.
+
+    fields: further fields of `Candidate`.
+    """
+    before, after = (Cost(seconds=s) for s in seconds)
+    fields = {"key": rule[0], "share": True, **fields}
+    return Candidate(rule[0], (part,), where, rules=(rule,), before=before, after=after, **fields)
 
 
-def is_in_place(e: Equation) -> bool:
-    """Return True if an equation reads one array of static sizes, and none is empty or sharded."""
+def _is_in_place(e: Equation, dtypes: tuple[str, ...]) -> bool:
+    """Return True if an equation reads an array of static sizes that is not empty or sharded."""
     aval: Any = e.eqn.invars[0].aval
-    shardings = (e.eqn.params.get("out_sharding"), getattr(aval, "sharding", None))
-    return (
-        isinstance(e.invals[0], int)
-        and all(isinstance(n, int) and n > 0 for n in aval.shape)
-        and not any(map(jax_internals.constrains, shardings))
-    )
+    is_static = all(isinstance(n, int) and n > 0 for n in aval.shape)
+    is_array = isinstance(e.invals[0], int) and aval.dtype in dtypes
+    return is_array and is_static and not is_sharded(e)
+
+
+def is_sharded(e: Equation) -> bool:
+    """Return True if an equation, one of its operands or one of its results names a sharding."""
+    avals = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
+    shardings = (e.eqn.params.get("out_sharding"), *[getattr(a, "sharding", None) for a in avals])
+    return any(map(jax_internals.constrains, shardings))
+
+
+def unstored_bytes(program: Program, e: Equation, makers: dict[int, Equation]) -> float | None:
+    """Return the bytes of an operand that XLA computes in the loop of an equation; 0 if stored.
+
+    None if no array that the operand is computed from has as many elements: it would be the
+    largest.
+
+    Example: of `reduce_sum(exp(x))` the bytes of `exp(x)`, and 0 of `reduce_sum(x)`; None of
+    `reduce_sum(exp(x[:, None] - y))`.
+    """
+    (x,) = e.reads
+    while x in makers and makers[x].name in SAME_ORDER and makers[x].reads:
+        x, *_ = makers[x].reads
+    size, seen, stack = program.avals[x].size, {x}, [x]
+    for v in stack:
+        maker = makers.get(v)
+        if maker is not None and maker.name in ELEMENTWISE | VIEWS:
+            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            seen.update(stack)
+        elif v == x:
+            return 0.0
+        elif getattr(program.avals[v], "size", 0) >= size:
+            return size * program.avals[x].dtype.itemsize
+    return None

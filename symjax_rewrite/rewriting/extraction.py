@@ -43,11 +43,7 @@ def original_choice(g: EGraph) -> Choice:
 
 
 def extract(
-    g: EGraph,
-    roots: tuple[int, ...],
-    model: CostModel,
-    free: Callable[[int], bool],
-    before: Cost,
+    g: EGraph, roots: tuple[int, ...], model: CostModel, free: Callable[[int], bool], before: Cost
 ) -> Extraction:
     """Return the cheapest choice for the roots, and True if it should be taken.
 

@@ -8,70 +8,45 @@ same: the first place of equal extrema, and of the first NaN where there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 
-from symjax_rewrite.candidates import Candidate, Context
-from symjax_rewrite.cost import margins
+from symjax_rewrite.candidates import Context
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import shape_of
 from symjax_rewrite.cost.term_cost import itemsize
-from symjax_rewrite.ir.dataflow import makers_of
-from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.primitives import holds
-from symjax_rewrite.rewriting.equation_forms import form, is_in_place
+from symjax_rewrite.rewriting.equation_forms import EquationForms, Form
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, PLACES
-from symjax_rewrite.rewriting.stored_operands import unstored_bytes
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
-class ExtremumPlaces:
+class ExtremumPlaces(EquationForms):
     """Pass that finds the place of an extremum by its value."""
 
-    name = PLACES
+    rule, margin = (PLACES, ASSOCIATIVITY), "dominating"
+    primitives, dtypes = ("argmax", "argmin"), ("float32", "bfloat16", "float16")
 
-    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
-        """Yield the searches along long axes."""
-        device = context.device
-        if not (context.runs(self.name) and math.isfinite(device.folds.argmax_passes)):
-            return
-        found = [e for e in program.equations if e.name in ("argmax", "argmin") and _is_plain(e)]
-        makers = makers_of(program.equations) if found else {}
-        for e in found:
-            count = math.prod(shape_of(e.eqn.invars[0]))
-            # What XLA computes in the loop of the search would be written, and read twice. The
-            # places are written too: in fresh memory that takes as long as XLA's search.
-            computed = unstored_bytes(program, e, makers) != 0
-            if (
-                computed
-                or device.page_seconds(count * itemsize("float32"))
-                or _is_strided(e, device)
-            ):
-                continue
-            seconds = _seconds(e, device)
-            if margins.pays(*seconds, "dominating", device):
-                yield form((PLACES, ASSOCIATIVITY), e, _by_value(e), seconds)
-
-
-def _is_plain(e: Equation) -> bool:
-    """Return True for a search along one axis of an array of static sizes, in one place."""
-    aval: Any = e.eqn.invars[0].aval
-    return (
-        is_in_place(e)
-        and len(e.eqn.params["axes"]) == 1
-        and aval.dtype in DTYPES
-        and holds("float32", 0, 2 * aval.shape[e.eqn.params["axes"][0]])
-    )
-
-
-def _is_strided(e: Equation, device: Device) -> bool:
-    """Return True if the extremum itself is found element by element."""
-    aval: Any = e.eqn.invars[0].aval
-    after = math.prod(aval.shape[e.eqn.params["axes"][0] + 1 :])
-    return device.columns is not None and after * itemsize("float32") > device.columns.row_bytes
+    def form(
+        self, e: Equation, context: Context, unstored: Callable[[], float | None]
+    ) -> Form | None:
+        """Return a search along one long axis by value."""
+        device, shape, axes = context.device, shape_of(e.eqn.invars[0]), e.eqn.params["axes"]
+        if not math.isfinite(device.folds.argmax_passes) or len(axes) != 1:
+            return None
+        bytes_wide = math.prod(shape) * itemsize("float32")
+        # The extremum itself would be found element by element.
+        row_bytes = math.prod(shape[axes[0] + 1 :]) * itemsize("float32")
+        is_strided = device.columns is not None and row_bytes > device.columns.row_bytes
+        if is_strided or not holds("float32", 0, 2 * shape[axes[0]]):
+            return None
+        # What XLA computes in the loop of the search would be written, and read twice. The
+        # places are written too: in fresh memory that takes as long as XLA's search.
+        if device.page_seconds(bytes_wide) or unstored() != 0:
+            return None
+        return _by_value(e), _seconds(e, device)
 
 
 def _seconds(e: Equation, device: Device) -> tuple[float, float]:

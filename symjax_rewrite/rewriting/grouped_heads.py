@@ -59,7 +59,8 @@ def ungrouped(
     Returns:
         The replacement, and the predicted seconds as written and without the copies.
     """
-    (summed, _), (batch, right_batch) = e.eqn.params["dimension_numbers"]
+    params = e.eqn.params
+    (summed, right_summed), (batch, right_batch) = params["dimension_numbers"]
     found, left = repeated(program, e.invals[1], makers), e.invals[0]
     if found is None or not isinstance(left, int) or right_batch[-1] != found.axis:
         return None
@@ -69,8 +70,7 @@ def ungrouped(
     sizes = [aval.shape[k] for k in order]
     heads = len(batch) - 1
     split = (*sizes[:heads], sizes[heads] // found.count, found.count, *sizes[heads + 1 :])
-    shape, params = program.avals[e.outvals[0]].shape, e.eqn.params
-    (_, right_summed), _ = params["dimension_numbers"]
+    shape = program.avals[e.outvals[0]].shape
     ends = tuple(range(len(split) - len(summed), len(split))), right_summed
     dims = (ends, (tuple(range(len(batch))), right_batch))
 

@@ -7,22 +7,25 @@ matches every spelling with the same index terms: transposed operands, einsum or
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, islice, permutations, product
-from typing import Any, NamedTuple, Protocol
+from itertools import combinations, islice, permutations, product, repeat
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import RuleError
+from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.egraph import EGraph, Justification
 from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.products import flattest
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Node, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import Lemma, RuleContext, line_of, too_large
 from symjax_rewrite.rewriting.scales import scaled_inside
@@ -40,7 +43,6 @@ class Pattern:
     terms: TermGraph
     left: Ref
     right: Ref
-    out: int
     shape: tuple
 
 
@@ -49,34 +51,59 @@ def shape(g: EGraph, cls: int) -> tuple:
 
     Scalar factors are left out, because a coefficient may match a scalar.
     """
-    first = node(g, cls)
+    first = node_of(g, cls)
     if first.op == ADD and len(first.args) > 1:
         return (ADD, len(first.args))
     if first.op not in (CONTRACT, ADD):
         return (first.op,)
     factors = [f for f in flattest(g, cls).factors if f.axes]
-    sums = [len(node(g, f.cls).args) for f in factors if node(g, f.cls).op == ADD]
+    sums = [len(node_of(g, f.cls).args) for f in factors if node_of(g, f.cls).op == ADD]
     return (CONTRACT, len(factors), tuple(sorted(sums)))
-
-
-def node(g: EGraph, cls: int) -> Node:
-    """Return the first node of a class."""
-    return g.classes[cls].first
 
 
 def _numbers(t: TermGraph) -> list[str]:
     """Return the numbers in a graph: coefficients and constants."""
-    nodes = (node(t.graph, c) for c in t.graph.live())
+    nodes = (node_of(t.graph, c) for c in t.graph.live())
     return sorted(repr(n.attr) for n in nodes if n.op in (ADD, CONST))
 
 
-def lemma_avals(lemma: Lemma, skip: int = 0) -> list[jax.ShapeDtypeStruct]:
-    """Return example arguments, with one distinct prime size per letter, from the skip-th on."""
-    letters = sorted({c for word in lemma.shapes for c in word})
+def distinct_sizes(what: str, shapes: Sequence[str], skip: int = 0) -> dict[str, int]:
+    """Return a distinct prime for every letter of some shapes, from the skip-th prime on.
+
+    Raises:
+        RuleError: `what` has more letters than there are primes.
+    """
+    letters = sorted({c for word in shapes for c in word})
     if len(letters) + skip > len(PRIMES):
-        raise RuleError("a lemma has too many named sizes", expected=f"<= {len(PRIMES)}")
-    size = dict(zip(letters, PRIMES[skip:], strict=False))
-    return [jax.ShapeDtypeStruct(tuple(size[c] for c in w), np.float32) for w in lemma.shapes]
+        raise RuleError(f"{what} has too many named sizes", expected=f"<= {len(PRIMES)}")
+    return dict(zip(letters, PRIMES[skip:], strict=False))
+
+
+def specs_of(
+    shapes: Sequence[str], dtypes: Iterable[str], sizes: Mapping[str, Any]
+) -> list[jax.ShapeDtypeStruct]:
+    """Return arguments of some shapes at a size for every letter."""
+    words = zip(shapes, dtypes, strict=False)
+    return [jax.ShapeDtypeStruct(tuple(sizes[c] for c in w), np.dtype(d)) for w, d in words]
+
+
+def traced(
+    fun: Callable[..., Any], specs: Sequence[Any], what: str, shapes: Sequence[str], where: str = ""
+) -> ClosedJaxpr:
+    """Trace a function of the user's.
+
+    Raises:
+        RuleError: `what` does not trace.
+    """
+    try:
+        return jax_internals.make_jaxpr(fun, *specs)[0]
+    except Exception as error:  # code of users, which may raise anything
+        raise RuleError(
+            f"{what} does not trace",
+            where=where or None,
+            expected=f"a function of arrays of shapes {', '.join(shapes)}",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+        ) from error
 
 
 @functools.cache
@@ -86,36 +113,28 @@ def compile_lemma(lemma: Lemma) -> Pattern:
     Raises:
         RuleError: the lemma does not trace, or its sides differ in shape or dtype.
     """
-    avals = lemma_avals(lemma)
-    try:
-        closed, _ = jax_internals.make_jaxpr(lambda *a: lemma.sides(*a), *avals)
-    except Exception as error:
-        raise RuleError(
-            f"lemma {lemma.name!r} does not trace",
-            where=line_of(lemma),
-            expected=f"a function of arrays of shapes {', '.join(lemma.shapes)}",
-            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
-        ) from error
+    shapes = lemma.shapes
+    sizes = (distinct_sizes("a lemma", shapes, skip) for skip in (0, 1))
+    usual, other = (specs_of(shapes, repeat("float32"), each) for each in sizes)
+    where = line_of(lemma)
+    closed = traced(lambda *a: lemma.sides(*a), usual, f"lemma {lemma.name!r}", shapes, where)
     outs = closed.out_avals
     if len(outs) != 2 or outs[0].shape != outs[1].shape or outs[0].dtype != outs[1].dtype:
         raise RuleError(
             f"the sides of lemma {lemma.name!r} differ",
-            where=line_of(lemma),
+            where=where,
             expected="two arrays of one shape and dtype",
             got=", ".join(str(o) for o in outs),
         )
     t = build(flatten(closed))
-    if _numbers(t) != _numbers(build(flatten(jax.make_jaxpr(lemma.sides)(*lemma_avals(lemma, 1))))):
+    if _numbers(t) != _numbers(build(flatten(jax.make_jaxpr(lemma.sides)(*other)))):
         raise RuleError(
             f"a number in lemma {lemma.name!r} depends on sizes",
-            where=line_of(lemma),
+            where=where,
             remedy="state it as an axiom: a pattern's numbers are the same at every size",
         )
     left, right = (t.view(v) for v in t.program.outputs)
-    first = t.program.outputs[0]
-    assert isinstance(first, int)
-    rank = len(t.sizes[first])
-    return Pattern(lemma, t, left, right, rank, shape(t.graph, left.cls))
+    return Pattern(lemma, t, left, right, shape(t.graph, left.cls))
 
 
 Groups = dict[int, tuple[int, ...]]  # pattern index: the target's indices that match it
@@ -151,7 +170,8 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
     target, dtype = ctx.g.ref(cls), ctx.g.classes[cls].dtype
     if len(pattern.left.axes) > len(target.axes):
         return
-    found = Matcher(ctx, pattern.terms.graph).match(pattern.left, target, State({}, {}))
+    matcher = Matcher(pattern.terms.graph, ctx.g, itertools.count(SUMMED))
+    found = matcher.match(pattern.left, target, State({}, {}))
     for state in list(islice(found, MAX_MATCHES)):  # a list, because building adds nodes
         bound = [b for b in state.binding.values() if isinstance(b, Bound)]
         if all(ctx.g.classes[b.cls].dtype == dtype for b in bound):
@@ -160,37 +180,31 @@ def apply_lemma(ctx: RuleContext, pattern: Pattern, cls: int) -> Iterator[Ref]:
                 yield ref
 
 
-class MatchContext(Protocol):
-    """The target of a match: an e-graph, and a supply of fresh names of indices."""
-
-    g: EGraph
-    fresh: Iterator[int]
-
-
 class Matcher(NamedTuple):
-    """Matches references of a pattern's graph with references of the e-graph.
+    """Matches references of a pattern's graph with references of the e-graph `g`.
 
-    any_number: True if a number of the pattern matches every number, for patterns whose numbers
-    depend on sizes.
+    fresh: names of summed indices. any_number: True if a number of the pattern matches every
+    number, for patterns whose numbers depend on sizes.
     """
 
-    ctx: MatchContext
     graph: EGraph
+    g: EGraph
+    fresh: Iterator[int]
     any_number: bool = False
 
     def match(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
         """Yield the states in which a reference of the pattern stands for a reference."""
-        pnode, tref = node(self.graph, pref.cls), self.ctx.g.find(tref)
+        pnode, tref = node_of(self.graph, pref.cls), self.g.find(tref)
         if pnode.op == LEAF:
             yield from self._bind(pref, tref, state)
         elif pnode.op == CONTRACT or (pnode.op == ADD and len(pnode.args) == 1):
             yield from self._product(pref, tref, state)
         elif pnode.op == CONST:
-            tnode = node(self.ctx.g, tref.cls)
+            tnode = node_of(self.g, tref.cls)
             if tnode.op == CONST and self._same(pnode.attr[0], tnode.attr[0]):
                 yield state
         else:
-            for tnode in list(self.ctx.g.classes[tref.cls].nodes):
+            for tnode in list(self.g.classes[tref.cls].nodes):
                 if tnode.op == pnode.op and len(tnode.args) == len(pnode.args):
                     yield from self._node(pref, pnode, tref, tnode, state)
 
@@ -215,7 +229,7 @@ class Matcher(NamedTuple):
 
     def _product(self, pref: Ref, tref: Ref, state: State) -> Iterator[State]:
         coefficient, mine, bound = self._terms(self.graph, pref)
-        theirs = self._terms(self.ctx.g, tref)
+        theirs = self._terms(self.g, tref)
         scalars = self._scalars(mine)
         factors = [f for f in mine if f not in scalars]
         wide = [f for f in theirs[1] if f.axes] if scalars else theirs[1]
@@ -237,12 +251,12 @@ class Matcher(NamedTuple):
 
     def _scalars(self, factors: list[Ref]) -> list[Ref]:
         """Return the scalar arguments of the lemma among some factors."""
-        return [f for f in factors if not f.axes and node(self.graph, f.cls).op == LEAF]
+        return [f for f in factors if not f.axes and node_of(self.graph, f.cls).op == LEAF]
 
     def _terms(self, g: EGraph, ref: Ref) -> Terms:
         """Return a product over the indices of a reference and fresh bound indices."""
         p = flattest(g, ref.cls)
-        bound = [next(self.ctx.fresh) for _ in p.bound]
+        bound = [next(self.fresh) for _ in p.bound]
         return p.coefficient, [f.over([*ref.axes, *bound]) for f in p.factors], bound
 
     def _assign(self, mine: list[Ref], theirs: list[Ref], state: State) -> Iterator[State]:
@@ -267,7 +281,7 @@ class Matcher(NamedTuple):
             if any(state.groups.get(q, i) != i for q, i in same.items()):
                 return
             state = state._replace(groups={**state.groups, **same})
-        fresh = [next(self.ctx.fresh) for _ in pnode.bound]
+        fresh = [next(self.fresh) for _ in pnode.bound]
         state = state._replace(groups={**state.groups, **{i: (i,) for i in fresh}})
         mine = [a.over([*pref.axes, *fresh]) for a in pnode.args]
         theirs = [a.over([*tref.axes, *fresh]) for a in tnode.args]
@@ -284,9 +298,9 @@ class Matcher(NamedTuple):
         """Match a term of a sum; its coefficient may match a scalar argument of the lemma."""
         if self._same(wanted, got):
             yield from self.match(a, b, state)
-        if wanted == 1 != got and node(self.graph, a.cls).op == CONTRACT:
+        if wanted == 1 != got and node_of(self.graph, a.cls).op == CONTRACT:
             _, mine, _ = self._terms(self.graph, a)
-            coefficient, theirs, _ = self._terms(self.ctx.g, b)
+            coefficient, theirs, _ = self._terms(self.g, b)
             scalars = self._scalars(mine)
             if len(scalars) == 1 and len(mine) == len(theirs) + 1:
                 rest = [f for f in mine if f != scalars[0]]
@@ -355,7 +369,7 @@ class _Builder(NamedTuple):
         return self.made[pcls]
 
     def built(self, pcls: int) -> Any:
-        pnode, g = node(self.p.terms.graph, pcls), self.r.g
+        pnode, g = node_of(self.p.terms.graph, pcls), self.r.g
         values = [self.make(a.cls) for a in pnode.args]
         coefficient = math.prod([x for x in values if x is not None and not isinstance(x, Bound)])
         bound = [(x, a, k) for k, (x, a) in enumerate(zip(values, pnode.args, strict=True))

@@ -15,7 +15,6 @@ from typing import Any
 
 from jax import lax
 
-from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Replacement
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
@@ -23,7 +22,7 @@ from symjax_rewrite.cost.product_layouts import Matrix, added_seconds, product_s
 from symjax_rewrite.cost.profile_groups import ProductLayouts
 from symjax_rewrite.ir.dataflow import makers_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program, Value
-from symjax_rewrite.rewriting.equation_forms import candidate
+from symjax_rewrite.rewriting.equation_forms import candidate, is_sharded
 from symjax_rewrite.rewriting.grouped_heads import ungrouped
 from symjax_rewrite.rewriting.rule import LOCALITY, ORIENTATION
 
@@ -109,13 +108,12 @@ def _is_plain(e: Equation) -> bool:
     """Return True for sums of products of one real dtype, of static sizes and in one place."""
     params = e.eqn.params
     avals: list[Any] = [v.aval for v in (*e.eqn.invars, *e.eqn.outvars)]
-    shardings = (params.get("out_sharding"), *[getattr(a, "sharding", None) for a in avals])
     return (
         bool(params["dimension_numbers"][0][0])
         and avals[0].dtype in DTYPES
         and all(a.dtype == avals[0].dtype for a in avals)
         and all(isinstance(n, int) for a in avals for n in a.shape)
-        and not any(map(jax_internals.constrains, shardings))
+        and not is_sharded(e)
     )
 
 
@@ -126,7 +124,7 @@ def _without_copies(
     found = ungrouped(program, e, makers, device)
     if found is not None and margins.pays(*found[1:], "orientation", device):
         part, before, after = found
-        yield candidate(RULE, e, part, (before, after))
+        yield candidate(RULE, e.where(), part, (before, after))
 
 
 def _read(
@@ -211,7 +209,7 @@ def _oriented(
         fun = _times_vector(program, p) if p.has_vector else _swapped(p)
         reads = (p.left.value, p.right.value)
         part = Replacement((p.target,), reads, fun, source=p.equation.eqn)
-        yield candidate(RULE, p.equation, part, (before, after))
+        yield candidate(RULE, p.equation.where(), part, (before, after))
 
 
 def _dot(p: PlacedProduct, was_right: bool) -> Callable[..., Any]:

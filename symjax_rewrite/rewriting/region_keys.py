@@ -81,11 +81,8 @@ class Region:
 class Numbering:
     """Numbers the classes of a region from its roots; the numbering is the key.
 
-    Args:
-        g: the graph of the lifted program.
-        need: its needed classes.
-        region: the region, whose classes and roots are known; the rest is written.
-        tag: returns further properties that distinguish leaves.
+    Of the region only the classes and roots are read. tag: returns further properties that
+    distinguish leaves.
     """
 
     def __init__(

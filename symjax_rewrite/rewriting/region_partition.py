@@ -42,11 +42,8 @@ def find_regions(
 ) -> list[Region]:
     """Find the regions worth solving, in program order.
 
-    Args:
-        t: the lifted program.
-        need: its needed classes.
-        tag: returns further properties that distinguish leaves in keys (frozen, storage).
-        frozen: True if some inputs are frozen, so that scales and sums can be folded into them.
+    tag: returns further properties that distinguish leaves in keys (frozen, storage). frozen: True
+    if some inputs are frozen, so that scales and sums can be folded into them.
     """
     g = t.graph
     member = _members(t, need)

@@ -7,26 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
+from symjax_rewrite.candidates import Context, Terms
 from symjax_rewrite.cost import margins
-from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost, CostModel
-from symjax_rewrite.ir.dataflow import Needed
 from symjax_rewrite.ir.egraph import ORIGINAL, EGraph
-from symjax_rewrite.ir.sizes import Assumptions, Dim, value
+from symjax_rewrite.ir.sizes import Dim, value
 from symjax_rewrite.ir.term import CONST, DELTA, IOTA, LEAF, Node, Ref
-from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.options import Options, log
-from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
+from symjax_rewrite.options import log
+from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.extraction import (
     Extraction,
     changed_classes,
     extract,
     original_choice,
 )
-from symjax_rewrite.rewriting.lemma_matching import Pattern
+from symjax_rewrite.rewriting.lemma_matching import Pattern, compile_lemma
 from symjax_rewrite.rewriting.region_keys import Region, region_graph
-from symjax_rewrite.rewriting.rule import Axiom, RuleContext
+from symjax_rewrite.rewriting.rule import RuleContext
 from symjax_rewrite.rewriting.saturation import saturate
 
 
@@ -94,26 +92,34 @@ class Frozen:
 
 @dataclass(slots=True)
 class Solver:
-    """Solves regions under one set of options and sample sizes.
+    """Solves regions of a program; regions with equal keys are solved once.
 
-    trees: the cheapest orders of products found so far.
+    patterns: the compiled lemmas.
     """
 
-    options: Options
-    axioms: tuple[Axiom, ...]
-    patterns: tuple[Pattern, ...]
-    device: Device
-    assumptions: Assumptions
-    samples: list[dict[str, int]]
-    trees: dict[tuple, Tree]
+    context: Context
+    terms: Terms
+    patterns: tuple[Pattern, ...] = field(init=False)
 
-    def solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
+    def __post_init__(self) -> None:
+        self.patterns = tuple(map(compile_lemma, self.context.rules.lemmas))
+
+    def solve(self, region: Region) -> Solution:
+        """Return the best form of a region."""
+        solved = self.context.kept.setdefault("solved", {})
+        if region.key not in solved:
+            solved[region.key] = self._solved(region)
+        return solved[region.key]
+
+    def _solved(self, region: Region) -> Solution:
         """Return the best form of a region; symbolic sizes are tried at every sample."""
+        t, need, known = self.terms.t, self.terms.need, self.terms.known
+        options, axioms = self.context.options, self.context.rules.axioms
         g, to = region_graph(t, region)
         back = {g.find(ref).cls: c for c, ref in to.items()}
         leaves = {g.find(to[c]).cls: c for c in region.leaves}
         frozen = Frozen(g, {at for at, c in leaves.items() if c in known})
-        models = [CostModel(self.device, _at(sample)) for sample in self.samples]
+        models = [CostModel(self.context.device, _at(x)) for x in self.terms.samples]
         first = tuple(dict.fromkeys(to[c].cls for c in region.roots))
         written = original_choice(g)
         for model in models:
@@ -123,16 +129,16 @@ class Solver:
             RuleContext(
                 g=g,
                 model=model,
-                numerics=self.options.numerics,
+                numerics=options.numerics,
                 uses=lambda c: need.uses.get(back[c], 1) if c in back else 1,
                 frozen=frozen,
                 storage=lambda c: region.tags[leaves[c]][1] if c in leaves else g.classes[c].dtype,
-                pairs=Pairs.of(self.options.budget.pairs),
-                trees=self.trees,
+                pairs=Pairs.of(options.budget.pairs),
+                trees=self.context.kept.setdefault("trees", {}),
             )
             for model in models
         ]
-        stops = {saturate(x, self.axioms, self.patterns, self.options.budget) for x in contexts}
+        stops = {saturate(x, axioms, self.patterns, options.budget) for x in contexts}
         stop = ", ".join(sorted(stops))
         frozen.known.clear()
         roots = tuple(dict.fromkeys(_root(g, to[c].cls) for c in region.roots))
@@ -151,7 +157,7 @@ class Solver:
             made = {_root(g, ref.cls): None for c, ref in to.items() if c not in region.leaves}
             changed += [c for c in made if c in given]
         b, a = best.before.seconds, best.after.seconds
-        gains = b > 0 and margins.pays(b, a, "told", self.device)
+        gains = b > 0 and margins.pays(b, a, "told", self.context.device)
         return Solution(
             g,
             {region.local[c]: region.in_key(c, ref) for c, ref in to.items()},
@@ -178,7 +184,7 @@ class Solver:
                 continue
             after = model.symbolic(g, candidate.choice, roots)
             gained = before.flops - after.flops, before.bytes - after.bytes
-            undecided = [p for p in gained if not self.assumptions.nonnegative(p)]
+            undecided = [p for p in gained if not self.context.assumptions.nonnegative(p)]
             if not undecided:
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))

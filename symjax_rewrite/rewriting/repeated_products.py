@@ -17,11 +17,12 @@ from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.product_layouts import copy_seconds
-from symjax_rewrite.cost.term_cost import Cost, is_dot, itemsize
+from symjax_rewrite.cost.term_cost import is_dot, itemsize
 from symjax_rewrite.ir.dataflow import node_of, numbers, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
 from symjax_rewrite.ir.term import CONTRACT, CONV
+from symjax_rewrite.rewriting.equation_forms import candidate
 from symjax_rewrite.rewriting.rule import COMMON, REDUNDANCY, REPEATED
 
 # Readers into which XLA fuses the copies of a value.
@@ -40,17 +41,9 @@ class RepeatedProducts:
         terms, device = context.terms(program), context.device
         for cls, before, after in _repeated(terms):
             if margins.pays(before, after, "dominating", device):
-                yield Candidate(
-                    REPEATED,
-                    (TermPart(terms.t, own=frozenset({cls}), across=device.slow_across),),
-                    terms.t.where(cls),
-                    rules=((REPEATED, REDUNDANCY),),
-                    before=Cost(seconds=before),
-                    after=Cost(seconds=after),
-                    key=REPEATED,
-                    share=True,
-                    repeated_s=before - after,
-                )
+                part = TermPart(terms.t, own=frozenset({cls}), across=device.slow_across)
+                rule, where, saved = (REPEATED, REDUNDANCY), terms.t.where(cls), before - after
+                yield candidate(rule, where, part, (before, after), repeated_s=saved)
 
 
 class CommonProducts:
@@ -71,16 +64,9 @@ class CommonProducts:
         for cls, count in Counter(t.view(v).cls for v in dots).items():
             if count > 1 and cls in terms.need.uses:
                 once = terms.model.node_seconds(t.graph, cls, node_of(t.graph, cls))
-                yield Candidate(
-                    COMMON,
-                    (TermPart(t, shared=frozenset({cls})),),
-                    t.where(cls),
-                    rules=((COMMON, REDUNDANCY),),
-                    before=Cost(seconds=count * once),
-                    after=Cost(seconds=once),
-                    group=COMMON,
-                    share=True,
-                )
+                part, seconds = TermPart(t, shared=frozenset({cls})), (count * once, once)
+                rule, where = (COMMON, REDUNDANCY), t.where(cls)
+                yield candidate(rule, where, part, seconds, key="", group=COMMON)
 
 
 def _repeated(terms: Terms) -> Iterator[tuple[int, float, float]]:

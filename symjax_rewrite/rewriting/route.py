@@ -5,26 +5,13 @@ A route is a pass (`candidates.Pass`), so it is added to a `RulePack` like a rul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from symjax_rewrite.candidates import Context, Found
 from symjax_rewrite.errors import RuleError
-from symjax_rewrite.ir.flat_program import Program
 from symjax_rewrite.options import NUMERICS
-from symjax_rewrite.rewriting.kernel_pattern import KernelPattern
-from symjax_rewrite.rewriting.route_matching import find_places
+from symjax_rewrite.rewriting.route_matching import PatternRoute
 from symjax_rewrite.rewriting.rule import PROPERTIES
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PatternRoute(KernelPattern):
-    """A pass that sends what is computed like a pattern to a kernel; made by `route`."""
-
-    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
-        """Yield the places of a program where the kernel computes what is written."""
-        return find_places(self, program, context)
 
 
 def route(

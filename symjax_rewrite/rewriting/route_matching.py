@@ -7,8 +7,8 @@ sizes of its own with any numbers, which binds its arguments, and then at the si
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import combinations, count, islice, product
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.errors import InconclusiveDimensionOperation
 
-from symjax_rewrite import jax_internals
 from symjax_rewrite.candidates import Candidate, Context, Found, Refusal, Terms
 from symjax_rewrite.codegen.emission import TermPart, TermReader
 from symjax_rewrite.codegen.term_lowering import jax_sizes
@@ -26,25 +25,72 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.ir.dataflow import class_operands, cone, node_of
-from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.sizes import product as size_of
 from symjax_rewrite.ir.term import LEAF, Ref
 from symjax_rewrite.ir.term_graph import TermGraph, build
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.kernel_pattern import KernelPattern
 from symjax_rewrite.rewriting.lemma_matching import (
     MAX_MATCHES,
-    PRIMES,
+    SUMMED,
     Bound,
     Matcher,
     State,
+    distinct_sizes,
     shape,
+    specs_of,
+    traced,
 )
 
 Sizes = tuple[tuple[str, Any], ...]  # a size for every letter
 MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatternRoute:
+    """A pass that sends what is computed like a pattern to a kernel; made by `route`."""
+
+    name: str
+    shapes: tuple[str, ...]
+    pattern: Callable[..., Any]
+    kernel: Callable[..., Any]
+    when: Callable[..., bool | str] | None = None
+    seconds: Callable[..., float] | float | None = None
+    dtypes: tuple[str, ...] = ()
+    numerics: str = "reassoc"
+    uses: tuple[str, ...] = ()
+    source: str = ""
+
+    def refusal(self, specs: Sequence[Any]) -> str:
+        """Return the reason why the kernel must not run at some arguments; empty if it may.
+
+        Args:
+            specs: shape and dtype of every argument, as `jax.ShapeDtypeStruct`s.
+        """
+        answer = True if self.when is None else self.when(*specs)
+        if isinstance(answer, str):
+            return answer
+        return "" if answer else "its condition `when` does not hold"
+
+    def predicted_s(self, specs: Sequence[Any]) -> float | None:
+        """Return the seconds that the user predicts for the kernel; None without a prediction."""
+        return float(self.seconds(*specs)) if callable(self.seconds) else self.seconds
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Found]:
+        """Yield a candidate or a refusal for every class that is computed like the pattern."""
+        terms = context.terms(program)
+        g, inside = terms.t.graph, set()
+        for cls in reversed(terms.need.order):
+            if cls in inside or node_of(g, cls).op == LEAF or not terms.t.values_of(cls):
+                continue
+            place = _matched(self, terms.t, cls)
+            if place is None:
+                continue
+            found = _decided(self, terms, place, context)
+            if isinstance(found, Candidate):
+                inside |= _inside(terms, place)
+            yield found
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +132,12 @@ class KernelPlace(NamedTuple):
     shape: tuple[Any, ...] | None = None
 
 
-@dataclass(slots=True)
-class _Target:
-    g: EGraph
-    fresh: Iterator[int] = field(default_factory=lambda: count(1000))
-
-
-def find_places(route: KernelPattern, program: Program, context: Context) -> Iterator[Found]:
-    """Yield a candidate or a refusal for every class that is computed like a route's pattern."""
-    terms = context.terms(program)
-    g, inside = terms.t.graph, set()
-    for cls in reversed(terms.need.order):
-        if cls in inside or node_of(g, cls).op == LEAF or not terms.t.values_of(cls):
-            continue
-        place = _matched(route, terms.t, cls)
-        if place is None:
-            continue
-        found = _decided(route, terms, place, context)
-        if isinstance(found, Candidate):
-            inside |= _inside(terms, place)
-        yield found
-
-
 # ---------------------------------------------------------------- matching
 
 
-def _matched(route: KernelPattern, t: TermGraph, cls: int) -> KernelPlace | None:
+def _matched(route: PatternRoute, t: TermGraph, cls: int) -> KernelPlace | None:
     """Return the match of a route at a class, if there is one."""
-    own = _own_sizes(route)
+    own = distinct_sizes("a route", route.shapes).items()
     for dtypes, ones in product(_dtypes(route, t, cls), _single_axes(route, t)):
         usual = compile_route(route, dtypes, tuple((q, 1 if q in ones else n) for q, n in own))
         if usual is None:
@@ -127,15 +151,15 @@ def _matched(route: KernelPattern, t: TermGraph, cls: int) -> KernelPlace | None
     return None
 
 
-def _single_axes(route: KernelPattern, t: TermGraph) -> list[tuple[str, ...]]:
+def _single_axes(route: PatternRoute, t: TermGraph) -> list[tuple[str, ...]]:
     """Return the sets of letters to try as axes of size 1, of which index terms have no index."""
     if not any(1 in getattr(aval, "shape", ()) for aval in t.program.avals):
         return [()]
-    letters = [q for q, _ in _own_sizes(route)]
+    letters = distinct_sizes("a route", route.shapes)
     return [q for n in range(MOST_SINGLE + 1) for q in combinations(letters, n)]
 
 
-def _dtypes(route: KernelPattern, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
+def _dtypes(route: PatternRoute, t: TermGraph, cls: int) -> list[tuple[str, ...]]:
     """Return the dtypes of arguments at which a pattern may match a class."""
     if route.dtypes:
         return [route.dtypes]
@@ -145,31 +169,18 @@ def _dtypes(route: KernelPattern, t: TermGraph, cls: int) -> list[tuple[str, ...
     return [(d,) * len(route.shapes) for d in usual]
 
 
-def _own_sizes(route: KernelPattern) -> Sizes:
-    letters = sorted({c for word in route.shapes for c in word})
-    if len(letters) > len(PRIMES):
-        raise RuleError("a route has too many named sizes", expected=f"<= {len(PRIMES)}")
-    return tuple(zip(letters, PRIMES, strict=False))
-
-
 @functools.lru_cache(maxsize=512)
 def compile_route(
-    route: KernelPattern, dtypes: tuple[str, ...], sizes: Sizes
+    route: PatternRoute, dtypes: tuple[str, ...], sizes: Sizes
 ) -> RoutePattern | None:
     """Trace the pattern of a route at some dtypes and sizes; None if axes of size 1 are all it has.
 
     Raises:
         RuleError: the pattern does not trace, or does not return one array of all its arguments.
     """
-    avals = route_avals(route, dtypes, dict(sizes))
-    try:
-        closed, _ = jax_internals.make_jaxpr(lambda *a: route.pattern(*a), *avals)
-    except Exception as error:  # code of users, which may raise anything
-        raise RuleError(
-            f"the pattern of route {route.name!r} does not trace",
-            expected=f"a function of arrays of shapes {', '.join(route.shapes)}",
-            got=(str(error).splitlines() or [type(error).__name__])[0],
-        ) from error
+    what = f"the pattern of route {route.name!r}"
+    specs = specs_of(route.shapes, dtypes, dict(sizes))
+    closed = traced(lambda *a: route.pattern(*a), specs, what, route.shapes)
     t = build(flatten(closed))
     leaves = tuple(t.view(v).cls for v in t.program.inputs)
     result = t.program.outputs[0] if len(t.program.outputs) == 1 else None
@@ -179,21 +190,13 @@ def compile_route(
     if wrong and any(size == 1 for _, size in sizes):
         return None
     if view is None or wrong:
-        what = f"the pattern of route {route.name!r} must compute one array from all its arguments"
-        raise RuleError(what, got=", ".join(a.str_short() for a in closed.out_avals))
+        got = ", ".join(a.str_short() for a in closed.out_avals)
+        raise RuleError(f"{what} must compute one array from all its arguments", got=got)
     return RoutePattern(t, view, leaves, shape(t.graph, view.cls), closed.out_avals[0])
 
 
-def route_avals(
-    route: KernelPattern, dtypes: Sequence[str], sizes: dict[str, Any]
-) -> list[jax.ShapeDtypeStruct]:
-    """Return the arguments of a route at a size for every letter."""
-    words = zip(route.shapes, dtypes, strict=True)
-    return [jax.ShapeDtypeStruct(tuple(sizes[c] for c in w), np.dtype(d)) for w, d in words]
-
-
 def _places(
-    route: KernelPattern,
+    route: PatternRoute,
     pattern: RoutePattern,
     t: TermGraph,
     cls: int,
@@ -206,7 +209,7 @@ def _places(
         return
     if sorted(axes) != [*range(len(axes))]:
         return  # the pattern's result is broadcast over an axis that it does not depend on
-    matcher = Matcher(_Target(g), pattern.terms.graph, any_number)
+    matcher = Matcher(pattern.terms.graph, g, count(SUMMED), any_number)
     states = matcher.match(pattern.result, g.ref(cls), State({}, {}))
     for state in islice(states, MAX_MATCHES):
         read = _arguments(route, pattern, t, state, ones)
@@ -216,7 +219,7 @@ def _places(
 
 
 def _arguments(
-    route: KernelPattern, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
+    route: PatternRoute, pattern: RoutePattern, t: TermGraph, state: State, ones: tuple[str, ...]
 ) -> tuple[tuple[Argument, ...], dict[str, Any]] | None:
     """Return the arguments of a match and the size of every letter; None if they do not fit."""
     args: list[Argument] = []
@@ -248,7 +251,7 @@ def _arguments(
 
 
 def _decided(
-    route: KernelPattern, terms: Terms, place: KernelPlace, context: Context
+    route: PatternRoute, terms: Terms, place: KernelPlace, context: Context
 ) -> Candidate | Refusal:
     """Return the kernel call at a place, or the reason why the program stays as written there."""
     t = terms.t
@@ -273,10 +276,8 @@ def _decided(
         return Refusal(
             route.name, Obstacle.COST(f"predicted gain is below {least}"), where, ratio=ratio
         )
-    maker = KernelCall(t, place, route.kernel, after_s)
-    made = next((t.made_by[place.cls][0] for _ in (0,) if place.cls in t.made_by), None)
-    source = None if made is None else t.program.equations[made].eqn
-    part = TermPart(t, {place.cls: maker}, opens=False, source=source)
+    maker, made = KernelCall(t, place, route.kernel, after_s), t.maker_of(place.cls)
+    part = TermPart(t, {place.cls: maker}, opens=False, source=made and made.eqn)
     return Candidate(
         route.name,
         (part,),
@@ -287,7 +288,7 @@ def _decided(
     )
 
 
-def _reason_against(route: KernelPattern, specs: list[Any], context: Context) -> str:
+def _reason_against(route: PatternRoute, specs: list[Any], context: Context) -> str:
     if context.options.kernels == "off":
         return "kernels='off'"
     if not context.options.numerics.permits(route.numerics):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from symjax_rewrite.candidates import Pass
@@ -73,8 +72,7 @@ class RuleContext:
     frozen: True if a class depends on frozen arguments alone. refused: reasons why a rule that
     matched did not fire, for the report. ordered: products whose cheapest order is known. trees:
     the cheapest trees of products by shape, of other regions too. whole: sums that rules added and
-    that lose digits if they are distributed or flattened. fresh: fresh names of indices during
-    matching.
+    that lose digits if they are distributed or flattened.
     """
 
     g: EGraph
@@ -88,7 +86,6 @@ class RuleContext:
     ordered: dict[tuple, Ref | None] = field(default_factory=dict)
     trees: dict[tuple, Tree] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
-    fresh: Iterator[int] = field(default_factory=lambda: count(1000))
 
     def refuse(self, rule: str, reason: str, cls: int) -> None:
         """Record that a rule matched at a class and was not applied."""

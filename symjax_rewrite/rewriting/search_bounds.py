@@ -28,13 +28,7 @@ class _Value:
 
 
 def least_seconds(g: EGraph, region: Region, model: CostModel) -> float | None:
-    """Return the cost of a region in any form, or None if a law might save work of its product.
-
-    Args:
-        g: the graph of the region, as the program was lifted.
-        region: the region; its operands come first.
-        model: prices at the given sizes.
-    """
+    """Return the cost of a region in any form, or None if a law might save work of its product."""
     values: dict[int, _Value | None] = {c: _Value(frozenset({c})) for c in region.leaves}
     product: int | None = None
     for c in region.classes:

@@ -16,8 +16,8 @@ import numpy as np
 from symjax_rewrite.api.tolerance import Rounding, difference
 from symjax_rewrite.errors import RuleError
 from symjax_rewrite.options import Numerics
-from symjax_rewrite.rewriting.route import PatternRoute
-from symjax_rewrite.rewriting.route_matching import compile_route, route_avals
+from symjax_rewrite.rewriting.lemma_matching import specs_of
+from symjax_rewrite.rewriting.route_matching import PatternRoute, compile_route
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Sizes of the letters in turn: distinct small ones, multiples of a tile, one size for all.
@@ -54,7 +54,7 @@ def _specs(route: PatternRoute) -> Iterator[list[jax.ShapeDtypeStruct]]:
         for sizes in SIZES:
             table = {q: sizes[k % len(sizes)] for k, q in enumerate(letters)}
             if compile_route(route, dtypes, tuple(sorted(table.items()))) is not None:
-                yield route_avals(route, dtypes, table)
+                yield specs_of(route.shapes, dtypes, table)
 
 
 def _compare(route: PatternRoute, specs: Sequence[Any]) -> None:

@@ -25,7 +25,7 @@ from symjax_rewrite.ir.term import NATIVE
 from symjax_rewrite.rewriting.extraction import extract, original_choice
 from symjax_rewrite.rewriting.laws import Sides
 from symjax_rewrite.rewriting.lemma_matching import compile_lemma
-from symjax_rewrite.rewriting.route import PatternRoute
+from symjax_rewrite.rewriting.route_matching import PatternRoute
 from symjax_rewrite.rewriting.rule import Axiom, Lemma, line_of
 from symjax_rewrite.rules import packs
 from symjax_rewrite.testing.numpy_evaluator import evaluate, tolerance

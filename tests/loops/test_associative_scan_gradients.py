@@ -18,10 +18,8 @@ from symjax_rewrite.loops.associative_scan_gradients import find_differentiated
 from symjax_rewrite.loops.associative_scan_loops import as_loops
 from symjax_rewrite.loops.changes import rewritten
 from symjax_rewrite.loops.fusion import Surroundings
-
-
-def affine(left, right):
-    return right[0] * left[0], right[0] * left[1] + right[1]
+from tests.loops.test_associative_scan_detection import affine, arrays, swapped
+from tests.programs import assert_close
 
 
 def states(a, b, **options):
@@ -49,8 +47,8 @@ def other_axis(a, b):
     return jnp.sum(jnp.sin(states(a.T, b.T, axis=1)) * jnp.arange(1.0, a.shape[0] + 1))
 
 
-def swapped(a, b):
-    h = lax.associative_scan(lambda p, q: (p[0] * q[0], q[1] + p[1] * q[0]), (a, b))[1]
+def swapped_factors(a, b):
+    h = lax.associative_scan(swapped, (a, b))[1]
     return jnp.sum(h * jnp.cos(h))
 
 
@@ -86,17 +84,9 @@ def stacked_backwards(a, b):
     return jnp.sum(jnp.sin(h))
 
 
-FUNS = [every, backwards, last, some, other_axis, swapped, vmapped, factors_elsewhere]
+FUNS = [every, backwards, last, some, other_axis, swapped_factors, vmapped, factors_elsewhere]
 FUNS += [added_elsewhere, made]
 TWO = [shared, stacked, stacked_backwards]
-
-
-def arrays(length: int, dtype: Any = "float32") -> tuple[jax.Array, jax.Array]:
-    draw = np.random.default_rng(length).uniform(-1, 1, (4, length, 3))
-    a, b = (1.1 * draw[k] + 1j * draw[2 + k] for k in range(2))
-    if dtype != "complex64":
-        a, b = a.real, b.real
-    return jnp.asarray(a).astype(dtype), jnp.asarray(b).astype(dtype)
 
 
 def run_as_loops(fun: Callable, *args: Any) -> tuple[int, Any]:
@@ -120,10 +110,7 @@ def equations(closed: Any, name: str) -> list[Any]:
 def check(fun: Callable, count: int, *args: Any, tol: float = 1e-4) -> None:
     found, got = run_as_loops(fun, *args)
     assert found == count
-    for w, g in zip(jax.tree.leaves(jax.jit(fun)(*args)), jax.tree.leaves(got), strict=True):
-        assert (w.shape, w.dtype, w.weak_type) == (g.shape, g.dtype, g.weak_type)
-        w, g = (np.asarray(x, "complex64") for x in (w, g))
-        np.testing.assert_allclose(g, w, rtol=tol, atol=tol * float(abs(w).max()))
+    assert_close(jax.jit(fun)(*args), got, tol, scaled=True)
 
 
 @pytest.mark.parametrize("length", [8, 11, 19])
@@ -282,8 +269,7 @@ def test_training_steps_never_make_the_states() -> None:
     report = optimised.explain(*args)
     assert any("differentiated tree" in r.reason and r.taken for r in report.routes)
     compiled = [jax.jit(f).lower(*args).compile() for f in (training_step, optimised)]
-    for w, g in zip(*(jax.tree.leaves(run(*args)) for run in compiled), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    assert_close(*(run(*args) for run in compiled), tol=1e-4)
     memory = [run.memory_analysis() for run in compiled]
     plain, ours = (m.temp_size_in_bytes for m in memory if m is not None)
     assert ours < 0.15 * plain

@@ -13,6 +13,7 @@ from symjax_rewrite import sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
 from tests.loops.test_hoisting import check_equal, inside
 from tests.profiles import use_on_cpu
+from tests.programs import assert_close
 
 STEPS, ROWS, WIDTH, RULE = 9, 3, 8, "loop_parts"
 FACTS = CPU.loops
@@ -39,16 +40,16 @@ def cell(gates: Any, c: Any) -> tuple[Any, Any]:
     return (h, c), h
 
 
-def over_steps(step: Callable, x: Any) -> Any:
+def over_steps(step: Callable, x: Any, **options: Any) -> Any:
     start = jnp.zeros_like(x[0])
-    return lax.scan(step, (start, start), x)
+    return lax.scan(step, (start, start), x, **options)
 
 
-def by_rows(x, W, U, b):
+def by_rows(x, W, U, b, **options):
     def step(s, x):
         return cell(jnp.split(x @ W.T + b + s[0] @ U.T, 4, -1), s[1])
 
-    return over_steps(step, x)
+    return over_steps(step, x, **options)
 
 
 def by_columns(x, W, U, b):
@@ -145,11 +146,7 @@ def shifted(x, W, U, b):
 
 
 def backwards(x, W, U, b):
-    def step(s, x):
-        return cell(jnp.split(x @ W.T + b + s[0] @ U.T, 4, -1), s[1])
-
-    start = jnp.zeros_like(x[0])
-    return lax.scan(step, (start, start), x, reverse=True)
+    return by_rows(x, W, U, b, reverse=True)
 
 
 SPELLINGS = [by_rows, by_columns, of_vectors, vmapped, by_slices, reshaped, given, joined,
@@ -173,17 +170,13 @@ def test_derivatives(fun: Callable) -> None:
     assert RULE in {r.name for r in report.rules}
     want = jax.grad(loss, argnums=(0, 1, 2, 3))(*arguments())
     got = jax.grad(sym_optimize(loss), argnums=(0, 1, 2, 3))(*arguments())
-    jax.tree.map(lambda w, g: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), want, got)
+    assert_close(want, got, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
 def test_dtypes(dtype: str) -> None:
-    args = arguments(dtype=dtype)
-    want, got = jax.jit(by_rows)(*args), sym_optimize(by_rows)(*args)
-    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        assert (w.dtype, w.shape) == (g.dtype, g.shape)
-        rtol = 5e-2 if w.dtype.itemsize == 2 else 1e-4
-        np.testing.assert_allclose(*(np.asarray(x, complex) for x in (g, w)), rtol=rtol, atol=rtol)
+    args, tol = arguments(dtype=dtype), 5e-2 if dtype.endswith("float16") else 1e-4
+    assert_close(jax.jit(by_rows)(*args), sym_optimize(by_rows)(*args), tol)
 
 
 def sum_is_a_result(x, W, U, b):
@@ -306,5 +299,4 @@ def test_symbolic_sizes_mean_the_same() -> None:
     x, *rest = arguments()
     spec = jax.ShapeDtypeStruct((STEPS, rows, WIDTH), x.dtype)
     exported = jax.export.export(jax.jit(sym_optimize(by_rows)))(spec, *rest)
-    want, got = jax.jit(by_rows)(x, *rest), exported.call(x, *rest)
-    jax.tree.map(lambda w, g: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5), want, got)
+    assert_close(jax.jit(by_rows)(x, *rest), exported.call(x, *rest))

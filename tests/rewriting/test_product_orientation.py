@@ -56,80 +56,50 @@ FIRES = {
     "transpose in between": (lambda x, y: (x + 1).T @ y, X, Y),
     "few columns": (lambda x, y: x.T @ y, X, FEW),
     "few columns, no transpose": (
-        lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
-        X,
-        FEW,
+        lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))), X, FEW,
     ),
     "few columns, transposed result": (lambda x, y: (y.T @ x).T, X, FEW),
     "two transposes": (lambda x, y: x.T @ y.T, X, FEW.T + 0),
     "two summed axes": (
-        lambda x, y: jnp.einsum("btd,bth->dh", x, y),
-        array(10, 500, 64),
-        array(10, 500, 4),
+        lambda x, y: jnp.einsum("btd,bth->dh", x, y), array(10, 500, 64), array(10, 500, 4),
     ),
     "two summed axes, a vector": (
-        lambda x, y: jnp.einsum("btd,bt->d", x, y),
-        array(10, 500, 64),
-        array(10, 500),
+        lambda x, y: jnp.einsum("btd,bt->d", x, y), array(10, 500, 64), array(10, 500),
     ),
     "transpose read twice": (lambda x, y, z: (x.T @ y, x.T @ z), X, Y, Y + 1),
     "gradient of a linear map": (
-        jax.grad(lambda w, x, y: jnp.sum((x @ w - y) ** 2)),
-        array(64, 4),
-        X,
-        FEW,
+        jax.grad(lambda w, x, y: jnp.sum((x @ w - y) ** 2)), array(64, 4), X, FEW,
     ),
-    "in a loop": (
-        lambda x, y: lax.fori_loop(0, 3, lambda _, v: x.T @ (x @ v) + y, y),
-        X,
-        W,
-    ),
-}
+    "in a loop": (lambda x, y: lax.fori_loop(0, 3, lambda _, v: x.T @ (x @ v) + y, y), X, W),
+}  # fmt: skip
 QUERIES, KEYS = array(2, 8, 16, 32), array(2, 2, 1000, 32)
 GROUPED = {
-    "scores": (
-        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)),
-        QUERIES,
-        KEYS,
-    ),
+    "scores": (lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)), QUERIES, KEYS),
     "one query": (
-        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)),
-        QUERIES[:, :, :1],
-        KEYS,
+        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 4, 1)), QUERIES[:, :, :1], KEYS,
     ),
     "heads after tokens": (
-        lambda q, k: jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 4, 2)),
-        array(2, 16, 8, 32),
+        lambda q, k: jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, 4, 2)), array(2, 16, 8, 32),
         array(2, 1000, 2, 32),
     ),
-    "values": (
-        lambda p, v: p @ jnp.repeat(v, 4, 1),
-        array(2, 8, 16, 1000),
-        KEYS,
-    ),
-}
+    "values": (lambda p, v: p @ jnp.repeat(v, 4, 1), array(2, 8, 16, 1000), KEYS),
+}  # fmt: skip
 NOT_GROUPED = {
     "tiled": (lambda q, k: q @ jnp.tile(k, (1, 4, 1, 1)), array(2, 8, 16, 1000), KEYS),
     "repeated along the sum": (
-        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 2, 3)),
-        array(2, 2, 16, 64),
+        lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, jnp.repeat(k, 2, 3)), array(2, 2, 16, 64),
         KEYS,
     ),
     "not repeated": (lambda q, k: jnp.einsum("bhtd,bhsd->bhts", q, k), QUERIES[:, :2], KEYS),
-}
+}  # fmt: skip
 STAYS = {
     "rows in order": (lambda x, w: x @ w, X, W),
     "vector first": (lambda x, y: y @ x, X, Y),
     "no transpose before a vector": (
-        lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
-        X,
-        Y,
+        lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))), X, Y,
     ),
     "gradient with a column": (
-        jax.grad(lambda w, x, y: jnp.sum((x @ w - y) ** 2)),
-        W[:, None],
-        X,
-        COLUMN,
+        jax.grad(lambda w, x, y: jnp.sum((x @ w - y) ** 2)), W[:, None], X, COLUMN,
     ),
     "small": (lambda x, y: x.T @ y, X[:100], Y[:100]),
     "short sum": (lambda x, y: x.T @ y, array(16, 5000), array(16)),
@@ -139,18 +109,13 @@ STAYS = {
     "half precision": (lambda x, y: x.T @ y, X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)),
     "complex": (lambda x, y: x.T @ y, X.astype(jnp.complex64), Y.astype(jnp.complex64)),
     "integer": (lambda x, y: x.T @ y, jnp.ones((5000, 64), int), jnp.ones(5000, int)),
-    "batch axes": (
-        lambda x, y: jnp.einsum("bkm,bk->bm", x, y),
-        array(4, 2000, 64),
-        array(4, 2000),
-    ),
+    "batch axes": (lambda x, y: jnp.einsum("bkm,bk->bm", x, y), array(4, 2000, 64), array(4, 2000)),
     "another dtype preferred": (
-        lambda x, y: jnp.matmul(x.T, y, preferred_element_type=jnp.float32),
-        X.astype(jnp.float16),
+        lambda x, y: jnp.matmul(x.T, y, preferred_element_type=jnp.float32), X.astype(jnp.float16),
         Y.astype(jnp.float16),
     ),
     "inner product": (lambda x, y: x @ y, Y, Y),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FIRES)

@@ -34,10 +34,7 @@ LOOKALIKES = {
         "nd,d,do",
     ),
     "every distance": (lambda x, y: jnp.sqrt(jnp.sum((x[:, None] - y[None]) ** 2, -1)), "ir,lr"),
-    "weighted distances": (
-        lambda x, y, w: w @ jnp.sum((x[:, None] - y[None]) ** 2, -1),
-        "ir,lr,i",
-    ),
+    "weighted distances": (lambda x, y, w: w @ jnp.sum((x[:, None] - y[None]) ** 2, -1), "ir,lr,i"),
     "fourth powers": (lambda x, y: jnp.sum((x[:, None] - y[None]) ** 4), "ir,lr"),
     "distance to one point": (lambda x, y: jnp.sum((x - y[0]) ** 2), "nd,md"),
     "a solve": (lambda a, v: jnp.linalg.solve(a, v), "hh,h"),

@@ -25,7 +25,7 @@ from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import aval_bytes
 from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.dataflow import makers_of, node_of
+from symjax_rewrite.ir.dataflow import cone, makers_of, node_of
 from symjax_rewrite.ir.flat_program import Equation
 from symjax_rewrite.ir.sizes import Assumptions, Poly, from_jax, value
 from symjax_rewrite.ir.step_program import (
@@ -38,10 +38,12 @@ from symjax_rewrite.ir.step_program import (
     run,
 )
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, LEAF, MAP, REDUCE, Ref, over
-from symjax_rewrite.ir.term_graph import TermGraph, build
+from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.scans.loop_parts import CarryPart, LoopParts, LoopValues
+from symjax_rewrite.kernel_selection.scans.matrix_state import terms_of
 from symjax_rewrite.loops.carry_dependence import DIAGONAL, SUM, groups_of, is_zero
 from symjax_rewrite.loops.loop import Loop
+from symjax_rewrite.loops.loop_reading import line_of
 from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.pallas_kernels.fold.spec import Operand
 from symjax_rewrite.pallas_kernels.scan.backward import differentiable_scan
@@ -51,12 +53,7 @@ from symjax_rewrite.pallas_kernels.scan.cost import (
     seconds_written,
     states_bytes,
 )
-from symjax_rewrite.pallas_kernels.scan.scan import (
-    BACKENDS,
-    cuda_backend,
-    scan,
-    seconds_on_gpu,
-)
+from symjax_rewrite.pallas_kernels.scan.scan import BACKENDS, cuda_backend, scan, seconds_on_gpu
 from symjax_rewrite.pallas_kernels.scan.spec import Readout, ScanProgram, ScanSpec
 
 TIME = "t"
@@ -257,17 +254,15 @@ class _ScanBuilder:
     def build(self) -> ScanSpec:
         """Return the scan; record its operands, its readouts and the equations after it."""
         loop = self.loop
-        groups = groups_of(loop)
         if len(loop.carries) != 1 or any(e.eqn.effects for e in loop.body.equations):
             raise NotAScanError("several carries or effects")
-        if groups[0].degree.kind not in (SUM, DIAGONAL):
+        if next(groups_of(loop)).degree.kind not in (SUM, DIAGONAL):
             raise NotAScanError("its steps are not affine entry by entry")
         carry, body = loop.carries[0], loop.body
         dtype = str(body.avals[carry.inner].dtype)
         if not isinstance(carry.out, int) or not dtype.startswith(("float", "bfloat")):
             raise NotAScanError(f"states are {dtype}")
-        body.inputs = [*loop.consts, *loop.sources, *loop.counters, carry.inner]
-        self.t = build(body)
+        self.t = terms_of(loop)
         start, out = self.t.view(carry.inner), self.t.view(carry.out)
         sizes = self.t.sizes[carry.inner]
         if self.t.sizes[carry.out] != sizes or sorted(start.axes) != list(range(len(sizes))):
@@ -350,10 +345,7 @@ class _ScanBuilder:
         numbers = numbers.reshape(-1)
         if numbers.dtype.kind == "b":
             return int(np.argmax(numbers)) if numbers.sum() == 1 else None
-        first = int(numbers[0])
-        step = int(numbers[1]) - first if len(numbers) > 1 else 1
-        even = [first + k * step for k in range(len(numbers))] == numbers.tolist()
-        return (first, step) if even and max(abs(first), abs(int(numbers[-1]))) < 1 << 31 else None
+        return line_of(numbers) if max(map(abs, numbers[[0, -1]].tolist())) < 1 << 31 else None
 
     def _steps(self, refs: list[Ref], after: Ref | None) -> _ScanSteps:
         """Return the steps that compute some terms; `after` is the state they may read."""
@@ -373,14 +365,13 @@ class _ScanBuilder:
         axes = (*view.axes, *range(width, width + len(bound)))
         tops = [view]
         if bound:
-            tops = [Ref(a.cls, tuple(axes[i] for i in a.axes)) for a in node.args]
+            tops = [a.over(axes) for a in node.args]
         place = self._place(tops, out)
         if not place.keys() >= set(range(width + len(bound))):
             raise NotAScanError("a result, or what it sums, is the same along an axis")
-        turned = [Ref(a.cls, tuple(place[i] for i in a.axes)) for a in tops]
-        after = Ref(out.cls, out.axes)
-        program = self._steps(turned, after).product(dtype).reading()
-        factor = self._factor(self._factors(turned, after), after) if bound else None
+        turned = [a.over(place) for a in tops]
+        program = self._steps(turned, out).product(dtype).reading()
+        factor = self._factor(self._factors(turned, out), out) if bound else None
         over = tuple(f"s{place[width + k]}" for k in range(len(bound)))
         left = tuple(f"s{place[i]}" for i in range(width))
         return Readout(program, over, axes=(TIME, *left), dtype=dtype, factor=factor)
@@ -389,17 +380,16 @@ class _ScanBuilder:
         """Return the map from indices of a result, or of its sum, to indices of the state."""
         found: dict[int, int] = {}
         targets = {out.cls: out.axes, self.carry: self.indices}
-        stack = list(tops)
-        while stack:
-            ref = stack.pop()
-            if ref.cls in targets:
-                for index, state in zip(ref.axes, targets[ref.cls], strict=True):
-                    if found.setdefault(index, state) != state:
-                        raise NotAScanError("states are read with their axes turned")
-                continue
+
+        def operands(ref: Ref) -> list[Ref]:
             node = node_of(self.t.graph, ref.cls)
-            if node.op in (MAP, ADD, CONTRACT) and not node.bound:
-                stack += [over(ref, a) for a in node.args]
+            opens = node.op in (MAP, ADD, CONTRACT) and not node.bound and ref.cls not in targets
+            return [over(ref, a) for a in node.args] if opens else []
+
+        for ref in [r for r in cone(tops, operands) if r.cls in targets]:
+            for index, state in zip(ref.axes, targets[ref.cls], strict=True):
+                if found.setdefault(index, state) != state:
+                    raise NotAScanError("states are read with their axes turned")
         wanted = {i for ref in tops for i in ref.axes}
         if not wanted <= set(found) or len(set(found.values())) != len(found):
             raise NotAScanError("a result has an axis that the states have not")

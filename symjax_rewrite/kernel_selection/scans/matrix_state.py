@@ -233,39 +233,24 @@ class StateReader:
         width = len(self.t.sizes[v])
         if node.op != CONTRACT or not node.bound or len(view.axes) != width:
             return None
-        index = dict(enumerate(view.axes)) | {
-            node.out + i: width + i for i in range(len(node.bound))
-        }
-        args = [Ref(a.cls, tuple(index[i] for i in a.axes)) for a in node.args]
+        bound = range(width, width + len(node.bound))
         try:
-            dtype = self.t.graph.classes[view.cls].dtype
-            terms = self._read(self._form(dtype, whole=True).product(args))
+            form = self._form(self.t.graph.classes[view.cls].dtype, whole=True)
+            terms = self._read(form.product([a.over((*view.axes, *bound)) for a in node.args]))
         except NotAMatrixError:
             return None
         states = [t for t in terms if t.state]
-        if len(states) != 1 or len(set(states[0].axes)) != len(states[0].axes):
+        if len(states) != 1 or sorted(states[0].axes) != [*range(bound.stop)]:
             return None
         axis = {i: s for s, i in enumerate(states[0].axes)}
-        everything = set(range(width + len(node.bound)))
-        if set(axis) != everything:
-            return None
-        turned = [
-            t._replace(factors=tuple(Ref(f.cls, tuple(axis[i] for i in f.axes)) for f in t.factors))
-            for t in terms
-        ]
-        values = tuple(
-            u
-            for u, other in enumerate(self.t.views)
-            if other is not None
-            and other.cls == view.cls
-            and len(other.axes) == len(self.t.sizes[u])
-        )
+        turned = [t._replace(factors=tuple(f.over(axis) for f in t.factors)) for t in terms]
+        shared = [u for u, x in enumerate(self.t.views) if x is not None and x.cls == view.cls]
         return Query(
-            values,
+            tuple(u for u in shared if len(self.t.view(u).axes) == len(self.t.sizes[u])),
             next(t for t in turned if t.state),
             tuple(t for t in turned if not t.state),
             tuple(axis[i] for i in view.axes),
-            tuple(sorted(axis[width + i] for i in range(len(node.bound)))),
+            tuple(sorted(axis[i] for i in bound)),
         )
 
     def _arranged(self, sizes: Axes, terms: list[StateTerm], queries: list[Query]) -> MatrixState:

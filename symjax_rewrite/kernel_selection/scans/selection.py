@@ -13,14 +13,7 @@ from symjax_rewrite.kernel_selection.scans.affine_scan import ScanKernel, remade
 from symjax_rewrite.kernel_selection.scans.carry_partition import Partition
 from symjax_rewrite.kernel_selection.scans.loop_parts import LoopParts
 from symjax_rewrite.kernel_selection.scans.matrix_scan import matrices_of
-from symjax_rewrite.loops.carry_dependence import (
-    DIAGONAL,
-    NAMES,
-    SUM,
-    Group,
-    describe,
-    groups_of,
-)
+from symjax_rewrite.loops.carry_dependence import DIAGONAL, NAMES, SUM, Group, describe, groups_of
 from symjax_rewrite.loops.loop import Loop, Source
 from symjax_rewrite.obstacles import Obstacle, obstacle_of
 from symjax_rewrite.options import Options
@@ -38,7 +31,7 @@ def loop_kernel(loop: Loop, options: Options, device: Device, gradient: bool = F
     kernels = options.kernels if options.numerics.permits("reassoc") else "off"
     if kernels == "auto" and device.runs_pallas and jax_internals.may_be_partitioned():
         return None, Obstacle.SHARDING("several devices: XLA might gather a scan's operands")
-    groups = groups_of(loop)
+    groups = [*groups_of(loop)]
     matrices, why = matrices_of(loop, groups, kernels, device, gradient)
     if gradient:
         remakes = device.scans.remakes_states
