@@ -26,6 +26,7 @@ from symjax_rewrite.rewriting.algebra import Algebra
 from symjax_rewrite.rewriting.column_reductions import ColumnReductions
 from symjax_rewrite.rewriting.column_scans import ColumnScans
 from symjax_rewrite.rewriting.extremum_places import ExtremumPlaces
+from symjax_rewrite.rewriting.fusion_limits import FusionLimits
 from symjax_rewrite.rewriting.product_orientation import OrientedProducts
 from symjax_rewrite.rewriting.repeated_products import CommonProducts, RepeatedProducts
 
@@ -53,4 +54,5 @@ PASSES: tuple[Pass, ...] = (
     ExtremumPlaces(),  # an argmax → a maximum, and the least place where it stands
     ColumnScans(),  # a cumulative sum or extremum down the columns → row by row
     ColumnReductions(),  # a sum or extremum down the columns → row by row
+    FusionLimits(),  # a value in a slow fusion of XLA → a stored value
 )

@@ -27,6 +27,7 @@ from symjax_rewrite.cost.profile_groups import (
     ColumnScanFacts,
     FoldFacts,
     FunctionSteps,
+    FusionFacts,
     LoopFacts,
     Margins,
     MemoryFacts,
@@ -82,6 +83,7 @@ class Device:
     layouts: ProductLayouts | None = group("products by layout; None if all are fast", None)
     columns: ColumnReductionFacts | None = group("column by column; None if fast", None)
     column_scans: ColumnScanFacts | None = group("cumulative operations; None if fast", None)
+    fusions: FusionFacts | None = group("fused reductions; None if fast", None)
     sorts: SortFacts = group("sorts", SortFacts())
     norms: NormFacts = group("norms before linear layers", NormFacts())
     search: SearchBounds = group("bounds of searches", SearchBounds())
@@ -266,6 +268,7 @@ CPU = Device(
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
     column_scans=ColumnScanFacts(),
+    fusions=FusionFacts(sorts_parts=jax.__version_info__ < (0, 11)),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

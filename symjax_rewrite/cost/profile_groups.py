@@ -339,6 +339,16 @@ class ColumnReductionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class FusionFacts:
+    """Reductions of computed arrays in float32, and top-ks, as XLA fuses them."""
+
+    row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
+    stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
+    product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)
+    sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
+
+
+@dataclass(frozen=True, slots=True)
 class ColumnScanFacts:
     """Cumulative operations down an array: as a tree over the axis, and row by row."""
 

@@ -52,7 +52,7 @@ class EquationForms(ABC):
         if not context.runs(self.name):
             return
         found = [e for e in program.equations if e.name in self.primitives]
-        found = [e for e in found if _is_in_place(e, self.dtypes)]
+        found = [e for e in found if is_in_place(e, self.dtypes)]
         makers = makers_of(program.equations) if found else {}
         for e in found:
             made = self.form(e, context, lambda e=e: unstored_bytes(program, e, makers))
@@ -73,11 +73,14 @@ def candidate(
     return Candidate(rule[0], (part,), where, rules=(rule,), before=before, after=after, **fields)
 
 
-def _is_in_place(e: Equation, dtypes: tuple[str, ...]) -> bool:
-    """Return True if an equation reads an array of static sizes that is not empty or sharded."""
+def is_in_place(e: Equation, dtypes: tuple[str, ...] | None) -> bool:
+    """Return True if an equation reads an array of static sizes that is not empty or sharded.
+
+    dtypes: of the array; None for any.
+    """
     aval: Any = e.eqn.invars[0].aval
     is_static = all(isinstance(n, int) and n > 0 for n in aval.shape)
-    is_array = isinstance(e.invals[0], int) and aval.dtype in dtypes
+    is_array = isinstance(e.invals[0], int) and (dtypes is None or aval.dtype in dtypes)
     return is_array and is_static and not is_sharded(e)
 
 

@@ -40,6 +40,7 @@ ORIENTATION = "orientation"
 COLUMNS = "column_reductions"
 PLACES = "extremum_places"
 SCANS = "column_scans"
+STORED = "fusion_limits"
 INVARIANT = "loop_invariant"
 BATCHING = "loop_batching"
 FUSION = "loop_fusion"
@@ -54,6 +55,7 @@ PASSES = {
     COLUMNS: "a reduction down long rows reads row by row",
     PLACES: "the place of an extremum is the first place that has its value",
     SCANS: "cumulative operations down long rows are a loop over the rows",
+    STORED: "a value is stored where fused code would be slow",
     INVARIANT: "what is the same in every step is computed once, before the loop",
     BATCHING: "products of all steps are one product, before or after the loop",
     FUSION: "the loop and operations around it are one loop",

@@ -1,0 +1,171 @@
+"""Values that are stored where XLA's fused code is slow.
+
+XLA's CPU compiler fuses the operations that a reduction reads into one call of its library. The
+call takes some time for every innermost row of the array, which is long for rows of one to four
+elements, as of points in space; and it computes a product in the fusion again for every element
+that reads it. Until jaxlib 0.11 the compiler also sorts whole rows where a part of a top-k is read
+(experiments/orientation). A rounding to the precision that the values have changes no value and is
+not fused; a barrier keeps a top-k one operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from symjax_rewrite.candidates import Candidate, Context, Replacement
+from symjax_rewrite.cost import margins
+from symjax_rewrite.cost.device_profiles import Device
+from symjax_rewrite.cost.equation_cost import selection_seconds, shape_of, sorting_seconds
+from symjax_rewrite.cost.profile_groups import FusionFacts
+from symjax_rewrite.ir.dataflow import makers_of, users_of
+from symjax_rewrite.ir.flat_program import Equation, Program
+from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
+from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place
+from symjax_rewrite.rewriting.rule import LOCALITY, STORED
+
+RULE = (STORED, LOCALITY)
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+DTYPES = ("float32",)
+
+
+class FusionLimits:
+    """Pass that stores what XLA would better not fuse."""
+
+    name = STORED
+
+    def candidates(self, program: Program, context: Context) -> Iterator[Candidate]:
+        """Yield reductions of short rows, products in fused reductions, and parts of top-ks."""
+        facts = context.device.fusions
+        if facts is None or not context.runs(self.name):
+            return
+        found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
+        if found:
+            yield from _reductions(found, program, facts, context.device)
+        if facts.sorts_parts:
+            yield from _selections(program, context.device)
+
+
+@dataclass(slots=True)
+class Chain:
+    """The operations that XLA fuses into a reduction.
+
+    steps: operations on arrays of the size of the operand. width: of the shortest innermost rows of
+    these arrays. spread: smaller values that are repeated to that size. computed: True if no array
+    of that size is read from memory.
+    """
+
+    width: int
+    steps: int = 0
+    spread: set[int] = field(default_factory=set)
+    computed: bool = True
+
+
+def _chain(program: Program, x: int, makers: Mapping[int, Equation]) -> Chain:
+    """Return the operations that compute a value from smaller ones."""
+    shape = program.avals[x].shape
+    found, size, seen, stack = Chain(shape[-1] if shape else 1), math.prod(shape), {x}, [x]
+    for v in stack:
+        maker = makers.get(v)
+        if program.avals[v].size < size:
+            found.spread.add(v)
+        elif maker is not None and (maker.name in ELEMENTWISE | VIEWS or _is_view(maker)):
+            if maker.name in ELEMENTWISE and maker.name not in VIEWS:
+                found.steps += 1
+                found.width = min([found.width, *program.avals[v].shape[-1:]])
+            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            seen.update(stack)
+        else:
+            found.computed = False
+    return found
+
+
+def _is_view(e: Equation) -> bool:
+    """Return True for a reduction of axes of one element."""
+    return e.name in REDUCTIONS and e.eqn.invars[0].aval.size == e.eqn.outvars[0].aval.size
+
+
+def _reductions(
+    found: list[Equation], program: Program, facts: FusionFacts, device: Device
+) -> Iterator[Candidate]:
+    makers = makers_of(program.equations)
+    products: set[int] = set()
+    for e in found:
+        (x,), size = e.reads, math.prod(shape_of(e.eqn.invars[0]))
+        chain = _chain(program, x, makers)
+        if chain.steps < 2 or not chain.spread:
+            continue
+        seconds = _seconds(e, chain.width, facts, device)
+        if chain.computed and margins.pays(*seconds, "orientation", device):
+            yield candidate(RULE, e.where(), _stored_operand(e), seconds)
+        for p in _products(chain.spread, program, makers):
+            made = p.eqn.outvars[0].aval
+            seconds = facts.product_s * size, facts.stored_s * made.size
+            if p.outvals[0] in products or made.dtype not in DTYPES:
+                continue
+            if margins.pays(*seconds, "orientation", device):
+                products.add(p.outvals[0])
+                yield candidate(RULE, p.where(), _stored_result(p), seconds)
+
+
+def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tuple[float, float]:
+    """Return the seconds of a reduction by rows in a fusion, and of a stored operand."""
+    x: Any = e.eqn.invars[0].aval
+    if width == x.shape[-1] and set(e.eqn.params["axes"]) == {x.ndim - 1}:
+        return 0.0, 1.0  # the library reduces rows in one step each
+    pages = device.page_seconds(x.size * x.dtype.itemsize)
+    return facts.row_s * x.size / width, facts.stored_s * x.size + pages
+
+
+def _products(
+    spread: set[int], program: Program, makers: Mapping[int, Equation]
+) -> Iterator[Equation]:
+    """Yield the products from which small values are computed, operation by operation."""
+    seen, stack = set(spread), [*spread]
+    for v in stack:
+        maker = makers.get(v)
+        if maker is None:
+            continue
+        if maker.name == "dot_general":
+            yield maker
+        elif maker.name in ELEMENTWISE | VIEWS:
+            stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
+            seen.update(stack)
+
+
+def _rounded(x: Any) -> Any:
+    """Return a value rounded to its own precision: unchanged."""
+    info = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def _stored_operand(e: Equation) -> Replacement:
+    run = lambda x: e.eqn.primitive.bind(_rounded(x), **e.eqn.params)  # noqa: E731
+    return Replacement(e.outvals, e.invals, run, source=e.eqn)
+
+
+def _stored_result(e: Equation) -> Replacement:
+    run = lambda *xs: _rounded(e.eqn.primitive.bind(*xs, **e.eqn.params))  # noqa: E731
+    return Replacement(e.outvals, e.invals, run, source=e.eqn)
+
+
+def _selections(program: Program, device: Device) -> Iterator[Candidate]:
+    """Yield the top-ks of which a part may be read."""
+    found = [e for e in program.equations if e.name == "top_k" and is_in_place(e, None)]
+    users = users_of(program.equations) if found else {}
+    for e in found:
+        if all(u.name in ELEMENTWISE for v in e.outvals for u in users.get(v, ())):
+            continue
+        shape = shape_of(e.eqn.invars[0])
+        seconds = selection_seconds(shape, -1, None, device), sorting_seconds(e.eqn, device)
+        if margins.pays(*seconds, "orientation", device):
+            run = lambda x, e=e: lax.optimization_barrier(  # noqa: E731
+                e.eqn.primitive.bind(x, **e.eqn.params)
+            )
+            part = Replacement(e.outvals, e.invals, run, source=e.eqn)
+            yield candidate(RULE, e.where(), part, seconds)
