@@ -268,7 +268,11 @@ CPU = Device(
     layouts=ProductLayouts(long_sum=4096 if jax.__version_info__ < (0, 11) else 64),
     columns=ColumnReductionFacts() if jax.__version_info__ < (0, 11, 1) else None,
     column_scans=ColumnScanFacts(),
-    fusions=FusionFacts(sorts_parts=jax.__version_info__ < (0, 11)),
+    fusions=(
+        FusionFacts(products=2, sorts_parts=True)
+        if jax.__version_info__ < (0, 11)
+        else FusionFacts()
+    ),
     sorts=SortFacts(selects=True),
     norms=NormFacts(cut_share=None),
     margins=Margins(dominating=1.25, fold=1.5, share_of_program=0.03),

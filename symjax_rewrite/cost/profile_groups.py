@@ -345,6 +345,7 @@ class FusionFacts:
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
     product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)
+    products: int = quantity("1", "operands that products make, from which on", ORIENTATION, 1)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 
 

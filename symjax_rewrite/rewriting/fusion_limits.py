@@ -103,10 +103,12 @@ def _reductions(
         seconds = _seconds(e, chain.width, facts, device)
         if chain.computed and margins.pays(*seconds, "orientation", device):
             yield candidate(RULE, e.where(), _stored_operand(e), seconds)
-        for p in _products(chain.spread, program, makers):
+        sides = [made for v in chain.spread if (made := _products(v, makers))]
+        for p in {p.outvals[0]: p for side in sides for p in side}.values():
             made = p.eqn.outvars[0].aval
             seconds = facts.product_s * size, facts.stored_s * made.size
-            if p.outvals[0] in products or made.dtype not in DTYPES:
+            few = len(sides) < facts.products
+            if few or p.outvals[0] in products or made.dtype not in DTYPES:
                 continue
             if margins.pays(*seconds, "orientation", device):
                 products.add(p.outvals[0])
@@ -122,20 +124,19 @@ def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tup
     return facts.row_s * x.size / width, facts.stored_s * x.size + pages
 
 
-def _products(
-    spread: set[int], program: Program, makers: Mapping[int, Equation]
-) -> Iterator[Equation]:
-    """Yield the products from which small values are computed, operation by operation."""
-    seen, stack = set(spread), [*spread]
+def _products(value: int, makers: Mapping[int, Equation]) -> list[Equation]:
+    """Return the products from which a small value is computed, operation by operation."""
+    found, seen, stack = [], {value}, [value]
     for v in stack:
         maker = makers.get(v)
         if maker is None:
             continue
         if maker.name == "dot_general":
-            yield maker
+            found.append(maker)
         elif maker.name in ELEMENTWISE | VIEWS:
             stack += [a for a in dict.fromkeys(maker.reads) if a not in seen]
             seen.update(stack)
+    return found
 
 
 def _rounded(x: Any) -> Any:
