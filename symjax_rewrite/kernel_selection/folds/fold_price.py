@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from symjax_rewrite.cost import margins
 from symjax_rewrite.cost.device_profiles import Device
-from symjax_rewrite.cost.profile_groups import FoldFacts
+from symjax_rewrite.cost.profile_groups import FUNCTIONS, FoldFacts
 from symjax_rewrite.cost.term_cost import Cost, CostModel, is_dot, itemsize, steps_of, weight
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.products import flattest
@@ -268,7 +268,11 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
         until = c if c in written else last.get(c, c)
         for a in node_of(t.graph, c).args:
             last[a.cls] = max(last.get(a.cls, -1), until)
-    held = [c for c in order if c in written and c not in exits]
+    kernels = {c for c in order if facts[c].is_kernel or choice[c].op == NATIVE}
+    read_whole = {a.cls for c in kernels for a in choice[c].args}
+    # XLA repeats arithmetic in every loop that reads its result, but no function.
+    again = {c for c in mine if _is_arithmetic(choice[c]) and c not in read_whole}
+    held = [c for c in order if c in written and c not in exits and c not in again]
     size = {c: itemsize(t.graph.classes[c].dtype) * elements(t, c) for c in held}
     in_place = {c for c in {*held, *roots} if is_elementwise(choice[c])}
     users = Counter(a.cls for c in order for a in choice[c].args)
@@ -280,6 +284,11 @@ def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
         return c <= x and (x < until or (x == until and (c == x or not overwritten)))
 
     return max((sum(size[c] for c in held if lives(c, x)) for x in order), default=0)
+
+
+def _is_arithmetic(node: Node) -> bool:
+    """Return True for an elementwise operation that takes a step."""
+    return is_elementwise(node) and (node.op != MAP or node.attr[0] not in FUNCTIONS)
 
 
 def seconds_folded(route: FoldRoute, device: Device) -> float:
