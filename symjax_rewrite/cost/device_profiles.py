@@ -111,9 +111,13 @@ class Device:
         """Return True for a GPU."""
         return self.platform == "cuda"
 
-    def packing_seconds(self, operand_bytes: float) -> float:
-        """Return the seconds in which a product of matrices copies its operands in blocks."""
-        return operand_bytes / self.memory.packed_bytes_per_s
+    def packing_seconds(self, operand_bytes: float, rows: float = 0.0) -> float:
+        """Return the seconds in which a product of matrices copies its operands in blocks.
+
+        rows: the length of its longest axis, times its batch.
+        """
+        memory = self.memory
+        return max(operand_bytes / memory.packed_bytes_per_s, rows * memory.product_row_s)
 
     def page_seconds(self, fresh_bytes: float) -> float:
         """Return the seconds of memory pages that every call requests from the system again.
@@ -252,6 +256,7 @@ CPU = Device(
         cached_terms=3.0,
         kept_bytes=32 << 20,
         packed_bytes_per_s=1.5e10,
+        product_row_s=3e-9,
         constant_bytes=1 << 28,
         fresh_bytes_per_s=2e9,
         passes_of_write=2.0,

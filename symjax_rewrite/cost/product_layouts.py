@@ -35,7 +35,7 @@ def product_seconds(left: Matrix, right: Matrix, dtype: str, device: Device) -> 
     read = (left.elements + right.elements) * itemsize(dtype)
     busy = 2 * made * left.summed / device.peak(dtype)
     if min(left.free, right.free) > 1:
-        busy += device.packing_seconds(read)
+        busy += device.packing_seconds(read, max(left.free, right.free, left.summed))
     moved = read + made * itemsize(dtype)
     return max(busy, moved / device.bytes_per_s) + device.launch_s
 

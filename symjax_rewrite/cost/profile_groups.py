@@ -131,6 +131,9 @@ class MemoryFacts:
         "bytes/s", "operands of a product of matrices, copied in blocks beside its arithmetic",
         LAWS, math.inf,
     )  # fmt: skip
+    product_row_s: float = quantity(
+        "s/row", "the longest axis of a product of matrices, however short its others are", LAWS, 0.0
+    )
     cached_terms: float = quantity(
         "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
     )

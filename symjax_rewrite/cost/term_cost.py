@@ -8,6 +8,7 @@ counted apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -108,11 +109,14 @@ class CostModel:
         self._facts: dict[int, Facts] = {}  # by the id of a node, which stays alive
 
     def join_seconds(
-        self, flops: float, read_bytes: float, made_bytes: float, dtype: str, has_vector: bool
+        self, flops: float, read_bytes: float, made_bytes: float, dtype: str, rows: float
     ) -> float:
-        """Return the seconds of one matrix product; of a matrix and a vector if `has_vector`."""
+        """Return the seconds of one matrix product.
+
+        rows: the length of its longest axis, times its batch; 0 beside a vector.
+        """
         d = self.device
-        busy = flops / d.peak(dtype) + (0.0 if has_vector else d.packing_seconds(read_bytes))
+        busy = flops / d.peak(dtype) + (d.packing_seconds(read_bytes, rows) if rows else 0.0)
         return max(busy, (read_bytes + made_bytes) / d.bytes_per_s) + d.launch_s
 
     def node_seconds(self, g: EGraph, cls: int, node: Node) -> float:
@@ -143,11 +147,16 @@ class CostModel:
         if not is_dot(node):
             return 0.0
         a, b = node.args
+        free = []
         for x, y in ((a, b), (b, a)):
-            free = {i for i in x.axes if i < node.out}.difference(y.axes)
-            if self._count(tuple([sizes[i] for i in free])) <= 1:
-                return 0.0
-        return self.device.packing_seconds(self.class_bytes(g, a.cls) + self.class_bytes(g, b.cls))
+            mine = {i for i in x.axes if i < node.out}.difference(y.axes)
+            free.append(self._count(tuple([sizes[i] for i in mine])))
+        if min(free) <= 1:
+            return 0.0
+        batch = self._count(sizes) / math.prod(free)
+        rows = batch * max(*free, self._count(node.bound))
+        read = self.class_bytes(g, a.cls) + self.class_bytes(g, b.cls)
+        return self.device.packing_seconds(read, rows)
 
     def _library_flops(self, g: EGraph, cls: int, node: Node) -> float:
         """Return FLOPs of a solve (factorise, two triangular solves a column) or convolution."""

@@ -270,3 +270,15 @@ def _connected_pairs(factors: Sequence[int]) -> Iterator[tuple[int, int, int]]:
                 rest ^= first
                 for other in grown(first, banned | fringe & (first - 1)):
                     yield subset | other, subset, other
+
+
+def rows_of(left: int, right: int, kept: int, count: Callable[[int], float]) -> float:
+    """Return the length of a product's longest axis, times its batch; 0 beside a vector.
+
+    left, right, kept: indices of the operands and of the result, as masks. count: the number of
+    elements over some indices.
+    """
+    free = count(kept & ~left), count(kept & ~right)
+    if min(free) <= 1:
+        return 0.0
+    return count(left & right & kept) * max(*free, count(left & right & ~kept))

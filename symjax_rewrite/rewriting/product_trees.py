@@ -17,7 +17,7 @@ from symjax_rewrite.ir.products import Product, is_half, scaled
 from symjax_rewrite.ir.sizes import Dim
 from symjax_rewrite.ir.term import CONTRACT, DELTA, MAP, Node, Ref, canonical
 from symjax_rewrite.obstacles import Obstacle
-from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order
+from symjax_rewrite.rewriting.contraction_order import Repeats, Tree, best_order, rows_of
 from symjax_rewrite.rewriting.rule import RuleContext, too_large
 from symjax_rewrite.rewriting.scales import Leaf, apart, leaves_of, place, scaled_factor
 
@@ -194,9 +194,8 @@ class _TreeBuilder:
         read, made = (self._count(left) + self._count(right)) * size, self._count(kept) * size
         d = self.ctx.model.device
         if left & right & ~kept:
-            has_vector = min(self._count(kept & ~left), self._count(kept & ~right)) <= 1
-            flops = 2 * self._count(left | right)
-            return self.ctx.model.join_seconds(flops, read, made, self.dtype, has_vector)
+            flops, rows = 2 * self._count(left | right), rows_of(left, right, kept, self._count)
+            return self.ctx.model.join_seconds(flops, read, made, self.dtype, rows)
         return self._count(left | right) / d.elementwise_per_s + (read + made) / d.bytes_per_s
 
     def _count(self, mask: int) -> float:

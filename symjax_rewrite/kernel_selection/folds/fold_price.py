@@ -49,7 +49,7 @@ from symjax_rewrite.pallas_kernels.fold.tiling import (
     xla_blocks,
 )
 from symjax_rewrite.pallas_kernels.triton_memory import fold_cut
-from symjax_rewrite.rewriting.contraction_order import Pairs, best_order
+from symjax_rewrite.rewriting.contraction_order import Pairs, best_order, rows_of
 from symjax_rewrite.rules.separability import separable
 
 MOST_PAIRS = 2000  # limit on subproducts tried in the search for the best order
@@ -177,8 +177,8 @@ def _seconds_ordered(t: TermGraph, m: ClusterMember, pairs: int, device: Device)
         if count(kept) >= pairs:
             return math.inf
         read, made = itemsize(dtype) * (count(left) + count(right)), itemsize(dtype) * count(kept)
-        has_vector = min(count(kept & ~left), count(kept & ~right)) <= 1
-        return model.join_seconds(2 * count(left | right), read, made, dtype, has_vector)
+        rows = rows_of(left, right, kept, count)
+        return model.join_seconds(2 * count(left | right), read, made, dtype, rows)
 
     masks = [sum(1 << i for i in {*f.axes}) for f in p.factors]
     found = best_order(masks, (1 << p.out) - 1, seconds, Pairs.of(MOST_PAIRS))
