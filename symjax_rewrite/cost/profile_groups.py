@@ -348,6 +348,9 @@ class FusionFacts:
     row_s: float = quantity("s/row", "an innermost row in a fusion", ORIENTATION, 3e-9)
     stored_s: float = quantity("s/element", "written first, and read", ORIENTATION, 0.5e-9)
     product_s: float = quantity("s/element", "that reads a product in a fusion", ORIENTATION, 1e-9)
+    sum_row_s: float = quantity("s/row", "the sum of a short row in memory", ORIENTATION, 2e-9)
+    vector_row_s: float = quantity("s/row", "its product with a vector", ORIENTATION, 0.9e-9)
+    short_row: int = quantity("elements", "of a row that is short, at most", ORIENTATION, 16)
     products: int = quantity("1", "operands that products make, from which on", ORIENTATION, 1)
     sorts_parts: bool = fact("a part of a top-k is that of a sort", False)
 

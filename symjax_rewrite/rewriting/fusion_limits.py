@@ -26,7 +26,7 @@ from symjax_rewrite.cost.profile_groups import FusionFacts
 from symjax_rewrite.ir.dataflow import makers_of, users_of
 from symjax_rewrite.ir.flat_program import Equation, Program
 from symjax_rewrite.ir.primitives import ELEMENTWISE, VIEWS
-from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place
+from symjax_rewrite.rewriting.equation_forms import candidate, is_in_place, unstored_bytes
 from symjax_rewrite.rewriting.rule import LOCALITY, STORED
 
 RULE = (STORED, LOCALITY)
@@ -47,6 +47,8 @@ class FusionLimits:
         found = [e for e in program.equations if e.name in REDUCTIONS and is_in_place(e, DTYPES)]
         if found:
             yield from _reductions(found, program, facts, context.device)
+            if context.reorders():
+                yield from _short_sums(found, program, facts, context.device)
         if facts.sorts_parts:
             yield from _selections(program, context.device)
 
@@ -113,6 +115,33 @@ def _reductions(
             if margins.pays(*seconds, "orientation", device):
                 products.add(p.outvals[0])
                 yield candidate(RULE, p.where(), _stored_result(p), seconds)
+
+
+def _short_sums(
+    found: list[Equation], program: Program, facts: FusionFacts, device: Device
+) -> Iterator[Candidate]:
+    """Yield the sums along short rows in memory: X 1, which the library computes in vectors."""
+    makers = makers_of(program.equations)
+    for e in found:
+        x: Any = e.eqn.invars[0].aval
+        along = e.name == "reduce_sum" and set(e.eqn.params["axes"]) == {x.ndim - 1}
+        if not along or not 1 < x.shape[-1] <= facts.short_row:
+            continue
+        rows = x.size / x.shape[-1]
+        seconds = facts.sum_row_s * rows, facts.vector_row_s * rows
+        stored = unstored_bytes(program, e, makers) == 0
+        if stored and margins.pays(*seconds, "orientation", device):
+            yield candidate(RULE, e.where(), _along_rows(e), seconds)
+
+
+def _along_rows(e: Equation) -> Replacement:
+    """Return the product with a vector of ones that sums rows."""
+
+    def run(x: Any) -> Any:
+        axes = (((x.ndim - 1,), (0,)), ((), ()))
+        return lax.dot_general(x, jnp.ones(x.shape[-1:], x.dtype), axes, lax.Precision.HIGHEST)
+
+    return Replacement(e.outvals, e.invals, run, source=e.eqn)
 
 
 def _seconds(e: Equation, width: int, facts: FusionFacts, device: Device) -> tuple[float, float]:
