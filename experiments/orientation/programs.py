@@ -184,8 +184,28 @@ def algebra() -> dict[str, Program]:
         "cumulative maximum": (lambda x: jax.lax.cummax(x, axis=0), (array(2048, 512),)),
         "cumulative logsumexp": (lambda x: jax.lax.cumlogsumexp(x, axis=0), (array(256, 512),)),
         "cumulative sum of a row": (lambda x: jnp.cumsum(x), (array(1_000_000),)),
+        "distances of embeddings": (distance_loss, (array(512, 64), array(64, 32))),
+        "forces in the plane": (forces, (array(600, 2),)),
+        "kernel of numbers": (kernel_smoother, (array(4000, 1), array(200, 1), array(200, 4))),
+        "threshold of a top-k": (lambda x: x >= jax.lax.top_k(x, 8)[0][:, -1:], (array(512, 512),)),
+        "sums of points": (lambda x: jnp.sum(x, -1), (array(300_000, 3),)),
         "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
+
+
+def distance_loss(x, w):
+    z = x @ w
+    return jnp.mean(jnp.exp(-jnp.sum((z[:, None] - z) ** 2, -1)))
+
+
+def forces(x):
+    r = x[None] - x[:, None]
+    return jnp.sum(jnp.sin(r) / (jnp.sum(r**2, -1, keepdims=True) + 0.1) ** 1.5, 1)
+
+
+def kernel_smoother(x, y, v):
+    k = jnp.exp(-jnp.sum((x[:, None] - y) ** 2, -1))
+    return k @ v / jnp.sum(k, 1, keepdims=True)
 
 
 def scores(q, k):

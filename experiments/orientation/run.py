@@ -30,7 +30,7 @@ from programs import array, programs
 
 from symjax_rewrite import packs, sym_optimize
 
-PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans")
+PASSES = ("orientation", "column_reductions", "extremum_places", "column_scans", "fusion_limits")
 # rows, columns, summed
 SHAPES = (
     (2048, 64, 2048), (2000, 64, 2000), (2048, 8, 2048), (64, 8, 200_000), (100, 10, 50_000),
@@ -130,6 +130,39 @@ def reductions(rounds: int, sample_s: float, columns: Sequence[int]) -> str:
     return harness.markdown_table(["columns", "sum", "1ᵀ X", "maximum", "row by row"], rows)
 
 
+def fusions(rounds: int, sample_s: float, rows: int = 200_000) -> str:
+    """Return the table of fused reductions and products with short rows, in ns per row."""
+
+    def stored(x: Any) -> Any:
+        return lax.reduce_precision(x, 8, 23)
+
+    def chain(x: Any, y: Any) -> Any:
+        return jnp.tanh(x[:, None] - y) + 1
+
+    def distances(x: Any) -> Any:
+        return jnp.sum((x[:, None] - x) ** 2, -1)
+
+    found = []
+    for width in (1, 2, 3, 4, 8, 16):
+        n = 512
+        x, y, z = array(n, width), array(n, width), array(rows, width)
+        w, p = array(width, 5), array(width, width)
+        calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
+            "reduction of a chain": (lambda x, y: jnp.sum(chain(x, y), 1), (x, y), n * n),
+            "stored first": (lambda x, y: jnp.sum(stored(chain(x, y)), 1), (x, y), n * n),
+            "distances of a product": (lambda x, p: distances(x @ p), (x, p), n * n),
+            "product stored": (lambda x, p: distances(stored(x @ p)), (x, p), n * n),
+            "sum of rows": (lambda z: jnp.sum(z, -1), (z,), rows),
+            "X 1": (lambda z: z @ jnp.ones(z.shape[1]), (z,), rows),
+            "X W": (lambda z, w: z @ w, (z, w), rows),
+        }
+        runs = {k: functools.partial(jax.jit(f), *args) for k, (f, args, _) in calls.items()}
+        seconds = core_seconds(runs, rounds, sample_s)
+        each = [f"{1e9 * s / calls[k][2]:.2f}" for k, s in seconds.items()]
+        found.append([str(width), *each])
+    return harness.markdown_table(["row's length", *calls], found)
+
+
 def compared(rounds: int, sample_s: float, every: int = 1) -> str:
     """Return the table of the programs: plain, without the passes, and with them."""
     rows = []
@@ -181,12 +214,16 @@ def main() -> None:
     if options.quick:
         print(layouts(1, 1e-3, SHAPES[-9:-7]))
         print(reductions(1, 1e-3, (20_000,)))
+        print(fusions(1, 1e-3, 10_000))
         print(compared(1, 1e-3, 20))
         return
     columns = [1 << k for k in range(10, 18)]
     tables = (
-        layouts(5, 1e-2), reductions(5, 1e-2, columns), compared(5, 1e-2, options.every)
-    )  # fmt: skip
+        layouts(5, 1e-2),
+        reductions(5, 1e-2, columns),
+        fusions(5, 1e-2),
+        compared(5, 1e-2, options.every),
+    )
     print(*tables, sep="\n\n")
     if options.write:
         harness.write_table(HERE / "README.md", *tables)

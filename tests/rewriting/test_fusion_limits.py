@@ -1,0 +1,111 @@
+"""What XLA's fusions compute slowly is stored, with the same values; what they compute well stays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from symjax_rewrite import packs, sym_optimize
+from symjax_rewrite.cost.device_profiles import CPU
+
+NAME = "fusion_limits"
+OLD = pytest.mark.skipif(
+    CPU.fusions is None or not CPU.fusions.sorts_parts, reason="this XLA keeps top-ks whole"
+)
+
+
+def array(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
+
+
+def stored(fun: Callable, *args: Any, **options: Any) -> int:
+    """The number of values stored by the pass; values and dtypes are checked."""
+    ours = sym_optimize(fun, device="cpu", kernels="off", **options)
+    a, b = ours(*args), fun(*args)
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
+    return sum(r.count for r in ours.explain(*args).rules if r.name == NAME)
+
+
+def distances(x, y):
+    return jnp.sum((x[:, None] - y) ** 2, -1)
+
+
+def forces(x):
+    r = x[None] - x[:, None]
+    return jnp.sum(jnp.sin(r) / (jnp.sum(r**2, -1, keepdims=True) + 0.1), 1)
+
+
+POINTS, W = array(300, 2), array(64, 32)
+TAKEN = {
+    "forces in the plane": (forces, POINTS),
+    "row sums of a kernel of numbers": (
+        lambda x, y: jnp.sum(jnp.exp(-distances(x, y)), 1), array(400, 1), array(300, 1)
+    ),
+    "distances of one product": (lambda x: jnp.exp(-distances(x @ W, x @ W)), array(128, 64)),
+    "distances of two products": (
+        lambda x, y: jnp.tanh(distances(x @ W, y @ W)), array(128, 64), array(128, 64)
+    ),
+    "sums of points": (lambda x: jnp.sum(x, -1), array(60_000, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_values_in_slow_fusions_are_stored(name: str) -> None:
+    fun, *args = TAKEN[name]
+    assert stored(fun, *args)
+    assert not stored(fun, *args, rules=packs.default - NAME)
+
+
+LEFT = {
+    "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
+    "distances along the rows": (lambda x: distances(x, x), POINTS),
+    "one operation": (lambda x: jnp.sum(x[:, None] - x, 1), POINTS),
+    "an operand in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
+    "distances of parameters": (lambda x, y: jnp.exp(-distances(x, y)), *[array(128, 32)] * 2),
+    "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
+    "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
+    "sums of computed rows": (lambda x: jnp.sum(jnp.exp(x), -1), array(60_000, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_fast_fusions_stay(name: str) -> None:
+    fun, *args = LEFT[name]
+    assert not stored(fun, *args)
+
+
+def test_exact_numerics_keep_the_order_of_sums() -> None:
+    assert not stored(lambda x: jnp.sum(x, -1), array(60_000, 3), numerics="exact")
+    assert stored(forces, POINTS, numerics="exact")  # storing changes no value
+
+
+def test_special_values_are_kept() -> None:
+    x = POINTS.at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf)
+    assert stored(forces, x)
+
+
+def test_other_dtypes_stay() -> None:
+    assert not stored(lambda x: jnp.sum((x[None] - x[:, None]) ** 2 + 1, 1), POINTS.astype(int))
+
+
+def threshold(x):
+    return x >= lax.top_k(x, 4)[0][:, -1:]
+
+
+@OLD
+def test_a_top_k_of_which_a_part_is_read_stays_a_top_k() -> None:
+    assert stored(threshold, array(200, 256))
+    ours = sym_optimize(threshold, device="cpu")
+    text = ours.lower(array(200, 256)).compile().as_text()
+    assert "TopK" in text and " sort(" not in text
+
+
+@OLD
+def test_a_top_k_that_is_read_whole_is_left() -> None:
+    assert not stored(lambda x: lax.top_k(x, 4)[0], array(200, 256))
+    assert not stored(lambda x: jnp.exp(lax.top_k(x, 4)[0]), array(200, 256))
