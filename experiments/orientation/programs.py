@@ -184,12 +184,18 @@ def algebra() -> dict[str, Program]:
         "cumulative maximum": (lambda x: jax.lax.cummax(x, axis=0), (array(2048, 512),)),
         "cumulative logsumexp": (lambda x: jax.lax.cumlogsumexp(x, axis=0), (array(256, 512),)),
         "cumulative sum of a row": (lambda x: jnp.cumsum(x), (array(1_000_000),)),
+        "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
+    }
+
+
+def fused() -> dict[str, Program]:
+    """Reductions that XLA fuses with what computes their operands."""
+    return {
         "distances of embeddings": (distance_loss, (array(512, 64), array(64, 32))),
         "forces in the plane": (forces, (array(600, 2),)),
         "kernel of numbers": (kernel_smoother, (array(4000, 1), array(200, 1), array(200, 4))),
         "threshold of a top-k": (lambda x: x >= jax.lax.top_k(x, 8)[0][:, -1:], (array(512, 512),)),
         "sums of points": (lambda x: jnp.sum(x, -1), (array(300_000, 3),)),
-        "short rows, mean": (lambda x: jnp.mean(x, 0), (array(4096, 1024),)),
     }
 
 
@@ -237,4 +243,4 @@ def grouped_heads() -> dict[str, Program]:
 
 def programs() -> dict[str, Program]:
     """Every program with its arguments."""
-    return regressions() | models() | algebra() | grouped_heads()
+    return regressions() | models() | algebra() | fused() | grouped_heads()

@@ -1,6 +1,6 @@
 """One tile of a fold: reads of blocks, the tile program, and the monoid of each output.
 
-May import monoid.py and spec.py. The reference uses one tile that covers everything; the `xla`
+May import monoid.py, spec.py and tiling.py. The reference uses one tile that covers everything; the `xla`
 backend uses many. A block holds the batch axes named in `inner` whole, and one index of each other
 batch axis. The axes of a block have the order (inner batch axes, row, column, features).
 """
@@ -34,6 +34,7 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     result_axes,
     terms_of,
 )
+from symjax_rewrite.pallas_kernels.fold.tiling import MOST_FUSED_READS
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 
 Array = Any
@@ -125,9 +126,19 @@ def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
     out = spec.tile.fun(dots, tuple(values), block.i, block.j)
     held = {**spec.size, **block.parts}
     shape = (*(held[a] for a in block.inner), block.i.shape[0], block.j.shape[1])
-    return tuple(
-        jnp.broadcast_to(t, shape) for t in (out if isinstance(out, (tuple, list)) else (out,))
-    )
+    made = out if isinstance(out, (tuple, list)) else (out,)
+    return tuple(_stored(spec, jnp.broadcast_to(t, shape)) for t in made)
+
+
+def _stored(spec: FoldSpec, tile: Array) -> Array:
+    """Return a tile that XLA's CPU library does not fuse into its reduction, if it reads much.
+
+    Long chains are several times slower in the library's fusions. A rounding to the tile's own
+    precision changes no value.
+    """
+    if len(spec.tile.reads) <= MOST_FUSED_READS or tile.dtype != jnp.float32:
+        return tile
+    return lax.reduce_precision(tile, 8, 23)
 
 
 def accumulator(dtype: Any) -> jnp.dtype:

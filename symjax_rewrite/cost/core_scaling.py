@@ -49,6 +49,7 @@ LAWS_BY_UNIT = {
     "s": SERIAL,
     "s/entry": SERIAL,  # of a loop's step, which one thread runs
     "s/element": COMPUTE,
+    "s/row": COMPUTE,
 }
 # The figures for which the unit does not tell.
 LAWS_BY_PATH = {

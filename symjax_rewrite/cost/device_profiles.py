@@ -247,7 +247,7 @@ CPU = Device(
         least_pairs=1 << 16,
         lanes=16,
     ),
-    functions=FunctionSteps(short=3, long=8, periodic=30, scalar=60),
+    functions=FunctionSteps(short=3, long=8, periodic=30, scalar=40),
     platform="cpu",
     runs_pallas=False,
     half_steps=2.0,

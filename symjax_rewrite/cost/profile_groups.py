@@ -20,7 +20,7 @@ MATRICES = "experiments/selective_scan/matrices.py"
 LAWS = "experiments/performance_fuzz/laws.py"
 RESIDUALS = "experiments/performance_fuzz/margins.py"
 ORIENTATION = "experiments/orientation/run.py"
-ELEMENTWISE = "python -m symjax_rewrite calibrate"
+ELEMENTWISE = "symjax_rewrite/calibration/elementwise.py"
 ON_GPU = "experiments/on_gpu.py"  # part `fit`; the values of GPUs are estimates until one was lent
 
 # Elementwise functions by the field of `FunctionSteps` that prices them; others are one step.
@@ -132,7 +132,10 @@ class MemoryFacts:
         LAWS, math.inf,
     )  # fmt: skip
     product_row_s: float = quantity(
-        "s/row", "the longest axis of a product of matrices, however short its others are", LAWS, 0.0
+        "s/row",
+        "the longest axis of a product of matrices, however short its others are",
+        LAWS,
+        0.0,
     )
     cached_terms: float = quantity(
         "1", "factor of the bandwidth, cached pairwise terms", FOLDS, 1.0
@@ -192,6 +195,7 @@ class FoldFacts:
     chained: float = quantity(
         "1", "of a step, by an operation other than a function in the tile of a fold", FOLDS, 1.0
     )
+    chained_reads: int = quantity("1", "values that such a tile reads, at most", FOLDS, 64)
     lanes: int = quantity("elements", "columns of a block in one vector; fewer waste it", FACT, 1)
     feature_sum: float = quantity("steps/pair", "a sum over features by XLA, to begin", LAWS, 0)
     features_at_once: float = quantity("1", "features that XLA adds at a time", LAWS, 1)

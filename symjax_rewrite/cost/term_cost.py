@@ -275,7 +275,10 @@ class CostModel:
             flops is not None or node.op == op.CUMSUM,
             node.op in FREE,
             count * itemsize(c.dtype),
-            count * (self._steps(node) if bound else 1.0) * steps_of(node, self.device) * self._half(c.dtype),
+            count
+            * (self._steps(node) if bound else 1.0)
+            * steps_of(node, self.device)
+            * self._half(c.dtype),
             flops,
             1.0 if flops is None else self._peak(g, node),
             self._packing(g, c.sizes, node),

@@ -422,10 +422,11 @@ def _steps(route: FoldRoute, spec: FoldSpec, blocks: Blocks, device: Device) -> 
     once += sum(isinstance(o, KeyedSums) for o in spec.outputs) * folds.fold_keyed
     held = set(blocks.inner) & {*shared_axes(spec)}
     steps = kinds["hit"] + once / math.prod(spec.size[a] for a in held)
+    chained = folds.chained if kinds["value"] <= folds.chained_reads else 1.0
     for kind, data, args, _ in route.steps:
         if kind == "apply":
             node = Node(*data, (Ref(-1, ()),) * len(args), 0, ())
-            steps += folds.chained * weight(node) + steps_of(node, device) - weight(node)
+            steps += chained * weight(node) + steps_of(node, device) - weight(node)
     if any(isinstance(o, TopK) for o in spec.outputs):
         steps *= 2  # a search reads a block twice, and XLA computes it twice
     return steps + sum(_output_steps(o, blocks.cols, folds) for o in spec.outputs)
