@@ -44,7 +44,7 @@ class ExtremumPlaces(EquationForms):
             return None
         # What XLA computes in the loop of the search would be written, and read twice. The
         # places are written too: in fresh memory that takes as long as XLA's search.
-        if device.page_seconds(bytes_wide) or unstored() != 0:
+        if device.page_seconds(2 * bytes_wide) or unstored() != 0:
             return None
         return _by_value(e), _seconds(e, device)
 

@@ -1,4 +1,4 @@
-"""What XLA's fusions compute slowly is stored, with the same values; what they compute well stays."""
+"""What XLA's fusions compute slowly is stored, with the same values; all else stays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +65,7 @@ LEFT = {
     "long rows": (lambda x: jnp.sum(jnp.tanh(x[:, None] - x) + 1, 1), array(100, 64)),
     "distances along the rows": (lambda x: distances(x, x), POINTS),
     "one operation": (lambda x: jnp.sum(x[:, None] - x, 1), POINTS),
-    "an operand in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
+    "operands in memory": (lambda x, y: jnp.sum(jnp.tanh(x * y) + 1, 1), *[array(9, 4000, 2)] * 2),
     "distances of parameters": (lambda x, y: jnp.exp(-distances(x, y)), *[array(128, 32)] * 2),
     "few rows": (lambda x: jnp.sum(x, -1), array(50, 3)),
     "sums of long rows": (lambda x: jnp.sum(x, -1), array(2000, 100)),
