@@ -151,9 +151,9 @@ def row_length(length: Array) -> Array:
 def _apart(tile: Array, block: Block, fill: Any = 0) -> Array:
     """Return a tile by a selection that always holds, apart from its reduction.
 
-    XLA on a CPU runs a reduction together with the arithmetic before it by YNNPACK, one operation
-    at a time: sums of elementwise terms take two to three times as long (`folds/sums` in
-    experiments/folds/run.py). A selection is compiled into one loop with the arithmetic before it.
+    XLA on a CPU runs a reduction, fused with the arithmetic before it, one operation at a time
+    (YNNPACK). A selection is compiled into one loop with the arithmetic, and the reduction alone
+    then reads its result.
     """
     floats = jnp.issubdtype(tile.dtype, jnp.floating)
     return jnp.where(block.j >= 0, tile, jnp.asarray(fill, tile.dtype)) if floats else tile
