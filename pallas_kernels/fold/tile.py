@@ -159,14 +159,26 @@ def row_length(length: Array) -> Array:
     return jnp.minimum(jnp.maximum(length, low), high).astype(jnp.int32)
 
 
+def _apart(tile: Array, block: Block, fill: Any = 0) -> Array:
+    """Return a tile by a selection that always holds, apart from its reduction.
+
+    XLA on a CPU runs a reduction, fused with the arithmetic before it, one operation at a time
+    (YNNPACK). A selection is compiled into one loop with the arithmetic, and the reduction alone
+    then reads its result.
+    """
+    floats = jnp.issubdtype(tile.dtype, jnp.floating)
+    return jnp.where(block.j >= 0, tile, jnp.asarray(fill, tile.dtype)) if floats else tile
+
+
 def _measure(
-    spec: FoldSpec, term: WeightedTerm, made: Sequence[Array], block: Block
+    spec: FoldSpec, output: Output, term: WeightedTerm, made: Sequence[Array], block: Block
 ) -> monoid.Measure:
     def measure(p: Array) -> Array:
         if term.factor is not None:
             p = p * made[term.factor].astype(p.dtype)
         total = accumulator(p.dtype)
         if term.weights is None:
+            p = _apart(p, block) if isinstance(output, Sums) else p
             return jnp.sum(p, axis=-1, dtype=total)
         p, weights = _multiplied(term, p, block.arrays[term.weights])
         tile_axes = (*block.inner, spec.row, spec.col)
@@ -234,13 +246,16 @@ def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block)
     if isinstance(output, (ArgExtremum, TopK)):
         return tile, block.j
     if isinstance(output, Extremum):
-        return (tile.astype(bool) if output.kind in ("any", "all") else tile,)
+        if output.kind in ("any", "all"):
+            return (tile.astype(bool),)
+        fill = monoid.least if output.kind == "max" else monoid.greatest
+        return (_apart(tile, block, fill(tile.dtype)),)
     if isinstance(output, KeyedSums):
         tile = tile.astype(accumulator(tile.dtype))
         return tile, [lambda x: _sum_by_key(spec, output, x, made, block)]
     if isinstance(output, ExpSums):
         tile = tile.astype(accumulator(tile.dtype))
-    return tile, [_measure(spec, t, made, block) for t in terms_of(output)]
+    return tile, [_measure(spec, output, t, made, block) for t in terms_of(output)]
 
 
 def numbered(places: Sequence[Array], sizes: Sequence[int]) -> tuple[Array, Array]:
