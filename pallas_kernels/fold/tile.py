@@ -1,6 +1,6 @@
 """One tile of a fold: reads of blocks, the tile program, and the monoid of each output.
 
-May import monoid.py, spec.py and tiling.py. The reference uses one tile that covers everything; the `xla`
+May import monoid.py and spec.py. The reference uses one tile that covers everything; the `xla`
 backend uses many. A block holds the batch axes named in `inner` whole, and one index of each other
 batch axis. The axes of a block have the order (inner batch axes, row, column, features).
 """
@@ -34,7 +34,6 @@ from symjax_rewrite.pallas_kernels.fold.spec import (
     result_axes,
     terms_of,
 )
-from symjax_rewrite.pallas_kernels.fold.tiling import MOST_FUSED_READS
 from symjax_rewrite.pallas_kernels.monoid import Monoid, State
 
 Array = Any
@@ -127,18 +126,7 @@ def tiles(spec: FoldSpec, block: Block) -> tuple[Array, ...]:
     held = {**spec.size, **block.parts}
     shape = (*(held[a] for a in block.inner), block.i.shape[0], block.j.shape[1])
     made = out if isinstance(out, (tuple, list)) else (out,)
-    return tuple(_stored(spec, jnp.broadcast_to(t, shape)) for t in made)
-
-
-def _stored(spec: FoldSpec, tile: Array) -> Array:
-    """Return a tile that XLA's CPU library does not fuse into its reduction, if it reads much.
-
-    Long chains are several times slower in the library's fusions. A rounding to the tile's own
-    precision changes no value.
-    """
-    if len(spec.tile.reads) <= MOST_FUSED_READS or tile.dtype != jnp.float32:
-        return tile
-    return lax.reduce_precision(tile, 8, 23)
+    return tuple(jnp.broadcast_to(t, shape) for t in made)
 
 
 def accumulator(dtype: Any) -> jnp.dtype:
@@ -159,15 +147,17 @@ def row_length(length: Array) -> Array:
     return jnp.minimum(jnp.maximum(length, low), high).astype(jnp.int32)
 
 
-def _apart(tile: Array, block: Block, fill: Any = 0) -> Array:
-    """Return a tile by a selection that always holds, apart from its reduction.
+def _apart(spec: FoldSpec, tile: Array) -> Array:
+    """Return a tile rounded to its own precision, which changes no value.
 
     XLA on a CPU runs a reduction, fused with the arithmetic before it, one operation at a time
-    (YNNPACK). A selection is compiled into one loop with the arithmetic, and the reduction alone
-    then reads its result.
+    (YNNPACK). It does not fuse the rounding: the arithmetic is compiled into one loop, and the
+    reduction alone then reads its result. Terms of one value of each point are faster fused.
     """
-    floats = jnp.issubdtype(tile.dtype, jnp.floating)
-    return jnp.where(block.j >= 0, tile, jnp.asarray(fill, tile.dtype)) if floats else tile
+    if len(spec.tile.reads) <= 2 or not jnp.issubdtype(tile.dtype, jnp.floating):
+        return tile
+    info = jnp.finfo(tile.dtype)
+    return lax.reduce_precision(tile, info.nexp, info.nmant)
 
 
 def _measure(
@@ -178,7 +168,7 @@ def _measure(
             p = p * made[term.factor].astype(p.dtype)
         total = accumulator(p.dtype)
         if term.weights is None:
-            p = _apart(p, block) if isinstance(output, Sums) else p
+            p = _apart(spec, p) if isinstance(output, Sums) else p
             return jnp.sum(p, axis=-1, dtype=total)
         p, weights = _multiplied(term, p, block.arrays[term.weights])
         tile_axes = (*block.inner, spec.row, spec.col)
@@ -248,8 +238,7 @@ def _lifted(spec: FoldSpec, output: Output, made: Sequence[Array], block: Block)
     if isinstance(output, Extremum):
         if output.kind in ("any", "all"):
             return (tile.astype(bool),)
-        fill = monoid.least if output.kind == "max" else monoid.greatest
-        return (_apart(tile, block, fill(tile.dtype)),)
+        return (_apart(spec, tile),)
     if isinstance(output, KeyedSums):
         tile = tile.astype(accumulator(tile.dtype))
         return tile, [lambda x: _sum_by_key(spec, output, x, made, block)]

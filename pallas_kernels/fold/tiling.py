@@ -70,7 +70,6 @@ XLA_CUTS = {
     "paired": FoldTiling(512, 1024),  # gradients of attention: T = 1024 0.33, 4096 0.17
     "plain": FoldTiling(512, 2048),  # attention: T = 4096 0.27; cross-entropy of 50,000 words: 0.27
 }
-MOST_FUSED_READS = 16  # values per tile that XLA fuses into a reduction: of two points, 8 features
 NARROWEST = 128  # rows and columns per block of a narrow band
 
 

@@ -20,12 +20,12 @@ def test_reductions_are_compiled_apart_from_their_tiles(output: Output) -> None:
         batch=(),
         row="m",
         col="n",
-        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")),
+        operands=(Operand(("m",), "float32"), Operand(("n",), "float32")) * 2,
         contractions=(),
-        tile=Tile(lambda dots, values, i, j: jax.lax.rsqrt(values[0] * values[1]), (0, 1)),
+        tile=Tile(lambda _, v, i, j: jax.lax.rsqrt(v[0] * v[1] + v[2] * v[3]), (0, 1, 2, 3)),
         outputs=(output,),
     )
-    lowered = jax.jit(lambda x, y: fold_xla(spec, x, y)).lower(jnp.ones(256), jnp.ones(2048))
+    lowered = jax.jit(lambda x, y: fold_xla(spec, x, y, x, y)).lower(jnp.ones(256), jnp.ones(2048))
     computations = re.split(r"\n\n", lowered.compile().as_text())
     assert any(" rsqrt(" in text for text in computations)
     assert not any(" rsqrt(" in text and " reduce(" in text for text in computations)
