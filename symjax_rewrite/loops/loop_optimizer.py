@@ -103,9 +103,10 @@ def before_derivatives(
     """Return a program with loops instead of trees of affine steps, and fused sources.
 
     The equations are the same at other places, and a polynomial evaluated in another order. The
-    derivatives are therefore the same. Reverse mode then stores far fewer residuals. route: returns
-    a kernel for a loop whose derivatives are those of the loop, or None. trees: False to keep trees
-    of affine steps.
+    derivatives are therefore the same. Reverse mode then stores far fewer residuals.
+
+    route: returns a kernel for a loop whose derivatives are those of the loop, or None. trees:
+    False to keep trees of affine steps.
     """
     program = flatten(jax_internals.without_dead(closed), has_rules=True)
     if not has_loops(program):

@@ -7,7 +7,7 @@ sizes of its own with any numbers, which binds its arguments, and then at the si
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count, islice, product
 from typing import Any, NamedTuple
@@ -263,19 +263,16 @@ def _decided(
         reason = _reason_against(route, specs, context)
         after_s = None if reason else route.predicted_s(specs)
     except InconclusiveDimensionOperation as error:
-        reason, after_s = (
-            Obstacle.SIZES(f"undecided for these named sizes: {str(error).splitlines()[0]}"),
-            None,
-        )
+        what = str(error).splitlines()[0]
+        reason, after_s = Obstacle.SIZES(f"undecided for these named sizes: {what}"), None
     if reason:
         return Refusal(route.name, reason, where)
     before_s = _written_s(terms, place)
-    ratio = None if after_s is None else before_s / after_s if after_s else None
     if after_s is not None and not margins.pays(before_s, after_s, "rewrite", context.device):
-        least = margins.margin("rewrite", context.device)
-        return Refusal(
-            route.name, Obstacle.COST(f"predicted gain is below {least}"), where, ratio=ratio
+        reason = Obstacle.COST(
+            f"predicted gain is below {margins.margin('rewrite', context.device)}"
         )
+        return Refusal(route.name, reason, where, ratio=before_s / after_s if after_s else None)
     maker, made = KernelCall(t, place, route.kernel, after_s), t.maker_of(place.cls)
     part = TermPart(t, {place.cls: maker}, opens=False, source=made and made.eqn)
     return Candidate(

@@ -97,7 +97,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("loss", map(loss_of, OTHER.values()), ids=OTHER)
+@pytest.mark.parametrize("loss", [*map(loss_of, OTHER.values())], ids=OTHER)
 def test_other_backward_loops_stay(loss):
     gradient = jax.grad(loss, (0, 1, 2, 3, 4))
     assert not taken(sym_optimize(gradient).explain(*ARGUMENTS))

@@ -142,22 +142,19 @@ INVERSES = {
     "inverse of a diagonal": (lambda a, b, v: inv(jnp.diag(v)) @ b, 5),
     "solve with a diagonal": (lambda a, b, v: jnp.linalg.solve(jnp.diag(v), b[0]), 10),
     "low rank and identity, on a vector": (
-        lambda a, b, v: jnp.linalg.solve(0.5 * jnp.eye(128) + a[:, :8] @ a[:, :8].T, v),
-        1.25,
+        lambda a, b, v: jnp.linalg.solve(0.5 * jnp.eye(128) + a[:, :8] @ a[:, :8].T, v), 1.25,
     ),
     "low rank and identity, inverted": (
-        lambda a, b, v: inv(a[:4].T @ a[:4] + jnp.eye(128)) @ b[:, :3],
-        1.5,
+        lambda a, b, v: inv(a[:4].T @ a[:4] + jnp.eye(128)) @ b[:, :3], 1.5,
     ),
     "ridge regression, more features than rows": (
-        lambda a, b, v: jnp.linalg.solve(a[:8].T @ a[:8] + 9 * jnp.eye(128), a[:8].T @ v[:8]),
-        1.3,
+        lambda a, b, v: jnp.linalg.solve(a[:8].T @ a[:8] + 9 * jnp.eye(128), a[:8].T @ v[:8]), 1.3,
     ),
     "low rank and an unknown number": (
         lambda a, b, v: jnp.linalg.solve((1 + v[0] ** 2) * jnp.eye(128) + a[:, :8] @ a[:, :8].T, v),
         1.25,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INVERSES)

@@ -22,16 +22,14 @@ LOOKALIKES = {
     "relu attention": (lambda q, k, v: jax.nn.relu(q @ k.T) @ v, "nd,nd,nd"),
     "masked linear attention": (lambda q, k, v: jnp.tril(q @ k.T) @ v, "nd,nd,nd"),
     "cast down in a chain": (
-        lambda a, b, v: (a @ b).astype(jnp.bfloat16).astype(F32) @ v,
-        "ij,jk,k",
+        lambda a, b, v: (a @ b).astype(jnp.bfloat16).astype(F32) @ v, "ij,jk,k",
     ),
     "fence in a chain": (lambda a, b, v: keep(a @ b) @ v, "ij,jk,k"),
     "all elements of a product": (lambda a, b: a @ b, "ij,jk"),
     "product kept and summed": (lambda a, b: (y := a @ b, jnp.sum(jnp.exp(y))), "ij,jk"),
     "another matrix": (lambda a, b: (a @ b, b.T @ b), "ij,jk"),
     "RMSNorm then linear": (
-        lambda x, g, W: (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * g) @ W,
-        "nd,d,do",
+        lambda x, g, W: (x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * g) @ W, "nd,d,do",
     ),
     "every distance": (lambda x, y: jnp.sqrt(jnp.sum((x[:, None] - y[None]) ** 2, -1)), "ir,lr"),
     "weighted distances": (lambda x, y, w: w @ jnp.sum((x[:, None] - y[None]) ** 2, -1), "ir,lr,i"),
@@ -39,37 +37,25 @@ LOOKALIKES = {
     "distance to one point": (lambda x, y: jnp.sum((x - y[0]) ** 2), "nd,md"),
     "a solve": (lambda a, v: jnp.linalg.solve(a, v), "hh,h"),
     "a diagonal and a low-rank update": (
-        lambda d, u, b: jnp.linalg.solve(jnp.diag(1 + d * d) + u @ u.T, b),
-        "h,hr,h",
+        lambda d, u, b: jnp.linalg.solve(jnp.diag(1 + d * d) + u @ u.T, b), "h,hr,h",
     ),
     "a low-rank update of unlike sides": (
-        lambda u, v, b: jnp.linalg.solve(2 * jnp.eye(128) + u @ v, b),
-        "hr,rh,h",
+        lambda u, v, b: jnp.linalg.solve(2 * jnp.eye(128) + u @ v, b), "hr,rh,h",
     ),
     "a shifted matrix": (lambda a, b: jnp.linalg.solve(2 * jnp.eye(128) + a @ a.T, b), "hh,h"),
     "an inverse returned": (lambda a: inv(a), "hh"),
     "a random projection": (
-        lambda x, W: (x + jax.random.normal(jax.random.key(0), x.shape)) @ W,
-        "nd,do",
+        lambda x, W: (x + jax.random.normal(jax.random.key(0), x.shape)) @ W, "nd,do",
     ),
     "sum with a bias": (lambda x, W, b: jax.nn.relu(x @ W + b), "nd,do,o"),
     "centred": (lambda x, W: (x - jnp.mean(x, 0)) @ W, "nd,do"),
     "a projection that cancels": (lambda x: (jnp.eye(2) - 0.5) @ x[:2], "nd"),
     "difference of weights": (lambda x, W, V: x @ (W - V), "nd,do,do"),
-}
+}  # fmt: skip
 SMALL = {
-    "i": 128,
-    "j": 192,
-    "k": 160,
-    "l": 96,
-    "m": 64,
-    "n": 64,
-    "b": 512,
-    "d": 128,
-    "h": 128,
-    "o": 128,
+    "i": 128, "j": 192, "k": 160, "l": 96, "m": 64, "n": 64, "b": 512, "d": 128, "h": 128, "o": 128,
     "r": 4,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)

@@ -224,7 +224,7 @@ class StateReader:
                 continue
             if v not in makers or view.cls == self.out.cls:
                 raise NotAMatrixError("states are read whole")
-            stack += [u for u in makers[v].invals if isinstance(u, int)]
+            stack += makers[v].reads
         return found
 
     def _query(self, v: int, view: Ref) -> Query | None:
