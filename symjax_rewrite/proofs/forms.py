@@ -7,7 +7,8 @@ reduction over bound indices, a test, an opaque operation. Forms are numbered, a
 differ only in the names of their indices or in the order of a sum or product have one number: free
 indices become slots in a canonical order, found by colour refinement.
 
-So equal polynomials are equal tuples. May import `ir.sizes`.
+So equal polynomials are equal tuples, which `ir.sum_of_products` need not give: it multiplies out
+references with float coefficients, as a kernel computes them. May import `ir.sizes`.
 """
 
 from __future__ import annotations
@@ -233,13 +234,10 @@ class FormTable:
     ) -> Atom:
         """Return the atom of a function of polynomials over session names.
 
-        Args:
-            kind: the kind of function.
-            attr: its parameters.
-            branches: for each operand, the names that it binds, and its polynomial.
-            facts: the fields `real`, `integer`, `bit`, `sign`, `most` of the form.
-            is_ordered: False if the operands commute.
-            keeps_bound: True if the order of bound indices matters.
+        kind, attr: the kind of function and its parameters. branches: for each operand, the names
+        that it binds, and its polynomial. facts: the fields `real`, `integer`, `bit`, `sign`,
+        `most` of the form. is_ordered: False if the operands commute. keeps_bound: True if the
+        order of bound indices matters.
         """
         encoded, orders = _canonical(self, branches, is_ordered, keeps_bound)
         key = (kind, attr, encoded, len(orders[0]))

@@ -23,12 +23,7 @@ from symjax_rewrite.proofs.conditions import Conditions, undecided
 from symjax_rewrite.proofs.forms import ZERO, Atom, Index, Number, Poly, plain, plain_name
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import (
-    LoopSolver,
-    affine_again,
-    iteration_again,
-    tree_value,
-)
+from symjax_rewrite.proofs.recurrences import LoopSolver, affine_again, iteration_again, tree_value
 
 ROUNDS = 4  # denominators within denominators that are multiplied out
 
@@ -115,12 +110,8 @@ def normal_forms(
 ) -> NormalForms:
     """Return the normal forms of a program whose first outputs are those of f, then those of g.
 
-    Args:
-        closed: the program. Its other outputs are not read; they relate the axes of f and g.
-        count: the number of outputs of f.
-        facts: about sizes.
-        most_laws: the budget, in applications of laws.
-        mode: how normal forms are made.
+    closed: the program; its other outputs are not read, they relate the axes of f and g. count: the
+    number of outputs of f. facts: about sizes. most_laws: the budget, in applications of laws.
 
     Raises:
         OutOfBudgetError: the normal forms are too large.
