@@ -8,6 +8,7 @@ mixture-of-experts sandwich.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from symjax_rewrite.ir.products import Product, expand_node, is_half
@@ -15,6 +16,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, DELTA, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import ASSOCIATIVITY, RuleContext, axiom
+from symjax_rewrite.rules.cancellation import is_sum_of_products
 
 
 @axiom(
@@ -39,17 +41,10 @@ def contraction_order(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 def openers(ctx: RuleContext, cls: int) -> list:
     """Return predicates of the factors to open: no factors, those used once, or all."""
-    if is_half(ctx.g.classes[cls].dtype):
-        return [
-            lambda d: ctx.uses(d) <= 1 and _is_pure_dot(ctx, d),
-            lambda d: _is_pure_dot(ctx, d),
-        ]
+    if is_half(ctx.g.classes[cls].dtype):  # no scale may leave a sum
+        is_sum = functools.partial(is_sum_of_products, ctx)
+        return [lambda d: ctx.uses(d) <= 1 and is_sum(d), is_sum]
     return [lambda d: False, lambda d: ctx.uses(d) <= 1, lambda d: True]
-
-
-def _is_pure_dot(ctx: RuleContext, cls: int) -> bool:
-    """Return True if only contractions may be opened: below float32 no scale may leave a sum."""
-    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
 def _worth(ctx: RuleContext, p: Product, node: Node) -> bool:

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from symjax_rewrite.ir.dataflow import cone
 from symjax_rewrite.ir.products import Product, flattest, product_node
-from symjax_rewrite.ir.term import ADD, CONST, DELTA, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
 from symjax_rewrite.rewriting.product_trees import read_deltas
 from symjax_rewrite.rewriting.rule import RuleContext
@@ -23,6 +23,11 @@ def sum_node(ctx: RuleContext, cls: int) -> Node | None:
         return None
     sums = [n for n in ctx.g.classes[cls].nodes if n.op == ADD and len(n.args) > 1]
     return max(sums, key=lambda n: len(n.args), default=None)
+
+
+def is_sum_of_products(ctx: RuleContext, cls: int) -> bool:
+    """Return True if a class is a contraction over bound indices."""
+    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
 def is_safe(ctx: RuleContext, cls: int, total: Node) -> bool:

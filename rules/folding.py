@@ -17,7 +17,7 @@ from symjax_rewrite.ir.term import ADD, CONTRACT, CONV, Node, Ref
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide
 from symjax_rewrite.rewriting.rule import REDUNDANCY, RuleContext, axiom
-from symjax_rewrite.rules.cancellation import sum_node
+from symjax_rewrite.rules.cancellation import is_sum_of_products, sum_node
 
 
 def _scaled_by_frozen(
@@ -26,15 +26,11 @@ def _scaled_by_frozen(
     """Return `(x, scales)` of an elementwise product of frozen scales and one varying operand."""
     if node.bound or ctx.frozen(cls) or is_half(ctx.g.classes[cls].dtype):
         return None
-    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1 and not _has_sum(ctx, d))
+    p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1 and not is_sum_of_products(ctx, d))
     varying = [f for f in p.factors if not ctx.frozen(f.cls)]
     if p.bound or len(varying) != 1 or len(p.factors) < 2 or ctx.uses(varying[0].cls) > 1:
         return None
     return varying[0], [f for f in p.factors if ctx.frozen(f.cls)], p
-
-
-def _has_sum(ctx: RuleContext, cls: int) -> bool:
-    return any(n.op == CONTRACT and n.bound for n in ctx.g.classes[cls].nodes)
 
 
 @axiom(
@@ -80,7 +76,7 @@ def fold_shift(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 def fold_into_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Scale the frozen weight in a product by a frozen scale of the product."""
     found = _scaled_by_frozen(ctx, cls, node)
-    if found is None or not _has_sum(ctx, found[0].cls):
+    if found is None or not is_sum_of_products(ctx, found[0].cls):
         return
     p = expand_node(ctx.g, cls, node, lambda d: ctx.uses(d) <= 1)
     ref = RightSide.of(ctx, fold_into_product, cls).ordered(p)

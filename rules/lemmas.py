@@ -22,10 +22,7 @@ def lora_scaled(x, W, A, B, scale):
 
 
 @lemma(
-    "nd,do,dr,ro,ds,so",
-    uses=(DISTRIBUTIVITY, ASSOCIATIVITY),
-    source="Hu et al. 2021",
-    small="rs",
+    "nd,do,dr,ro,ds,so", uses=(DISTRIBUTIVITY, ASSOCIATIVITY), source="Hu et al. 2021", small="rs"
 )
 def lora_pair(x, W, A, B, C, D):
     """Return both sides: two low-rank updates of one weight, merged and applied separately."""

@@ -30,12 +30,7 @@ def _applied(r: RightSide, inner: Node, args: Sequence[Ref], summed: Sequence[in
     return r.term(inner.op, args, inner.attr, out=r.out, summed=summed)
 
 
-@axiom(
-    law("(a·b)[1:3] = a[1:3]·b", a="ij", b="jk"),
-    property=LOCALITY,
-    on=(SLICE,),
-    again=True,
-)
+@axiom(law("(a·b)[1:3] = a[1:3]·b", a="ij", b="jk"), property=LOCALITY, on=(SLICE,), again=True)
 def partial_access(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a slice of a term as the term of slices."""
     attrs, (source,) = ctx.g.canonical_args(SLICE, node.attr, node.args)
@@ -103,12 +98,7 @@ def _starts(sizes: Sequence[Any]) -> list[Any]:
     return [0, *accumulate(sizes[:-1])]
 
 
-@axiom(
-    law("(a·b)[x] = a[x]·b", x="r!7", a="ij", b="jk"),
-    property=LOCALITY,
-    on=(TAKE,),
-    again=True,
-)
+@axiom(law("(a·b)[x] = a[x]·b", x="r!7", a="ij", b="jk"), property=LOCALITY, on=(TAKE,), again=True)
 def gather_parts(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a gather of a term as the term of gathers; fill values are selected last.
 

@@ -49,17 +49,13 @@ class LowRank(NamedTuple):
 
 
 @axiom(
-    law(
-        "solve(d*I(u) + u·uᵀ, b) = z + u·solve(S, w − uᵀ·z), where d = 1 + Σ(u*u)"
+    law("solve(d*I(u) + u·uᵀ, b) = z + u·solve(S, w − uᵀ·z), where d = 1 + Σ(u*u)"
         " and S = d*I(uᵀ) + uᵀ·u and w = solve(S, uᵀ·b) and z = (b − u·w)/d",
-        kinds="F",
-        u="ir",
-        b="is",
-    ),
+        kinds="F", u="ir", b="is"),
     property=ASSOCIATIVITY,
     on=(SOLVE,),
     source="Woodbury 1950; Hager 1989; Higham 2002, chapter 12 (the refinement)",
-)
+)  # fmt: skip
 def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a solve with a diagonal plus a low-rank product as a solve of the size of the rank.
 
@@ -76,18 +72,14 @@ def low_rank_solve(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom(
-    law(
-        "uᵀ·solve(d*I(u) + u·uᵀ, b) = solve(d*I(uᵀ) + uᵀ·u, uᵀ·b), where d = 1 + Σ(u*u)",
-        kinds="F",
-        u="ir",
-        b="is",
-    ),
+    law("uᵀ·solve(d*I(u) + u·uᵀ, b) = solve(d*I(uᵀ) + uᵀ·u, uᵀ·b), where d = 1 + Σ(u*u)",
+        kinds="F", u="ir", b="is"),
     property=ASSOCIATIVITY,
     on=(CONTRACT,),
     again=True,
     needs=(SOLVE,),
     source="push-through identity: Henderson & Searle 1981",
-)
+)  # fmt: skip
 def low_rank_readout(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a solve read through its own low-rank factor as a solve of the size of the rank."""
     seen = set[Product]()

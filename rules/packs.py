@@ -7,17 +7,8 @@ from symjax_rewrite.rewriting.rule import RulePack
 from symjax_rewrite.rules import lemmas
 from symjax_rewrite.rules.associativity import contraction_order
 from symjax_rewrite.rules.distributivity import distribute, factor, flatten_sum
-from symjax_rewrite.rules.folding import (
-    fold_into_kernel,
-    fold_into_product,
-    fold_scale,
-    fold_shift,
-)
-from symjax_rewrite.rules.inverses import (
-    inverse_of_product,
-    solve_instead,
-    solve_is_inverse,
-)
+from symjax_rewrite.rules.folding import fold_into_kernel, fold_into_product, fold_scale, fold_shift
+from symjax_rewrite.rules.inverses import inverse_of_product, solve_instead, solve_is_inverse
 from symjax_rewrite.rules.locality import block_products, gather_parts, partial_access
 from symjax_rewrite.rules.low_rank import low_rank_readout, low_rank_solve
 from symjax_rewrite.rules.separability import pairwise_differences, pairwise_squares

@@ -27,23 +27,13 @@ class PairTerm(NamedTuple):
 
 
 @axiom(
-    law(
-        "Σ((u[:, None] − v)**2, (1, 2)) = len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
-        " − 2*(u − μ)·Σ(v − μ, 0), where μ = mean(v, 0)",
-        kinds="F",
-        u="nd",
-        v="md",
-    ),
-    law(
-        "Σ((u[:, None] − v)**2) = Σ(len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
-        " − 2*(u − μ)·Σ(v − μ, 0)), where μ = mean(v, 0)",
-        kinds="F",
-        u="nd",
-        v="md",
-    ),
+    law("Σ((u[:, None] − v)**2, (1, 2)) = len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
+        " − 2*(u − μ)·Σ(v − μ, 0), where μ = mean(v, 0)", kinds="F", u="nd", v="md"),
+    law("Σ((u[:, None] − v)**2) = Σ(len(v)*Σ((u − μ)**2, 1) + Σ((v − μ)**2)"
+        " − 2*(u − μ)·Σ(v − μ, 0)), where μ = mean(v, 0)", kinds="F", u="nd", v="md"),
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
-)
+)  # fmt: skip
 def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Separate sums of squared differences over all pairs, or all partners, shifted by a mean.
 
@@ -83,21 +73,13 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom(
-    law(
-        "Σ(u[:, None] − v, 1) = len(v)*(u − μ) − Σ(v − μ, 0), where μ = mean(v, 0)",
-        kinds="F",
-        u="nd",
-        v="md",
-    ),
-    law(
-        "Σ(u[:, None] − v) = Σ(len(v)*(u − μ) − Σ(v − μ, 0)), where μ = mean(v, 0)",
-        kinds="F",
-        u="nd",
-        v="md",
-    ),
+    law("Σ(u[:, None] − v, 1) = len(v)*(u − μ) − Σ(v − μ, 0), where μ = mean(v, 0)",
+        kinds="F", u="nd", v="md"),
+    law("Σ(u[:, None] − v) = Σ(len(v)*(u − μ) − Σ(v − μ, 0)), where μ = mean(v, 0)",
+        kinds="F", u="nd", v="md"),
     property=SEPARABILITY,
     on=(CONTRACT, ADD),
-)
+)  # fmt: skip
 def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Separate sums of a sum of two terms over all pairs, or all partners, shifted by a mean.
 

@@ -17,18 +17,7 @@ from jax import nn
 from symjax_rewrite.ir.index_tests import index_of, indicated
 from symjax_rewrite.ir.primitives import dtype_kind
 from symjax_rewrite.ir.products import expand_node, flattest, is_half
-from symjax_rewrite.ir.term import (
-    CONCAT,
-    CONTRACT,
-    CUMSUM,
-    DELTA,
-    IOTA,
-    MAP,
-    SLICE,
-    TAKE,
-    Node,
-    Ref,
-)
+from symjax_rewrite.ir.term import CONCAT, CONTRACT, CUMSUM, DELTA, IOTA, MAP, TAKE, Node, Ref
 from symjax_rewrite.ir.value_analysis import shown_case
 from symjax_rewrite.rewriting.laws import law
 from symjax_rewrite.rewriting.right_side import RightSide, zero_of
@@ -42,17 +31,12 @@ def _row_or_zero(x: Any, W: Any) -> Any:
 
 
 @axiom(
-    law(
-        "one_hot(x, W)·W = row_or_zero(x, W)",
-        x="n!9",
-        W="dk",
-        one_hot=lambda x, W: nn.one_hot(x, len(W), dtype=W.dtype),
-        row_or_zero=_row_or_zero,
-    ),
+    law("one_hot(x, W)·W = row_or_zero(x, W)", x="n!9", W="dk", row_or_zero=_row_or_zero,
+        one_hot=lambda x, W: nn.one_hot(x, len(W), dtype=W.dtype)),
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA, TAKE),
-)
+)  # fmt: skip
 def one_hot(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a contraction with a one-hot factor as a gather: Σᵥ [x = v]·W(v) = W(x).
 
@@ -142,17 +126,12 @@ def _gathered(
 
 
 @axiom(
-    law(
-        "where(m[:, None] > 3, a·b, 0)·c = where(m[:, None] > 3, a·(b·c), 0)",
-        m="i!9",
-        a="ij",
-        b="jk",
-        c="kr",
-    ),
+    law("where(m[:, None] > 3, a·b, 0)·c = where(m[:, None] > 3, a·(b·c), 0)",
+        m="i!9", a="ij", b="jk", c="kr"),
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(MAP,),
-)
+)  # fmt: skip
 def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Move a mask of rows from between two products to the rows of the result.
 
@@ -177,16 +156,12 @@ def masked_product(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
 
 
 @axiom(
-    law(
-        "tri(a)·a = cumsum(a)",
-        a="ij",
-        tri=lambda a: jnp.tri(len(a), dtype=a.dtype),
-        cumsum=lambda a: jnp.cumsum(a, 0, a.dtype),
-    ),
+    law("tri(a)·a = cumsum(a)", a="ij", tri=lambda a: jnp.tri(len(a), dtype=a.dtype),
+        cumsum=lambda a: jnp.cumsum(a, 0, a.dtype)),
     property=SPARSITY,
     on=(CONTRACT,),
     needs=(IOTA,),
-)
+)  # fmt: skip
 def triangular_prefix(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Rewrite a contraction with a triangle of ones as a cumulative sum, forwards or backwards.
 
@@ -226,9 +201,8 @@ def _shifted(r: RightSide, ref: Ref, at: int, by: int, reverse: bool) -> Ref:
 
     def part(entry: Any, size: int | None) -> Ref:
         """Return S with index `at` sliced by the entry; a size of None is one element."""
-        read = ref if size is not None else ref.moved(at, -1)
-        attr = tuple([entry if i == at else None for i in ref.axes])
-        return replace(r, sizes={**r.sizes, at: size or 1}).term(SLICE, (read,), attr)
+        entries = {i: (None, i) for i in r.sizes} | {at: (entry, -1 if size is None else at)}
+        return replace(r, sizes={**r.sizes, at: size or 1}).sliced(ref, entries)
 
     summed = part((0, 1) if by > 0 else (count, 1), n - count)
     empty = (by > 0) != reverse

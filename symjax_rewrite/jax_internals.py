@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -423,12 +423,17 @@ def read_inputs(closed: ClosedJaxpr) -> tuple[bool, ...]:
     return tuple([v in read for v in closed.jaxpr.invars])
 
 
+def all_equations(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a jaxpr, each before the equations of its bodies."""
+    for e in closed.jaxpr.eqns:
+        yield e
+        for body in bodies(e):
+            yield from all_equations(body)
+
+
 def has_primitive(closed: ClosedJaxpr, name: str) -> bool:
     """Return True if a primitive occurs in a jaxpr or in the bodies of its equations."""
-    return any(
-        e.primitive.name == name or any(has_primitive(b, name) for b in bodies(e))
-        for e in closed.jaxpr.eqns
-    )
+    return any(e.primitive.name == name for e in all_equations(closed))
 
 
 def may_be_partitioned() -> bool:

@@ -23,6 +23,11 @@ DTYPES = {
 }  # fmt: skip
 
 
+def spec_text(x: Any) -> str:
+    """Return the dtype and shape of an array or a spec: `float32[b,4096]`."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
 def parse_argument(text: str, scope: export.SymbolicScope) -> Any:
     """Return one argument: a tree of `ShapeDtypeStruct`s, or a static value.
 

@@ -100,10 +100,8 @@ def is_faster(one: Sequence[float], other: Sequence[float], device: Device) -> b
 def tuned(result: Result, optimiser: Optimiser, known: dict[str, tuning_cache.Entry]) -> Result:
     """Return the fastest program that is found, with a record of what was measured.
 
-    Args:
-        result: of the model; kept where nothing can be measured.
-        optimiser: that found it.
-        known: what this process has measured, by program; an entry is added.
+    result: of the model; kept where nothing can be measured. known: what this process has measured,
+    by program; an entry is added.
     """
     if (reason := unmeasurable(result.closed)) is not None:
         result.declined(RouteUse("tune", False, Obstacle.MEASUREMENT(f"not measured: {reason}")))

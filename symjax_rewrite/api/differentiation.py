@@ -272,8 +272,5 @@ def has_derivatives(closed: ClosedJaxpr) -> bool:
     """Return True if a program has no effects and has inputs and results with tangents."""
     jaxpr = closed.jaxpr
     sides = (jaxpr.invars, jaxpr.outvars)
-    return not closed.effects and all(any(_may_move(v.aval) for v in side) for side in sides)
-
-
-def _may_move(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and is_differentiable(aval)
+    may_move = lambda v: hasattr(v.aval, "dtype") and is_differentiable(v.aval)  # noqa: E731
+    return not closed.effects and all(any(map(may_move, side)) for side in sides)

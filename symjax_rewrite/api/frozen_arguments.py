@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -237,7 +236,7 @@ def _spec(x: Any) -> Any:
 
 def _call_by_name(fun: Callable[..., Any], named: dict[str, Any]) -> Any:
     signature = inspect.signature(fun)
-    arguments = OrderedDict((name, named[name]) for name in signature.parameters if name in named)
+    arguments: Any = {name: named[name] for name in signature.parameters if name in named}
     bound = inspect.BoundArguments(signature, arguments)
     return fun(*bound.args, **bound.kwargs)
 
@@ -247,6 +246,6 @@ def _in_two(closed: ClosedJaxpr, known: int) -> CutProgram:
 
     Broadcasts stay in the remaining program: to store their results would save no time.
     """
-    parts = split(closed, known, lambda eqn: eqn.primitive.name in CHEAP)
+    parts = split(closed, known, CHEAP)
     assert parts is not None  # no result has to come from the first part
     return parts

@@ -177,7 +177,7 @@ class Joint:
         free = {jaxpr.invars[k] for k in reads}
         free.update(v for v in jaxpr.outvars[: self.results] if not jax_internals.is_literal(v))
         parts = None
-        for again in (_is_fused, _is_cheap, _is_any):
+        for again in (FUSED, CHEAP, None):
             parts = split(optimised, self.known, again, self.results, free)
             if parts is None:
                 return None
@@ -195,34 +195,16 @@ def _needed_part(closed: ClosedJaxpr, used: Sequence[bool]) -> tuple[ClosedJaxpr
 
 def _without_barrier(closed: ClosedJaxpr, known: int) -> ClosedJaxpr:
     """Remove the barrier on the inputs after the first `known` inputs."""
-    jaxpr = closed.jaxpr
-    late = set(jaxpr.invars[known:])
+    late = set(closed.jaxpr.invars[known:])
 
-    def run(*values: Any) -> list[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "optimization_barrier" and late.intersection(
-                v for v in eqn.invars if not jax_internals.is_literal(v)
-            ):
-                passed = zip(eqn.outvars, eqn.invars, strict=True)
-                env.update((o, v.val if jax_internals.is_literal(v) else env[v]) for o, v in passed)
-            else:
-                jax_internals.run_equations([eqn], env)
-        return [v.val if jax_internals.is_literal(v) else env[v] for v in jaxpr.outvars]
+    def run(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
+        read = (v for v in eqn.invars if not jax_internals.is_literal(v))
+        if eqn.primitive.name == "optimization_barrier" and late.intersection(read):
+            return args
+        return jax_internals.eval_equation(eqn, args)
 
-    return jax_internals.make_jaxpr(run, *closed.in_avals)[0]
-
-
-def _is_fused(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in FUSED
-
-
-def _is_cheap(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in CHEAP
-
-
-def _is_any(eqn: JaxprEqn) -> bool:
-    return True
+    without = lambda *values: jax_internals.eval_each(closed, values, run)  # noqa: E731
+    return jax_internals.make_jaxpr(without, *closed.in_avals)[0]
 
 
 class _Backward:

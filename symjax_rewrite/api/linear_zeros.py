@@ -27,7 +27,7 @@ SUMS = frozenset({"add", "add_any", "concatenate", "sub"})  # zero if all operan
 def run_with_zeros(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> None:
     """Run equations in order; a value that is None in `env` is zero."""
     for eqn in eqns:
-        read = [v.val if jax_internals.is_literal(v) else env[v] for v in eqn.invars]
+        read = jax_internals.read_atoms(eqn.invars, env)
         zero = [x is None for x in read]
         if not any(zero):
             jax_internals.run_equations([eqn], env)

@@ -9,7 +9,7 @@ Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion awar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ class CutProgram:
         env = self._constants()
         env.update(zip(self.closed.jaxpr.invars[: self.known], values, strict=True))
         jax_internals.run_equations(self.first, env)
-        return _read([*self.results, *self.kept], env)
+        return jax_internals.read_atoms([*self.results, *self.kept], env)
 
     def run_last(self, kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Compute the other outputs from the kept values and the other inputs; None is zero."""
@@ -49,21 +49,17 @@ class CutProgram:
         env.update(zip(self.closed.jaxpr.invars[self.known :], values, strict=True))
         run_with_zeros(self.last, env)
         outvars = self.closed.jaxpr.outvars[len(self.results) :]
-        outs = zip(_read(outvars, env), outvars, strict=True)
+        outs = zip(jax_internals.read_atoms(outvars, env), outvars, strict=True)
         return [with_zero(x, v.aval) for x, v in outs]
 
     def _constants(self) -> dict[Any, Any]:
         return dict(zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True))
 
 
-def _read(atoms: Sequence[Any], env: dict[Any, Any]) -> list[Any]:
-    return [v.val if jax_internals.is_literal(v) else env[v] for v in atoms]
-
-
 def split(
     closed: ClosedJaxpr,
     known: int,
-    again: Callable[[JaxprEqn], bool],
+    again: Container[str] | None,
     results: int = 0,
     free: Collection[Var] = (),
 ) -> CutProgram | None:
@@ -72,7 +68,7 @@ def split(
     Args:
         closed: the program; equations with effects stay in its last part.
         known: number of leading inputs that the first part reads.
-        again: True if the last part may rematerialise an equation that the results need.
+        again: primitives that the results need and the last part may rematerialise; None: all.
         results: number of leading outputs that the first part must give.
         free: values that cost nothing to keep.
 
@@ -93,7 +89,10 @@ def split(
     wanted = _variables([v for e in last for v in e.invars]) + _variables(jaxpr.outvars[results:])
     wanted = [v for v in dict.fromkeys(wanted) if v in fixed]
     needed = {id(e) for e in _needed(first, jaxpr.outvars[:results], ())}
-    may_again = [e for e in first if again(e) or (results and id(e) not in needed)]
+    may_again = [
+        e for e in first
+        if again is None or e.primitive.name in again or (results and id(e) not in needed)
+    ]  # fmt: skip
     cut = _minimum_cut(jaxpr, wanted, may_again, free)
     recomputed = _needed(first, wanted, cut)
     order = [*jaxpr.invars[:known], *(v for e in first for v in e.outvars)]

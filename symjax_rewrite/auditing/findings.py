@@ -5,8 +5,8 @@ A candidate uses a trait if it computes the trait's line and is of a kind that u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from symjax_rewrite import jax_internals
@@ -16,7 +16,7 @@ from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen.emission import TermPart
 from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.ir.dataflow import making, needed
-from symjax_rewrite.ir.flat_program import Program, flatten
+from symjax_rewrite.ir.flat_program import flatten
 from symjax_rewrite.ir.term_graph import build
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.reports import units
@@ -197,17 +197,13 @@ def _lines(c: Candidate) -> frozenset[str]:
     lines = {c.where, *(where for _, where in c.also)}
     for part in c.parts:
         if isinstance(part, TermPart):
-            lines |= set(_part_lines(part, part.t.program))
+            known = {v for given in part.gives for v in part.needs(given)}
+            given = [v for v in part.gives if v not in known]
+            lines |= {e.where() for e in making(part.t.program.equations, given, known)}
         if part.source is not None:
             for body in jax_internals.bodies(part.source):
                 lines |= {e.where() for e in flatten(body).equations}
     return frozenset(lines)
-
-
-def _part_lines(part: TermPart, program: Program) -> Iterable[str]:
-    known = {v for given in part.gives for v in part.needs(given)}
-    given = [v for v in part.gives if v not in known]
-    return {e.where() for e in making(program.equations, given, known)}
 
 
 def _saved_s(decision: Decision, c: Candidate) -> float | None:
@@ -251,7 +247,5 @@ def _unused(trait: Trait, parts: list[Bottleneck]) -> Finding:
     """Return the finding of a trait that nothing uses, with a bound of what it could save."""
     line = next((p for p in parts if p.where == trait.where), None)
     saved = None if line is None or trait.share is None else trait.share * line.seconds
-    is_bound = saved is not None
-    return Finding(
-        trait.property, trait.what, trait.where, saved_s=saved, reason=NOT_USED, is_bound=is_bound
-    )
+    found = Finding(trait.property, trait.what, trait.where, saved_s=saved, reason=NOT_USED)
+    return replace(found, is_bound=saved is not None)

@@ -75,7 +75,8 @@ def guard(
         ... except errors.CliffError as error: print(error.expected)
         at most 1.5 times the cheapest equal form
     """
-    if max_regret is not None and not _is_limit(max_regret):
+    is_number = isinstance(max_regret, (int, float)) and not isinstance(max_regret, bool)
+    if max_regret is not None and not (is_number and max_regret >= 1):
         raise UsageError("max_regret must be a number >= 1", expected=">= 1", got=repr(max_regret))
     most_bytes = None if max_intermediate is None else units.parse_bytes(max_intermediate)
     t = trace(f, specs, device)
@@ -105,10 +106,6 @@ def _speedup(report: Report) -> float | None:
     if before is None or after is None:
         return None
     return 1.0 if before == after else ratio_of(before, after)
-
-
-def _is_limit(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 1
 
 
 def _unrestricted(t: TracedFunction, own: Decision) -> Decision:

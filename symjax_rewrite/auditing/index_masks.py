@@ -6,12 +6,12 @@ blocks by integer division, constant arrays.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from symjax_rewrite.ir import primitives
 from symjax_rewrite.ir.dataflow import node_of
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, IOTA, LEAF, MAP, Ref
 from symjax_rewrite.ir.term_graph import TermGraph
@@ -20,10 +20,8 @@ ROWS = 32  # rows of a mask that are evaluated
 MOST_COLUMNS = 1 << 20
 
 NUMPY: dict[str, Callable[..., Any]] = {
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-    "eq": operator.eq, "ne": operator.ne, "and": operator.and_, "or": operator.or_,
-    "xor": operator.xor, "not": np.logical_not, "max": np.maximum, "min": np.minimum,
-    "abs": np.abs, "neg": operator.neg, "sign": np.sign, "rem": np.fmod,
+    **primitives.NUMPY,
+    "not": np.logical_not, "xor": np.bitwise_xor, "sign": np.sign, "rem": np.fmod,
     "div": lambda a, b: np.trunc(a / b), "floor": np.floor, "ceil": np.ceil,
     "select_n": lambda which, *cases: np.where(which, cases[-1], cases[0]),
     "convert_element_type": lambda a: a, "square": np.square,
@@ -52,7 +50,7 @@ def index_mask(t: TermGraph, cls: int) -> IndexMask | None:
         return None
     sampled = np.unique(np.linspace(0, rows - 1, min(ROWS, rows)).astype(int))
     index = (sampled[:, None], np.arange(columns)[None, :])
-    value = _Evaluator(t).value(Ref(cls, (0, 1)), index)
+    value = _value(t, Ref(cls, (0, 1)), index)
     if value is None:
         return None
     kept = np.broadcast_to(np.asarray(value, bool), (len(sampled), columns))
@@ -62,38 +60,32 @@ def index_mask(t: TermGraph, cls: int) -> IndexMask | None:
     return IndexMask(float(kept.mean()), max(spans, default=0) / columns, differ)
 
 
-class _Evaluator:
-    """Evaluates classes that depend on indices and constants."""
+def _value(t: TermGraph, ref: Ref, index: tuple[Any, ...]) -> Any:
+    """Return a reference at arrays of indices; None if it depends on anything else."""
+    node, places = node_of(t.graph, ref.cls), tuple([index[i] for i in ref.axes])
+    if node.op == IOTA:
+        return places[0]
+    if node.op == CONST:
+        return node.attr[0]
+    if node.op == DELTA:
+        return places[0] == places[1]
+    if node.op == LEAF:
+        return _constant(t, ref.cls, places)
+    if node.op not in (ADD, MAP, CONTRACT) or node.bound:
+        return None
+    args = [_value(t, a, places) for a in node.args]
+    if any(a is None for a in args):
+        return None
+    if node.op == ADD:
+        return sum(float(c) * np.asarray(a) for c, a in zip(node.attr, args, strict=True))
+    if node.op == CONTRACT:
+        return np.prod(np.broadcast_arrays(*args), axis=0) if len(args) > 1 else args[0]
+    function = NUMPY.get(node.attr[0])
+    return None if function is None else function(*map(np.asarray, args))
 
-    def __init__(self, t: TermGraph) -> None:
-        self.t = t
 
-    def value(self, ref: Ref, index: tuple[Any, ...]) -> Any:
-        """Return a reference at arrays of indices; None if it depends on anything else."""
-        node, places = node_of(self.t.graph, ref.cls), [index[i] for i in ref.axes]
-        if node.op == IOTA:
-            return places[0]
-        if node.op == CONST:
-            return node.attr[0]
-        if node.op == DELTA:
-            return places[0] == places[1]
-        if node.op == LEAF:
-            return self._constant(ref, places)
-        if node.op not in (ADD, MAP, CONTRACT) or node.bound:
-            return None
-        args = [self.value(a, tuple(places)) for a in node.args]
-        if any(a is None for a in args):
-            return None
-        if node.op == ADD:
-            return sum(float(c) * np.asarray(a) for c, a in zip(node.attr, args, strict=True))
-        if node.op == CONTRACT:
-            return np.prod(np.broadcast_arrays(*args), axis=0) if len(args) > 1 else args[0]
-        function = NUMPY.get(node.attr[0])
-        return None if function is None else function(*map(np.asarray, args))
-
-    def _constant(self, ref: Ref, places: list[Any]) -> Any:
-        const = self.t.program.consts.get(self.t.leaf_value[ref.cls])
-        sizes = self.t.graph.classes[ref.cls].sizes
-        if const is None or getattr(const, "shape", None) != sizes:
-            return None
-        return np.asarray(const)[tuple(np.broadcast_arrays(*places))] if places else const
+def _constant(t: TermGraph, cls: int, places: tuple[Any, ...]) -> Any:
+    const = t.program.consts.get(t.leaf_value[cls])
+    if const is None or getattr(const, "shape", None) != t.graph.classes[cls].sizes:
+        return None
+    return np.asarray(const)[tuple(np.broadcast_arrays(*places))] if places else const

@@ -1,8 +1,7 @@
-"""Arguments of functions as text: shapes, trees of them, and static values.
+"""Arguments of functions as text, as `spec_texts` reads them.
 
-`f32[b,4096]` is an array; letters are named sizes, the same in all arguments. Tuples, lists and
-dictionaries are written as in Python: `{'w': f32[64,64], 'b': f32[64]}`. A number, a string, True
-or False is a static argument, None is None. `name=…` is an argument by keyword.
+Named sizes are the same in all arguments. A number, a string, True or False is a static argument.
+`name=…` is an argument by keyword.
 """
 
 from __future__ import annotations

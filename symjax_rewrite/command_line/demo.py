@@ -45,7 +45,7 @@ def demo(argv: Sequence[str]) -> int:
     with progress("demo", 2 * len(PROGRAMS)) as step:
         for title, fun, shapes in PROGRAMS:
             step(f"{title}: optimising")
-            args = [_normal(n, shape) for n, shape in enumerate(shapes)]
+            args = [jax.random.normal(jax.random.key(n), s) for n, s in enumerate(shapes)]
             optimised = sym_optimize(fun)
             report = optimised.explain(*args)
             step(f"{title}: measuring")
@@ -58,10 +58,6 @@ def demo(argv: Sequence[str]) -> int:
     for title, name, report in reports:
         print(f"\n== {title}: {name}\n{report}")
     return 0
-
-
-def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def _measured(
@@ -93,18 +89,9 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     table = []
     for row in rows:
         before, after = row["seconds"]
+        times = (units.duration(before), units.duration(after), units.ratio(before / after))
         sizes = " → ".join(map(units.size, row["largest_intermediate"]))
-        table.append(
-            (
-                row["program"],
-                units.duration(before),
-                units.duration(after),
-                units.ratio(before / after),
-                sizes,
-                f"{row['difference']:.0e}",
-                units.duration(row["optimiser_s"]),
-            )
-        )
-    print_table(
-        columns, table, f"measured on {jax.devices()[0].device_kind}, best of {CALLS} calls"
-    )
+        difference, took = f"{row['difference']:.0e}", units.duration(row["optimiser_s"])
+        table.append((row["program"], *times, sizes, difference, took))
+    device = jax.devices()[0].device_kind
+    print_table(columns, table, f"measured on {device}, best of {CALLS} calls")

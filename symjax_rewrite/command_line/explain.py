@@ -18,13 +18,8 @@ def explain(argv: Sequence[str]) -> int:
     parser.add_argument("--kernels", default="auto", help="auto, always, off, or a backend")
     options = parser.parse_args(argv)
     fun, given = load(options.function), GivenArguments(options.args)
-    settings = {
-        "assume": tuple(options.assume),
-        "numerics": options.numerics,
-        "rules": options.rules,
-        "kernels": options.kernels,
-        "device": options.device,
-    }
+    settings = {k: getattr(options, k) for k in ("numerics", "rules", "kernels", "device")}
+    settings["assume"] = tuple(options.assume)
     usual = {k: parser.get_default(k) for k in settings} | {"assume": ()}
     if not (hasattr(fun, "explain") and settings == usual):  # one of ours keeps its own options
         fun, args = bound(fun, given)

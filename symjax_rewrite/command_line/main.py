@@ -13,32 +13,26 @@ from symjax_rewrite.errors import CliffError, EquivalenceError, SymjaxError, Usa
 OK, FOUND, UNKNOWN = 0, 1, 2
 EXIT_CODES = "exit codes: 0 ok; 1 a cliff, a difference or a wrong rule; 2 wrong use or unknown"
 
-# Name: (module:function, help). The function takes the arguments and returns the exit code.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("demo:demo", "two programs before and after, on this machine"),
-    "explain": ("explain:explain", "the rewrites of a function, with reasons"),
-    "audit": ("audit:audit", "the six properties of a function, and what limits it"),
-    "guard": ("guard:guard", "fail if an equal form is much cheaper"),
-    "prove": ("prove:prove", "a proof that two functions are equal, or a counterexample"),
-    "calibrate": ("calibrate:calibrate", "measure this machine's device profile"),
-    "check-rules": ("check_rules:check_rules", "test every rule of a pack on random values"),
+# What each command does. Its function has its name, in a file of this name; it takes the arguments
+# and returns the exit code.
+COMMANDS = {
+    "demo": "two programs before and after, on this machine",
+    "explain": "the rewrites of a function, with reasons",
+    "audit": "the six properties of a function, and what limits it",
+    "guard": "fail if an equal form is much cheaper",
+    "prove": "a proof that two functions are equal, or a counterexample",
+    "calibrate": "measure this machine's device profile",
+    "check-rules": "test every rule of a pack on random values",
 }
 
 
 def usage() -> str:
     """Return the list of commands."""
     width = max(map(len, COMMANDS))
-    rows = [f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: symjax-rewrite COMMAND [arguments] [--traceback]",
-            "",
-            *rows,
-            "",
-            "symjax-rewrite COMMAND --help shows the arguments of a command.",
-            EXIT_CODES,
-        ]
-    )
+    rows = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    first = ("usage: symjax-rewrite COMMAND [arguments] [--traceback]", "")
+    last = ("", "symjax-rewrite COMMAND --help shows the arguments of a command.", EXIT_CODES)
+    return "\n".join([*first, *rows, *last])
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -51,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def command_parser(name: str, *, json: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command, with what all commands have."""
-    about = COMMANDS[name][1]
+    about = COMMANDS[name]
     parser = CommandParser(
         prog=f"symjax-rewrite {name}",
         description=f"{about[0].upper()}{about[1:]}.",
@@ -75,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no command {given[0]!r} (expected one of {names})", file=sys.stderr)
         return UNKNOWN
     try:
-        return _command(COMMANDS[given[0]][0])(given[1:])
+        return _command(given[0].replace("-", "_"))(given[1:])
     except SystemExit as error:  # of argparse, which has printed the help, or of the user's module
         return error.code if isinstance(error.code, int) else UNKNOWN
     except KeyboardInterrupt:
@@ -87,10 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _printed(error)
 
 
-def _command(where: str) -> Callable[[Sequence[str]], int]:
-    module, _, function = where.partition(":")
-    module = module if "." in module else f"{__package__}.{module}"
-    return getattr(importlib.import_module(module), function)
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    return getattr(importlib.import_module(f"{__package__}.{name}"), name)
 
 
 def _printed(error: Exception) -> int:

@@ -46,12 +46,7 @@ class AxisSolver:
         """Return the ordered atoms of an axis."""
         a = self.find(a)
         parts = self.parts[a]
-        if parts is None:
-            return (a,)
-        out: list[int] = []
-        for p in parts:
-            out.extend(self.atoms(p))
-        return tuple(out)
+        return (a,) if parts is None else tuple([x for p in parts for x in self.atoms(p)])
 
     def unify(self, a: int, b: int) -> bool:
         """Unify two axes; return False if their factorisations conflict."""
@@ -60,12 +55,10 @@ class AxisSolver:
             return True
         if self.size[a] != self.size[b]:
             return False
-        if self.parts[a] is None:
-            self.parent[a] = b
-            return True
-        if self.parts[b] is None:
-            self.parent[b] = a
-            return True
+        for x, y in ((a, b), (b, a)):
+            if self.parts[x] is None:
+                self.parent[x] = y
+                return True
         return self.align(self.atoms(a), self.atoms(b))
 
     def align(self, left: Sequence[int], right: Sequence[int]) -> bool:
@@ -185,11 +178,10 @@ def _dot_general(m: AxisMap, p: dict, ins: list[Axes]) -> Axes | None:
     left, right = ins[0], ins[1]
     if not left or not right:
         return None
-    m._zip([left[i] for i in lc], [right[i] for i in rc])
-    m._zip([left[i] for i in lb], [right[i] for i in rb])
+    m._zip([left[i] for i in (*lc, *lb)], [right[i] for i in (*rc, *rb)])
     out = [left[i] for i in lb]
-    out += [left[i] for i in range(len(left)) if i not in lc and i not in lb]
-    out += [right[i] for i in range(len(right)) if i not in rc and i not in rb]
+    out += [a for i, a in enumerate(left) if i not in (*lc, *lb)]
+    out += [a for i, a in enumerate(right) if i not in (*rc, *rb)]
     return tuple(out)
 
 
@@ -217,10 +209,6 @@ def _broadcast(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     m._same_sizes(ins[0], [outs[0][int(i)] for i in p["broadcast_dimensions"]])
 
 
-def _same(m: AxisMap, p: dict, ins: list, outs: list) -> None:
-    m._same_sizes(ins[0], outs[0])
-
-
 def _concatenate(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     for operand in ins:
         for i, (x, y) in enumerate(zip(operand, outs[0], strict=False)):
@@ -228,9 +216,9 @@ def _concatenate(m: AxisMap, p: dict, ins: list, outs: list) -> None:
                 m.solver.unify(x, y)
 
 
-def _split(m: AxisMap, p: dict, ins: list, outs: list) -> None:
+def _same(m: AxisMap, p: dict, ins: list, outs: list) -> None:
     for out in outs:
-        m._same_sizes(ins[0], out)  # a single operand is the whole result
+        m._same_sizes(ins[0], out)  # a single result is the whole operand
 
 
 def _stack(m: AxisMap, p: dict, ins: list, outs: list) -> None:
@@ -307,16 +295,11 @@ _CONSTRAINTS: dict[str, Callable[[AxisMap, dict, list, list], None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "concatenate": _concatenate,
-    "split": _split,
     "stack": _stack,
     "unstack": _stack,
     "tile": _tile,
-    "slice": _same,
-    "dynamic_slice": _same,
     "gather": _gather,
-    "dynamic_update_slice": _same,
-    "pad": _same,
-    "rev": _same,
+    **dict.fromkeys("slice split dynamic_slice dynamic_update_slice pad rev".split(), _same),
     "conv_general_dilated": _conv,
     "custom_linear_solve": _solve,
 }

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitives import holds
-from symjax_rewrite.ir.term import ADD, CONST, IOTA, MAP, Node, Ref
+from symjax_rewrite.ir.term import ADD, CONST, IOTA, MAP, Node, Ref, is_cast, is_choice
 
 _COMPARISONS = ("eq", "ge", "gt", "le", "lt")
 
@@ -43,9 +43,9 @@ def indicated(g: EGraph, ref: Ref) -> Iterator[IndexTest]:
 
 def _is_negated(g: EGraph, n: Node) -> bool | None:
     """Return False for an indicator of a condition, True for one of its negation, else None."""
-    if n.op == MAP and n.attr[0] == "convert_element_type":
+    if is_cast(n):
         return None if g.classes[n.args[0].cls].dtype != "bool" else False
-    if n.op != MAP or n.attr[0] != "select_n" or len(n.args) != 3:
+    if not is_choice(n):
         return None
     cases = [_number(g, a.cls) for a in n.args[1:]]
     return {(0, 1): False, (1, 0): True}.get(tuple(cases))

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite import jax_internals
+from symjax_rewrite.ir import term as op
 from symjax_rewrite.ir.egraph import EGraph
 from symjax_rewrite.ir.primitive_context import NotLiftedError, Site, require
 from symjax_rewrite.ir.primitives import ROWS as PLAIN_ROWS
 from symjax_rewrite.ir.primitives import Row, constant, dtype_kind
 from symjax_rewrite.ir.sizes import Dim
-from symjax_rewrite.ir.term import ADD, CONCAT, CONST, CONTRACT, IOTA, MAP, SLICE, TAKE, Node, Ref
+from symjax_rewrite.ir.term import Node, Ref, is_cast, is_choice
 
 Range = tuple[int, int]
 _INT32 = (-(2**31), 2**31 - 1)  # index arithmetic that may wrap is not lifted
@@ -38,10 +39,6 @@ def _require_numbers(*sizes: Any) -> None:
 def _split(s: Site) -> list[Ref]:
     _require_numbers(*s.params["sizes"])
     return _pieces(s, accumulate(s.params["sizes"][:-1], initial=0))
-
-
-def _unstack(s: Site) -> list[Ref]:
-    return _pieces(s, range(len(s.outs)), gone=s.params["axis"])
 
 
 def _pieces(s: Site, starts: Iterable[int], gone: int | None = None) -> list[Ref]:
@@ -71,7 +68,7 @@ def _sliced(s: Site, spec: list[tuple[int, int]], k: int = 0, gone: int | None =
     attr = tuple(entry[i][0] for i in axes)
     if all(a is None for a in attr):
         return arg
-    return s.g.term(SLICE, (arg,), s.outs[k].sizes, s.dtype[k], attr=attr)
+    return s.g.term(op.SLICE, (arg,), s.outs[k].sizes, s.dtype[k], attr=attr)
 
 
 def _stack(s: Site) -> Ref:
@@ -79,7 +76,7 @@ def _stack(s: Site) -> Ref:
     groups, d = s.outs[0].groups, s.params["axis"]
     rest = [a for a in range(len(groups)) if a != d]
     args = tuple([ref.over(s.aligned(k, enumerate(rest))) for k, ref in enumerate(s.refs)])
-    return s.add(CONCAT, (groups[d][0], (1,) * len(args)), args) if groups[d] else args[0]
+    return s.add(op.CONCAT, (groups[d][0], (1,) * len(args)), args) if groups[d] else args[0]
 
 
 def _tile(s: Site) -> Ref:
@@ -102,7 +99,7 @@ def _concatenate(s: Site) -> Ref:
         sizes.append(mine.sizes[joined[0]] if joined else int(mine.shape[d]))
         to.update((q, groups[d][0]) for q in joined)
         args.append(ref.over(to))
-    return s.add(CONCAT, (groups[d][0], tuple(sizes)), tuple(args))
+    return s.add(op.CONCAT, (groups[d][0], tuple(sizes)), tuple(args))
 
 
 def number_range(g: EGraph, cls: int) -> Range | None:
@@ -111,12 +108,12 @@ def number_range(g: EGraph, cls: int) -> Range | None:
     if dtype_kind(dtype) not in "iu":
         return None
     found: Range | None = None
-    if node.op == CONST:
+    if node.op == op.CONST:
         found = (node.attr[0], node.attr[0])
-    elif node.op == IOTA:
+    elif node.op == op.IOTA:
         size = g.classes[cls].sizes[0]
         found = (0, size - 1) if isinstance(size, int) and size else None
-    elif node.op == ADD:
+    elif node.op == op.ADD:
         parts = [number_range(g, a.cls) for a in node.args]
         ends = [sorted((k * r[0], k * r[1])) for k, r in zip(node.attr, parts, strict=True) if r]
         if len(ends) == len(parts):
@@ -130,20 +127,18 @@ def number_range(g: EGraph, cls: int) -> Range | None:
 
 def _same_number(g: EGraph, node: Node) -> Ref | None:
     """Return the operand that a cast, or a selection by a known condition, returns."""
-    if node.op == MAP and node.attr[0] == "convert_element_type":
+    if is_cast(node):
         return node.args[0]
-    if node.op == MAP and node.attr[0] == "select_n" and len(node.args) == 3:
-        case = decided(g, node.args[0].cls)
-        return None if case is None else node.args[1 + case]
-    return None
+    case = decided(g, node.args[0].cls) if is_choice(node) else None
+    return None if case is None else node.args[1 + case]
 
 
 def decided(g: EGraph, cls: int) -> bool | None:
     """Return the constant value of an order test of integers; None if it varies or is unknown."""
     node = g.classes[cls].first
-    if node.op == CONST and isinstance(node.attr[0], bool):
+    if node.op == op.CONST and isinstance(node.attr[0], bool):
         return node.attr[0]
-    if node.op != MAP or node.attr[0] not in ("lt", "ge"):
+    if node.op != op.MAP or node.attr[0] not in ("lt", "ge"):
         return None
     left, right = (number_range(g, a.cls) for a in node.args)
     if left is None or right is None:
@@ -158,12 +153,12 @@ def line(g: EGraph, ref: Ref) -> tuple[int, int, int] | None:
     node = g.classes[ref.cls].first
     if number_range(g, ref.cls) is None:
         return None
-    if node.op == CONST:
+    if node.op == op.CONST:
         return node.attr[0], 0, -1
-    if node.op == IOTA:
+    if node.op == op.IOTA:
         return 0, 1, ref.axes[0]
     inner: list[tuple[int, Ref]] = []
-    if node.op == ADD:
+    if node.op == op.ADD:
         inner = list(zip(node.attr, node.args, strict=True))
     elif (same := _same_number(g, node)) is not None:
         inner = [(1, same)]
@@ -230,7 +225,7 @@ def _read(s: Site, reading: _Reading, mode: str, fill: Any) -> Ref:
     first = Ref(source.cls, tuple([where.get(i, at[i]) for i in source.axes]))
     bound = tuple([s.ins[0].sizes[q] for q, _, _ in chosen])
     attr = (mode, fill, tuple([w for _, _, w in chosen]))
-    return s.add(TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)
+    return s.add(op.TAKE, attr, (first, *(x for _, x, _ in chosen)), bound)
 
 
 def _known(s: Site, entry: tuple[int, Ref, int | None]) -> tuple[Any, int] | None:
@@ -271,9 +266,9 @@ def _diagonals(s: Site, source: Ref, at: dict[int, int], attrs: dict[int, Any]) 
         spec.append(attrs.get(i))
     made = Ref(source.cls, tuple(axes))
     if any(a is not None for a in spec):
-        made = s.g.term(SLICE, (made,), sizes, s.dtype[0], attr=tuple(spec))
+        made = s.g.term(op.SLICE, (made,), sizes, s.dtype[0], attr=tuple(spec))
     made = Ref(made.cls, tuple([meets.get(i, i) for i in made.axes]))
-    return s.add(CONTRACT, None, (made,)) if meets else made
+    return s.add(op.CONTRACT, None, (made,)) if meets else made
 
 
 def _dynamic_slice(s: Site) -> Ref:
@@ -318,13 +313,11 @@ _MODES = {"CLIP": "clip", "FILL_OR_DROP": "fill", "PROMISE_IN_BOUNDS": "promise_
 def _fill(s: Site) -> Any:
     """Return the fill value out of range, as a constant's attribute (one NaN object)."""
     value, dtype = s.params["fill_value"], s.dtype[0]
-    if value is None:
-        kind = dtype_kind(dtype)
-        if kind in "iu":
-            info = np.iinfo(dtype)
-            value = info.min if kind == "i" else info.max
-        else:
-            value = True if kind == "b" else float("nan")
+    kind = dtype_kind(dtype)
+    if value is None and kind in "iu":
+        value = np.iinfo(dtype).min if kind == "i" else np.iinfo(dtype).max
+    elif value is None:
+        value = True if kind == "b" else float("nan")
     made = constant(s.g, np.asarray(value).astype(dtype).item(), dtype)
     return s.g.classes[made.cls].first.attr
 
@@ -343,12 +336,12 @@ def _component(g: EGraph, ref: Ref, position: int, k: int) -> Ref:
     """Return element k of an array along an atom position; of `concat([a, b])` it is a or b."""
     c = g.classes[ref.cls]
     node = c.first
-    single = node.op == CONCAT and all(size == 1 for size in node.attr[1])
+    single = node.op == op.CONCAT and all(size == 1 for size in node.attr[1])
     if single and ref.axes[node.attr[0]] == position:
         return node.args[k].over(ref.axes)
     attr = tuple([k if i == position else None for i in ref.axes])
     sizes = dict(zip(ref.axes, c.sizes, strict=True))
-    return g.term(SLICE, (ref.moved(position, -1),), sizes, c.dtype, attr=attr)
+    return g.term(op.SLICE, (ref.moved(position, -1),), sizes, c.dtype, attr=attr)
 
 
 def _pad(s: Site) -> Ref:
@@ -375,7 +368,7 @@ def _pad(s: Site) -> Ref:
         sizes[target] = s.outs[0].sizes[target]
         attr = (target, tuple([n for n, _ in pieces]))
         args = tuple([r for _, r in pieces])
-        ref = s.g.add(CONCAT, attr, args, tuple(sizes), (), s.dtype[0])
+        ref = s.g.add(op.CONCAT, attr, args, tuple(sizes), (), s.dtype[0])
     return ref
 
 
@@ -385,7 +378,7 @@ ROWS: dict[str, Row] = {
     "split": _split,
     "concatenate": _concatenate,
     "stack": _stack,
-    "unstack": _unstack,
+    "unstack": lambda s: _pieces(s, range(len(s.outs)), gone=s.params["axis"]),
     "tile": _tile,
     "dynamic_slice": _dynamic_slice,
     "gather": _gather,
@@ -398,10 +391,8 @@ SHARDINGS = ("sharding", "out_sharding")
 
 def _is_sharded(params: dict[str, Any]) -> bool:
     """Return True if a parameter of an equation shards its results."""
-    for name in SHARDINGS:
-        if (sharding := params.get(name)) is not None and jax_internals.constrains(sharding):
-            return True
-    return False
+    found = [params[name] for name in SHARDINGS if params.get(name) is not None]
+    return any(map(jax_internals.constrains, found))
 
 
 def lift(name: str, site: Site) -> list[Ref] | None:

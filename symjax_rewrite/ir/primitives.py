@@ -243,9 +243,8 @@ def _dot_plan(
 ) -> tuple[tuple[Positions, Positions], tuple[Positions, Positions], list[list[int]]]:
     """Return the operand accesses of a product, by atom positions.
 
-    Returns:
-        The left and right atoms of its outputs, the left and right atoms that are summed over, and
-        for each operand the term's index of every atom.
+    These are the left and right atoms of its outputs, the left and right atoms that are summed
+    over, and for each operand the term's index of every atom.
     """
     (lc, rc), (lb, rb) = numbers
     require(all(len(left[a]) == len(right[b]) for a, b in zip(lb + lc, rb + rc, strict=True)))

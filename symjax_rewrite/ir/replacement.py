@@ -138,9 +138,8 @@ class _Units:
                 order = self._sorted()
             except ConflictError as conflict:
                 if not self._divided(conflict.parts):
-                    raise ConflictError(
-                        [self._whole.get(id(p), p) for p in conflict.parts]
-                    ) from None
+                    parts = [self._whole.get(id(p), p) for p in conflict.parts]
+                    raise ConflictError(parts) from None
                 continue
             effects = [u.maker for u in order if isinstance(u.maker, Equation)]
             if [e for e in effects if e.eqn.effects] != self.effects:
@@ -163,12 +162,11 @@ class _Units:
                 self._whole[id(run)] = self._whole[id(each)] = part
                 made = self._unit(run)
                 made.makes = list(run.gives)
-                made.reads = [v for v in run.needs(run.gives[0]) if isinstance(v, int)]
+                made.reads = numbers(run.needs(run.gives[0]))
                 self.unit_of.update((v, made) for v in run.gives)
                 part = each
             for v in unit.makes:
-                reads = [u for u in part.needs(v) if isinstance(u, int)]
-                self.unit_of[v] = _Unit(part, [v], reads)
+                self.unit_of[v] = _Unit(part, [v], numbers(part.needs(v)))
         return bool(wide)
 
     def _sorted(self) -> list[_Unit]:

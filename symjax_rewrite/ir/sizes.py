@@ -188,7 +188,7 @@ class Assumptions:
         Constraints that are no comparison of two polynomials are left out.
         """
         found = dict.fromkeys(f for d in dims for f in jax_internals.facts_of(d))
-        more = [f for f in found if f not in self.facts and _is_fact(f)]
+        more = [f for f in found if f not in self.facts and is_fact(f)]
         return Assumptions((*self.facts, *more)) if more else self
 
     def nonnegative(self, p: Dim | float) -> bool:
@@ -276,7 +276,8 @@ class Assumptions:
         return all(p.at(env) >= b for p, b in known)
 
 
-def _is_fact(text: str) -> bool:
+def is_fact(text: str) -> bool:
+    """Return True if a text is a comparison that `Assumptions` understands."""
     try:
         Assumptions((text,))
     except UsageError:

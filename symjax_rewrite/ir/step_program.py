@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from symjax_rewrite.ir.dataflow import cone
+
 Item = TypeVar("Item")
 
 
@@ -73,10 +75,7 @@ def key_of(steps: Iterable[Step]) -> tuple:
 def pruned(steps: Sequence[Step], roots: Iterable[int]) -> tuple[tuple[Step, ...], tuple[int, ...]]:
     """Return the steps that some roots need, renumbered, and the roots' new numbers."""
     roots = tuple(roots)
-    live = set(roots)
-    for n in range(len(steps) - 1, -1, -1):
-        if n in live:
-            live.update(steps[n].args)
+    live = cone(roots, lambda n: steps[n].args)
     to = {old: new for new, old in enumerate(sorted(live))}
     kept = [steps[n]._replace(args=tuple([to[a] for a in steps[n].args])) for n in to]
     return tuple(kept), tuple([to[n] for n in roots])

@@ -78,9 +78,7 @@ CONCAT = "concat"  # along one output index; attr: (index, sizes); one operand p
 TAKE = "take"
 DELTA = "delta"  # 1 where its two indices are equal, else 0
 CONST = "const"  # one scalar; attr: (value, dtype)
-INVERSE = (
-    "inverse"  # matrix inverse over the two operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
-)
+INVERSE = "inverse"  # of a matrix, over the operand slots in attr; (Mᵀ)⁻¹ = (M⁻¹)ᵀ is built in
 CONV = "conv"  # a convolution; linear in operand 1, whose output features are output indices
 SOLVE = "solve"  # Σ over bound of C·operand 1, C the inverse (as above) of operand 0
 CUMSUM = "cumsum"  # prefix sum; attr: (output index, from the end)
@@ -97,6 +95,11 @@ TIE_CAP = 24  # orders of tied operands tried before the first order is taken un
 def is_cast(node: Node) -> bool:
     """Return True if a node converts its operand to a dtype."""
     return node.op == MAP and node.attr[0] == "convert_element_type"
+
+
+def is_choice(node: Node) -> bool:
+    """Return True if a node selects one of two operands by a condition."""
+    return node.op == MAP and node.attr[0] == "select_n" and len(node.args) == 3
 
 
 @functools.cache
@@ -151,7 +154,8 @@ def _colour_order(
     args: tuple[Ref, ...], payload: tuple, out: int, bound: tuple[Dim, ...]
 ) -> list[list[int]]:
     """Return operands in groups, sorted; operands of one group have equal colours."""
-    keys: list = [(ref.cls, _payload_key(p)) for ref, p in zip(args, payload, strict=True)]
+    numbers = map(complex, payload)
+    keys: list = [(ref.cls, c.real, c.imag) for ref, c in zip(args, numbers, strict=True)]
     if len(set(keys)) == len(keys):
         return [[k] for k in sorted(range(len(args)), key=keys.__getitem__)]
     for _ in range(2):
@@ -171,11 +175,6 @@ def _colour_order(
     for k in sorted(range(len(args)), key=keys.__getitem__):
         groups.setdefault(keys[k], []).append(k)
     return list(groups.values())
-
-
-def _payload_key(value: Any) -> tuple[float, float]:
-    number = complex(value)
-    return (number.real, number.imag)
 
 
 def _pattern(axes: Axes) -> Axes:

@@ -163,15 +163,10 @@ def _numbered(lengths: tuple[int, ...]) -> Groups:
     return tuple(out)
 
 
-@functools.cache
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype)
-
-
 def dtype_of(aval: Any) -> str:
     """Return the dtype's name; extended dtypes (random keys) have names of their own."""
     dtype = getattr(aval, "dtype", None)
-    return "token" if dtype is None else _dtype_name(dtype)
+    return "token" if dtype is None else primitives.dtype_name(dtype)
 
 
 def _leaf(t: TermGraph, v: int) -> None:
@@ -278,11 +273,7 @@ def _native_key(t: TermGraph, number: int, e: Equation) -> object:
         not isinstance(v, int) and not primitives.is_number(v.val) for v in e.invals
     ):
         return number
-    operands = tuple(_operand_key(t, v) for v in e.invals)
+    operands = tuple(
+        t.positions[v] if isinstance(v, int) else (bits(v), dtype_of(v.aval)) for v in e.invals
+    )
     return (e.name, params, operands, tuple(t.positions[v] for v in e.outvals))
-
-
-def _operand_key(t: TermGraph, v: Value) -> object:
-    if isinstance(v, int):
-        return t.positions[v]
-    return (bits(v), dtype_of(v.aval))

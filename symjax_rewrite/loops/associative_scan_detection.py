@@ -127,13 +127,17 @@ class Evaluator:
             others = x.others + y.others
             if not x.like(y) or (others and e.name not in _SUMS):
                 return None
-            values = reduced(_ARITHMETIC[e.name](x.values, y.values))
+            values = self.combined(e.name, x.values, y.values)
             return x._replace(values=values, others=others, seeds=x.seeds | y.seeds)
         x, v = (x, e.invals[1]) if x is not None else (y, e.invals[0])
         if x is None or e.name not in _SUMS or not isinstance(v, int):
             return None
         shapes = {self.program.avals[u].shape for u in (v, *e.outvals)}
         return x._replace(others=(*x.others, v)) if shapes == {self.shape} else None
+
+    def combined(self, name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the result of an arithmetic operation; `y` is `x` if the operand is one."""
+        return reduced(_ARITHMETIC[name](x, y))
 
 
 def find_prefixes(program: Program) -> list[Prefix]:

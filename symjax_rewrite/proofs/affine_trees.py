@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.loops.associative_scan_detection import MOVES, Prefix, find_prefixes
-
-TEXT = "composition of affine maps is associative: A[m+1,h]·B[l,m] + B[m+1,h] = B[l,h]"
+from symjax_rewrite.loops.associative_scan_detection import (
+    Evaluator,
+    Polynomials,
+    Prefix,
+    find_prefixes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,7 @@ class Maps:
                 return Maps("B", product.of[0], product.high)
         return Unrelated()
 
-    def __radd__(self, other: Any) -> Maps | Unrelated:
-        """Return the sum of zero and an entry."""
-        return self + other
+    __rmul__, __radd__ = __mul__, __add__
 
 
 class Unrelated:
@@ -84,63 +85,35 @@ def find_trees(program: Program) -> dict[int, Tree]:
     """Return the values of a program that are affine recurrences computed by trees."""
     out: dict[int, Tree] = {}
     for prefix in find_prefixes(program):
-        known = _followed(prefix)
+        known = _followed(program, prefix)
         ends = ((prefix.out, "B"), (prefix.products, "A"))
         for (v, kind), layout in zip(ends, prefix.layouts, strict=False):
-            if v is not None and _is_prefix(known.get(v), kind, prefix.length):
+            if v in known and _is_prefix(known[v].values, kind, prefix.length):
                 out[v] = Tree(prefix, kind, layout)
     return out
 
 
-def _is_prefix(entries: np.ndarray | None, kind: str, length: int) -> bool:
+def _is_prefix(entries: np.ndarray, kind: str, length: int) -> bool:
     """Return True if entry i is the composition of the steps 0…i."""
-    if entries is None or len(entries) != length:
-        return False
-    return all(x == Maps(kind, 0, i) for i, x in enumerate(entries))
+    return list(entries) == [Maps(kind, 0, i) for i in range(length)]
 
 
-def _entries(kind: str, length: int) -> np.ndarray:
-    out = np.empty(length, object)
-    for i in range(length):
-        out[i] = Maps(kind, i, i)
-    return out
-
-
-def _followed(prefix: Prefix) -> dict[int, np.ndarray]:
+def _followed(program: Program, prefix: Prefix) -> dict[int, Polynomials]:
     """Return the entries of every array of a tree, along the axis of the steps."""
-    known = {
-        prefix.factors: _entries("A", prefix.length),
-        prefix.added: _entries("B", prefix.length),
-    }
-    axes = dict.fromkeys(known, prefix.axis)
-    for e in prefix.equations:
-        found = [known.get(v) if isinstance(v, int) else None for v in e.invals]
-        first = next((k for k, x in enumerate(found) if x is not None), None)
-        if first is None:
-            continue
-        axis = axes[e.invals[first]]  # pyright: ignore[reportArgumentType]
-        made = _made(e, found, axis)
-        if e.name == "transpose" and found[0] is not None:
-            made, axis = [found[0]], list(e.eqn.params["permutation"]).index(axis)
-        for v, x in zip(e.outvals, made, strict=False):
-            known[v], axes[v] = x, axis
+    known = {}
+    for kind, v in (("A", prefix.factors), ("B", prefix.added)):
+        layout = tuple(range(len(program.avals[v].shape)))
+        steps = np.array([Maps(kind, i, i) for i in range(prefix.length)], object)
+        known[v] = Polynomials(steps, prefix.axis, layout)
+    for v, x in _Exact(program).evaluate(prefix.equations, known):
+        known[v] = x
     return known
 
 
-def _made(e: Any, found: list[np.ndarray | None], axis: int) -> list[np.ndarray]:
-    """Return the entries of the results of an equation; none if it is not followed."""
-    if e.name in ("mul", "add", "add_any"):
-        x, y = found if len(found) == 2 else (found[0], found[0])
-        if x is None or y is None or len(x) != len(y):
-            return []
-        out = np.empty(len(x), object)
-        for k, (one, other) in enumerate(zip(x, y, strict=True)):
-            out[k] = one * other if e.name == "mul" else one + other
-        return [out]
-    if e.name == "concatenate":
-        parts = [x for x in found if x is not None]
-        same = len(parts) == len(found) and e.eqn.params["dimension"] == axis
-        return [np.concatenate(parts)] if same else []
-    x = found[0]
-    moves = MOVES.get(e.name, lambda e, axis: [])(e, axis)
-    return [] if x is None else [move(x) for move in moves]
+class _Exact(Evaluator):
+    """Evaluates arrays of `Maps` in place of polynomials at points."""
+
+    def combined(self, name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        if name not in ("mul", "add", "add_any"):
+            return np.full(len(x), Unrelated(), object)
+        return x * y if name == "mul" else x + y

@@ -9,7 +9,7 @@ operation, its operands and the result.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
     Atom,
+    Branch,
     Form,
     FormTable,
     Index,
@@ -49,7 +50,7 @@ class Operation(NamedTuple):
     """
 
     name: str
-    operands: tuple[tuple[tuple[int, ...], Poly], ...]
+    operands: tuple[Branch, ...]
     attr: Any = None
 
 
@@ -68,7 +69,7 @@ class Law(NamedTuple):
 
 
 # Of the algebra, the form, its branches with fresh names for bound indices: the form made again.
-Builder = Callable[["Calculus", Form, list[tuple[tuple[int, ...], Poly]]], Poly]
+Builder = Callable[["Calculus", Form, list[Branch]], Poly]
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Calculus:
         """Return the form of an atom."""
         return self.table.forms[atom.form]
 
-    def opened(self, atom: Atom) -> list[tuple[tuple[int, ...], Poly]]:
+    def opened(self, atom: Atom) -> list[Branch]:
         """Return the operands of an atom: fresh names for bound indices, and a polynomial."""
         out = []
         for codes, p in self.form(atom).branches:
@@ -117,7 +118,7 @@ class Calculus:
         """Return the only operand of an atom."""
         return self.opened(atom)[0][1]
 
-    def again(self, atom: Atom, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
+    def again(self, atom: Atom, branches: list[Branch]) -> Poly:
         """Return the form of an atom made of other operands."""
         form = self.form(atom)
         return self.builders[form.kind](self, form, branches)
@@ -287,7 +288,7 @@ class Calculus:
         out: list[Poly] = []
         for term in p if len(p) <= len(q) else q:
             other = q if len(p) <= len(q) else p
-            out += [self._cancelled(term, other) or self._distributed(term, other)]
+            out += [self._cancelled(term, other) or self.distributed(term, other)]
         made = self.add(*out)
         if len(p) > 1 or len(q) > 1:
             self.record("distributivity", operation("mul", p, q), made)
@@ -299,15 +300,9 @@ class Calculus:
         """Return the product of polynomials."""
         return functools.reduce(self.mul, parts, ONE)
 
-    def _distributed(self, term: tuple[Mono, Number], q: Poly) -> Poly:
+    def distributed(self, term: tuple[Mono, Number], q: Poly) -> Poly:
         """Return a term times every term of a polynomial."""
-        out = []
-        for mono, c in q:
-            factors = dict(term[0])
-            for atom, e in mono:
-                factors[atom] = factors.get(atom, 0) + e
-            out.append(self.term(c * term[1], factors))
-        return self.add(*out)
+        return self.add(*[self.term(c * term[1], _joined(term[0], mono)) for mono, c in q])
 
     def _cancelled(self, term: tuple[Mono, Number], q: Poly) -> Poly | None:
         """Return a term times a sum that the term has a negative power of; None if it has none."""
@@ -319,9 +314,7 @@ class Calculus:
         (mono, _), *_ = self._power_atom(base, 1)
         if mono[0][0] not in below or len(content) != 1:
             return None
-        factors = dict(term[0])
-        for atom, e in (*content[0][0], (mono[0][0], 1)):
-            factors[atom] = factors.get(atom, 0) + e
+        factors = _joined(term[0], content[0][0], ((mono[0][0], 1),))
         return self.term(sign * term[1] * content[0][1], factors)
 
     def term(self, c: Number, factors: Mapping[Atom, Number]) -> Poly:
@@ -493,8 +486,12 @@ class Calculus:
         yes, no = (self.assume(p, test, value) for value in (1, 0))
         if_yes, if_no = self.cases(function, yes), self.cases(function, no)
         bit = self.of(test)
-        made = self.add(self.mul(bit, if_yes), self.mul(self.sub(ONE, bit), if_no))
+        made = self.case(bit, if_yes, if_no)
         return self.record("cases", operation("select", bit, if_yes, if_no), made)
+
+    def case(self, bit: Poly, yes: Poly, no: Poly) -> Poly:
+        """Return `yes` where a test is 1 and `no` where it is 0."""
+        return self.add(self.mul(bit, yes), self.mul(self.sub(ONE, bit), no))
 
     def tests(self, p: Poly) -> list[Atom]:
         """Return the tests that are factors of the terms of a polynomial."""
@@ -503,6 +500,15 @@ class Calculus:
     def assume(self, p: Poly, test: Atom, value: int) -> Poly:
         """Return a polynomial with a test replaced by its value."""
         return self.mapped(p, lambda x: (ONE if value else ZERO) if x == test else x)
+
+
+def _joined(*monos: Iterable[tuple[Atom, Number]]) -> dict[Atom, Number]:
+    """Return the exponents of a product of monomials."""
+    out: dict[Atom, Number] = {}
+    for mono in monos:
+        for atom, e in mono:
+            out[atom] = out.get(atom, 0) + e
+    return out
 
 
 def _expands(p: Poly, e: Number) -> bool:

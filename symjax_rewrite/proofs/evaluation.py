@@ -8,6 +8,7 @@ for the one that is chosen here.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -201,10 +202,7 @@ class Evaluation:
 
     def _maximum(self, operands: Operands, env: Env, depth: int) -> np.ndarray:
         parts = [self._over(o, env, depth, lambda x: np.max(x, axis=0)) for o in operands]
-        out = parts[0]
-        for x in parts[1:]:
-            out = np.maximum(out, x)
-        return out
+        return functools.reduce(np.maximum, parts)
 
     def _recurrence(self, operands: Operands, env: Env, depth: int) -> np.ndarray:
         (_, start), (_, place) = operands[2:]
@@ -275,10 +273,6 @@ def _weight(key: str) -> float:
     return 0.5 + (zlib.crc32(key.encode()) % 1000) / 1000
 
 
-def _select(test: np.ndarray, yes: np.ndarray, no: np.ndarray) -> np.ndarray:
-    return np.where(test != 0, yes, no)
-
-
 _INTERPRETED: dict[str, Callable[..., Any]] = {
     "power": lambda x: x,
     "exp": np.exp,
@@ -290,13 +284,12 @@ _INTERPRETED: dict[str, Callable[..., Any]] = {
     "mask": lambda c: np.where(c != 0, 0.0, -np.inf),
     "mul": np.multiply,
     "add": np.add,
-    "select": _select,
+    "select": lambda test, yes, no: np.where(test != 0, yes, no),
     "same": lambda x: x,
 }
-_erf = np.vectorize(math.erf, otypes=[float])
 _NUMPY: dict[str, Callable[[Any], Any]] = {
     **{f.__name__: f for f in (np.sin, np.cos, np.tan, np.tanh, np.floor, np.ceil, np.sign)},
-    "erf": _erf,
+    "erf": np.vectorize(math.erf, otypes=[float]),
     "conj": np.conj,
 }
 
@@ -310,11 +303,8 @@ def law_error(law: Law, evaluation: Evaluation) -> float | None:
     Raises:
         TooLargeError: the sizes are too large.
     """
-    free: dict[int, None] = {}
-    for names, p in law.before.operands:
-        free |= {n: None for n in names_of(p) if n not in names}
-    free |= names_of(law.after)
-    env, depth = sampled(evaluation, list(free))
+    read = [n for names, p in law.before.operands for n in names_of(p) if n not in names]
+    env, depth = sampled(evaluation, list(dict.fromkeys([*read, *names_of(law.after)])))
     sizes = evaluation.a.table.sizes
     operands = [
         ([(n, evaluation.size(sizes[n])) for n in names], p) for names, p in law.before.operands

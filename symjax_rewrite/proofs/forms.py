@@ -7,7 +7,8 @@ reduction over bound indices, a test, an opaque operation. Forms are numbered, a
 differ only in the names of their indices or in the order of a sum or product have one number: free
 indices become slots in a canonical order, found by colour refinement.
 
-So equal polynomials are equal tuples. May import `ir.sizes`.
+So equal polynomials are equal tuples, which `ir.sum_of_products` need not give: it multiplies out
+references with float coefficients, as a kernel computes them. May import `ir.sizes`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Atom(NamedTuple):
 
 Mono = tuple[tuple[Atom, Number], ...]
 Poly = tuple[tuple[Mono, Number], ...]
-Branch = tuple[tuple[int, ...], Poly]  # codes of the sizes of bound indices, and a polynomial
+Branch = tuple[tuple[int, ...], Poly]  # bound names, or codes of their sizes, and a polynomial
+Branches = Sequence[tuple[Sequence[int], Poly]]
 
 ZERO: Poly = ()
 ONE: Poly = (((), 1),)
@@ -63,6 +65,11 @@ class Form:
     bit: bool = False
     sign: int = 0
     most: Dim | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of all values, as `FormTable.intern` takes it."""
+        return {name: getattr(self, name) for name in ("real", "integer", "bit", "sign", "most")}
 
 
 def plain(name: int) -> Index:
@@ -111,6 +118,13 @@ def names_of(p: Poly) -> dict[int, None]:
         for name, _ in terms
         if name >= 0
     }
+
+
+def number_of(p: Poly) -> Number | None:
+    """Return the number that a polynomial is, or None."""
+    if len(p) > 1 or (p and p[0][0]):
+        return None
+    return p[0][1] if p else 0
 
 
 def mono_reads(mono: Mono, name: int) -> bool:
@@ -213,20 +227,17 @@ class FormTable:
         self,
         kind: str,
         attr: Any,
-        branches: Sequence[tuple[Sequence[int], Poly]],
+        branches: Branches,
         facts: Mapping[str, Any],
         is_ordered: bool = True,
         keeps_bound: bool = False,
     ) -> Atom:
         """Return the atom of a function of polynomials over session names.
 
-        Args:
-            kind: the kind of function.
-            attr: its parameters.
-            branches: for each operand, the names that it binds, and its polynomial.
-            facts: the fields `real`, `integer`, `bit`, `sign` of the form.
-            is_ordered: False if the operands commute.
-            keeps_bound: True if the order of bound indices matters.
+        kind, attr: the kind of function and its parameters. branches: for each operand, the names
+        that it binds, and its polynomial. facts: the fields `real`, `integer`, `bit`, `sign`,
+        `most` of the form. is_ordered: False if the operands commute. keeps_bound: True if the
+        order of bound indices matters.
         """
         encoded, orders = _canonical(self, branches, is_ordered, keeps_bound)
         key = (kind, attr, encoded, len(orders[0]))
@@ -241,10 +252,7 @@ class FormTable:
 
 
 def _canonical(
-    table: FormTable,
-    branches: Sequence[tuple[Sequence[int], Poly]],
-    is_ordered: bool,
-    keeps_bound: bool,
+    table: FormTable, branches: Branches, is_ordered: bool, keeps_bound: bool
 ) -> tuple[tuple[Branch, ...], list[tuple[int, ...]]]:
     """Return branches over slots, and the orders of the free names that give this encoding."""
     bound = {n: b for b, (names, _) in enumerate(branches) for n in names}
@@ -260,26 +268,27 @@ def _canonical(
         groups[bound.get(name, -1) if is_ordered else -1, colour[name]].append(name)
     ordered = [groups[key] for key in sorted(groups)]
     best: tuple[Branch, ...] | None = None
-    best_key: Any = None
     orders: list[tuple[int, ...]] = []
     for choice in islice(product(*(permutations(g) for g in ordered)), TIES):
         order = [n for group in choice for n in group]
         slots = tuple(n for n in order if n not in bound)
         encoded = _encoded(table, branches, order, slots, bound, is_ordered, keeps_bound)
-        if best_key is None or encoded < best_key:
-            best, best_key, orders = encoded, encoded, [slots]
-        elif encoded == best_key and slots not in orders:
+        if best is None or encoded < best:
+            best, orders = encoded, [slots]
+        elif encoded == best and slots not in orders:
             orders.append(slots)
     assert best is not None
     return best, orders
 
 
-def _refined(
-    colour: dict[int, Any], branches: Sequence[tuple[Sequence[int], Poly]], is_ordered: bool
-) -> dict[int, int]:
+def _ranked(keys: Mapping[int, Any]) -> dict[int, int]:
+    rank = {key: k for k, key in enumerate(sorted(set(keys.values())))}
+    return {n: rank[key] for n, key in keys.items()}
+
+
+def _refined(colour: dict[int, Any], branches: Branches, is_ordered: bool) -> dict[int, int]:
     """Refine the colours of names by the atoms and monomials that read them."""
-    ranks = {c: k for k, c in enumerate(sorted(set(colour.values())))}
-    colours = {n: ranks[c] for n, c in colour.items()}
+    colours = _ranked(colour)
     for _ in range(3):
         if len(set(colours.values())) == len(colours):
             break
@@ -293,9 +302,7 @@ def _refined(
                         for name, stride in terms:
                             if name >= 0:
                                 seen[name].append((around, mine, place, offset, stride))
-        keys = {n: (colours[n], tuple(sorted(s))) for n, s in seen.items()}
-        rank = {key: k for k, key in enumerate(sorted(set(keys.values())))}
-        colours = {n: rank[key] for n, key in keys.items()}
+        colours = _ranked({n: (colours[n], tuple(sorted(s))) for n, s in seen.items()})
     return colours
 
 
@@ -309,7 +316,7 @@ def _factor_colour(atom: Atom, e: Number, colours: Mapping[int, int]) -> Any:
 
 def _encoded(
     table: FormTable,
-    branches: Sequence[tuple[Sequence[int], Poly]],
+    branches: Branches,
     order: list[int],
     slots: tuple[int, ...],
     bound: Mapping[int, int],

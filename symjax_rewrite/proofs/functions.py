@@ -13,11 +13,20 @@ from typing import Any
 from symjax_rewrite.ir.sizes import Dim, simplify
 from symjax_rewrite.proofs.arithmetic import Calculus, operation
 from symjax_rewrite.proofs.exact_numbers import prime_powers
-from symjax_rewrite.proofs.forms import ONE, ZERO, Atom, Form, Index, Mono, Number, Poly, linear
+from symjax_rewrite.proofs.forms import (
+    ONE,
+    ZERO,
+    Atom,
+    Index,
+    Mono,
+    Number,
+    Poly,
+    linear,
+    number_of,
+)
 
 ODD = frozenset("sin tan asin atan sinh asinh erf erf_inv cbrt sign".split())
 EVEN = frozenset("cos".split())
-_HALF = Fraction(1, 2)
 
 
 def exp(a: Calculus, p: Poly) -> Poly:
@@ -148,7 +157,7 @@ def zero(a: Calculus, p: Poly) -> Poly:
 def _zero(a: Calculus, p: Poly) -> Poly:
     if not p:
         return ONE
-    if all(not mono for mono, _ in p) or a.sign(p) == 2 or a.sign(a.scale(-1, p)) == 2:
+    if number_of(p) is not None or a.sign(p) == 2 or a.sign(a.scale(-1, p)) == 2:
         return ZERO
     if any(_decided(a, q) == ONE for q in (p, a.scale(-1, p))):
         return ZERO
@@ -254,8 +263,7 @@ def select(a: Calculus, test: Poly, yes: Poly, no: Poly) -> Poly:
         return a.add(yes, mask(a, test))
     if yes == least:
         return a.add(no, mask(a, a.sub(ONE, test)))
-    made = a.add(a.mul(test, yes), a.mul(a.sub(ONE, test), no))
-    return a.record("select", operation("select", test, yes, no), made)
+    return a.record("select", operation("select", test, yes, no), a.case(test, yes, no))
 
 
 def mask(a: Calculus, test: Poly) -> Poly:
@@ -325,10 +333,8 @@ def tanh(a: Calculus, p: Poly) -> Poly:
 
 def pow_of(a: Calculus, base: Poly, e: Poly) -> Poly:
     """Return base^e: a power if the exponent is a number, else exp(e·log base) of base > 0."""
-    if not e:
-        return ONE
-    if len(e) == 1 and not e[0][0]:
-        return a.power(base, Fraction(e[0][1]))
+    if (number := number_of(e)) is not None:
+        return a.power(base, Fraction(number))
     if a.sign(base) == 2:
         return exp(a, a.mul(e, log(a, base)))
     return applied(a, "pow", (), base, e)
@@ -350,9 +356,3 @@ def _conjugate_atom(a: Calculus, atom: Atom) -> Atom | Poly:
     if form.kind == "exp":
         return exp(a, conjugate(a, a.operand(atom)))
     return _applied(a, "conj", (), False, a.of(atom))
-
-
-def mapped(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
-    """Make a function again of its operands."""
-    name, params = form.attr
-    return applied(a, name, params, *[p for _, p in branches], integer=form.integer)

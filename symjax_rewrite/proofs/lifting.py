@@ -28,7 +28,7 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.proofs import functions, reductions
 from symjax_rewrite.proofs.arithmetic import Calculus
 from symjax_rewrite.proofs.conditions import Condition
-from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, plain
+from symjax_rewrite.proofs.forms import ONE, ZERO, Index, Poly, linear, number_of, plain
 
 HALF = Fraction(1, 2)
 INTEGER_MAPS = frozenset("floor ceil round sign rem clz population_count".split())
@@ -377,7 +377,7 @@ class Lifting:
             self.require(kind, ps[k])
         if name == "integer_pow" and dict(params)["y"] < 0:
             self.require("nonzero", ps[0])
-        if name == "pow" and not (len(ps[1]) == 1 and not ps[1][0][0] and ps[1][0][1] == 2):
+        if name == "pow" and number_of(ps[1]) != 2:
             self.require("positive", ps[0])
 
     def _convert(self, name: str, params: Any, p: Poly, old: str, new: str) -> Poly:
@@ -414,7 +414,7 @@ def _clipped(a: Calculus, p: Poly, count: Dim) -> Poly:
 
 def _rounds(old: str, new: str, p: Poly) -> bool:
     """Return True if a cast to a float dtype rounds, beyond integers up to 2²⁴."""
-    if all(not mono for mono, _ in p):
+    if number_of(p) is not None:
         return False
     if dtype_kind(old) in "fc":
         return _narrows(old, new)
@@ -444,30 +444,13 @@ def _div(a: Calculus, p: Poly, q: Poly) -> Poly:
     return a.mul(p, a.power(q, -1))
 
 
-def _log1p(a: Calculus, p: Poly) -> Poly:
-    return functions.log(a, a.add(ONE, p))
-
-
-def _exp2(a: Calculus, p: Poly) -> Poly:
-    return functions.exp(a, a.mul(a.prime_log(2), p))
-
-
-def _both(*kinds: str) -> tuple[tuple[int, str], ...]:
-    return tuple(enumerate(kinds))
-
-
-def _half(a: Calculus, c: Fraction, p: Poly, q: Poly) -> Poly:
+def _half(a: Calculus, p: Poly, c: int, q: Poly) -> Poly:
+    """Return (p + c·q)/2."""
     return a.scale(HALF, a.add(p, a.scale(c, q)))
 
 
-def _sinh(a: Calculus, p: Poly) -> Poly:
-    up, down = functions.exp(a, p), functions.exp(a, a.scale(-1, p))
-    return a.scale(HALF, a.sub(up, down))
-
-
-def _cosh(a: Calculus, p: Poly) -> Poly:
-    up, down = functions.exp(a, p), functions.exp(a, a.scale(-1, p))
-    return a.scale(HALF, a.add(up, down))
+def _exp_of_negative(a: Calculus, p: Poly) -> Poly:
+    return functions.exp(a, a.scale(-1, p))
 
 
 def _clamp(a: Calculus, low: Poly, x: Poly, high: Poly) -> Poly:
@@ -492,10 +475,10 @@ _CONDITIONED: dict[str, tuple[tuple[int, str], ...]] = {
 _ANY_KIND = frozenset("max min clamp abs".split())
 _ROWS: dict[str, Callable[..., Poly]] = {
     "exp": functions.exp,
-    "exp2": _exp2,
+    "exp2": lambda a, p: functions.exp(a, a.mul(a.prime_log(2), p)),
     "expm1": lambda a, p: a.sub(functions.exp(a, p), ONE),
     "log": functions.log,
-    "log1p": _log1p,
+    "log1p": lambda a, p: functions.log(a, a.add(ONE, p)),
     "log2": lambda a, p: _div(a, functions.log(a, p), a.prime_log(2)),
     "sqrt": lambda a, p: a.power(p, HALF),
     "rsqrt": lambda a, p: a.power(p, -HALF),
@@ -504,8 +487,8 @@ _ROWS: dict[str, Callable[..., Poly]] = {
     "pow": functions.pow_of,
     "logistic": functions.logistic,
     "tanh": functions.tanh,
-    "sinh": _sinh,
-    "cosh": _cosh,
+    "sinh": lambda a, p: _half(a, functions.exp(a, p), -1, _exp_of_negative(a, p)),
+    "cosh": lambda a, p: _half(a, functions.exp(a, p), 1, _exp_of_negative(a, p)),
     "abs": functions.absolute,
     "erfc": lambda a, p: a.sub(ONE, functions.applied(a, "erf", ((), "f"), p)),
     "erf": lambda a, p: functions.applied(a, "erf", ((), "f"), p),
@@ -513,10 +496,10 @@ _ROWS: dict[str, Callable[..., Poly]] = {
     "min": lambda a, p, q: reductions.minimum(a, [((), p), ((), q)]),
     "clamp": _clamp,
     "conj": functions.conjugate,
-    "real": lambda a, p: _half(a, Fraction(1), p, functions.conjugate(a, p)),
+    "real": lambda a, p: _half(a, p, 1, functions.conjugate(a, p)),
     "complex": lambda a, p, q: a.add(p, a.mul(a.imaginary(), q)),
     "imag": lambda a, p: a.mul(
-        a.power(a.imaginary(), -1), _half(a, Fraction(-1), p, functions.conjugate(a, p))
+        a.power(a.imaginary(), -1), _half(a, p, -1, functions.conjugate(a, p))
     ),
 }
 _TESTS: dict[str, Callable[..., Poly]] = {

@@ -17,26 +17,15 @@ from symjax_rewrite.ir.sizes import Assumptions, Dim
 from symjax_rewrite.ir.term_graph import TermGraph, build, dtype_of
 from symjax_rewrite.jax_internals import ClosedJaxpr, Literal
 from symjax_rewrite.proofs import functions, reductions
-from symjax_rewrite.proofs.affine_trees import Tree, find_trees
+from symjax_rewrite.proofs.affine_trees import find_trees
 from symjax_rewrite.proofs.arithmetic import Builder, Calculus, operation
 from symjax_rewrite.proofs.conditions import Conditions, undecided
-from symjax_rewrite.proofs.forms import ZERO, Atom, Form, Index, Number, Poly, plain, plain_name
+from symjax_rewrite.proofs.forms import ZERO, Atom, Index, Number, Poly, plain, plain_name
 from symjax_rewrite.proofs.lifting import Lifting
 from symjax_rewrite.proofs.opened_loops import open_loops
-from symjax_rewrite.proofs.recurrences import (
-    LoopSolver,
-    affine_again,
-    iteration_again,
-    tree_value,
-)
+from symjax_rewrite.proofs.recurrences import LoopSolver, affine_again, iteration_again, tree_value
 
 ROUNDS = 4  # denominators within denominators that are multiplied out
-
-
-def _opaque_again(a: Calculus, form: Form, branches: list[tuple[tuple[int, ...], Poly]]) -> Poly:
-    names = ("real", "integer", "bit", "sign", "most")
-    facts = {name: getattr(form, name) for name in names}
-    return a.of(a.table.intern("opaque", form.attr, branches, facts, keeps_bound=True))
 
 
 BUILDERS: Mapping[str, Builder] = {
@@ -50,8 +39,8 @@ BUILDERS: Mapping[str, Builder] = {
     "mask": lambda a, _, b: functions.mask(a, b[0][1]),
     "max": lambda a, _, b: reductions.maximum(a, b),
     "take": lambda a, _, b: reductions.taken(a, b[0][1], b[0][0], [p for _, p in b[1:]]),
-    "map": functions.mapped,
-    "opaque": _opaque_again,
+    "map": lambda a, f, b: functions.applied(a, *f.attr, *[p for _, p in b], integer=f.integer),
+    "opaque": lambda a, f, b: a.of(a.table.intern("opaque", f.attr, b, f.facts, keeps_bound=True)),
     "recurrence": affine_again,
     "iteration": iteration_again,
 }
@@ -121,12 +110,8 @@ def normal_forms(
 ) -> NormalForms:
     """Return the normal forms of a program whose first outputs are those of f, then those of g.
 
-    Args:
-        closed: the program. Its other outputs are not read; they relate the axes of f and g.
-        count: the number of outputs of f.
-        facts: about sizes.
-        most_laws: the budget, in applications of laws.
-        mode: how normal forms are made.
+    closed: the program; its other outputs are not read, they relate the axes of f and g. count: the
+    number of outputs of f. facts: about sizes. most_laws: the budget, in applications of laws.
 
     Raises:
         OutOfBudgetError: the normal forms are too large.
@@ -148,15 +133,8 @@ def _trees(program: Program, t: TermGraph) -> dict[int, Any]:
     for v, tree in find_trees(program).items():
         cls, axes = t.view(v)
         if sorted(axes) == list(range(len(t.sizes[v]))):
-            out[cls] = functools.partial(_tree_of_class, v, tree, axes)
+            out[cls] = functools.partial(tree_value, v, tree, axes)
     return out
-
-
-def _tree_of_class(
-    v: int, tree: Tree, axes: tuple[int, ...], lifting: Lifting, at: list[Index]
-) -> Poly | None:
-    """Return the value of a class whose slot k is axis `axes[k]` of a tree's value."""
-    return tree_value(lifting, v, tree, [at[axes.index(k)] for k in range(len(axes))])
 
 
 def _pairs(lifting: Lifting, program: Program, k: int, count: int) -> list[tuple[Output, Output]]:
@@ -207,12 +185,6 @@ def equal(a: Calculus, p: Poly, q: Poly) -> bool:
             for atom, e in mono:
                 if e < 0:
                     below[atom] = max(below.get(atom, 0), -e)
-        parts = []
-        for mono, c in rest:
-            factors = dict(mono)
-            for atom, e in below.items():
-                factors[atom] = factors.get(atom, 0) + e
-            parts.append(a.term(c, factors))
-        product, multiplied = a.term(1, below), a.add(*parts)
+        product, multiplied = a.term(1, below), a.distributed((tuple(below.items()), 1), rest)
         rest = a.record("common_denominator", operation("mul", rest, product), multiplied)
     return rest == ZERO

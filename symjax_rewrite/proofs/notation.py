@@ -15,6 +15,9 @@ from symjax_rewrite.proofs.forms import Atom, Index, Mono, Number, Poly, names_o
 LETTERS = "ijklmnopqrstuvwabcdefgh"
 MOST_CHARACTERS = 2_000
 SUM, PRODUCT, ATOM = range(3)  # binding strengths
+TEMPLATES = {
+    "abs": "|{}|", "positive": "[{} > 0]", "zero": "[{} = 0]", "same": "{}", "select": "where({})",
+}  # fmt: skip
 SIGNS = {"nonzero": "≠ 0", "positive": "> 0", "nonnegative": "≥ 0"}
 
 
@@ -137,24 +140,16 @@ class Notation:
             return "·".join(self.poly(p, ATOM) for _, p in operands)
         inner = [self.poly(p) for _, p in operands]
         named = [f"{b} ↦ {t}" if b else t for b, t in zip(bound, inner, strict=True)]
+        if kind in TEMPLATES:
+            return TEMPLATES[kind].format(", ".join(inner))
         match kind:
             case "power":
                 return f"({inner[0]})" if attr in (None, 1) else f"({inner[0]})^({attr})"
-            case "abs":
-                return f"|{inner[0]}|"
-            case "positive":
-                return f"[{inner[0]} > 0]"
-            case "zero":
-                return f"[{inner[0]} = 0]"
             case "add":
                 return " + ".join(inner)
-            case "select":
-                return f"where({', '.join(inner)})"
             case "max":
                 texts = [f"max_{b} {t}" if b else t for b, t in zip(bound, inner, strict=True)]
                 return f"max({', '.join(texts)})"
-            case "same":
-                return inner[0]
             case "map" if isinstance(attr, tuple) and attr:
                 return f"{attr[0]}({', '.join(inner)})"
             case "opaque":

@@ -55,14 +55,11 @@ def open_loops(program: Program) -> dict[int, OpenLoop]:
         e = program.equations[place]
         done.add(id(e))
         loop = normal_loop(e)
-        if loop is not None and loop.condition is None and _is_open(loop):
+        if loop is None or loop.condition is not None or loop.packed:
+            continue
+        if all(_line(counted) is not None for counted in loop.counters.values()):
             found.update(dict.fromkeys(e.outvals, _opened(program, place, loop)))
     return found
-
-
-def _is_open(loop: Loop) -> bool:
-    """Return True if every counter of a loop is linear in the step."""
-    return not loop.packed and all(_line(c) is not None for c in loop.counters.values())
 
 
 def _line(counted: np.ndarray) -> tuple[int, int] | None:
@@ -90,8 +87,7 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
         [c.start for c in loop.carries], loop.results,
     )  # fmt: skip
     body, program.equations = program.equations, []
-    related = _relations(opened, list(e.outvals))
-    for fun, values in related:
+    for fun, values in _relations(opened, list(e.outvals)):
         _inlined(program, fun, values)
     behind = program.equations
     program.equations = [*keep[:place], *body, e, *behind, *keep[place + 1 :]]
@@ -100,14 +96,8 @@ def _opened(program: Program, place: int, loop: Loop) -> OpenLoop:
 
 def _inlined(program: Program, fun: Callable[..., Any], values: Sequence[Value]) -> list[Value]:
     """Append the equations of a function of values of the program; return its results."""
-    given = numbers(values)
-
-    def run(*args: Any) -> Any:
-        rest = iter(args)
-        return fun(*[next(rest) if isinstance(v, int) else v.val for v in values])
-
-    closed = jax_internals.make_avals_jaxpr(run, [program.avals[v] for v in given])
-    return inline(program, closed, given)
+    avals = [program.avals[v] if isinstance(v, int) else v.aval for v in values]
+    return inline(program, jax_internals.make_avals_jaxpr(fun, avals), values)
 
 
 def _step(loop: Loop, outer: list[int]) -> Callable[..., list[Any]]:

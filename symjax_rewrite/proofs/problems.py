@@ -20,7 +20,7 @@ from symjax_rewrite.ir.sizes import Assumptions
 from symjax_rewrite.jax_internals import ClosedJaxpr
 from symjax_rewrite.options import Budget
 from symjax_rewrite.proofs.verdicts import Different
-from symjax_rewrite.spec_texts import parse_argument
+from symjax_rewrite.spec_texts import parse_argument, spec_text
 
 _BRACKETS = str.maketrans(dict.fromkeys("[]'.", ""))
 
@@ -52,7 +52,7 @@ class Problem:
             except Exception as error:  # tracing runs the user's function
                 lines = str(error).strip().splitlines() or ["no message"]
                 what = f"{name} cannot be traced: {type(error).__name__}: {lines[0]}"
-                raise UsageError(what, got=", ".join(map(_text_of, leaves))) from error
+                raise UsageError(what, got=", ".join(map(spec_text, leaves))) from error
             functions.append(flat)
             traced.append(closed)
             kinds.append(kind)
@@ -67,9 +67,8 @@ class Problem:
             return Different(f"f returns {self.kinds[0]}, g returns {self.kinds[1]}")
         for k, (x, y) in enumerate(zip(*(c.out_avals for c in self.traced), strict=True)):
             if x.dtype != y.dtype or tuple(x.shape) != tuple(y.shape):
-                return Different(
-                    f"output {k} is {_text_of(x)} in f and {_text_of(y)} in g", output=k
-                )
+                reason = f"output {k} is {spec_text(x)} in f and {spec_text(y)} in g"
+                return Different(reason, output=k)
         return None
 
     @functools.cached_property
@@ -129,7 +128,3 @@ def is_wide(tree: Any) -> bool:
     """Return True if 64-bit types are enabled, or asked for."""
     dtypes = {str(getattr(x, "dtype", "")) for x in jax.tree.leaves(tree)}
     return bool(dtypes & {"float64", "complex128"}) or bool(jax.config.read("jax_enable_x64"))
-
-
-def _text_of(aval: Any) -> str:
-    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"

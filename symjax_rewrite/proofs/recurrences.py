@@ -28,6 +28,8 @@ from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
     Atom,
+    Branch,
+    Branches,
     Form,
     Index,
     Mono,
@@ -40,7 +42,6 @@ from symjax_rewrite.proofs.lifting import Lifting, facts_of
 from symjax_rewrite.proofs.opened_loops import OpenLoop
 
 Leaves = Mapping[int, Callable[[tuple[Index, ...]], Poly]]
-Branches = Sequence[tuple[Sequence[int], Poly]]
 
 
 def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
@@ -49,8 +50,11 @@ def replaced(a: Calculus, p: Poly, leaves: Leaves) -> Poly:
     def value(atom: Atom) -> Atom | Poly:
         if atom.form in leaves:
             return leaves[atom.form](atom.at)
-        if a.reached(atom.form).isdisjoint(leaves) or _binds(a.form(atom), leaves):
+        form = a.form(atom)
+        if a.reached(atom.form).isdisjoint(leaves):
             return atom
+        if form.kind == "iteration" and not leaves.keys().isdisjoint(form.attr[2]):
+            return atom  # the carries stand in its step; outside it reads none
         return a.again(atom, [(names, replaced(a, q, leaves)) for names, q in a.opened(atom)])
 
     return a.mapped(p, value)
@@ -120,21 +124,15 @@ class LoopSolver:
         if kind == "final":
             if lifting.t.ids[opened.carries[what]] != tuple(layout):
                 return None
-            end = lifting.a.table.size_index(opened.length)
-            (value,) = leaves_of(
-                lifting.a, [carries[what]], "solved", {self.steps[opened.step]: end}
-            ).values()
-            return value(tuple(at))
+            last = {self.steps[opened.step]: lifting.a.table.size_index(opened.length)}
+            return leaves_of(lifting.a, carries, "solved", last)[carries[what].form](tuple(at))
         if kind == "ys":
             return self._entry(lifting, opened, carries, opened.ys[what], 0, layout, at)
         if kind != "stored":
             return None
         k, stored = what
-        base = (
-            lifting.t.program.avals[stored.base]
-            if isinstance(stored.base, int)
-            else (stored.base.aval)
-        )
+        avals = lifting.t.program.avals
+        base = avals[stored.base] if isinstance(stored.base, int) else stored.base.aval
         whole = stored.start == 0 and stored.step == 1
         if not whole or base.shape[stored.axis] != opened.length:
             return None
@@ -234,7 +232,7 @@ def _solve_one(a: Calculus, c: Carried, carries: Sequence[Carried], step: int) -
         made = law(a, c, me, solved, step)
         if made is not None:
             name, c.solved = made
-            here = leaves_of(a, carries, "solved", {step: plain(step)})
+            here = leaves_of(a, carries, "solved")
             later = a.substitute(c.solved, {step: (1, ((step, 1),))})
             a.record(name, operation("same", replaced(a, c.after, here)), later)
             return True
@@ -251,10 +249,10 @@ def _as_maximum(
         rest = [b for b in branches if b != old]
         if old not in branches or not rest or any(reads(a, p, {c.form}) for _, p in rest):
             continue
-        leaves = leaves_of(a, solved, "solved", {step: plain(step)})
+        leaves = leaves_of(a, solved, "solved")
         s = a.table.fresh(a.table.sizes[step])
         earlier = functions.mask(a, _is_earlier(a, s, step))
-        out: list[tuple[tuple[int, ...], Poly]] = [((), a.scale(sign, c.start))]
+        out: list[Branch] = [((), a.scale(sign, c.start))]
         for names, p in rest:
             p = a.substitute(replaced(a, p, leaves), {step: plain(s)})
             out.append(((s, *names), a.add(p, earlier)))
@@ -286,7 +284,7 @@ def _as_affine(
     after = replaced(a, gauge, leaves_of(a, solved, "after"))
     factor = a.product(factor, after, a.power(gauge, -1))
     shift = a.mul(shift, after)
-    leaves = leaves_of(a, solved, "solved", {step: plain(step)})
+    leaves = leaves_of(a, solved, "solved")
     if gauge != ONE and reads(a, factor, others):
         return None
     factor, shift = (replaced(a, p, leaves) for p in (factor, shift))
@@ -372,7 +370,7 @@ def _iterate(a: Calculus, group: list[Carried], carries: list[Carried], step: in
 
     They stand in an order that their starts and steps tell, so that it is not that of the program.
     """
-    here = leaves_of(a, carries, "solved", {step: plain(step)})
+    here = leaves_of(a, carries, "solved")
     steps = {c.form: replaced(a, c.after, here) for c in group}
     levels = [_level(a, p) for c in group for p in (c.start, steps[c.form])]
     level = 1 + max(levels)
@@ -405,24 +403,16 @@ def _level(a: Calculus, p: Poly) -> int:
 def _carry(a: Calculus, c: Carried, level: int, number: int) -> int:
     """Return the form of a carry inside the step of an iteration."""
     f = a.table.forms[c.form]
-    facts = {"real": f.real, "integer": f.integer, "bit": f.bit, "sign": f.sign}
-    attr = (level, number, *facts.values())
-    return a.table.leaf("carry", attr, f.slots, **facts)
+    return a.table.leaf("carry", (level, number, *f.facts.values()), f.slots, **f.facts)
 
 
 def _leaves(a: Calculus, forms: Mapping[int, int]) -> Leaves:
     return {old: lambda at, new=new: a.of(Atom(new, at)) for old, new in forms.items()}
 
 
-def _binds(form: Form, leaves: Leaves) -> bool:
-    """Return True if a form is the iteration in whose step carries stand: outside it reads none."""
-    return form.kind == "iteration" and not set(form.attr[2]).isdisjoint(leaves)
-
-
 def _iteration(a: Calculus, attr: Any, branches: Branches) -> Poly:
     f = a.table.forms[attr[2][attr[1]]]
-    facts = {"real": f.real, "integer": f.integer, "bit": f.bit, "sign": f.sign}
-    return a.of(a.table.intern("iteration", attr, branches, facts, keeps_bound=True))
+    return a.of(a.table.intern("iteration", attr, branches, f.facts, keeps_bound=True))
 
 
 def iteration_again(a: Calculus, form: Form, branches: Branches) -> Poly:
@@ -457,9 +447,12 @@ def iteration_again(a: Calculus, form: Form, branches: Branches) -> Poly:
 # ---------------------------------------------------------------- trees
 
 
-def tree_value(lifting: Lifting, v: int, tree: Tree, at: list[Index]) -> Poly | None:
-    """Return a value that `associative_scan` computes, over its axes."""
+def tree_value(
+    v: int, tree: Tree, axes: tuple[int, ...], lifting: Lifting, at: list[Index]
+) -> Poly | None:
+    """Return a class that `associative_scan` computes; its slot k is axis `axes[k]` of value v."""
     a, t, prefix = lifting.a, lifting.t, tree.prefix
+    at = [at[axes.index(k)] for k in range(len(axes))]
     step = a.table.fresh(prefix.length)
     along = t.positions[v][tree.layout.index(prefix.axis)]
     read = [_entry_of_tree(lifting, v, tree, s, at, step) for s in (prefix.factors, prefix.added)]

@@ -19,6 +19,7 @@ from symjax_rewrite.proofs.forms import (
     ONE,
     ZERO,
     Atom,
+    Branch,
     Index,
     Mono,
     Number,
@@ -27,6 +28,7 @@ from symjax_rewrite.proofs.forms import (
     linear,
     mono_reads,
     names_of,
+    number_of,
     plain,
 )
 from symjax_rewrite.proofs.functions import as_index, is_within, positive
@@ -34,8 +36,6 @@ from symjax_rewrite.proofs.functions import as_index, is_within, positive
 MOST_OPENED = 4  # powers of a sum that are opened inside another sum
 MOST_ENTRIES = 16  # values of an index that are read one by one
 UNSPLIT = frozenset("leaf index carry opaque recurrence iteration".split())
-
-MaxBranch = tuple[tuple[int, ...], Poly]
 
 
 def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
@@ -186,9 +186,8 @@ def _at_zero(a: Calculus, p: Poly, f: Poly, name: int) -> Cut | None:
         return None
     if is_within(a, rest, size):
         return "delta", taken(a, f, [name], [rest])
-    number = 0 if not rest else rest[0][1] if len(rest) == 1 and not rest[0][0] else None
-    outside = isinstance(size, int) and number is not None
-    return ("delta", ZERO) if outside else None
+    is_outside = isinstance(size, int) and number_of(rest) is not None
+    return ("delta", ZERO) if is_outside else None
 
 
 def taken(
@@ -220,8 +219,7 @@ def taken(
             facts = {"real": form.real}
             return a.table.intern("opaque", key, branches, facts, keeps_bound=True)
         branches = [([names[k] for k in read], a.of(atom)), *[((), places[k]) for k in read]]
-        facts = {"real": form.real, "integer": form.integer, "bit": form.bit, "sign": form.sign}
-        return a.table.intern("take", None, branches, facts, keeps_bound=True)
+        return a.table.intern("take", None, branches, form.facts, keeps_bound=True)
 
     return a.mapped(p, atom_at) if names else p
 
@@ -293,9 +291,9 @@ def _range_of(a: Calculus, atom: Atom) -> int | None:
 # ---------------------------------------------------------------- maxima
 
 
-def maximum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
+def maximum(a: Calculus, branches: Sequence[Branch]) -> Poly:
     """Return the largest value of several polynomials, each over its bound names."""
-    opened: list[MaxBranch] = []
+    opened: list[Branch] = []
     for names, p in branches:
         opened += flattened(a, tuple(names), p)
     least = a.scale(-1, a.infinity())
@@ -315,7 +313,7 @@ def maximum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
     return out
 
 
-def minimum(a: Calculus, branches: Sequence[MaxBranch]) -> Poly:
+def minimum(a: Calculus, branches: Sequence[Branch]) -> Poly:
     """Return the smallest value: −max of the opposite."""
     return a.scale(-1, maximum(a, [(n, a.scale(-1, p)) for n, p in branches]))
 
@@ -329,15 +327,14 @@ def _as_cases(a: Calculus, ps: list[Poly]) -> Poly:
     return out
 
 
-def _split(a: Calculus, branches: list[MaxBranch], test: Atom) -> Poly:
+def _split(a: Calculus, branches: list[Branch], test: Atom) -> Poly:
     yes, no = (
         maximum(a, [(names, a.assume(p, test, value)) for names, p in branches]) for value in (1, 0)
     )
-    bit = a.of(test)
-    return a.add(a.mul(bit, yes), a.mul(a.sub(ONE, bit), no))
+    return a.case(a.of(test), yes, no)
 
 
-def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
+def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[Branch]:
     """Return a branch, or the branches of the maximum that it contains."""
     for mono, c in p:
         if len(mono) == 1 and mono[0][1] == 1 and c > 0 and a.form(mono[0][0]).kind == "max":
@@ -356,20 +353,18 @@ def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[MaxBranch]:
     return [(tuple(kept), p)]
 
 
-def _without_repetitions(a: Calculus, branches: list[MaxBranch]) -> list[MaxBranch]:
+def _without_repetitions(a: Calculus, branches: list[Branch]) -> list[Branch]:
     """Return the branches without equal ones, and of numbers the largest alone."""
-    seen: dict[object, MaxBranch] = {}
-    numbers = [p for names, p in branches if all(not mono for mono, _ in p)]
-    values = [p[0][1] if p else 0 for p in numbers]
-    for names, p in branches:
-        if all(not mono for mono, _ in p) and (p[0][1] if p else 0) < max(values):
-            continue
-        key = a.table.intern("max", None, [(names, p)], {})
-        seen.setdefault(key, (names, p))
+    seen: dict[object, Branch] = {}
+    numbers = [number_of(p) for _, p in branches]
+    known = [n for n in numbers if n is not None]
+    for branch, number in zip(branches, numbers, strict=True):
+        if number is None or number >= max(known):
+            seen.setdefault(a.table.intern("max", None, [branch], {}), branch)
     return list(seen.values())
 
 
-def _standard(a: Calculus, branches: list[MaxBranch]) -> Poly:
+def _standard(a: Calculus, branches: list[Branch]) -> Poly:
     """Return a maximum without common terms and factors in its branches."""
     if len(branches) == 1 and not branches[0][0]:
         return branches[0][1]
@@ -390,8 +385,8 @@ def _standard(a: Calculus, branches: list[MaxBranch]) -> Poly:
 
 
 def _common_factor(
-    a: Calculus, branches: list[MaxBranch], bound: set[int]
-) -> tuple[Poly, list[MaxBranch]]:
+    a: Calculus, branches: list[Branch], bound: set[int]
+) -> tuple[Poly, list[Branch]]:
     """Return a positive factor of all branches, and what remains of them."""
     terms = [t for _, p in branches for t in p]
     common: dict[Atom, Number] = {}

@@ -6,6 +6,7 @@ that a difference of 1e-9 is one. Sampling shows a difference; it proves nothing
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,13 +70,9 @@ def size_choices(specs: Sequence[Any], facts: Assumptions) -> Iterator[dict[str,
 
 
 def _is_proper(specs: Sequence[Any], sizes: dict[str, int]) -> bool:
-    return (
-        all(n >= 1 for s in specs for n in concrete(s, sizes).shape) and _work(specs, sizes) < 1e6
-    )
-
-
-def _work(specs: Sequence[Any], sizes: dict[str, int]) -> float:
-    return float(sum(np.prod(concrete(s, sizes).shape, dtype=float) for s in specs))
+    """Return True if no array at these sizes is empty, and together they are small."""
+    shapes = [concrete(s, sizes).shape for s in specs]
+    return all(n >= 1 for shape in shapes for n in shape) and sum(map(math.prod, shapes)) < 1e6
 
 
 def sample(problem: Problem) -> Sampled:
@@ -123,13 +120,8 @@ def _traced(problem: Problem, sizes: dict[str, int]) -> tuple[list[ClosedJaxpr],
 
 
 def _primitives(closed: ClosedJaxpr) -> list[str]:
-    names = []
-    for e in closed.jaxpr.eqns:
-        if e.primitive.name != "convert_element_type":
-            names.append(e.primitive.name)
-        for body in jax_internals.bodies(e):
-            names += _primitives(body)
-    return names
+    names = (e.primitive.name for e in jax_internals.all_equations(closed))
+    return [name for name in names if name != "convert_element_type"]
 
 
 def _cost(closed: ClosedJaxpr) -> float:
@@ -192,15 +184,11 @@ def compare(
     return None
 
 
-def _dtypes(closed: ClosedJaxpr) -> Iterator[str]:
-    for e in closed.jaxpr.eqns:
-        for v in (*e.invars, *e.outvars):
-            dtype = str(getattr(v.aval, "dtype", ""))
-            if dtype_kind(dtype) in "fc":
-                yield dtype
-        for body in jax_internals.bodies(e):
-            yield from _dtypes(body)
-    yield "float64"
+def _dtypes(closed: ClosedJaxpr) -> list[str]:
+    """Return the inexact dtypes of a jaxpr, and float64."""
+    values = [v for e in jax_internals.all_equations(closed) for v in (*e.invars, *e.outvars)]
+    dtypes = {str(getattr(v.aval, "dtype", "")) for v in values}
+    return ["float64", *(d for d in dtypes if dtype_kind(d) in "fc")]
 
 
 def _difference(

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from symjax_rewrite.spec_texts import spec_text
+
 MODULO = (
     "arithmetic is exact: rounding, overflow and the order of operations do not count",
     "no infinity and no NaN arises, except −∞ in masks and as the start of a maximum",
@@ -167,10 +169,9 @@ class Unknown(_Shown):
 
 
 def _array_text(x: np.ndarray) -> str:
-    kind = f"{x.dtype}[{','.join(map(str, x.shape))}]"
     if x.size > 64:
-        return kind
-    return f"{kind} {np.array2string(x, separator=', ', threshold=64)}".replace("\n", "")
+        return spec_text(x)
+    return f"{spec_text(x)} {np.array2string(x, separator=', ', threshold=64)}".replace("\n", "")
 
 
 def _plain(x: Any) -> Any:

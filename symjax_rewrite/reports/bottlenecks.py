@@ -69,13 +69,10 @@ def bottlenecks(times: Iterable[KernelTime]) -> list[Bottleneck]:
         line = by_line.setdefault(k.where, {})
         line[k.limit] = line.get(k.limit, 0.0) + k.seconds
     whole = sum(sum(line.values()) for line in by_line.values())
-    found = [
-        Bottleneck(
-            where, sum(line.values()), sum(line.values()) / whole, max(line, key=line.__getitem__)
-        )
-        for where, line in by_line.items()
-        if whole
-    ]
+    found = []
+    for where, line in by_line.items() if whole else ():
+        seconds, limit = sum(line.values()), max(line, key=line.__getitem__)
+        found.append(Bottleneck(where, seconds, seconds / whole, limit))
     return sorted(found, key=lambda p: -p.seconds)
 
 

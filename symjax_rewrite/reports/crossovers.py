@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symjax_rewrite.candidates import Crossover
-from symjax_rewrite.errors import UsageError
-from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, to_sympy
+from symjax_rewrite.ir.sizes import Assumptions, Dim, Poly, is_fact, to_sympy
 
 Facts = tuple[str, ...]
 TRIALS = 2000  # sets of facts tried by the inequalities alone
@@ -51,10 +50,8 @@ class Advice:
 def advise(found: Crossover, given: Facts, takes: Callable[[Facts], bool]) -> Advice:
     """Return what is undecided in a crossover, and facts that decide it.
 
-    Args:
-        found: the costs of both forms.
-        given: the facts that the user has passed.
-        takes: does the optimiser take another form under these facts, beside those given?
+    found: the costs of both forms. given: the facts that the user has passed. takes: does the
+    optimiser take another form under these facts, beside those given?
     """
     gain = found.before.flops - found.after.flops
     saved = found.before.bytes - found.after.bytes
@@ -117,7 +114,7 @@ def _deciding(
 ) -> Iterator[Facts]:
     """Yield sets of facts under which the optimiser takes the form, the weakest first."""
     names = sorted({n for p in (gain, saved) if isinstance(p, Poly) for n in p.variables()})
-    proposals = [f for f in _proposals((gain, saved), names) if _is_fact(f)]
+    proposals = [f for f in _proposals((gain, saved), names) if is_fact(f)]
     sets = itertools.chain(((f,) for f in proposals), itertools.combinations(proposals, 2))
     runs = 0
     for facts in itertools.islice(sets, TRIALS):
@@ -141,12 +138,3 @@ def _proposals(differences: Sequence[Dim], names: Sequence[str]) -> list[str]:
     for factor in ("", "/2", "/4", "/8", "/16"):
         out += [f"{a} <= {b}{factor}" for a, b in pairs]
     return list(dict.fromkeys(out))
-
-
-def _is_fact(text: str) -> bool:
-    """Return True if `assume=` understands a comparison: it has no parentheses and powers."""
-    try:
-        Assumptions((text,))
-    except UsageError:
-        return False
-    return True

@@ -23,11 +23,8 @@ MOST_STATEMENTS = 2000  # of one side
 class Details:
     """Parts of a report beside prices: statements, derivations, seconds by source line.
 
-    Args:
-        result: the decision.
-        optimiser: its rules and options.
-        sides: the terms of the program as written and of the emitted program; kernels are opaque.
-        pricing: the profile by which both are priced.
+    result: the decision. optimiser: its rules and options. sides: the terms of the program as
+    written and of the emitted program; kernels are opaque. pricing: the profile that prices both.
     """
 
     def __init__(
@@ -97,8 +94,7 @@ class Details:
 
     def title(self) -> str:
         """Return the name of the function."""
-        info = jax_internals.traced_name(self.result.closed)
-        return info or "function"
+        return jax_internals.traced_name(self.result.closed) or "function"
 
 
 def _first(statements: Statements) -> list[Statement]:

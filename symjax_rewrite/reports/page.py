@@ -124,15 +124,14 @@ def _candidate(
 ) -> Html:
     gain = "" if ratio is None else f"{units.ratio(ratio)} there"
     where = "; ".join(f"{short_place(w)}{units.times(n)}" for w, n in places.items() if w)
-    parts = (
+    tags = (
         tag("span", kind, kind=f"tag {kind}"),
         tag("span", name),
         tag("span", gain, kind="gain"),
     )
-    change = [tag("p", f"To change: {advice}")] if advice else []
-    return tag(
-        "div", tag("div", *parts, kind="top"), *change, tag("p", where, kind="where"), kind="cand"
-    )
+    parts = [tag("div", *tags, kind="top")]
+    parts += [tag("p", f"To change: {advice}")] if advice else []
+    return tag("div", *parts, tag("p", where, kind="where"), kind="cand")
 
 
 def _candidates(report: Record) -> Iterator[Html]:

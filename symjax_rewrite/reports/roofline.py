@@ -45,10 +45,8 @@ class LogScale:
 def roofline(device: Device, dtypes: Sequence[str], points: Sequence[Point]) -> Html:
     """Return the picture as an SVG element.
 
-    Args:
-        device: its memory bandwidth and matmul rates are the roof.
-        dtypes: of the program's products: one roof each.
-        points: at least one.
+    device: its memory bandwidth and matmul rates are the roof. dtypes: of the program's products,
+    one roof each. points: at least one.
     """
     peaks = {dtype_text(d): device.peak(d) for d in dtypes}
     top = max(peaks.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,8 @@ class Statements:
                 continue
             wide = sum(width[a.cls] for a in node.args)
             often = len(need.users.get(cls, ())) > 1 and wide + len(node.bound) > 1
-            users_name = self._users_name(cls)
+            assigned = (self.names.assigned.get(v) for v in self.t.values_of(cls))
+            users_name = next(filter(None, assigned), "")
             is_long = wide > (WIDEST_NAMED if users_name else WIDEST)
             if not (often or is_long or cls in kept or cls in results or node.op == NATIVE):
                 width[cls] = wide
@@ -163,10 +165,6 @@ class Statements:
             if isinstance(v, int) and self.t.view(v).cls not in self.t.leaf_value:
                 out.setdefault(self.t.view(v).cls, (name, v))
         return out
-
-    def _users_name(self, cls: int) -> str:
-        values = self.t.values_of(cls)
-        return next((self.names.assigned[v] for v in values if v in self.names.assigned), "")
 
     def _groups(self, cls: int, value: int | None = None) -> list[tuple[int, ...]]:
         """Return the slots of each axis of the array that holds a class."""
@@ -184,10 +182,7 @@ class Statements:
 def _merged(sizes: list[Any]) -> str:
     """Return the size of an axis of several slots: their product as text."""
     if all(isinstance(s, int) for s in sizes):
-        out = 1
-        for s in sizes:
-            out *= s
-        return str(out)
+        return str(math.prod(sizes))
     return "·".join(f"({s})" if " " in str(s) else str(s) for s in sizes)
 
 

@@ -42,6 +42,7 @@ from symjax_rewrite.rewriting.lemma_matching import (
     specs_of,
     traced,
 )
+from symjax_rewrite.spec_texts import spec_text
 
 Sizes = tuple[tuple[str, Any], ...]  # a size for every letter
 MOST_SINGLE = 2  # letters of a pattern that may be axes of size 1 at one place
@@ -279,7 +280,7 @@ def _decided(
         route.name,
         (part,),
         where,
-        f"the pattern at {', '.join(map(_text, specs))}",
+        f"the pattern at {', '.join(map(spec_text, specs))}",
         before=None if after_s is None else Cost(seconds=before_s),
         after=None if after_s is None else Cost(seconds=after_s),
     )
@@ -291,11 +292,7 @@ def _reason_against(route: PatternRoute, specs: list[Any], context: Context) -> 
     if not context.options.numerics.permits(route.numerics):
         return Obstacle.NUMERICS(f"needs numerics={route.numerics!r}")
     reason = route.refusal(specs)
-    return f"{reason} at {', '.join(map(_text, specs))}" if reason else ""
-
-
-def _text(spec: Any) -> str:
-    return f"{spec.dtype}[{','.join(map(str, spec.shape))}]"
+    return f"{reason} at {', '.join(map(spec_text, specs))}" if reason else ""
 
 
 def _inside(terms: Terms, place: KernelPlace) -> set[int]:
@@ -355,7 +352,7 @@ class KernelCall:
         got = jax.typeof(made)
         if str(got.dtype) != c.dtype or got.shape != self.place.shape:
             wanted = jax.ShapeDtypeStruct(self.place.shape or (), np.dtype(c.dtype))
-            raise TypeError(f"the kernel returns {got.str_short()} for {_text(wanted)}")
+            raise TypeError(f"the kernel returns {got.str_short()} for {spec_text(wanted)}")
         return lax.reshape(made, jax_sizes([c.sizes[s] for s in order], reader.env)), order
 
     @staticmethod

@@ -130,18 +130,17 @@ def _cumsum(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
     return turn(np.cumsum(wide, p["axis"], dtype=wide.dtype))
 
 
-def _dynamic_slice(p: dict[str, Any], a: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-    sizes = p["slice_sizes"]
+def _window(a: np.ndarray, starts: Sequence[Any], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the part of an array of some sizes, from the starts on or where it fits."""
     first = [np.clip(int(i), 0, n - s) for i, n, s in zip(starts, a.shape, sizes, strict=True)]
-    return a[tuple(slice(i, i + s) for i, s in zip(first, sizes, strict=True))]
+    return tuple(slice(i, i + s) for i, s in zip(first, sizes, strict=True))
 
 
 def _dynamic_update(
     p: dict[str, Any], a: np.ndarray, part: np.ndarray, *starts: np.ndarray
 ) -> np.ndarray:
-    out, sizes = np.array(a), part.shape
-    first = [np.clip(int(i), 0, n - s) for i, n, s in zip(starts, a.shape, sizes, strict=True)]
-    out[tuple(slice(i, i + s) for i, s in zip(first, sizes, strict=True))] = part
+    out = np.array(a)
+    out[_window(a, starts, part.shape)] = part
     return out
 
 
@@ -195,10 +194,6 @@ def _divide(p: dict[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(b == 0, np.asarray(-1).astype(a.dtype), quotient)
 
 
-def _logistic(p: dict[str, Any], a: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-_wide(a)))
-
-
 _ROWS: dict[str, Callable[..., Any]] = {
     "dot_general": _dot_general,
     "transpose": lambda p, a: np.transpose(a, p["permutation"]),
@@ -215,12 +210,12 @@ _ROWS: dict[str, Callable[..., Any]] = {
     "reduce_and": lambda p, a: np.bitwise_and.reduce(a, tuple(int(i) for i in p["axes"])),
     "reduce_or": lambda p, a: np.bitwise_or.reduce(a, tuple(int(i) for i in p["axes"])),
     "div": _divide,
-    "logistic": _logistic,
+    "logistic": lambda p, a: 1 / (1 + np.exp(-_wide(a))),
     "rsqrt": lambda p, a: 1 / np.sqrt(_wide(a)),
     "is_finite": lambda p, a: np.isfinite(a),
     "rev": lambda p, a: np.flip(a, p["dimensions"]),
     "clamp": lambda p, low, a, high: np.minimum(np.maximum(a, low), high),
-    "dynamic_slice": _dynamic_slice,
+    "dynamic_slice": lambda p, a, *starts: a[_window(a, starts, p["slice_sizes"])],
     "dynamic_update_slice": _dynamic_update,
     "expand_dims": lambda p, a: np.expand_dims(a, p["dimensions"]),
     "cumsum": _cumsum,

@@ -18,6 +18,7 @@ from symjax_rewrite.errors import RuleError
 from symjax_rewrite.options import Numerics
 from symjax_rewrite.rewriting.lemma_matching import specs_of
 from symjax_rewrite.rewriting.route_matching import PatternRoute, compile_route
+from symjax_rewrite.spec_texts import spec_text
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Sizes of the letters in turn: distinct small ones, multiples of a tile, one size for all.
@@ -58,7 +59,7 @@ def _specs(route: PatternRoute) -> Iterator[list[jax.ShapeDtypeStruct]]:
 
 
 def _compare(route: PatternRoute, specs: Sequence[Any]) -> None:
-    at = ", ".join(f"{s.dtype}[{','.join(map(str, s.shape))}]" for s in specs)
+    at = ", ".join(map(spec_text, specs))
     for seed, (factor, offset) in enumerate(SCALES):
         args = [_sample(seed + 10 * k, s, factor, offset) for k, s in enumerate(specs)]
         wanted = jax.jit(route.pattern)(*args)

@@ -79,15 +79,16 @@ def check_rule(rule: Axiom | Lemma | PatternRoute, examples: Iterable[Any] = ())
         for axioms in _alone_and_together(rule):
             if fired := _check_with(rule, axioms, specimens):
                 return fired
-    raise RuleError(
-        f"{_named(rule)} fires in no generated program",
-        where=line_of(rule),
-        remedy="give check_rule examples=, or add a specimen to testing/rule_examples.py",
-    )
+    remedy = "give check_rule examples=, or add a specimen to testing/rule_examples.py"
+    raise _error(rule, "fires in no generated program", remedy=remedy)
 
 
 def _named(rule: Axiom | Lemma) -> str:
     return f"{'axiom' if isinstance(rule, Axiom) else 'lemma'} {rule.name!r}"
+
+
+def _error(rule: Axiom | Lemma, what: str, **more: str) -> RuleError:
+    return RuleError(f"{_named(rule)} {what}", where=line_of(rule), **more)
 
 
 def _alone_and_together(rule: Axiom) -> tuple[tuple[Axiom, ...], ...]:
@@ -104,11 +105,7 @@ def _check_with(rule: Axiom, axioms: tuple[Axiom, ...], specimens: tuple[Specime
         fired += 1
         inexact = rule.numerics != "exact"
         if inexact and fires(rule, specimen, tables[0], "float64", "exact", axioms):
-            raise RuleError(
-                f"{_named(rule)} fires on floats under numerics='exact'",
-                where=line_of(rule),
-                got=specimen.name,
-            )
+            raise _error(rule, "fires on floats under numerics='exact'", got=specimen.name)
         everywhere = fired <= ENOUGH
         for dtype in DTYPES if everywhere else ("float64",):
             for sizes in tables if everywhere else tables[:1]:
@@ -133,10 +130,9 @@ def _compare_forms(
 ) -> None:
     samples = arguments(specimen, sizes, dtype, scales(dtype))
     for wrong in differences(forms, specimen.avals(sizes, dtype), samples)[:1]:
-        raise RuleError(
-            f"{_named(rule)} makes a form of another value in {specimen.name!r} at "
-            f"{_text(sizes)}, {dtype}",
-            where=line_of(rule),
+        raise _error(
+            rule,
+            f"makes a form of another value in {specimen.name!r} at {_text(sizes)}, {dtype}",
             expected=f"a difference of at most {wrong.allowed:.3g}",
             got=f"{wrong.error:.3g} by the node {wrong.node} of {wrong.rule!r}",
             remedy="the two sides of the law are not equal here: correct it, or narrow its "
@@ -162,17 +158,11 @@ def _check_lemma(rule: Lemma) -> int:
             _compare_forms(rule, forms, left, sizes, dtype)
         fired += any(f.made_by(rule.name) for f in forms)
     if not fired:
-        raise RuleError(
-            f"{_named(rule)} does not match its own left side",
-            where=line_of(rule),
-            expected="a left side that is a product or a sum",
-        )
+        expected = "a left side that is a product or a sum"
+        raise _error(rule, "does not match its own left side", expected=expected)
     if not rule.proof and not is_derivable(rule):
-        raise RuleError(
-            f"{_named(rule)} does not follow from the axioms",
-            where=line_of(rule),
-            remedy="cite where it is proved: @lemma(..., proof=...)",
-        )
+        remedy = "cite where it is proved: @lemma(..., proof=...)"
+        raise _error(rule, "does not follow from the axioms", remedy=remedy)
     return fired
 
 
@@ -235,37 +225,30 @@ def check_laws(rule: Axiom) -> int:
     """
     stated = len(rule.law.split(";"))
     if rule.sides and len(rule.sides) != stated:
-        raise RuleError(
-            f"{_named(rule)} states {stated} laws",
-            where=line_of(rule),
-            expected="law(...) or Sides(...) for each, in order",
-            got=f"{len(rule.sides)} pairs of sides",
-        )
+        expected = "law(...) or Sides(...) for each, in order"
+        got = f"{len(rule.sides)} pairs of sides"
+        raise _error(rule, f"states {stated} laws", expected=expected, got=got)
     for law in rule.sides:
         _check_law(rule, law)
     return len(rule.sides)
 
 
 def _check_law(rule: Axiom, law: Sides) -> None:
-    where = line_of(rule)
     both = Specimen(rule.name, law.words, law.both, law.kinds)
     left, right = (_side_of(rule, law, side) for side in (0, 1))
     usual = size_tables(both, 0)[0]
     for dtype in filter(both.takes, LAW_DTYPES):
         with mode(dtype):
-            compare_sides(_named(rule), where, both, usual, dtype)
+            compare_sides(_named(rule), line_of(rule), both, usual, dtype)
     axioms = next((a for a in _alone_and_together(rule) if _fires(rule, left, usual, a)), ())
     if not axioms:
-        raise RuleError(f"{_named(rule)} does not fire on the left side of its law", where=where)
+        raise _error(rule, "does not fire on the left side of its law")
     large = {letter: LARGE * size for letter, size in usual.items()}
     made, written = _cheapest(left, large, axioms), _cheapest(right, large, ())
     if _is_dearer(made, written):
-        raise RuleError(
-            f"{_named(rule)} does not reach the right side of its law",
-            where=where,
-            expected=f"a form of the left side of at most {_price_text(written)}",
-            got=_price_text(made),
-        )
+        expected = f"a form of the left side of at most {_price_text(written)}"
+        got = _price_text(made)
+        raise _error(rule, "does not reach the right side of its law", expected=expected, got=got)
 
 
 def _side_of(rule: Axiom, law: Sides, side: int) -> Specimen:

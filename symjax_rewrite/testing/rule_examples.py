@@ -123,16 +123,12 @@ def arguments(
     """Yield random arguments: one set per (factor, offset), then one with a factor per argument."""
     rng = np.random.default_rng(0)
     avals = specimen.avals(sizes, dtype)
+    pairs = list(zip(avals, specimen.shapes, strict=True))
     for factor, offset in scales:
-        yield [
-            _sample(rng, a, w, factor, offset) for a, w in zip(avals, specimen.shapes, strict=True)
-        ]
-    factors = (
-        (10.0 ** rng.integers(-3, 4, len(avals))) if dtype == "float64" else np.ones(len(avals))
-    )
-    yield [
-        _sample(rng, a, w, f, 0.0) for a, w, f in zip(avals, specimen.shapes, factors, strict=True)
-    ]
+        yield [_sample(rng, a, w, factor, offset) for a, w in pairs]
+    is_wide = dtype == "float64"
+    factors = 10.0 ** rng.integers(-3, 4, len(avals)) if is_wide else np.ones(len(avals))
+    yield [_sample(rng, a, w, f, 0.0) for (a, w), f in zip(pairs, factors, strict=True)]
 
 
 def _sample(rng: Any, aval: Any, word: str, factor: float, offset: float) -> np.ndarray:

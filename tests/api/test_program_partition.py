@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from symjax_rewrite.api.joint_gradient import _is_fused
+from symjax_rewrite.api.joint_gradient import FUSED
 from symjax_rewrite.api.program_partition import split
 from symjax_rewrite.cost.equation_cost import aval_bytes
 
@@ -41,7 +41,7 @@ def narrowed(x, y):
 )
 def test_minimum_cut_is_kept(fun, kept):
     closed = jax.make_jaxpr(fun)(X, Y)
-    parts = split(closed, 1, _is_fused)
+    parts = split(closed, 1, FUSED)
     assert parts is not None
     assert sum(aval_bytes(v.aval) for v in parts.kept) == kept
     once = parts.run_first([X])
@@ -52,7 +52,7 @@ def test_equations_unneeded_by_results_move_to_the_backward_half():
     def fun(x, y):
         return x @ x, jnp.sin(x) @ x * y
 
-    parts = split(jax.make_jaxpr(fun)(X, Y), 1, lambda _: False, results=1)
+    parts = split(jax.make_jaxpr(fun)(X, Y), 1, (), results=1)
     assert parts is not None
     assert parts.kept == parts.closed.jaxpr.invars[:1]
     assert [e.primitive.name for e in parts.first] == ["dot_general"]
@@ -60,7 +60,7 @@ def test_equations_unneeded_by_results_move_to_the_backward_half():
 
 def test_a_result_of_the_other_inputs_cannot_come_first():
     closed = jax.make_jaxpr(lambda x, y: (x * y, y))(X, Y)
-    assert split(closed, 1, _is_fused, results=1) is None
+    assert split(closed, 1, FUSED, results=1) is None
 
 
 def test_results_are_kept_as_residuals():
@@ -69,7 +69,7 @@ def test_results_are_kept_as_residuals():
         return made, made * y
 
     closed = jax.make_jaxpr(fun)(X, Y)
-    parts = split(closed, 1, _is_fused, 1, [closed.jaxpr.outvars[0]])
+    parts = split(closed, 1, FUSED, 1, [closed.jaxpr.outvars[0]])
     assert parts is not None
     assert len(parts.kept) == 1
     assert all(e.primitive.name != "sin" for e in parts.last)

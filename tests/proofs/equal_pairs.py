@@ -53,45 +53,30 @@ def merge(a, b):
     return m, a[1] * left + b[1] * right, a[2] * left[:, None] + b[2] * right[:, None]
 
 
+def start_state(rows, columns):
+    return jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((rows, columns))
+
+
+def next_state(state, scores, values):
+    """Return the state (m, l, acc) of an online softmax after a block of scores and values."""
+    m, l, acc = state
+    new = jnp.maximum(m, scores.max(-1))
+    p, kept = jnp.exp(scores - new[:, None]), jnp.exp(m - new)
+    return new, l * kept + p.sum(-1), acc * kept[:, None] + p @ values
+
+
 def flash(q, k, v, scale=0.125):
     """Return attention over blocks k[t, b, d], v[t, b, e] by FlashAttention's recurrence."""
 
     def step(state, block):
-        m, l, acc = state
-        kb, vb = block
-        s = scale * (q @ kb.T)
-        new = jnp.maximum(m, s.max(-1))
-        p, kept = jnp.exp(s - new[:, None]), jnp.exp(m - new)
-        return (new, l * kept + p.sum(-1), acc * kept[:, None] + p @ vb), None
+        return next_state(state, scale * (q @ block[0].T), block[1]), None
 
-    rows = q.shape[0]
-    start = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((rows, v.shape[-1])))
-    (_, l, acc), _ = lax.scan(step, start, (k, v))
+    (_, l, acc), _ = lax.scan(step, start_state(q.shape[0], v.shape[-1]), (k, v))
     return acc / l[:, None]
 
 
 def joined(blocks):
     return blocks.reshape(-1, blocks.shape[-1])
-
-
-@equal("f32[n,d]")
-def stable_and_naive_softmax():
-    return stable_softmax, naive_softmax
-
-
-@equal("f32[n,d]")
-def softmax_of_jax():
-    return jax.nn.softmax, naive_softmax
-
-
-@equal("f32[n,d]")
-def log_softmax():
-    return lambda x: jax.nn.log_softmax(x, -1), lambda x: jnp.log(naive_softmax(x))
-
-
-@equal("f32[n,d]")
-def logsumexp():
-    return lambda x: jax.nn.logsumexp(x, -1), lambda x: jnp.log(jnp.exp(x).sum(-1))
 
 
 @equal("f32[n,d]", "i32[n]")
@@ -127,22 +112,7 @@ def deferred_rms_norm():
     return lambda x, scale, w: rms_norm(x, scale) @ w, deferred
 
 
-@equal("f32[n,d]")
-def variance_of_numpy():
-    return lambda x: x.var(-1), lambda x: (x * x).mean(-1) - x.mean(-1) ** 2
-
-
 STATE = ("f32[n]", "f32[n]", "f32[n,d]")
-
-
-@equal(STATE, STATE, STATE)
-def online_softmax_is_associative():
-    return lambda a, b, c: merge(merge(a, b), c), lambda a, b, c: merge(a, merge(b, c))
-
-
-@equal(STATE, STATE)
-def online_softmax_commutes():
-    return merge, lambda a, b: merge(b, a)
 
 
 @equal("f32[n,c,b]", "f32[c,b,d]")
@@ -161,24 +131,14 @@ def chunks_of_an_online_softmax():
     return chunked, plain
 
 
-@equal("f32[n,d]", "f32[t,b,d]", "f32[t,b,e]")
-def flash_attention_of_any_number_of_blocks():
-    return flash, lambda q, k, v: attention(q, joined(k), joined(v))
-
-
 @equal("f32[24,32]", "f32[64,32]", "f32[64,16]")
 def flash_attention_with_dynamic_slices():
     def sliced(q, k, v, size=16):
         def step(i, state):
-            m, l, acc = state
             kb, vb = (lax.dynamic_slice_in_dim(x, i * size, size) for x in (k, v))
-            s = 0.125 * (q @ kb.T)
-            new = jnp.maximum(m, s.max(-1))
-            p, kept = jnp.exp(s - new[:, None]), jnp.exp(m - new)
-            return new, l * kept + p.sum(-1), acc * kept[:, None] + p @ vb
+            return next_state(state, 0.125 * (q @ kb.T), vb)
 
-        start = (jnp.full(24, -jnp.inf), jnp.zeros(24), jnp.zeros((24, 16)))
-        _, l, acc = lax.fori_loop(0, 4, step, start)
+        _, l, acc = lax.fori_loop(0, 4, step, start_state(24, 16))
         return acc / l[:, None]
 
     return sliced, attention
@@ -193,16 +153,11 @@ def causal_flash_attention():
 
     def blocks(q, k, v):
         def step(i, state):
-            m, l, acc = state
             kb, vb = (lax.dynamic_slice_in_dim(x, i * 8, 8) for x in (k, v))
             keep = jnp.arange(16)[:, None] + 16 >= i * 8 + jnp.arange(8)
-            s = jnp.where(keep, q @ kb.T, -jnp.inf)
-            new = jnp.maximum(m, s.max(-1))
-            p, kept = jnp.exp(s - new[:, None]), jnp.exp(m - new)
-            return new, l * kept + p.sum(-1), acc * kept[:, None] + p @ vb
+            return next_state(state, jnp.where(keep, q @ kb.T, -jnp.inf), vb)
 
-        start = (jnp.full(16, -jnp.inf), jnp.zeros(16), jnp.zeros((16, 8)))
-        _, l, acc = lax.fori_loop(0, 4, step, start)
+        _, l, acc = lax.fori_loop(0, 4, step, start_state(16, 8))
         return acc / l[:, None]
 
     return masked, blocks
@@ -290,16 +245,6 @@ def parallel(a, b):
     return lax.associative_scan(combine, (a, b))[1]
 
 
-@equal(*AFFINE)
-def parallel_and_sequential_affine_scans():
-    return parallel, sequential
-
-
-@equal("f32[200,3]", "f32[200,3]")
-def long_parallel_and_sequential_affine_scans():
-    return parallel, sequential
-
-
 @equal("f32[n]", "f32[n]", "f32[n]", "f32[n]", "f32[n]", "f32[n]")
 def affine_maps_compose_associatively():
     def combine(left, right):
@@ -356,36 +301,6 @@ def additive_and_selected_masks():
     return selected, added
 
 
-@equal("f32[n]")
-def relu_by_selection():
-    return jax.nn.relu, lambda x: jnp.where(x > 0, x, 0.0)
-
-
-@equal("f32[n]")
-def swish_by_tanh():
-    return jax.nn.silu, lambda x: 0.5 * x * (1 + jnp.tanh(x / 2))
-
-
-@equal("f32[n]")
-def sigmoid_of_the_opposite():
-    return lambda x: 1 - jax.nn.sigmoid(x), lambda x: jax.nn.sigmoid(-x)
-
-
-@equal("f32[n]")
-def exact_gelu():
-    return lambda x: jax.nn.gelu(
-        x, approximate=False
-    ), lambda x: x * 0.5 * (1 + lax.erf(x / jnp.sqrt(2.0)))
-
-
-@equal("f32[n]")
-def approximate_gelu():
-    return (
-        jax.nn.gelu,
-        lambda x: x * jax.nn.sigmoid(2 * jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x * x * x)),
-    )
-
-
 @equal("f32[6,d]", "f32[6,e]")
 def products_with_concatenation():
     def joined_rows(x, w):
@@ -402,49 +317,55 @@ def concatenated_projections():
     return joint, lambda u, v, x: jnp.concatenate([x @ u, x @ v], 1)
 
 
-@equal("c64[n]", "c64[n]")
-def complex_inner_products():
-    return (
+PAIRS |= {
+    "stable_and_naive_softmax": (stable_softmax, naive_softmax, ("f32[n,d]",)),
+    "softmax_of_jax": (jax.nn.softmax, naive_softmax, ("f32[n,d]",)),
+    "log_softmax": (
+        lambda x: jax.nn.log_softmax(x, -1), lambda x: jnp.log(naive_softmax(x)), ("f32[n,d]",)),
+    "logsumexp": (
+        lambda x: jax.nn.logsumexp(x, -1), lambda x: jnp.log(jnp.exp(x).sum(-1)), ("f32[n,d]",)),
+    "variance_of_numpy": (
+        lambda x: x.var(-1), lambda x: (x * x).mean(-1) - x.mean(-1) ** 2, ("f32[n,d]",)),
+    "online_softmax_is_associative": (
+        lambda a, b, c: merge(merge(a, b), c),
+        lambda a, b, c: merge(a, merge(b, c)), (STATE, STATE, STATE)),
+    "online_softmax_commutes": (merge, lambda a, b: merge(b, a), (STATE, STATE)),
+    "flash_attention_of_any_number_of_blocks": (
+        flash,
+        lambda q, k, v: attention(q, joined(k), joined(v)),
+        ("f32[n,d]", "f32[t,b,d]", "f32[t,b,e]")),
+    "parallel_and_sequential_affine_scans": (parallel, sequential, AFFINE),
+    "long_parallel_and_sequential_affine_scans": (
+        parallel, sequential, ("f32[200,3]", "f32[200,3]")),
+    "relu_by_selection": (jax.nn.relu, lambda x: jnp.where(x > 0, x, 0.0), ("f32[n]",)),
+    "swish_by_tanh": (jax.nn.silu, lambda x: 0.5 * x * (1 + jnp.tanh(x / 2)), ("f32[n]",)),
+    "sigmoid_of_the_opposite": (
+        lambda x: 1 - jax.nn.sigmoid(x), lambda x: jax.nn.sigmoid(-x), ("f32[n]",)),
+    "exact_gelu": (
+        lambda x: jax.nn.gelu(x, approximate=False),
+        lambda x: x * 0.5 * (1 + lax.erf(x / jnp.sqrt(2.0))), ("f32[n]",)),
+    "approximate_gelu": (
+        jax.nn.gelu,
+        lambda x: x * jax.nn.sigmoid(2 * jnp.sqrt(2 / jnp.pi) * (x + 0.044715 * x * x * x)),
+        ("f32[n]",)),
+    "complex_inner_products": (
         jnp.vdot,
-        lambda x, y: (
-            (x.real * y.real + x.imag * y.imag).sum()
-            + 1j * (x.real * y.imag - x.imag * y.real).sum()
-        ),
-    )
-
-
-@equal("i32[n]", "i32[n]")
-def integer_ring():
-    return lambda x, y: (x + y) * (x - y), lambda x, y: x * x - y * y
-
-
-@equal("f32[n,n]")
-def trace_of_a_square():
-    return lambda x: jnp.trace(x @ x), lambda x: (x * x.T).sum()
-
-
-@equal("f32[n,d]", "f32[d,o]", "f32[o,p]", "f32[p]")
-def matrix_chain():
-    return lambda x, a, b, v: ((x @ a) @ b) @ v, lambda x, a, b, v: x @ (a @ (b @ v))
-
-
-@equal("f32[n]", "f32[n]", "f32[n]")
-def common_denominator():
-    return lambda a, b, c: a / (1 + b * b) + c, lambda a, b, c: (a + c + c * b**2) / (1 + b**2)
-
-
-@equal({"w": "f32[d,o]", "b": "f32[o]"}, "f32[n,d]")
-def pytrees_of_arguments():
-    return lambda p, x: {"y": x @ p["w"] + p["b"]}, lambda p, x: {
-        "y": jnp.einsum("do,nd->no", p["w"], x) + p["b"][None]
-    }
-
-
-@equal("f32[n]")
-def squares_of_roots():
-    return lambda x: jnp.sqrt(x * x), jnp.abs
-
-
-@equal("f32[n]")
-def double_where():
-    return lambda x: jnp.where(x > 0, x, -x), jnp.abs
+        lambda x, y: (x.real * y.real + x.imag * y.imag).sum()
+        + 1j * (x.real * y.imag - x.imag * y.real).sum(),
+        ("c64[n]", "c64[n]")),
+    "integer_ring": (
+        lambda x, y: (x + y) * (x - y), lambda x, y: x * x - y * y, ("i32[n]", "i32[n]")),
+    "trace_of_a_square": (lambda x: jnp.trace(x @ x), lambda x: (x * x.T).sum(), ("f32[n,n]",)),
+    "matrix_chain": (
+        lambda x, a, b, v: ((x @ a) @ b) @ v,
+        lambda x, a, b, v: x @ (a @ (b @ v)), ("f32[n,d]", "f32[d,o]", "f32[o,p]", "f32[p]")),
+    "common_denominator": (
+        lambda a, b, c: a / (1 + b * b) + c,
+        lambda a, b, c: (a + c + c * b**2) / (1 + b**2), ("f32[n]", "f32[n]", "f32[n]")),
+    "pytrees_of_arguments": (
+        lambda p, x: {"y": x @ p["w"] + p["b"]},
+        lambda p, x: {"y": jnp.einsum("do,nd->no", p["w"], x) + p["b"][None]},
+        ({"w": "f32[d,o]", "b": "f32[o]"}, "f32[n,d]")),
+    "squares_of_roots": (lambda x: jnp.sqrt(x * x), jnp.abs, ("f32[n]",)),
+    "double_where": (lambda x: jnp.where(x > 0, x, -x), jnp.abs, ("f32[n]",)),
+}  # fmt: skip

@@ -50,11 +50,6 @@ def leapfrog(turned):
     return run
 
 
-@equal("f32[d]", "f32[d]", "f32[t,d]")
-def carries_in_another_order():
-    return leapfrog(False), leapfrog(True)
-
-
 @equal("f32[n]", "f32[4,n]", "f32[n,n]")
 def unrolled_recurrent_network():
     def unrolled(h, x, w):
@@ -112,16 +107,6 @@ def matrix_tree(a, b):
     return lax.associative_scan(combine, (a, b))[1]
 
 
-@equal("f32[6,n,n]", "f32[6,n]")
-def parallel_and_sequential_matrix_recurrences():
-    return matrix_scan, matrix_tree
-
-
-@equal("f32[5,3,3]", "f32[5,3]")
-def parallel_and_sequential_matrix_recurrences_of_an_odd_length():
-    return matrix_tree, matrix_scan
-
-
 @equal("f32[t,n,n]", "f32[t,n]")
 def two_spellings_of_a_matrix_recurrence():
     def other(a, b):
@@ -167,17 +152,7 @@ def one_hot_of_the_largest():
     return product, lambda x, w: jnp.exp(w)[x.argmax(-1)]
 
 
-@equal("u8[n]", "f32[256,d]")
-def one_hot_of_a_byte():
-    return lambda i, w: jax.nn.one_hot(i, 256) @ w, lambda i, w: jnp.take(w, i, axis=0)
-
-
 # ---------------------------------------------------------------- casts
-
-
-@equal("bf16[n]")
-def cast_there_and_back():
-    return lambda x: x.astype(jnp.float32).astype(jnp.bfloat16), lambda x: x
 
 
 @equal("f32[n]", "f32[n]")
@@ -186,3 +161,17 @@ def product_in_a_wider_type():
         return (x.astype(jnp.float32) * y).astype(jnp.bfloat16)
 
     return wide, lambda x, y: (y * x).astype(jnp.bfloat16)
+
+
+PAIRS |= {
+    "carries_in_another_order": (leapfrog(False), leapfrog(True), ("f32[d]", "f32[d]", "f32[t,d]")),
+    "parallel_and_sequential_matrix_recurrences": (
+        matrix_scan, matrix_tree, ("f32[6,n,n]", "f32[6,n]")),
+    "parallel_and_sequential_matrix_recurrences_of_an_odd_length": (
+        matrix_tree, matrix_scan, ("f32[5,3,3]", "f32[5,3]")),
+    "one_hot_of_a_byte": (
+        lambda i, w: jax.nn.one_hot(i, 256) @ w,
+        lambda i, w: jnp.take(w, i, axis=0), ("u8[n]", "f32[256,d]")),
+    "cast_there_and_back": (
+        lambda x: x.astype(jnp.float32).astype(jnp.bfloat16), lambda x: x, ("bf16[n]",)),
+}  # fmt: skip
