@@ -12,7 +12,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
+from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle
 
 
@@ -30,10 +30,11 @@ def chosen(
     admitted = [c for c in found if context.admits(c) and context.selects(c, program)]
     refused += [_refused(c, Obstacle.CONFLICT("not admitted")) for c in found if c not in admitted]
     left = _gaining(program, admitted, context, refused)
-    left = _distinct(_beyond_copies(program, left, context.device, refused), refused)
+    staged: Staged = {}
+    left = _distinct(_beyond_copies(program, left, context.device, refused, staged), refused)
     while left:
         try:
-            made = replaced(program, [p for c in left for p in c.parts])
+            made = replaced(program, [p for c in left for p in c.parts], staged)
         except ConflictError as conflict:
             faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
             reason = Obstacle.CONFLICT("a value that it reads depends on a value that it computes")
@@ -74,7 +75,11 @@ def _gaining(
 
 
 def _beyond_copies(
-    program: Program, found: Sequence[Candidate], device: Device, refused: list[Refusal]
+    program: Program,
+    found: Sequence[Candidate],
+    device: Device,
+    refused: list[Refusal],
+    staged: Staged,
 ) -> list[Candidate]:
     """Refuse candidates that do not gain enough beside the transposed copies that they need."""
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
@@ -84,7 +89,7 @@ def _beyond_copies(
 
     def added(candidates: Sequence[Candidate]) -> float:
         try:
-            made = replaced(program, [p for c in candidates for p in c.parts])
+            made = replaced(program, [p for c in candidates for p in c.parts], staged)
         except ConflictError:
             return 0.0
         return transposed_seconds(made, device) - before
