@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import linear_util as _linear_util
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
@@ -29,6 +30,7 @@ ClosedJaxpr = jex_core.ClosedJaxpr
 JaxprEqn = jex_core.JaxprEqn
 Atom = Any  # Var | Literal
 Tracer = _core.Tracer
+_STAGED = _core.DebugInfo("symjax_rewrite", "a part of a program", None, None)
 jaxpr_as_fun = jex_core.jaxpr_as_fun  # the arguments decide the weak types of results
 
 
@@ -143,9 +145,14 @@ def of_leaves(
 
 
 def make_avals_jaxpr(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    """Stage `fun(*flat)` out at exact avals (weak types kept)."""
+    """Stage a function of arrays that returns a list of arrays out at avals (weak types kept).
+
+    `jax.make_jaxpr` takes four times as long for a few operations: it makes a `jax.jit` object.
+    """
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return jax.make_jaxpr(fun)(*specs)
+    flat = _linear_util.wrap_init(fun, debug_info=_STAGED)
+    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(flat, [*map(_core.shaped_abstractify, specs)])
+    return ClosedJaxpr(jaxpr, consts)
 
 
 def jit_settings(fun: Any) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from symjax_rewrite.cost.device_profiles import Device
 from symjax_rewrite.cost.equation_cost import equation_seconds
 from symjax_rewrite.cost.transposed_copies import transposed_seconds
 from symjax_rewrite.ir.flat_program import Program
-from symjax_rewrite.ir.replacement import ConflictError, live_values, replaced
+from symjax_rewrite.ir.replacement import ConflictError, Staged, live_values, replaced
 from symjax_rewrite.obstacles import Obstacle
 
 
@@ -40,12 +40,13 @@ def chosen(
     reason = Obstacle.SHARE(f"saves less than {least} of the program's predicted time")
     refuse(_small(program, left, context), reason)
     reason = Obstacle.COST("its transposed copies take as long as it saves")
-    refuse(_copying(program, left, device), reason)
+    staged: Staged = {}
+    refuse(_copying(program, left, device, staged), reason)
     reason = Obstacle.CONFLICT("an earlier candidate computes the same values")
     refuse(_repeated(left), reason)
     while left:
         try:
-            made = replaced(program, [p for c in left for p in c.parts])
+            made = replaced(program, [p for c in left for p in c.parts], staged)
         except ConflictError as conflict:
             faulty = [c for c in left if any(p in conflict.parts for p in c.parts)] or left
             reason = Obstacle.CONFLICT("a value that it reads depends on a value that it computes")
@@ -78,7 +79,9 @@ def _small(program: Program, found: Sequence[Candidate], context: Context) -> li
     return [c for c in found if c.share and little(c)]
 
 
-def _copying(program: Program, found: Sequence[Candidate], device: Device) -> list[Candidate]:
+def _copying(
+    program: Program, found: Sequence[Candidate], device: Device, staged: Staged
+) -> list[Candidate]:
     """Return the candidates that gain too little beside the transposed copies that they need."""
     unpriced = [c for c in found if c.leaves_copies and c.before and c.after]
     if not unpriced or device.layouts is None:
@@ -87,7 +90,7 @@ def _copying(program: Program, found: Sequence[Candidate], device: Device) -> li
 
     def added(candidates: Sequence[Candidate]) -> float:
         try:
-            made = replaced(program, [p for c in candidates for p in c.parts])
+            made = replaced(program, [p for c in candidates for p in c.parts], staged)
         except ConflictError:
             return 0.0
         return transposed_seconds(made, device) - before

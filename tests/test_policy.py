@@ -13,6 +13,7 @@ from symjax_rewrite import Options, packs, policy
 from symjax_rewrite.candidates import Candidate
 from symjax_rewrite.codegen.emission import run
 from symjax_rewrite.cost.device_profiles import CPU
+from symjax_rewrite.cost.term_cost import Cost
 from symjax_rewrite.ir.flat_program import Program, flatten
 from symjax_rewrite.optimizer import Optimiser
 
@@ -120,3 +121,21 @@ def test_a_part_that_reads_what_nobody_gives_is_refused(chain):
     reader = candidate("reader", Ones((d,), (lost,)))
     assert taken(program, reader)[1:] == ([], ["reader"])
     assert taken(program, giver, reader)[1] == ["giver", "reader"]
+
+
+def test_a_part_is_staged_out_once(chain):
+    """Its equations are checked for transposed copies, and put into the program later."""
+
+    class Counted(Ones):
+        runs = 0
+
+        def emit(self, wanted: Sequence[int], read: Any) -> list[Any]:
+            Counted.runs += 1
+            return super().emit(wanted, read)
+
+    program, (_, a, *_) = chain
+    costs = Cost(seconds=2.0), Cost(seconds=1.0)
+    part = Counted((a,), opens=True)
+    found = Candidate("copied", (part,), before=costs[0], after=costs[1], leaves_copies=True)
+    assert taken(program, found)[1] == ["copied"]
+    assert Counted.runs == 1

@@ -17,6 +17,7 @@ from symjax_rewrite.pallas_kernels.fold.tile import (
     finish,
     lift_block,
     read_block,
+    state_dtypes,
 )
 
 
@@ -43,11 +44,12 @@ def result_shapes(spec: FoldSpec) -> tuple[Any, ...]:
 
 def flat_shapes(spec: FoldSpec) -> list[jax.ShapeDtypeStruct]:
     """Return shapes and dtypes of the results of a fold, flat."""
-    if not spec.named:
-        return jax.tree.leaves(result_shapes(spec))
-    sizes = tuple([(a, 1 if a in spec.named else n) for a, n in spec.sizes])
-    small = jax.tree.leaves(result_shapes(replace(spec, sizes=sizes, named=())))
+    dtypes = spec.epilogue.dtypes if spec.epilogue else state_dtypes(spec)
+    if not dtypes:
+        sizes = tuple([(a, 1 if a in spec.named else n) for a, n in spec.sizes])
+        traced = jax.tree.leaves(result_shapes(replace(spec, sizes=sizes, named=())))
+        dtypes = [s.dtype for s in traced]
     return [
-        jax.ShapeDtypeStruct(tuple(map(spec.extent, axes)), s.dtype)
-        for axes, s in zip(result_axes(spec), small, strict=True)
+        jax.ShapeDtypeStruct(tuple(map(spec.extent, axes)), dtype)
+        for axes, dtype in zip(result_axes(spec), dtypes, strict=True)
     ]

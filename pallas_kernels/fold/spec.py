@@ -56,12 +56,14 @@ class Tile:
         key: compared by equality and hashing, with `reads`; `fun` itself if left out.
         whole: the row or column axis that the program itself reduces, or None. An example is the
             comparison of a term with its row maximum. A block must hold all of that axis.
+        dtypes: the dtypes of the tiles; a trace of `fun` finds them if left out.
     """
 
     fun: TileFunction = field(compare=False)
     reads: tuple[int, ...] = ()
     key: Hashable = None
     whole: str | None = None
+    dtypes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.key is None:
@@ -193,12 +195,14 @@ class Epilogue:
             none or all feature axes of one of the weights (or of an operand read), in its order.
         reads: numbers of row and batch operands.
         key: compared by equality and hashing, with `axes` and `reads`; `fun` itself if left out.
+        dtypes: the dtypes of the results; a trace of `fun` finds them if left out.
     """
 
     fun: Callable[[tuple, tuple], tuple] = field(compare=False)
     axes: tuple[tuple[str, ...], ...]
     reads: tuple[int, ...] = ()
     key: Hashable = None
+    dtypes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.key is None:
@@ -399,7 +403,7 @@ def _turned(spec: FoldSpec, across: tuple[int, ...]) -> FoldSpec:
         row=spec.col,
         col=spec.row,
         contractions=tuple(replace(c, row=c.col, col=c.row) for c in spec.contractions),
-        tile=Tile(tile, inner.reads, key=("turned", inner.key)),
+        tile=Tile(tile, inner.reads, key=("turned", inner.key), dtypes=inner.dtypes),
         outputs=tuple(Sums(o.terms, o.tile) for o in sums),
         band=Band(lower, upper),
     )

@@ -139,6 +139,28 @@ def accumulator(dtype: Any) -> jnp.dtype:
     return dtype
 
 
+def state_dtypes(spec: FoldSpec) -> list[Any]:
+    """Return the dtypes of the results before any epilogue; empty if those of tiles are unknown."""
+    if not spec.tile.dtypes:
+        return []
+    return [d for output in spec.outputs for d in _dtypes_of(spec, output)]
+
+
+def _dtypes_of(spec: FoldSpec, output: Output) -> list[Any]:
+    tile = jnp.dtype(spec.tile.dtypes[output.tile])
+    total = accumulator(tile)
+    match output:
+        case Extremum(kind=kind):
+            return [jnp.dtype(bool) if kind in ("any", "all") else tile]
+        case ArgExtremum() | TopK():
+            return [tile, jnp.dtype(jnp.int32)]
+        case KeyedSums():
+            return [total]
+    weights = [None if t.weights is None else spec.operands[t.weights].dtype for t in output.terms]
+    sums = [total if w is None else jnp.promote_types(total, w) for w in weights]
+    return [total] * isinstance(output, ExpSums) + sums
+
+
 def row_length(length: Array) -> Array:
     """Return a length as int32, clipped to a range larger than any array."""
     limits = jnp.iinfo(length.dtype)

@@ -6,16 +6,17 @@ which later passes see as an opaque operation. Dead equations are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from symjax_rewrite import jax_internals
 from symjax_rewrite.ir.dataflow import CycleError, makers_of, numbers, postorder
 from symjax_rewrite.ir.flat_program import Equation, Program, Value, inline
-from symjax_rewrite.jax_internals import JaxprEqn
+from symjax_rewrite.jax_internals import ClosedJaxpr, JaxprEqn
 
 Read = Callable[[Value], Any]  # returns the array of a value
+Staged = dict[Hashable, ClosedJaxpr]  # the equations of parts, by part, results and operands
 
 
 class Part(Protocol):
@@ -70,14 +71,16 @@ class ConflictError(Exception):
         self.parts = parts
 
 
-def replaced(program: Program, parts: Sequence[Part]) -> Program:
+def replaced(program: Program, parts: Sequence[Part], staged: Staged | None = None) -> Program:
     """Return the program with parts, of which no two give one value, and without dead equations.
+
+    staged: the equations of parts that were put into the same program before; more are added.
 
     Raises:
         ConflictError: some parts depend on each other in a cycle.
     """
     units = _Units(program, parts).ordered()  # may add values to the program
-    return _Rebuilt(program).run(units)
+    return _Rebuilt(program, {} if staged is None else staged).run(units)
 
 
 def live_values(program: Program, parts: Sequence[Part]) -> set[int]:
@@ -191,8 +194,8 @@ class _Units:
 class _Rebuilt:
     """The writer of units as equations of a new program; values keep their numbers if possible."""
 
-    def __init__(self, program: Program) -> None:
-        self.old = program
+    def __init__(self, program: Program, staged: Staged) -> None:
+        self.old, self.staged = program, staged
         avals, consts = list(program.avals), dict(program.consts)
         self.new = replace(program, avals=avals, consts=consts, equations=[])
         self.name: dict[int, Value] = {}  # current replacement of a value
@@ -229,7 +232,10 @@ class _Rebuilt:
             return [jax_internals.with_aval(x, a) for x, a in zip(made, avals, strict=True)]
 
         if part.opens:
-            closed = jax_internals.make_avals_jaxpr(run, [self.old.avals[v] for v in reads])
+            key = part, *unit.makes, None, *reads
+            if (closed := self.staged.get(key)) is None:
+                read_avals = [self.old.avals[v] for v in reads]
+                closed = self.staged[key] = jax_internals.make_avals_jaxpr(run, read_avals)
             self.name.update(zip(unit.makes, inline(self.new, closed, given), strict=True))
         else:
             taken = [v.aval if not isinstance(v, int) else self.new.avals[v] for v in given]

@@ -150,6 +150,11 @@ class _Orders:
         if n == 1:
             return ids[0], local[0] & self.out, 0.0
         most = min(self.pairs.each, self.pairs.left)
+        if n == 2 and most > 0:  # one order: most products have two factors
+            self.pairs.left -= 1
+            (a, b), both = local, (local[0] | local[1]) & self.out
+            left, right = a & (self.out | b), b & (self.out | a)
+            return (ids[0], ids[1]), both, 0.0 if free == 3 else self.cost_of(left, right, both)
         found = list(islice(_connected_pairs(local), most + 1))
         self.pairs.left -= len(found)
         if len(found) > most:

@@ -390,6 +390,7 @@ class FoldBuilder:
         tiles, roots = self.tiles, tuple(self.roots)
         fun = tile_function(tiles.steps, roots, self.t.primitives)
         key = ("route", roots, key_of(tiles.steps))
+        dtypes = tuple([tiles.steps[r].dtype for r in roots])
         spec = FoldSpec(
             sizes=tuple(tiles.sizes.items()),
             batch=self.lead[:-1],
@@ -397,7 +398,7 @@ class FoldBuilder:
             col=COLUMN,
             operands=tuple(tiles.operands),
             contractions=tuple(tiles.contractions),
-            tile=Tile(fun, tuple(tiles.reads), key, whole=tiles.whole),
+            tile=Tile(fun, tuple(tiles.reads), key, tiles.whole, dtypes),
             outputs=outputs,
             epilogue=None if rows is None else rows.epilogue,
             band=self._band(),

@@ -223,7 +223,8 @@ def row_algebra(
     reads = tuple(tiles.operand(ref) for ref in refs)
     fun = _function(steps, used, t.primitives)
     key = ("rows", key_of(steps), used)
-    return Rows(Epilogue(fun, axes, reads, key), exits, program.names, inside, axes)
+    dtypes = tuple([steps[n].dtype for n in used])
+    return Rows(Epilogue(fun, axes, reads, key, dtypes), exits, program.names, inside, axes)
 
 
 def _exits(around: FoldSurroundings, inside: set[int]) -> list[int]:

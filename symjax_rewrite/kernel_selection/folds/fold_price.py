@@ -62,16 +62,20 @@ STREAMED = frozenset(
 
 def compared(
     t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device
-) -> tuple[float, float]:
-    """Return predicted seconds of a cluster's terms as written, and of its folds."""
-    fresh = bytes_whole(t, cluster, device)
+) -> tuple[float, float, int]:
+    """Return predicted seconds of a cluster's terms as written and of its folds, and `bytes_whole`.
+
+    A cluster that XLA streams holds no bytes in memory.
+    """
+    streamed = is_streamed(t, cluster, device)
+    fresh = 0 if streamed else bytes_whole(t, cluster, device)
     fast = with_temporaries(device, fresh)
-    if is_streamed(t, cluster, device):
+    if streamed:
         whole = _seconds_streamed(t, cluster, fast)
     else:
         kept = replace(fast, memory=replace(fast.memory, kept_bytes=math.inf))
         whole = seconds_whole(t, cluster, kept) + device.page_seconds(fresh)  # of all its values
-    return whole, sum(seconds_folded(r, fast) for r in routes)
+    return whole, sum(seconds_folded(r, fast) for r in routes), fresh
 
 
 def is_streamed(t: TermGraph, cluster: Cluster, device: Device) -> bool:
@@ -145,10 +149,14 @@ def _visited_flops(spec: FoldSpec, cuts: list[tuple[FoldSpec, TritonBlocks]]) ->
 
 def reorders(t: TermGraph, cluster: Cluster, routes: list[FoldRoute], device: Device) -> bool:
     """Return True if reordering a cluster's products is cheaper, without materialised pairs."""
-    seconds = [_seconds_ordered(t, m, cluster.pairs, device) for m in cluster.members]
+    ordered = 0.0
+    for m in cluster.members:
+        ordered += _seconds_ordered(t, m, cluster.pairs, device)
+        if ordered == math.inf:  # no such order
+            return False
     fast = _fused(device)
     folded = sum(seconds_folded(r, fast) for r in routes)
-    return margins.pays(folded, sum(seconds), "order", device)
+    return margins.pays(folded, ordered, "order", device)
 
 
 def _fused(device: Device) -> Device:
@@ -256,8 +264,6 @@ def _rows(m: ClusterMember) -> int:
 
 def bytes_whole(t: TermGraph, cluster: Cluster, device: Device) -> int:
     """Return the peak bytes of pairwise terms in memory when the program runs as written."""
-    if is_streamed(t, cluster, device):
-        return 0
     choice, mine, exits, roots = _written(t, cluster)
     order = sorted(mine)
     model = CostModel(device, t.number)

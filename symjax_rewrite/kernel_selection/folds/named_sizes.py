@@ -21,7 +21,6 @@ from symjax_rewrite.ir.term_graph import TermGraph
 from symjax_rewrite.kernel_selection.folds.builder import FoldRoute
 from symjax_rewrite.kernel_selection.folds.clustering import Cluster
 from symjax_rewrite.kernel_selection.folds.fold_price import (
-    bytes_whole,
     compared,
     cost_folded,
     reorders,
@@ -73,10 +72,9 @@ class Comparisons:
         with t.at(sample):
             routes = [at_sample(r, t) for r in self.folds]
             reordered = reorders(t, self.cluster, routes, device)
-            before, after = compared(t, self.cluster, routes, device)
+            before, after, spared = compared(t, self.cluster, routes, device)
             if all(r.spec.named and xla_blocks(r.spec).steps(r.spec) == 1 for r in routes):
                 after = before  # one block holds all pairs: the operations are those written
-            spared = bytes_whole(t, self.cluster, device)
             pairs = min(math.prod((*r.spec.batch_shape, r.spec.rows, r.spec.cols)) for r in routes)
         return Comparison(sample, before, after, pairs, spared, reordered)
 

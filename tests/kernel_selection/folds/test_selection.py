@@ -1,5 +1,7 @@
 """Every reduction over a pairwise term becomes a fold, in the forward and the backward pass."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.pallas_kernels.fold.fold import fold
+from symjax_rewrite.pallas_kernels.fold.reference import result_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import ColumnSums, FoldSpec, Sums
+from symjax_rewrite.pallas_kernels.fold.tile import state_dtypes
 from symjax_rewrite.testing.assertions import assert_equivalent, assert_no_intermediate
 from tests.kernel_selection.folds.programs import (
     FOLDS,
@@ -289,6 +293,30 @@ def test_one_fold_sums_over_columns_and_over_rows(monkeypatch):
         routes = sym_optimize(gradient, kernels="always", device="h200").explain(*args).routes
         assert any(r.taken for r in routes)
         assert not any(isinstance(o, ColumnSums) for s in specs for o in s.outputs)
+
+
+def test_folds_state_the_dtypes_of_their_tiles_and_results(monkeypatch):
+    """A price that traces the fold for these dtypes takes longer than the search for the fold."""
+
+    def statistics(q, k, v):
+        s = q @ k.T / 2
+        weights = jax.nn.softmax(s.astype(jnp.float32), axis=-1).astype(v.dtype)
+        return weights @ v, jnp.argmax(s, -1), (s > 0).any(-1)
+
+    def counted(spec, *operands, **options):
+        specs.append(spec)
+        return fold(spec, *operands, **options)
+
+    specs: list[FoldSpec] = []
+    monkeypatch.setattr("symjax_rewrite.kernel_selection.folds.builder.fold", counted)
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((N, D), (M, D), (M, D))]
+    assert sym_optimize(statistics, kernels="always").explain(*args).after.jaxpr
+    assert specs
+    for spec in specs:
+        for each in (spec, replace(spec, epilogue=None)):
+            traced = jax.tree.leaves(result_shapes(each))
+            stated = each.epilogue.dtypes if each.epilogue else state_dtypes(each)
+            assert [jnp.dtype(d) for d in stated] == [x.dtype for x in traced]
 
 
 @pytest.mark.parametrize(("queries", "keys", "taken"), [(8192, 512, False), (8192, 8192, True)])

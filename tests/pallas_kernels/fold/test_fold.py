@@ -12,8 +12,13 @@ from symjax_rewrite.errors import KernelError, UsageError
 from symjax_rewrite.pallas_kernels.fold.attention import Attention, forward
 from symjax_rewrite.pallas_kernels.fold.cost import block_bytes, bytes_moved, flops
 from symjax_rewrite.pallas_kernels.fold.fold import BACKENDS, cuda_backend, fold
-from symjax_rewrite.pallas_kernels.fold.reference import fold_reference, result_shapes
+from symjax_rewrite.pallas_kernels.fold.reference import (
+    flat_shapes,
+    fold_reference,
+    result_shapes,
+)
 from symjax_rewrite.pallas_kernels.fold.spec import Band, Contraction, ExpSums, one_way
+from symjax_rewrite.pallas_kernels.fold.tile_facts import tile_arguments
 from symjax_rewrite.pallas_kernels.fold.tiling import Blocks, TritonBlocks
 from symjax_rewrite.pallas_kernels.fold.triton import fold_triton, supports
 from symjax_rewrite.pallas_kernels.fold.xla import fold_xla
@@ -35,6 +40,18 @@ def check(case: Case, run, rtol: float = 2e-4, atol: float = 2e-4):
 @by_case
 def test_reference_is_the_naive_formula(case):
     check(case, fold_reference)
+
+
+@by_case
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes_of_tiles_tell_those_of_results(case, dtype):
+    """With the dtypes of its tiles, the shapes and dtypes of a fold's results need no trace."""
+    operands = [replace(o, dtype=dtype) if o.dtype == "float32" else o for o in case.spec.operands]
+    spec = replace(case.spec, operands=tuple(operands), epilogue=None)
+    made = jax.tree.leaves(jax.eval_shape(spec.tile.fun, *tile_arguments(spec)))
+    told = replace(spec, tile=replace(spec.tile, dtypes=tuple([str(x.dtype) for x in made])))
+    traced = jax.tree.leaves(result_shapes(spec))
+    assert [(x.shape, x.dtype) for x in flat_shapes(told)] == [(x.shape, x.dtype) for x in traced]
 
 
 CUTS = {
