@@ -97,6 +97,7 @@ def _solver(context: Context, terms: Terms) -> Solver:
         context.device,
         context.assumptions,
         terms.samples,
+        terms.narrow,
         context.kept.setdefault("trees", {}),
     )
 

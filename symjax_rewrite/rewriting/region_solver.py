@@ -96,7 +96,8 @@ class Frozen:
 class Solver:
     """Solves regions under one set of options and sample sizes.
 
-    trees: the cheapest orders of products found so far.
+    narrow: True if the samples stand for all sizes. trees: the cheapest orders of products found so
+    far.
     """
 
     options: Options
@@ -105,6 +106,7 @@ class Solver:
     device: Device
     assumptions: Assumptions
     samples: list[dict[str, int]]
+    narrow: bool
     trees: dict[tuple, Tree]
 
     def solve(self, t: TermGraph, need: Needed, region: Region, known: set[int]) -> Solution:
@@ -143,7 +145,8 @@ class Solver:
         ]
         best, crossovers = found[0], []
         if t.dim_env:
-            best, crossovers = self._symbolic(g, roots, found, models[0])
+            priced = [*zip(models, before, strict=True)]
+            best, crossovers = self._symbolic(g, roots, found, priced, frozen)
         log("cost", "%s (%s)", best.reason, stop)
         changed = changed_classes(g, best.choice, roots) if best.taken else []
         if best.taken:  # I·a = a: a computed class becomes an input
@@ -167,10 +170,18 @@ class Solver:
         )
 
     def _symbolic(
-        self, g: EGraph, roots: tuple[int, ...], found: list[Extraction], model: CostModel
+        self,
+        g: EGraph,
+        roots: tuple[int, ...],
+        found: list[Extraction],
+        priced: list[tuple[CostModel, Cost]],
+        frozen: Frozen,
     ) -> tuple[Extraction, list[tuple[Cost, Cost]]]:
-        """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes."""
-        original = original_choice(g)
+        """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes.
+
+        priced: at every sample, the model and the cost as written.
+        """
+        original, model = original_choice(g), priced[0][0]
         before = model.symbolic(g, original, roots)
         crossovers: list[tuple[Cost, Cost]] = []
         for candidate in found:
@@ -178,8 +189,11 @@ class Solver:
                 continue
             after = model.symbolic(g, candidate.choice, roots)
             gained = before.flops - after.flops, before.bytes - after.bytes
-            undecided = [p for p in gained if not self.assumptions.nonnegative(p)]
-            if not undecided:
+            if self.narrow:
+                cheaper = _pays_at_each(g, candidate.choice, roots, priced, frozen)
+            else:
+                cheaper = all(map(self.assumptions.nonnegative, gained))
+            if cheaper:
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))
                 return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
@@ -188,6 +202,21 @@ class Solver:
         same = replace(before, seconds=found[0].before.seconds)
         reason = Obstacle.SIZES("neither form is cheaper for all sizes")
         return Extraction(same, same, original, False, reason), crossovers
+
+
+def _pays_at_each(
+    g: EGraph,
+    choice: Choice,
+    roots: tuple[int, ...],
+    priced: list[tuple[CostModel, Cost]],
+    frozen: Frozen,
+) -> bool:
+    """Return True if a form is to be taken at every sample of the sizes."""
+    known = any(map(frozen, choice))
+    return all(
+        margins.worthwhile(before, m.evaluate(g, choice, roots, frozen), m.device, known)[0]
+        for m, before in priced
+    )
 
 
 def _at(sample: dict[str, int]) -> Callable[[Dim], int]:
