@@ -18,7 +18,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import UsageError
 
 Monomial = tuple[tuple[str, int], ...]
-NARROW = 4  # largest ratio of the ends of a narrow range of sizes
+NARROW = 4  # largest ratio of the ends of a range of sizes for which its ends stand
 
 
 class Poly:

@@ -390,8 +390,10 @@ class Lifting:
             return functions.applied(a, "real", (), p)
         if kinds[1] in "fc":
             return functions.applied(a, "round", new, p) if _rounds(old, new, p) else p
-        is_whole = kinds[0] in "iub" and (kinds[1] == "i" or a.sign(p) > 0)
-        return p if is_whole else functions.applied(a, "truncate", new, p, integer=True)
+        if kinds[0] not in "iub":
+            return functions.applied(a, "truncate", new, p, integer=True)
+        fits = _fits(a, p, old, new)
+        return p if fits else functions.applied(a, "wrap", new, p, integer=True)
 
 
 def facts_of(dtype: str) -> dict[str, Any]:
@@ -419,6 +421,19 @@ def _rounds(old: str, new: str, p: Poly) -> bool:
     if dtype_kind(old) in "fc":
         return _narrows(old, new)
     return old != "bool" and jnp.finfo(new).nmant < 23
+
+
+def _fits(a: Calculus, p: Poly, old: str, new: str) -> bool:
+    """Return True if a cast between dtypes of integers keeps all values; sizes fit any of them."""
+    to = np.iinfo(new)
+    if old == "bool" or functions.as_index(a, p) is not None:
+        return True
+    if np.iinfo(old).max <= to.max and (np.iinfo(old).min >= to.min or a.sign(p) > 0):
+        return True
+    low, high = functions.value_range(a, p)
+    if low is None or high is None:
+        return False
+    return not any(isinstance(n, int) and not to.min <= n <= to.max for n in (low, high))
 
 
 def _narrows(old: str, new: str) -> bool:

@@ -382,6 +382,10 @@ NEAR_MISSES: dict[str, Pair] = {
         lambda x: x.astype(jnp.float16).astype(jnp.float32), lambda x: x, ("f32[n]",)),
     "cast to a smaller range and back": (
         lambda x: x.astype(jnp.float16).astype(jnp.bfloat16), lambda x: x, ("bf16[n]",)),
+    "cast to a smaller integer and back": (
+        lambda x: x.astype(jnp.int8).astype(jnp.int32), lambda x: x, ("i32[n]",)),
+    "cast to an integer without a sign and back": (
+        lambda x: x.astype(jnp.uint8).astype(jnp.int32), lambda x: x, ("i32[n]",)),
     "sum rounded after each product": (
         lambda x, y: (x * y).astype(jnp.bfloat16).astype(jnp.float32) + x,
         lambda x, y: (x * y + x), ("f32[n]", "f32[n]")),
