@@ -19,6 +19,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import Options, log
 from symjax_rewrite.rewriting.contraction_order import Pairs, Tree
 from symjax_rewrite.rewriting.extraction import (
+    Choice,
     Extraction,
     changed_classes,
     extract,
