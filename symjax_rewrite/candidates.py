@@ -157,7 +157,8 @@ class Terms:
     """A program as index terms, with its live set, cost model and sizes.
 
     known: classes that depend on frozen inputs alone. samples: the numbers at which symbolic sizes
-    are priced. kept: what passes found in the program, for later passes.
+    are priced. narrow: True if they stand for all sizes. kept: what passes found in the program,
+    for later passes.
     """
 
     t: TermGraph
@@ -165,6 +166,7 @@ class Terms:
     known: set[int]
     samples: list[dict[str, int]]
     model: CostModel
+    narrow: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
@@ -237,10 +239,12 @@ class Context:
         known = _frozen_classes(t, need, self.frozen)
         need.known = frozenset(known)
         self.assumptions = self.assumptions.with_constraints(t.dim_env.values())
-        samples = self.assumptions.samples(t.symbolic_names()) if t.dim_env else [{}]
+        names = t.symbolic_names()
+        samples = self.assumptions.samples(names) if t.dim_env else [{}]
         t.sample = max(samples, key=lambda s: math.prod(s.values()))
         sample = self.sample = samples[0]
-        return Terms(t, need, known, samples, CostModel(self.device, lambda d: value(d, sample)))
+        model = CostModel(self.device, lambda d: value(d, sample))
+        return Terms(t, need, known, samples, model, self.assumptions.are_narrow(names))
 
 
 def _frozen_classes(t: TermGraph, need: Needed, frozen: frozenset[int]) -> set[int]:

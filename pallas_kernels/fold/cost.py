@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from symjax_rewrite.pallas_kernels.backend import bytes_of
 from symjax_rewrite.pallas_kernels.fold.reference import flat_shapes
 from symjax_rewrite.pallas_kernels.fold.spec import FoldSpec, terms_of
@@ -40,10 +42,9 @@ def visited_flops(spec: FoldSpec, block_rows: int, block_cols: int, slices: int 
 
 def visited_pairs(spec: FoldSpec, block_rows: int, block_cols: int) -> int:
     """Return the pairs of the blocks that meet the band; bounds known from data alone count not."""
-    visited = columns_visited(spec, block_rows, block_cols)
-    starts = range(0, spec.rows, max(block_rows, 1))
-    pairs = (min(block_rows, spec.rows - row) * n for row, n in zip(starts, visited, strict=True))
-    return math.prod(spec.batch_shape) * sum(pairs)
+    rows = np.minimum(block_rows, spec.rows - np.arange(0, spec.rows, max(block_rows, 1)))
+    pairs = rows @ columns_visited(spec, block_rows, block_cols)
+    return math.prod(spec.batch_shape) * int(pairs)
 
 
 def bytes_moved(spec: FoldSpec) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 
 from symjax_rewrite.pallas_kernels.backend import LEAST_SIDE, Gpu, power_of_two
@@ -241,7 +242,8 @@ def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> T
         return blocks
     at_once = multiprocessors * (2 if spec.rows <= blocks.rows else 1)
     visited = columns_visited(spec, blocks.rows, blocks.cols)
-    total, shortest, longest = batch * sum(visited), max(min(visited), 1), max(visited)
+    total, longest = batch * int(visited.sum()), int(visited.max())
+    shortest = max(int(visited.min()), 1)
     steps = -(-spec.cols // blocks.cols)
 
     def last_end(splits: int) -> float:
@@ -254,18 +256,19 @@ def with_splits(spec: FoldSpec, blocks: TritonBlocks, multiprocessors: int) -> T
     return replace(blocks, splits=min(range(1, min(steps, MOST_SPLITS) + 1), key=last_end))
 
 
-def columns_visited(spec: FoldSpec, rows: int, cols: int) -> list[int]:
-    """Return, by block of rows, the columns of the blocks that meet the band.
+def columns_visited(spec: FoldSpec, rows: int, cols: int) -> np.ndarray:
+    """Return, by block of rows, the columns of the blocks that meet the band: int64[blocks].
 
     Bounds known from data alone do not count.
     """
-    band, found = spec.band, []
-    for row in range(0, spec.rows, max(rows, 1)):
-        low = 0 if band.lower is None else max(row + band.lower, 0) // cols * cols
-        end = spec.cols if band.upper is None else max(row + rows + band.upper, 0)
-        high = min(-(-end // max(cols, 1)) * cols, spec.cols)
-        found.append(max(high - low, 0))
-    return found
+    band, rows, cols = spec.band, max(rows, 1), max(cols, 1)
+    row = np.arange(0, spec.rows, rows)
+    low = np.zeros_like(row) if band.lower is None else np.maximum(row + band.lower, 0)
+    if band.upper is None:
+        end = np.full_like(row, spec.cols)
+    else:
+        end = np.maximum(row + rows + band.upper, 0)
+    return np.maximum(np.minimum(-(-end // cols) * cols, spec.cols) - low // cols * cols, 0)
 
 
 def slices_of(spec: FoldSpec, blocks: TritonBlocks) -> int:

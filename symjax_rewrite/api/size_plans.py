@@ -4,6 +4,10 @@ A function with `dims` is traced once with symbolic sizes and optimised once. A 
 is traced by JAX as always. If the symbolic program with numbers in place of names equals that
 trace, equation for equation, the emitted program gets the same numbers and runs. Otherwise the
 trace is optimised by itself. So no condition is taken over from another shape.
+
+Where the decision depends on the sizes, it is made once more for sizes near those of the call, from
+half to twice of each. It holds in this range if the same forms pay at its ends, and if they are
+those that the trace alone would get. Otherwise every trace in the range is optimised by itself.
 """
 
 from __future__ import annotations
@@ -26,14 +30,19 @@ from symjax_rewrite.jax_sizes import NotInstantiableError, at_sizes
 from symjax_rewrite.options import logger
 
 ANNOTATIONS = "annotations"
+MOST_RANGES = 8  # of one program: each takes two searches
 Shape = tuple[str, ...]  # a name or a number for each axis
 
 
 class Decider(Protocol):
-    """The interface that a plan needs of the optimiser of a function."""
+    """The interface that a plan needs of the optimiser of a function.
+
+    under: the same with more facts about sizes.
+    """
 
     def decide(self, closed: ClosedJaxpr) -> Any: ...
     def emitted(self, result: Any) -> ClosedJaxpr | None: ...
+    def under(self, facts: Sequence[str]) -> Decider: ...
 
 
 def parse_dims(dims: Any, fun: Callable[..., Any]) -> tuple[Shape | None, ...]:
@@ -94,14 +103,26 @@ def sizes_of(
 
 
 @dataclass(frozen=True, slots=True)
-class SizePlan:
-    """A program of symbolic sizes with what is emitted for it.
+class RangePlan:
+    """What is emitted where every named size is in a range.
 
-    closed: as traced. emitted: None if other sizes might ask for another decision.
+    emitted: with symbolic sizes; None if other sizes in the ranges might ask for another decision.
     """
 
-    closed: ClosedJaxpr
+    ranges: dict[str, tuple[int, int]]
     emitted: ClosedJaxpr | None
+
+    def holds(self, sizes: dict[str, int]) -> bool:
+        """Return True if some sizes are in the ranges."""
+        return all(low <= sizes[n] <= high for n, (low, high) in self.ranges.items())
+
+
+@dataclass(frozen=True, slots=True)
+class SizePlan:
+    """A program of symbolic sizes, as traced, with what is emitted for it, by ranges of sizes."""
+
+    closed: ClosedJaxpr
+    by_range: list[RangePlan]
 
 
 class SizePlans:
@@ -123,17 +144,39 @@ class SizePlans:
         if not sizes or not self.assume.holds(sizes):
             return None
         plan = self._plan(flat, values, key)
-        if plan is None or plan.emitted is None:
+        if plan is None:
             return None
         try:
             mine, theirs = at_sizes(plan.closed, sizes), at_sizes(closed, {})
             wanted = program_key(theirs)
             if wanted is None or program_key(mine) != wanted:
                 return None
-            return at_sizes(plan.emitted, sizes)
+            emitted = self._emitted(plan, sizes, closed)
+            return None if emitted is None else at_sizes(emitted, sizes)
         except NotInstantiableError as error:
             logger.debug("no plan for other sizes: %s", error)
             return None
+
+    def _emitted(
+        self, plan: SizePlan, sizes: dict[str, int], closed: ClosedJaxpr
+    ) -> ClosedJaxpr | None:
+        """Return what is emitted at some sizes, with symbolic sizes; None if it is not known."""
+        found = next((p for p in plan.by_range if p.holds(sizes)), None)
+        if found is None and len(plan.by_range) < MOST_RANGES:
+            found = self._near(plan.closed, sizes, closed)
+            plan.by_range.append(found)
+        return None if found is None else found.emitted
+
+    def _near(self, named: ClosedJaxpr, sizes: dict[str, int], closed: ClosedJaxpr) -> RangePlan:
+        """Return the plan for sizes near those of a traced program."""
+        ranges = {n: (-(-size // 2), 2 * size) for n, size in sizes.items()}
+        facts = [f"{low} <= {n}" for n, (low, _) in ranges.items()]
+        facts += [f"{n} <= {high}" for n, (_, high) in ranges.items()]
+        worker = self.worker.under(facts)
+        near, alone = worker.decide(named), self.worker.decide(closed)
+        if not near.settled or _changes(near) != _changes(alone):
+            return RangePlan(ranges, None)
+        return RangePlan(ranges, worker.emitted(near) if near.taken else named)
 
     def _plan(
         self, flat: Callable[..., Any], values: Sequence[Any], key: Hashable
@@ -180,4 +223,10 @@ class SizePlans:
             return False
         result = self.worker.decide(closed)
         usable = result.taken and result.settled
-        return SizePlan(closed, self.worker.emitted(result) if usable else None)
+        whole = [RangePlan({}, self.worker.emitted(result))] if usable else []
+        return SizePlan(closed, whole)
+
+
+def _changes(result: Any) -> list[tuple[str, list[str]]]:
+    """Return the names of the changes that were taken, with their lines."""
+    return sorted((c.name, sorted(c.places)) for c in result.changes)

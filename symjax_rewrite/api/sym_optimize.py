@@ -350,6 +350,11 @@ class _Worker:
             return None
         return self.plans.at(flat, values, closed, fixed)
 
+    def under(self, facts: Sequence[str]) -> _Worker:
+        """Return the worker of the same options and more facts about sizes."""
+        assume = (*self.options.assume, *facts)
+        return _Worker(dataclasses.replace(self.options, assume=assume), self.sharded)
+
     def optimised(self, closed: jax_internals.ClosedJaxpr) -> jax_internals.ClosedJaxpr | None:
         """Return the optimised program, or None if the optimiser changes nothing.
 

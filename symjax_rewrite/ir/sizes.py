@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from symjax_rewrite import jax_internals
 from symjax_rewrite.errors import UsageError
 
 Monomial = tuple[tuple[str, int], ...]
+NARROW = 4  # largest ratio of the ends of a range of sizes for which its ends stand
 
 
 class Poly:
@@ -200,11 +202,11 @@ class Assumptions:
         """
         if not isinstance(p, Poly) or not isinstance(p := simplify(p), Poly):
             return p >= 0
-        for name, upper in self._upper().items():
+        for name, ends in self._ends().items():
             powers = {power for m, _ in p.terms for n, power in m if n == name}
             if powers == {1}:
                 env = {n: Poly.var(n) for n in p.variables()}
-                return all(self.nonnegative(p.at(env | {name: end})) for end in (1, upper))
+                return all(self.nonnegative(p.at(env | {name: end})) for end in ends)
         if any(
             all(c >= -1e-9 for _, c in _substitute(p, substitution).terms)
             for substitution in self._substitutions()
@@ -223,16 +225,25 @@ class Assumptions:
                     if factor is not None:
                         yield _substitute(p - (c / d) * (factor * known), {})
 
-    def _upper(self) -> dict[str, float]:
-        """Return constant upper bounds: facts `c - a·x ≥ b`."""
-        out: dict[str, float] = {}
+    def _ends(self) -> dict[str, tuple[float, float]]:
+        """Return the constant bounds of names that have an upper one, by facts `c ± a·x ≥ b`."""
+        low: dict[str, float] = {}
+        high: dict[str, float] = {}
         for fact, bound in self._lower:
             names = [(m, c) for m, c in fact.terms if m]
             match names:
-                case [(((name, 1),), slope)] if slope < 0:
-                    upper = (sum(c for m, c in fact.terms if not m) - bound) / -slope
-                    out[name] = min(upper, out.get(name, upper))
-        return out
+                case [(((name, 1),), slope)]:
+                    end = (bound - sum(c for m, c in fact.terms if not m)) / slope
+                    if slope > 0:
+                        low[name] = max(end, low.get(name, end))
+                    else:
+                        high[name] = min(end, high.get(name, end))
+        return {name: (max(low.get(name, 1), 1), end) for name, end in high.items()}
+
+    def are_narrow(self, names: Iterable[str]) -> bool:
+        """Return True if every name is known to within a factor of `NARROW`."""
+        ends = self._ends()
+        return all(n in ends and ends[n][1] <= NARROW * ends[n][0] for n in names)
 
     def _substitutions(self) -> Iterable[dict[str, Poly]]:
         """Yield lower bounds of a name by others: facts `a·x - rest ≥ b`, and means of two."""
@@ -250,16 +261,23 @@ class Assumptions:
                 yield from ({name: (low + other) * 0.5 + slack} for other in lows[:k])
 
     def samples(self, names: Iterable[str]) -> list[dict[str, int]]:
-        """Return concrete sizes that satisfy the facts, small to large; deterministic."""
+        """Return concrete sizes that satisfy the facts, deterministic.
+
+        They go from small to large. Of names in narrow ranges they are the middle and the corners.
+        """
         ordered = sorted(names)
-        out = [
-            {
-                name: max(2, scale * (ratio if k % 2 else 1) // (1 + k))
-                for k, name in enumerate(ordered)
-            }
-            for scale in (64, 1024, 16)
-            for ratio in (1, 8, 64)
-        ]
+        if ordered and self.are_narrow(ordered):
+            ends = self._ends()
+            out = _corners({n: ends[n] for n in ordered})
+        else:
+            out = [
+                {
+                    name: max(2, scale * (ratio if k % 2 else 1) // (1 + k))
+                    for k, name in enumerate(ordered)
+                }
+                for scale in (64, 1024, 16)
+                for ratio in (1, 8, 64)
+            ]
         good = [env for env in out if self.holds(env)]
         return good or self._search(ordered) or out[:1]
 
@@ -274,6 +292,15 @@ class Assumptions:
         """Return True if the facts hold at some sizes; facts about other names count as true."""
         known = [(p, b) for p, b in self._lower if p.variables() <= set(env)]
         return all(p.at(env) >= b for p, b in known)
+
+
+def _corners(ends: Mapping[str, tuple[float, float]]) -> list[dict[str, int]]:
+    """Return the geometric middle of some ranges, and the corners of the first three."""
+    middle = {n: round(math.sqrt(low * high)) for n, (low, high) in ends.items()}
+    whole = {n: (math.ceil(low), math.floor(high)) for n, (low, high) in ends.items()}
+    corners = [dict(zip(ends, c, strict=False)) for c in itertools.product(*[*whole.values()][:3])]
+    both = [{n: ends[k] for n, ends in whole.items()} for k in (0, 1)] if len(ends) > 3 else []
+    return [middle, *({**middle, **corner} for corner in corners), *both]
 
 
 def is_fact(text: str) -> bool:

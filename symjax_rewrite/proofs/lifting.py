@@ -146,6 +146,10 @@ class Lifting:
                 return self._part(number, here)
             case "concatenate":
                 return self._joined(number, here)
+            case "rev":
+                return self._reversed(number, here)
+            case name if name in _PREFIXES:
+                return self._prefix(number, here)
         return self.solve(self, number, output, here)
 
     def _leaf(self, value: int, dtype: str, at: list[Index]) -> Poly:
@@ -245,6 +249,36 @@ class Lifting:
                 return self._entry(made, v, here, {axis: (k, ())})
             k -= size
         return None
+
+    def _reversed(self, number: int, here: list[Index]) -> Poly | None:
+        """Return an entry of an array with reversed axes."""
+        e = self.t.program.equations[number]
+        source, (made,) = e.invals[0], e.outvals
+        entries = dict[int, Index]()
+        for axis in e.eqn.params["dimensions"]:
+            place = self._place(made, axis, here)
+            if place is None:
+                return None
+            last = from_jax(shape_of(e.eqn.outvars[0])[axis]) - 1
+            offset, terms = self.a.table.size_index(last)
+            back = [(n, -s) for n, s in place[1]]
+            entries[axis] = linear(offset - place[0], [*terms, *back])
+        return self._entry(made, source, here, entries) if isinstance(source, int) else None
+
+    def _prefix(self, number: int, here: list[Index]) -> Poly | None:
+        """Return a running sum or extremum: of the entries at an index and before it."""
+        a, e = self.a, self.t.program.equations[number]
+        source, (made,), params = e.invals[0], e.outvals, e.eqn.params
+        place = self._place(made, params["axis"], here)
+        if place is None or not isinstance(source, int):
+            return None
+        k = a.table.fresh(from_jax(shape_of(e.eqn.outvars[0])[params["axis"]]))
+        read = self._entry(made, source, here, {params["axis"]: plain(k)})
+        if read is None:
+            return None
+        beyond = a.sub(a.index(plain(k)), a.index(place))
+        outside = functions.positive(a, a.scale(-1, beyond) if params["reverse"] else beyond)
+        return _PREFIXES[e.eqn.primitive.name](a, k, read, a.sub(ONE, outside))
 
     def _place(self, made: int, axis: int, here: list[Index]) -> Index | None:
         """Return the index at which an axis of a result is read; None if there are several."""
@@ -390,8 +424,10 @@ class Lifting:
             return functions.applied(a, "real", (), p)
         if kinds[1] in "fc":
             return functions.applied(a, "round", new, p) if _rounds(old, new, p) else p
-        is_whole = kinds[0] in "iub" and (kinds[1] == "i" or a.sign(p) > 0)
-        return p if is_whole else functions.applied(a, "truncate", new, p, integer=True)
+        if kinds[0] not in "iub":
+            return functions.applied(a, "truncate", new, p, integer=True)
+        fits = _fits(a, p, old, new)
+        return p if fits else functions.applied(a, "wrap", new, p, integer=True)
 
 
 def facts_of(dtype: str) -> dict[str, Any]:
@@ -419,6 +455,19 @@ def _rounds(old: str, new: str, p: Poly) -> bool:
     if dtype_kind(old) in "fc":
         return _narrows(old, new)
     return old != "bool" and jnp.finfo(new).nmant < 23
+
+
+def _fits(a: Calculus, p: Poly, old: str, new: str) -> bool:
+    """Return True if a cast between dtypes of integers keeps all values; sizes fit any of them."""
+    to = np.iinfo(new)
+    if old == "bool" or functions.as_index(a, p) is not None:
+        return True
+    if np.iinfo(old).max <= to.max and (np.iinfo(old).min >= to.min or a.sign(p) > 0):
+        return True
+    low, high = functions.value_range(a, p)
+    if low is None or high is None:
+        return False
+    return not any(isinstance(n, int) and not to.min <= n <= to.max for n in (low, high))
 
 
 def _narrows(old: str, new: str) -> bool:
@@ -462,6 +511,22 @@ def _or(a: Calculus, p: Poly, q: Poly) -> Poly:
     return a.sub(a.add(p, q), a.mul(p, q))
 
 
+def _sum_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.total(a, a.mul(inside, p), (k,))
+
+
+def _largest_of(a: Calculus, k: int, p: Poly, inside: Poly) -> Poly:
+    return reductions.maximum(a, [((k,), a.add(p, functions.mask(a, inside)))])
+
+
+_PREFIXES: dict[str, Callable[[Calculus, int, Poly, Poly], Poly]] = {
+    "cumsum": _sum_of,
+    "cummax": _largest_of,
+    "cummin": lambda a, k, p, inside: a.scale(-1, _largest_of(a, k, a.scale(-1, p), inside)),
+    "cumlogsumexp": lambda a, k, p, inside: functions.log(
+        a, _sum_of(a, k, functions.exp(a, p), inside)
+    ),
+}
 _CONDITIONED: dict[str, tuple[tuple[int, str], ...]] = {
     "div": ((1, "nonzero"),),
     "reciprocal": ((0, "nonzero"),),

@@ -44,9 +44,11 @@ def total(a: Calculus, p: Poly, names: Sequence[int]) -> Poly:
         return ZERO
     out = p
     for name in names:
+        before = Operation("sum", (((name,), out),))
         if (entries := entries_of(a, out, name)) is not None:
-            before = Operation("sum", (((name,), out),))
             out = a.record("entries", before, a.add(*entries))
+        elif (parts := parts_of(a, out, name)) is not None:
+            out = a.record("range_split", before, a.add(*[total(a, q, (k,)) for k, q in parts]))
         else:
             out = a.add(*[_sum_of_term(a, mono, c, name) for mono, c in out])
     plain_sum = len(p) == 1 and len(out) == 1 and len(out[0][0]) == 1 and out[0][1] == 1
@@ -63,7 +65,46 @@ def entries_of(a: Calculus, p: Poly, name: int) -> list[Poly] | None:
     return [a.substitute(p, {name: (k, ())}) for k in range(size)]
 
 
+def parts_of(a: Calculus, p: Poly, name: int) -> list[tuple[int, Poly]] | None:
+    """Return a polynomial over two parts of an index's range; None if no test divides the range.
+
+    A test divides the range [0, n) at a named size m: [m − k > 0] is 1 in [0, m), 0 in [m, n).
+    """
+    size = a.table.sizes[name]
+    for test in a.tests(p):
+        if a.form(test).kind != "positive" or not atom_reads(test, name):
+            continue
+        index = as_index(a, a.operand(test)) or (0, ())
+        stride = dict(index[1]).get(name, 0)
+        rest = linear(index[0], [(n, s) for n, s in index[1] if n != name])
+        ends = a.table.index_range(rest)
+        if abs(stride) != 1 or not rest[1] or ends is None or ends[0] != ends[1]:
+            continue
+        at = ends[0] if stride < 0 else 1 - ends[0]
+        if a.facts.nonnegative(at) and a.facts.nonnegative(size - at):
+            low, high = a.table.fresh(at), a.table.fresh(size - at)
+            offset, terms = a.table.size_index(at)
+            first, second = (a.assume(p, test, int(v)) for v in (stride < 0, stride > 0))
+            moved = linear(offset, [*terms, (high, 1)])
+            return [
+                (low, a.substitute(first, {name: plain(low)})),
+                (high, a.substitute(second, {name: moved})),
+            ]
+    return None
+
+
+def _is_backwards(a: Calculus, mono: Mono, name: int) -> bool:
+    """Return True if all factors but tests read an index backwards."""
+    factors = [atom for atom, _ in mono if not a.form(atom).bit]
+    strides = [s for x in factors for _, terms in x.at for n, s in terms if n == name]
+    return bool(strides) and all(s < 0 for s in strides)
+
+
 def _sum_of_term(a: Calculus, mono: Mono, c: Number, name: int) -> Poly:
+    if _is_backwards(a, mono, name):
+        offset, last = a.table.size_index(a.table.sizes[name] - 1)
+        there = {name: linear(offset, [*last, (name, -1)])}
+        return total(a, a.substitute(((mono, c),), there), (name,))
     outside = {atom: e for atom, e in mono if not atom_reads(atom, name)}
     inside = {atom: e for atom, e in mono if atom_reads(atom, name)}
     factor = a.term(c, outside)
@@ -345,9 +386,11 @@ def flattened(a: Calculus, names: tuple[int, ...], p: Poly) -> list[Branch]:
                 for found in flattened(a, (*names, *inner), a.add(rest, a.scale(c, q)))
             ]
     for n in names:
+        others = tuple([x for x in names if x != n])
         if (entries := entries_of(a, p, n)) is not None:
-            others = tuple([x for x in names if x != n])
             return [found for q in entries for found in flattened(a, others, q)]
+        if (parts := parts_of(a, p, n)) is not None:
+            return [found for k, q in parts for found in flattened(a, (*others, k), q)]
     read = names_of(p)
     p, kept = merged(a, p, [n for n in names if n in read])
     return [(tuple(kept), p)]

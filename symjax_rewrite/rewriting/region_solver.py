@@ -17,6 +17,7 @@ from symjax_rewrite.obstacles import Obstacle
 from symjax_rewrite.options import log
 from symjax_rewrite.rewriting.contraction_order import Pairs
 from symjax_rewrite.rewriting.extraction import (
+    Choice,
     Extraction,
     changed_classes,
     extract,
@@ -149,7 +150,8 @@ class Solver:
         ]
         best, crossovers = found[0], []
         if t.dim_env:
-            best, crossovers = self._symbolic(g, roots, found, models[0])
+            priced = [*zip(models, before, strict=True)]
+            best, crossovers = self._symbolic(g, roots, found, priced, frozen)
         log("cost", "%s (%s)", best.reason, stop)
         changed = changed_classes(g, best.choice, roots) if best.taken else []
         if best.taken:  # I·a = a: a computed class becomes an input
@@ -173,10 +175,18 @@ class Solver:
         )
 
     def _symbolic(
-        self, g: EGraph, roots: tuple[int, ...], found: list[Extraction], model: CostModel
+        self,
+        g: EGraph,
+        roots: tuple[int, ...],
+        found: list[Extraction],
+        priced: list[tuple[CostModel, Cost]],
+        frozen: Frozen,
     ) -> tuple[Extraction, list[tuple[Cost, Cost]]]:
-        """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes."""
-        original = original_choice(g)
+        """Take a form only if it is cheaper for all permitted sizes; otherwise report the sizes.
+
+        priced: at every sample, the model and the cost as written.
+        """
+        original, model = original_choice(g), priced[0][0]
         before = model.symbolic(g, original, roots)
         crossovers: list[tuple[Cost, Cost]] = []
         for candidate in found:
@@ -184,8 +194,11 @@ class Solver:
                 continue
             after = model.symbolic(g, candidate.choice, roots)
             gained = before.flops - after.flops, before.bytes - after.bytes
-            undecided = [p for p in gained if not self.context.assumptions.nonnegative(p)]
-            if not undecided:
+            if self.terms.narrow:
+                cheaper = _pays_at_each(g, candidate.choice, roots, priced, frozen)
+            else:
+                cheaper = all(map(self.context.assumptions.nonnegative, gained))
+            if cheaper:
                 seconds = (candidate.before.seconds, candidate.after.seconds)
                 costs = (replace(before, seconds=seconds[0]), replace(after, seconds=seconds[1]))
                 return Extraction(*costs, candidate.choice, True, "cheaper for all sizes"), []
@@ -194,6 +207,21 @@ class Solver:
         same = replace(before, seconds=found[0].before.seconds)
         reason = Obstacle.SIZES("neither form is cheaper for all sizes")
         return Extraction(same, same, original, False, reason), crossovers
+
+
+def _pays_at_each(
+    g: EGraph,
+    choice: Choice,
+    roots: tuple[int, ...],
+    priced: list[tuple[CostModel, Cost]],
+    frozen: Frozen,
+) -> bool:
+    """Return True if a form is to be taken at every sample of the sizes."""
+    known = any(map(frozen, choice))
+    return all(
+        margins.worthwhile(before, m.evaluate(g, choice, roots, frozen), m.device, known)[0]
+        for m, before in priced
+    )
 
 
 def _at(sample: dict[str, int]) -> Callable[[Dim], int]:

@@ -96,6 +96,55 @@ def test_an_undecided_plan_is_decided_at_each_shape(runs):
     assert "f32[8192,4]" not in str(f.trace(*args).jaxpr)
 
 
+def shaped(*shapes):
+    return [jax.ShapeDtypeStruct(s, F32) for s in shapes]
+
+
+def gradient(x, w, y):
+    return jax.grad(lambda w: ((jax.nn.relu(x @ w) @ w.T - y) ** 2).mean())(w)
+
+
+def gated(a, x):
+    return jax.lax.scan(lambda h, s: (s[0] * h + s[1],) * 2, jnp.zeros(x.shape[1:]), (a, x))[1]
+
+
+UNDECIDED = {
+    "an adapter": (lora, "T 2048, 2048 2048, 2048 4, 4 2048",
+                   lambda n: [(n, 2048), (2048, 2048), (2048, 4), (4, 2048)]),
+    "a chain": (lambda x, w, v: (x @ w) @ v, "n 256, 256 1024, 1024 k",
+                lambda n: [(n, 256), (256, 1024), (1024, 8)]),
+    "a gradient": (gradient, "n 64, 64 256, n 64", lambda n: [(n, 64), (64, 256), (n, 64)]),
+    "a recurrence": (gated, "T b 64, T b 64", lambda n: [(n, 2, 64)] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_sizes_near_those_of_a_call_are_not_optimised_again(name, runs):
+    fun, dims, shapes = UNDECIDED[name]
+    f = sym_optimize(fun, dims=dims)
+    f.trace(*shaped(*shapes(48)))
+    assert len(runs) == 3  # for all sizes, for those near, for these
+    for n in (24, 50, 77, 96):
+        f.trace(*shaped(*shapes(n)))
+    assert len(runs) == 3
+    f.trace(*shaped(*shapes(97)))
+    assert len(runs) > 3
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.standard_normal(s) / 8, F32) for s in shapes(50)]
+    np.testing.assert_allclose(f(*args), fun(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_a_choice_that_changes_within_the_range_is_made_at_each_shape(runs):
+    f = sym_optimize(lora, dims="T 512, 512 512, 512 r, r 512")
+    texts = {}
+    for t in (40, 60, 80, 120, 200, 300, 500):
+        args = shaped((t, 512), (512, 512), (512, 64), (64, 512))
+        texts[t] = f"f32[{t},64]" in str(f.trace(*args).jaxpr)
+        alone = sym_optimize(lora).trace(*args).jaxpr
+        assert texts[t] == (f"f32[{t},64]" in str(alone)), t
+    assert {*texts.values()} == {True, False}
+
+
 def test_facts_that_do_not_hold_leave_the_plan_out(runs):
     f = sym_optimize(lora, dims="T d, d d, d r, r d", assume=("8*T <= d", "8*r <= d"))
     shapes = ((8, 2048), (2048, 2048), (2048, 4), (4, 2048))

@@ -369,3 +369,39 @@ PAIRS |= {
     "squares_of_roots": (lambda x: jnp.sqrt(x * x), jnp.abs, ("f32[n]",)),
     "double_where": (lambda x: jnp.where(x > 0, x, -x), jnp.abs, ("f32[n]",)),
 }  # fmt: skip
+
+
+def stepwise(combine, start):
+    """Return a scan that combines rows one by one and returns all states."""
+    return lambda x: lax.scan(
+        lambda c, row: (combine(c, row),) * 2, jnp.full(x.shape[1], start, x.dtype), x
+    )[1]
+
+
+@equal("f32[t,d]", "f32[s,d]", "f32[s,e]", "f32[r,d]", "f32[r,e]")
+def attention_to_two_caches():
+    def joined_caches(q, k, v, more_k, more_v):
+        keys, values = jnp.concatenate([k, more_k]), jnp.concatenate([v, more_v])
+        return jax.nn.softmax(q @ keys.T, -1) @ values
+
+    def merged(q, k, v, more_k, more_v):
+        p, more_p = jnp.exp(q @ k.T), jnp.exp(q @ more_k.T)
+        return (p @ v + more_p @ more_v) / (p.sum(-1) + more_p.sum(-1))[:, None]
+
+    return joined_caches, merged
+
+
+PAIRS |= {
+    "running_sum_in_steps": (lambda x: jnp.cumsum(x, 0), stepwise(jnp.add, 0.0), ("f32[t,d]",)),
+    "running_sum_by_a_triangular_matrix": (
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: jnp.tril(jnp.ones((x.shape[0],) * 2)) @ x, ("f32[t,d]",)),
+    "running_maximum_in_steps": (
+        lambda x: lax.cummax(x, 0), stepwise(jnp.maximum, -jnp.inf), ("f32[t,d]",)),
+    "running_logsumexp": (
+        lambda x: lax.cumlogsumexp(x, 0),
+        lambda x: jnp.log(jnp.cumsum(jnp.exp(x), 0)), ("f32[t,d]",)),
+    "running_sum_from_the_end": (
+        lambda x: jnp.cumsum(x[::-1], 0)[::-1],
+        lambda x: x.sum(0) - jnp.cumsum(x, 0) + x, ("f32[t,d]",)),
+}  # fmt: skip

@@ -382,6 +382,19 @@ NEAR_MISSES: dict[str, Pair] = {
         lambda x: x.astype(jnp.float16).astype(jnp.float32), lambda x: x, ("f32[n]",)),
     "cast to a smaller range and back": (
         lambda x: x.astype(jnp.float16).astype(jnp.bfloat16), lambda x: x, ("bf16[n]",)),
+    "running sum from the other end": (
+        lambda x: jnp.cumsum(x[::-1], 0)[::-1], lambda x: jnp.cumsum(x, 0), ("f32[t,d]",)),
+    "running sum along the other axis": (
+        lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(x, 1), ("f32[n,n]",)),
+    "reversed rows multiplied with rows in order": (
+        lambda x, y: (x[::-1] * y).sum(0), lambda x, y: (x * y).sum(0), ("f32[t,d]",) * 2),
+    "values of two caches exchanged": (
+        lambda p, q, v, w: jnp.concatenate([p, q], 1) @ jnp.concatenate([v, w]),
+        lambda p, q, v, w: p @ w + q @ v, ("f32[n,s]", "f32[n,s]", "f32[s,d]", "f32[s,d]")),
+    "cast to a smaller integer and back": (
+        lambda x: x.astype(jnp.int8).astype(jnp.int32), lambda x: x, ("i32[n]",)),
+    "cast to an integer without a sign and back": (
+        lambda x: x.astype(jnp.uint8).astype(jnp.int32), lambda x: x, ("i32[n]",)),
     "sum rounded after each product": (
         lambda x, y: (x * y).astype(jnp.bfloat16).astype(jnp.float32) + x,
         lambda x, y: (x * y + x), ("f32[n]", "f32[n]")),

@@ -53,6 +53,7 @@ UNDECIDED = {
     "rounding to bfloat16",
     "cast to fewer digits and back",
     "cast to a smaller range and back",
+    "cast to a smaller integer and back",
     "sum rounded after each product",
 }
 

@@ -328,7 +328,7 @@ def _kernel_seconds(route: FoldRoute, spec: FoldSpec, cut: TritonBlocks, device:
     busy = _product_seconds(spec, device, visited) / device.folds.kernel_share
     busy += visited * steps / device.elementwise_per_s
     busy = max(busy, fold_cost.bytes_moved(spec) / device.bytes_per_s)
-    columns = max(columns_visited(spec, cut.rows, cut.cols), default=0)
+    columns = int(columns_visited(spec, cut.rows, cut.cols).max(initial=0))
     share = min(cut.rows, spec.rows) * columns / max(visited, 1)
     longest = device.multiprocessors * share * busy
     whole = max(busy, longest) + device.launch_s

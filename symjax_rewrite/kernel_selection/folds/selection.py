@@ -74,7 +74,7 @@ class Folds:
             return
         terms = context.terms(program)
         least = context.device.folds.least_pairs if kernels == "auto" else 0
-        selection = _FoldSelection(kernels, context.device, terms.samples)
+        selection = _FoldSelection(kernels, context.device, terms.samples, terms.narrow)
         compared = kernels == "auto" and not terms.t.dim_env
         found = list(selection.found(terms.t, terms.need, least))
         yield from self._or_rules(found, program, context) if compared else found
@@ -108,17 +108,22 @@ def taken_folds(program: Program, context: Context) -> list[tuple[FoldRoute, Rou
     """Return the folds that pay and stand alone, with their report entries."""
     terms, kernels, device = context.terms(program), context.options.kernels, context.device
     least = device.folds.least_pairs if kernels == "auto" else 0
-    selection = _FoldSelection(kernels, device, terms.samples)
+    selection = _FoldSelection(kernels, device, terms.samples, terms.narrow)
     groups, uses = selection.decided(terms.t, terms.need, least)
     pairs = zip(groups, uses, strict=True)
     return [(g[0], use) for g, use in pairs if len(g) == 1 and isinstance(g[0], FoldRoute)]
 
 
 class _FoldSelection:
-    """Search for pairwise terms of one program, and the decision which of them become folds."""
+    """Search for pairwise terms of one program, and the decision which of them become folds.
 
-    def __init__(self, kernels: str, device: Device, samples: Sequence[Sample]) -> None:
-        self.kernels, self.device, self.samples = kernels, device, samples
+    samples: the numbers at which named sizes are priced. narrow: True if they stand for all sizes.
+    """
+
+    def __init__(
+        self, kernels: str, device: Device, samples: Sequence[Sample], narrow: bool
+    ) -> None:
+        self.kernels, self.device, self.samples, self.narrow = kernels, device, samples, narrow
 
     def _streams(self) -> bool:
         """Return True if loops run the folds; loops also support lookups and keyed sums."""
@@ -231,7 +236,8 @@ class _FoldSelection:
         if any(c.pays(self.device) and c.pairs > few for c in found):
             with_few(folds, few if self.kernels == "auto" else 0)
             return ""
-        cluster.by_size = bool(t.dim_env)
+        pays = any(c.pays(self.device) for c in found)
+        cluster.by_size = bool(t.dim_env) and (pays or not self.narrow)
         least = min(margins.margin("fold", self.device, c.spared) for c in found)
         where = "" if not t.dim_env else f" at {', '.join(sorted({c.place() for c in found}))}"
         return Obstacle.COST(f"predicted gain is below {least:.2f}{where}")
