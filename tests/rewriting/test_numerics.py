@@ -223,6 +223,22 @@ def test_near_values_are_subtracted_before_they_are_scaled():
             assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
 
 
+SPLIT = [56, 116, 119, 129, 196, 233, 263, 279]  # choices that once took two means of one side
+
+
+@pytest.mark.parametrize("seed", SPLIT)
+def test_both_sides_of_all_pairs_are_shifted_by_one_rounded_mean(seed):
+    """|v|·(u − μ) − Σ(v − μ) is Σ(u − v) for any μ, but not for two roundings of μ."""
+    rng = np.random.default_rng(0)
+    x, y = ((rng.standard_normal((7, 3)) + 300).astype(np.float32) for _ in range(2))
+
+    def loss(x, y):
+        return jnp.mean((x[:, None] - y[None]) ** 2)
+
+    outcome = check_function(loss, [x, y], Mode("in_grad", "random", seed))
+    assert not isinstance(outcome, Failure), outcome
+
+
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.float16, 1e-3), (jnp.float32, 1e-25)])
 def test_scales_that_meet_do_not_underflow(dtype, scale):
     """1e-4 · 1e-3 of float16 values left a sum as one coefficient, rounded by a fifth or to 0."""
