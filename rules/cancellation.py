@@ -5,9 +5,10 @@ If terms of a sum cancel, the error of the opened sum may be large relative to i
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from itertools import combinations
 
-from symjax_rewrite.ir.dataflow import cone
+from symjax_rewrite.ir.dataflow import cone, reaches
 from symjax_rewrite.ir.products import Product, flattest, product_node
 from symjax_rewrite.ir.term import ADD, CONST, CONTRACT, DELTA, MAP, Node, Ref
 from symjax_rewrite.ir.value_analysis import nonnegative
@@ -57,14 +58,20 @@ def _share_products(ctx: RuleContext, rounded: list[Ref], terms: tuple[Ref, ...]
         node = product_node(ctx.g, cls)
         return [ctx.g.find(a).cls for a in node.args] if node else []
 
+    for a in rounded:
+        opened = {c for c in cone([a.cls], factors) if product_node(ctx.g, c)}
+        if is_computed_for(ctx, opened, [b.cls for b in terms if b.cls != a.cls]):
+            return True
+    return False
+
+
+def is_computed_for(ctx: RuleContext, values: Container[int], classes: Iterable[int]) -> bool:
+    """Return True if a class is one of some values, or is computed from one, as first written."""
+
     def operands(cls: int) -> list[int]:
         return [ctx.g.find(a).cls for a in ctx.g.classes[cls].first.args]
 
-    for a in rounded:
-        opened = {c for c in cone([a.cls], factors) if product_node(ctx.g, c)}
-        if any(opened & cone([b.cls], operands) for b in terms if b.cls != a.cls):
-            return True
-    return False
+    return reaches(classes, operands, values)
 
 
 def cannot_cancel(ctx: RuleContext, cls: int, total: Node) -> bool:

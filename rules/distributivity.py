@@ -18,6 +18,7 @@ from symjax_rewrite.rewriting.rule import DISTRIBUTIVITY, RuleContext, axiom
 from symjax_rewrite.rewriting.scales import apart, shared_power
 from symjax_rewrite.rules.cancellation import (
     cannot_cancel,
+    is_computed_for,
     is_rounded,
     is_safe,
     keeps_its_size,
@@ -116,15 +117,16 @@ def flatten_sum(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     """Flatten sums of sums used once, and count like terms of one sign.
 
     If terms may cancel, exact terms stay in the sum in which they were written. In `(a − b) + x·W`
-    a − b is exact for close a and b, and the rounded a + x·W is not.
+    a − b is exact for close a and b, and the rounded a + x·W is not. In `s − mean(s)` both terms
+    read one rounded s, and s stays closed.
     """
     g, dtype = ctx.g, ctx.g.classes[cls].dtype
-    terms = _Terms()
+    terms, beside = _Terms(), {g.find(a).cls for a in node.args}
     for coefficient, arg in zip(node.attr, node.args, strict=True):
         arg = g.find(arg)
         if ctx.is_zero(arg.cls) and len(node.args) > 1:
             continue
-        for k, ref in _all_terms(ctx, arg, dtype):
+        for k, ref in _all_terms(ctx, arg, dtype, beside):
             if not terms.put(ref, k * coefficient, is_ring(dtype)):
                 return
     if not terms or (len(terms) == len(node.args) and set(terms) == set(node.args)):
@@ -153,30 +155,37 @@ class _Terms(dict[Ref, Any]):
         return ((k, ref) for ref, k in self.items())
 
 
-def _all_terms(ctx: RuleContext, arg: Ref, dtype: str) -> Iterator[tuple[Any, Ref]]:
+def _all_terms(
+    ctx: RuleContext, arg: Ref, dtype: str, beside: set[int]
+) -> Iterator[tuple[Any, Ref]]:
     """Yield the terms that a term of a sum contributes, through nested sums.
 
     A sum may be equal to a term within it (`a = (a + b) − b`), so no sum is opened inside itself.
+    beside: the classes of all terms; those of opened sums are added.
     """
     stack: list[tuple[Any, Ref, frozenset[int]]] = [(1, arg, frozenset())]
     opened = 0
     while stack:
         k, ref, within = stack.pop()
         closed = ref.cls in within or opened == MOST_OPENED
-        inner = None if closed else _inner_terms(ctx, ref, dtype, k)
+        within |= {ref.cls}
+        inner = None if closed else _inner_terms(ctx, ref, dtype, k, beside - within)
         if inner is None:
             yield k, ref
             continue
         opened += 1
-        within |= {ref.cls}
+        beside.update([ctx.g.find(a).cls for _, a in inner])
         for j, a in reversed(inner):
             stack.append((k * j, a.over(ref.axes), within))
 
 
 def _inner_terms(
-    ctx: RuleContext, arg: Ref, dtype: str, scale: Any
+    ctx: RuleContext, arg: Ref, dtype: str, scale: Any, beside: set[int]
 ) -> list[tuple[Any, Ref]] | None:
-    """Return the terms of a nested sum over its slots; None if `scale` might make them infinite."""
+    """Return the terms of a nested sum over its slots.
+
+    The result is None if `scale` might make them infinite, or if a term beside the sum reads it.
+    """
     closed = ctx.uses(arg.cls) > 1 or ctx.is_whole(arg.cls) or ctx.g.classes[arg.cls].dtype != dtype
     inner = next((n for n in ctx.g.classes[arg.cls].nodes if n.op == ADD), None)
     if closed or inner is None:
@@ -184,7 +193,9 @@ def _inner_terms(
     opened = list(zip(inner.attr, inner.args, strict=True))
     if cannot_cancel(ctx, arg.cls, inner):
         return opened
-    if abs(scale) > 1 and dtype_kind(dtype) == "f" and len(opened) > 1:
+    large = abs(scale) > 1 and dtype_kind(dtype) == "f"
+    shared = len(ctx.g.uses[arg.cls]) > 1 and is_computed_for(ctx, {arg.cls}, beside)
+    if (large or shared) and len(opened) > 1:
         return None
     exact = [
         (k, a) for k, a in opened if not (is_rounded(ctx, a.cls) or ctx.frozen(a.cls))

@@ -61,7 +61,7 @@ def pairwise_squares(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref]:
     shifted = [r.sum((1, side.ref), (-1, mean)) for side in sides]
     # Scaled after the shift: far from zero a product rounds away what the shift leaves.
     su, sv = scaled = [r.inside(inside, x) for x in shifted]
-    ctx.whole.update([x.cls for x in (*shifted, *scaled)])
+    ctx.whole.update([x.cls for x in (mean, *shifted, *scaled)])
     summed = [i for i in r.sizes if i >= p.out]
     terms = []
     for k, factors in ((scale, (su, su)), (scale, (sv, sv)), (-2 * scale, (su, sv))):
@@ -100,9 +100,10 @@ def pairwise_differences(ctx: RuleContext, cls: int, node: Node) -> Iterator[Ref
         return
     mean, (scale, rest) = _mean(r, sides[0]), parted
     (b, v, _), (a, u, _) = sides
+    both = r.sum((a, u), (b, mean)), r.sum((b, v), (-b, mean))
+    ctx.whole.update([x.cls for x in (mean, *both)])
     terms = []
-    for shifted in (r.sum((a, u), (b, mean)), r.sum((b, v), (-b, mean))):
-        ctx.whole.add(shifted.cls)
+    for shifted in both:
         factors = tuple([shifted if f is inner[0] else f for f in p.factors])
         ref = r.ordered(rest._replace(factors=factors))
         if ref is None:
@@ -160,5 +161,9 @@ def _count(r: RightSide, side: PairTerm) -> int:
 
 
 def _mean(r: RightSide, side: PairTerm) -> Ref:
-    """Return the mean of a side over its own indices."""
+    """Return the mean of a side over its own indices.
+
+    The caller adds it to `whole`: both terms must be shifted by one rounded value, because only
+    the error of this value leaves no trace in their sum.
+    """
     return r.sum((1 / _count(r, side), r.term(CONTRACT, (side.ref,), summed=side.only)))

@@ -6,10 +6,12 @@
 Every program is the program of a seed (`tests/fuzz/cases.py`), so `--programs 1 --seed 1234` runs
 number 1234 again. Failures are made small and printed as Python. Results go to results.json, one
 record per version of JAX and first seed, and into the README's table; `--quick` writes nothing.
+Once a minute the counts so far are printed to stderr; an interrupt ends the run with its summary.
 """
 
 import argparse
 import collections
+import contextlib
 import json
 import multiprocessing
 import os
@@ -27,7 +29,9 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 import harness
 
-BLOCK = 250  # programs per process: a fresh one forgets what JAX keeps of old traces
+BLOCK = 25  # programs between two looks at the clock
+BLOCKS = 10  # per process: a fresh one forgets what JAX keeps of old traces
+REPORT_S = 60  # between lines of progress
 PATIENCE = 60  # seconds of computing per program, after which it counts as a failure
 
 
@@ -107,10 +111,19 @@ def run_programs(a: argparse.Namespace) -> dict[str, Any]:
     counts: collections.Counter[str] = collections.Counter()
     failures: list[dict[str, Any]] = []
     context = multiprocessing.get_context("spawn")
-    with context.Pool(a.jobs, maxtasksperchild=1) as pool:
+    ignoring = (signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the first process
+    with (
+        context.Pool(a.jobs, signal.signal, ignoring, maxtasksperchild=BLOCKS) as pool,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        shown = start
         for done in pool.imap_unordered(run_block, jobs):
             counts.update(done["counts"])
             failures += done["failures"]
+            if time.time() > shown + REPORT_S:
+                shown = time.time()
+                so_far = f"{sum(counts.values())} programs, {len(failures)} failures"
+                print(so_far, file=sys.stderr, flush=True)
     return {
         "jax": jax.__version__,
         "first_seed": a.seed,

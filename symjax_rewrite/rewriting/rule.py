@@ -74,7 +74,8 @@ class RuleContext:
     frozen: True if a class depends on frozen arguments alone. refused: reasons why a rule that
     matched did not fire, for the report. ordered: products whose cheapest order is known. trees:
     the cheapest trees of products by shape, of other regions too. whole: sums that rules added and
-    that lose digits if they are distributed or flattened.
+    that lose digits if they are distributed, flattened or factored; means that are read twice as
+    one rounded value.
     """
 
     g: EGraph

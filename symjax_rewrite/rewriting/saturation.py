@@ -67,7 +67,7 @@ def _apply_all(
     g = ctx.g
     for node, reason in list(g.classes[cls].nodes.items()):
         rules = by_op.get(node.op)
-        if not rules:
+        if not rules or (node.op == ADD and len(node.args) > 1 and ctx.is_whole(cls)):
             continue
         opened = reason.rule == FINAL or _is_absorbed(ctx, cls, node)
         seen = done.setdefault((cls, node), {})

@@ -7,7 +7,7 @@ import random
 
 from tests.fuzz.builder import RandomChooser
 from tests.fuzz.check import TRANSFORMS, Mode
-from tests.fuzz.edges import low_rank_readout
+from tests.fuzz.edges import far_products, low_rank_readout
 from tests.fuzz.grammar import SIMPLE, program
 from tests.fuzz.programs import Program
 
@@ -19,8 +19,11 @@ LARGE_PERCENT = 15
 COMPILED_PERCENT = 2
 SYMBOLIC_PERCENT = 8  # of those that are not transformed; most refuse
 KERNELS_PERCENT = 40
-SOLVES_PERCENT = 2  # drawn apart, so that the other seeds stay the programs they were
-SOLVES = (low_rank_readout, low_rank_readout, *SIMPLE)
+SWARM_PERCENT = 2  # of each, drawn apart, so that the other seeds stay the programs they were
+SWARMS = {
+    "solves": (low_rank_readout, low_rank_readout, *SIMPLE),
+    "centred": (far_products, far_products, *SIMPLE),
+}
 
 
 def case(seed: int) -> tuple[Program, Mode]:
@@ -35,8 +38,8 @@ def case(seed: int) -> tuple[Program, Mode]:
     numerics = rng.choices(list(NUMERICS), list(NUMERICS.values()))[0]
     special = numerics == "exact" and rng.random() < 0.5
     mode = Mode(transform, choice, seed, numerics, compiled, kernels)
-    solves = random.Random(f"solves {seed}").randrange(100) < SOLVES_PERCENT
-    swarm = SOLVES if solves else None
+    drawn = [n for n in SWARMS if random.Random(f"{n} {seed}").randrange(100) < SWARM_PERCENT]
+    swarm = SWARMS[drawn[0]] if drawn else None
     made = program(RandomChooser(rng), large=large, special=special, swarm=swarm)
     symbolic = mode.transform == "value" and rng.randrange(100) < SYMBOLIC_PERCENT
     return made, dataclasses.replace(mode, symbolic=symbolic)

@@ -55,6 +55,19 @@ def far_pairs(b: Builder) -> int:
     return b.step(b.r.choice(form), x, y)
 
 
+def far_products(b: Builder) -> int:
+    """Products of operands far from zero, centred or subtracted from each other over all pairs."""
+    n, m, d, o = b.size() + 1, b.size() + 1, b.size(), b.size()
+    x, y = b.new((n, d), "float32", "far"), b.new((m, d), "float32", "far")
+    form = (
+        "jnp.mean((({0} @ {2})[:, None] - ({1} @ {2})[None]) ** 2)",
+        "jnp.sum(({0} @ {2})[:, None] - ({1} @ {2})[None], 1)",
+        "jnp.mean(({0} @ {2} - jnp.mean({0} @ {2}, 0)) ** 2)", "jnp.var({0} @ {2}, 0)",
+        "({0} - jnp.mean({0}, 0)) @ {2}", "(0.3 * ({0} - jnp.mean({0}, 0)) @ {2}).T @ {0}",
+    )  # fmt: skip
+    return b.step(b.r.choice(form), x, y, b.new((d, o), "float32"))
+
+
 def low_rank_readout(b: Builder) -> int:
     """A solve with a small number times the identity plus U·Uᵀ, and what reads it."""
     n, r = b.r.choice((16, 24, 40)), b.r.integer(1, 3)

@@ -223,6 +223,37 @@ def test_near_values_are_subtracted_before_they_are_scaled():
             assert not isinstance(outcome, Failure), f"{choice} {seed}: {outcome}"
 
 
+def pairs(x, y):
+    return jnp.mean((x[:, None] - y[None]) ** 2)
+
+
+def centred(x, y, w):
+    z = x @ w
+    return jnp.mean((z - z.mean(0)) ** 2)
+
+
+# Programs, transformations and choices of forms that once read two roundings of one value.
+CORRELATED = {
+    "the mean of all pairs, rounded twice": (pairs, "in_grad", "random", (56, 116, 196, 233, 263)),
+    "products of pairs, factored for one of their readers": (
+        lambda x, y, w: pairs(x @ w, y @ w), "in_grad", "random", (11,)
+    ),
+    "centred products, opened beside their mean": (centred, "in_second", "wide", (0, 10)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORRELATED)
+def test_values_that_cancel_are_rounded_once(name):
+    """|v|·(u − μ) − Σ(v − μ) is Σ(u − v) for any μ, but not for two roundings of μ."""
+    f, transform, choice, seeds = CORRELATED[name]
+    rng = np.random.default_rng(0)
+    x, y = ((rng.standard_normal((n, 3)) + 300).astype(np.float32) for n in (7, 6))
+    args = [x, y] if f is pairs else [x, y, rng.standard_normal((3, 4)).astype(np.float32)]
+    for seed in seeds:
+        outcome = check_function(f, args, Mode(transform, choice, seed))
+        assert not isinstance(outcome, Failure), f"{seed}: {outcome}"
+
+
 @pytest.mark.parametrize(("dtype", "scale"), [(jnp.float16, 1e-3), (jnp.float32, 1e-25)])
 def test_scales_that_meet_do_not_underflow(dtype, scale):
     """1e-4 · 1e-3 of float16 values left a sum as one coefficient, rounded by a fifth or to 0."""

@@ -138,6 +138,8 @@ class ProgramBuilder(StepProgram):
             return self.plus((float(prod(int(str(n)) for n in node.bound)), scale))
         if len(slopes) == 1:
             (a, b) = slopes[0]
+            if self.centred and b != self.times(a, self.add(CENTRE, None)):
+                total = self.add("sides", SUM)  # of x − mean: what the mean was rounded by
             return self.plus((1, self.times(scale, a, total)), (count, self.times(scale, b)))
         (a, b), (c, d) = slopes
         squares = self.add("sides", SQUARES)

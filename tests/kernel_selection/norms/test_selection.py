@@ -11,6 +11,7 @@ from jax import lax
 
 from symjax_rewrite import jax_internals, sym_optimize
 from symjax_rewrite.errors import KernelError
+from tests.fuzz.check import Mode, check_function
 
 # Small programs: most of their time is LLVM's.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -454,3 +455,10 @@ def test_f16_weights_are_not_scaled():
     f = lambda x, g, w: (cast_down_with(x, g) / 1000) @ w  # noqa: E731
     prepared = sym_optimize(f, frozen=("g", "w")).prepare(g=g, w=w)
     np.testing.assert_array_equal(prepared(x), jax.jit(f)(x, g, w))
+
+
+def test_values_centred_twice_subtract_what_their_mean_was_rounded_by():
+    """A sum of centred values was taken for 0, and the far rows of x multiplied what it was."""
+    x, w = (np.asarray(a + draw(s), np.float32) for a, s in ((1e4, (7, 6)), (1, (6, 6))))
+    mode = Mode("in_second", "model", kernels="always")
+    assert check_function(lambda x, w: jnp.var(x @ w, 0), [x, w], mode) == "equal"
