@@ -52,7 +52,7 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
     "attention": (attention, [(ROWS, WIDTH)] * 3),
     "causal attention": (causal_attention, [(ROWS, WIDTH)] * 3),
     "nearest neighbours": (nearest, [(ROWS, WIDTH)] * 2),
-    "scan": (recurrence, [(ROWS, WIDTH)] * 2),
+    "scan": (recurrence, [(ROWS // 4, WIDTH)] * 2),
     "norm": (norm, [(ROWS, 64), (64,), (64, 128)]),
 }
 
@@ -271,12 +271,6 @@ H200 = DEVICES["h200"]
 FOLDS = ("attention", "causal attention", "nearest neighbours")
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """As on a machine with one device."""
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
-
-
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_routed_program_has_a_ratio(name, device):
@@ -333,7 +327,7 @@ def layers(x, w, count=3):
     return x
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_device")
 def test_equal_refusals_are_one_entry():
     report = priced(layers, [(ROWS, WIDTH), (WIDTH, WIDTH)], "cpu", "auto")
     refused = [(r.name, r.reason) for r in report.routes if not r.taken]
@@ -345,7 +339,7 @@ def test_equal_refusals_are_one_entry():
     assert f"test_prices.py:{line.split(':')[1].split()[0]} (attention) ×3" in str(report)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_device")
 def test_refused_candidate_has_a_ratio():
     fun, shapes = PROGRAMS["nearest neighbours"]
     report = priced(fun, shapes, "cpu", "auto")
@@ -357,7 +351,7 @@ def test_refused_candidate_has_a_ratio():
     assert f"predicted {ratio(use.ratio)}" in str(report)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_device")
 def test_program_left_as_written_names_the_best_alternative():
     report = priced(*PROGRAMS["nearest neighbours"], "cpu", "auto")
     (use,) = (r for r in report.routes if r.name == "fold")

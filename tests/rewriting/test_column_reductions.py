@@ -11,12 +11,10 @@ from symjax_rewrite import jax_internals, packs, sym_optimize
 from symjax_rewrite.cost.device_profiles import CPU
 
 NAME = "column_reductions"
-pytestmark = pytest.mark.skipif(CPU.columns is None, reason="this XLA reduces by rows itself")
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
+pytestmark = [
+    pytest.mark.skipif(CPU.columns is None, reason="this XLA reduces by rows itself"),
+    pytest.mark.usefixtures("one_device"),
+]
 
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.Array:

@@ -10,12 +10,9 @@ from jax import lax
 
 from symjax_rewrite import jax_internals, packs, sym_optimize
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 NAME = "column_scans"
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax_internals, "may_be_partitioned", lambda: False)
 
 
 def array(*shape: int, dtype: Any = np.float32) -> jax.Array:
