@@ -14,14 +14,11 @@ from jax.experimental import pallas as pl
 from symjax_rewrite import Budget, jax_internals, sym_optimize
 from symjax_rewrite.cost.device_profiles import DEVICES
 from symjax_rewrite.reports.units import ratio
+from tests.reports.examples import attention, recurrence
 
 NOT_PRICED = "not priced"
 CACHED = 3.0  # times the memory's bandwidth of a CPU, while temporaries are few
 ROWS, WIDTH = 1024, 16
-
-
-def attention(q, k, v):
-    return jax.nn.softmax(q @ k.T) @ v
 
 
 def causal_attention(q, k, v):
@@ -33,14 +30,6 @@ def causal_attention(q, k, v):
 def nearest(x, y):
     distances = jnp.sum(x * x, -1)[:, None] - 2 * x @ y.T + jnp.sum(y * y, -1)
     return lax.top_k(-distances, 4)
-
-
-def recurrence(a, x):
-    def step(h, given):
-        h = given[0] * h + given[1]
-        return h, h
-
-    return lax.scan(step, jnp.zeros(x.shape[1:]), (a, x))[1]
 
 
 def norm(x, gain, w):

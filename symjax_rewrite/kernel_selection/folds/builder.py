@@ -125,9 +125,8 @@ class FoldRoute:
     def held(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         data, slots = self._value(emitter, cls)
         dtype = emitter.t.graph.classes[cls].dtype
-        return data.astype(
-            np.dtype(held_dtype(dtype) if cls in (self.wide or ()) else dtype)
-        ), slots
+        held = held_dtype(dtype) if cls in (self.wide or ()) else dtype
+        return data.astype(np.dtype(held)), slots
 
     def _value(self, emitter: Any, cls: int) -> tuple[Any, tuple[int, ...]]:
         """Return the value of a class in the fold's dtype, and its slots."""

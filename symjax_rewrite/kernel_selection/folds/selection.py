@@ -111,9 +111,8 @@ class _FoldSelection:
     """
 
     def __init__(self, context: Context, samples: Sequence[Sample]) -> None:
-        self.kernels, self.device = context.options.kernels, context.device
-        self.samples, folds = samples, context.device.folds
-        auto = self.kernels == "auto"
+        self.kernels, self.device, self.samples = context.options.kernels, context.device, samples
+        auto, folds = self.kernels == "auto", self.device.folds
         self.scope = Scope(
             least=folds.least_pairs if auto else 0,
             single=not auto or folds.single_rows,

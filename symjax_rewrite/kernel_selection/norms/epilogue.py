@@ -68,17 +68,13 @@ def epilogue(g: EGraph, need: Needed, first: Normed, members: list[Normed]) -> N
             return best
         axes.update(added)
         last = users[0]
-        open_ = [c for c in axes if c != last and (c in need.outside or _leaves(need, c, axes))]
-        if not open_:
+        inside = axes.keys() - {last}
+        if not any(c in need.outside or {*need.users.get(c, ())} - axes.keys() for c in inside):
             products = {c: a for c, a in axes.items() if c in by_class}
-            best = NormEpilogue(g, last, axes[last], set(axes) - {last}, products, rows)
+            best = NormEpilogue(g, last, axes[last], inside, products, rows)
         if last in need.outside:
             return best
     return best
-
-
-def _leaves(need: Needed, cls: int, inside: dict[int, tuple[int, ...]]) -> bool:
-    return any(u not in inside for u in need.users.get(cls, ()))
 
 
 def _joined(

@@ -135,10 +135,7 @@ class ProgramBuilder(StepProgram):
         total = zero if self.centred else self.add("sides", SUM)
         if not slopes:  # may be a sum over other indices than x's
             return self.plus((float(prod(int(str(n)) for n in node.bound)), scale))
-        if len(slopes) == 1:
-            (a, b) = slopes[0]
-            return self.plus((1, self.times(scale, a, total)), (count, self.times(scale, b)))
-        (a, b), (c, d) = slopes
+        (a, b), (c, d) = (*slopes, (zero, self.constant(1)))[:2]
         squares = self.add("sides", SQUARES)
         return self.plus(
             (1, self.times(scale, a, c, squares)),
